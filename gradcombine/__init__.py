@@ -1,0 +1,28 @@
+"""Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
+
+from gradcombine import reductions
+from gradcombine.accumulate import Accumulator, accumulate
+from gradcombine.combine import add_n, combine, mean, tree_sum
+from gradcombine.errors import GradCombineError
+from gradcombine.replicas import LOCAL, all_reduce, jax_axis, merge_replicas, tf_replicas
+from gradcombine.types import AccumulateState, Reduction
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "LOCAL",
+    "AccumulateState",
+    "Accumulator",
+    "GradCombineError",
+    "Reduction",
+    "accumulate",
+    "add_n",
+    "all_reduce",
+    "combine",
+    "jax_axis",
+    "mean",
+    "merge_replicas",
+    "reductions",
+    "tf_replicas",
+    "tree_sum",
+]

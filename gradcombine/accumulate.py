@@ -1,0 +1,204 @@
+"""Time: one contribution after another, in windows."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.protocol import Backend
+from gradcombine.backends.registry import owner, resolve
+from gradcombine.combine import require_order, require_reduction
+from gradcombine.errors import GradCombineError
+from gradcombine.pairwise import fold_levels
+from gradcombine.types import AccumulateState, Array, Order, Reduction, State, Tree
+
+_INT32 = np.dtype(np.int32)
+
+
+class Accumulator(NamedTuple):
+    """Pure functions over an `AccumulateState`; made by `accumulate`.
+
+    Attributes:
+      init: ``init(like) -> state``: no window begun. ``like``: arrays or shape/dtype specs, None for "no gradient".
+      update: ``update(grads, state, weight=1.0) -> state``: one more contribution. After a full window it starts the next.
+      ready: ``ready(state)``: whether the window is full, a boolean scalar (traced where the state is).
+      value: ``value(state)``: the window so far, partial or full, divided by its true weight.
+      restart: ``restart(state) -> state``: drops the window, after its value was taken early.
+    """
+
+    init: Callable[[Tree], AccumulateState]
+    update: Callable[..., AccumulateState]
+    ready: Callable[[AccumulateState], Array]
+    value: Callable[[AccumulateState], Tree]
+    restart: Callable[[AccumulateState], AccumulateState]
+
+
+def accumulate(
+    reduction: Reduction,
+    every: int | Callable[[Array], Any],
+    *,
+    order: Order = "sequential",
+    max_every: int | None = None,
+) -> Accumulator:
+    """Combines contributions over windows of ``every`` updates.
+
+    All functions are pure, take NumPy, JAX or TensorFlow trees, and may be called inside jit, scan and tf.function. A full
+    window stays readable until the next update, which begins with an empty window in its place: nothing of one window,
+    not even a NaN, reaches the next.
+
+    Args:
+      reduction: from `gradcombine.reductions`.
+      every: the length of a window, in updates (those of weight 0 counted): an integer of 1 or more, or a function of the
+        window's index (int32 scalar, traced under jit) that returns one. A traced length under 1 means 1.
+      order: ``"sequential"``: one running value. ``"tree"``: the canonical order of `combine`, held in a binary counter
+        of floor(log2(every)) + 1 partial states.
+      max_every: with a function and order ``"tree"``: the longest window, which sizes the counter. Updates past it are
+        added, but no longer in the canonical order.
+
+    Returns:
+      An `Accumulator`.
+
+    Raises:
+      GradCombineError: for an ``every`` that is 0, negative or not an integer; in ``update`` as `combine`, and then the
+        state that was passed in is still whole.
+
+    Bits: those of `combine` in the same order.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> acc = gc.accumulate(gc.reductions.mean(), every=2)
+    >>> state = acc.init({"w": np.zeros(2, np.float32)})
+    >>> state = acc.update({"w": np.float32([1, 2])}, state, weight=1)
+    >>> bool(acc.ready(state))
+    False
+    >>> state = acc.update({"w": np.float32([3, 4])}, state, weight=3)
+    >>> bool(acc.ready(state)), acc.value(state)
+    (True, {'w': array([2.5, 3.5], dtype=float32)})
+    """
+    require_reduction("accumulate", reduction)
+    require_order("accumulate", order)
+    length = every if callable(every) else _length(every)
+    depth = 1
+    if order == "tree":
+        if callable(length) and max_every is None:
+            raise GradCombineError("accumulate", "max_every, for a function with order 'tree'", "None")
+        depth = _length(max_every if callable(length) else length).bit_length()
+
+    def init(like: Tree) -> AccumulateState:
+        leaves, _ = tree.flatten(reduction.name, like)
+        backend = resolve(reduction.name, leaves)
+        levels = tuple(reduction.init(like) for _ in range(depth))
+        return AccumulateState(levels, *(backend.full((), 0, _INT32) for _ in range(2)))
+
+    def ready(state: AccumulateState) -> Array:
+        require_state(state)
+        return state.step >= _at(length, state.index)
+
+    def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
+        full = ready(state)
+        backend = _backend(state)
+        empty = tuple(map(reduction.clear, state.levels))
+        levels = tuple(select(backend, full, a, b) for a, b in zip(empty, state.levels, strict=True))
+        step = backend.where(full, backend.full((), 0, _INT32), state.step)
+        index = backend.where(full, state.index + 1, state.index)
+        if depth == 1:
+            levels = (reduction.update(levels[0], grads, weight),)
+        else:
+            levels = _count_up(backend, reduction, levels, step, reduction.update(empty[0], grads, weight))
+        return AccumulateState(levels, step + 1, index)
+
+    def value(state: AccumulateState) -> Tree:
+        return reduction.finalize(window(reduction, state))
+
+    def restart(state: AccumulateState) -> AccumulateState:
+        require_state(state)
+        backend = _backend(state)
+        index = backend.where(state.step > 0, state.index + 1, state.index)
+        return AccumulateState(tuple(map(reduction.clear, state.levels)), backend.full((), 0, _INT32), index)
+
+    return Accumulator(init, update, ready, value, restart)
+
+
+def window(reduction: Reduction, state: AccumulateState) -> State:
+    """The whole window as one partial state of the reduction."""
+    require_state(state)
+    return fold_levels(reduction.merge, state.levels)
+
+
+def replace_window(reduction: Reduction, state: AccumulateState, merged: State) -> AccumulateState:
+    """The state with this window in place of its own; position and index stay."""
+    require_state(state)
+    lower = tuple(map(reduction.clear, state.levels[:-1]))
+    return state._replace(levels=(*lower, merged))
+
+
+def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
+    """``a`` where the scalar condition holds, else ``b``: picked where it is known, by `where` on each array if not."""
+    known = backend.concrete(condition)
+    if known is not None:
+        return a if known else b
+    lefts, structure = tree.flatten("select", a)
+    rights = tree.flatten_as("select", structure, b)
+
+    def choose(left: Any, right: Any) -> Any:
+        if left is None or 0 in backend.shape(left):
+            return left
+        return backend.where(condition, left, right)
+
+    return tree.unflatten(structure, map(choose, lefts, rights))
+
+
+def require_state(state: Any) -> None:
+    """Refuses what is not an `AccumulateState`."""
+    if not isinstance(state, AccumulateState):
+        raise GradCombineError("accumulate", "an AccumulateState", type(state).__name__)
+
+
+def _count_up(
+    backend: Backend, reduction: Reduction, levels: tuple[State, ...], step: Array, carry: State
+) -> tuple[State, ...]:
+    """One more contribution in a binary counter: full levels are merged into the carry and emptied, up to an empty one."""
+    counted = []
+    carrying: Array = backend.full((), True, np.dtype(np.bool_))
+    for i, level in enumerate(levels):
+        last = i == len(levels) - 1
+        merged = reduction.merge(level, carry)
+        if last:
+            counted.append(select(backend, carrying, merged, level))
+            break
+        occupied = (step // 2**i) % 2 == 1
+        placed = select(backend, occupied, reduction.clear(level), merged)
+        counted.append(select(backend, carrying, placed, level))
+        carrying = carrying & occupied
+        carry = merged
+    return tuple(counted)
+
+
+def _length(every: Any) -> int:
+    expected = "a window length that is an integer of 1 or more, or a function of the window index"
+    try:
+        if isinstance(every, (bool, np.bool_)):
+            raise TypeError
+        length = operator.index(every)
+    except TypeError:
+        raise GradCombineError("accumulate", expected, repr(every)) from None
+    if length < 1:
+        raise GradCombineError("accumulate", expected, length)
+    return length
+
+
+def _at(length: int | Callable[[Array], Any], index: Array) -> Array:
+    if not callable(length):
+        return length
+    every = length(index)
+    kept = owner(every)
+    if kept is None or kept.concrete(kept.asarray(every)) is not None:
+        return _length(every if kept is None else kept.concrete(kept.asarray(every)))
+    return kept.maximum(every, kept.full((), 1, kept.dtype(every)))
+
+
+def _backend(state: AccumulateState) -> Backend:
+    return resolve("accumulate", [state.step, state.index])

@@ -1,0 +1,92 @@
+"""NumPy: the backend that is always there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradcombine.backends.protocol import Backend, Split
+from gradcombine.errors import GradCombineError
+from gradcombine.types import Array
+
+# A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
+_PYTHON_DTYPES = {bool: np.dtype(np.bool_), int: np.dtype(np.int32), float: np.dtype(np.float32)}
+_PYTHON_DTYPES[complex] = np.dtype(np.complex64)
+
+
+class NumpyBackend:
+    name = "numpy"
+
+    def owns(self, leaf: Any) -> bool:
+        if isinstance(leaf, (np.ndarray, np.generic)) or type(leaf) in _PYTHON_DTYPES:
+            return True
+        return isinstance(getattr(leaf, "dtype", None), np.dtype) and hasattr(leaf, "shape")
+
+    def split(self, node: Any) -> Split | None:
+        return None
+
+    def asarray(self, leaf: Any) -> Array:
+        return np.asarray(leaf, self.dtype(leaf))
+
+    def dtype(self, leaf: Any) -> np.dtype:
+        return _PYTHON_DTYPES.get(type(leaf)) or np.dtype(leaf.dtype)
+
+    def shape(self, leaf: Any) -> tuple[int, ...]:
+        return tuple(getattr(leaf, "shape", ()))
+
+    def concrete(self, array: Array) -> np.ndarray | None:
+        return np.asarray(array)
+
+    def absent(self, leaf: Any) -> bool:
+        return False
+
+    def make_absent(self, shape: tuple[int, ...]) -> Any:
+        return None
+
+    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+        return np.full(shape, fill, dtype)
+
+    def cast(self, array: Array, dtype: np.dtype) -> Array:
+        with np.errstate(all="ignore"):
+            return np.asarray(array).astype(dtype, copy=False)
+
+    def add(self, a: Array, b: Array) -> Array:
+        with np.errstate(all="ignore"):
+            return np.add(a, b)
+
+    def product(self, a: Array, b: Array) -> Array:
+        with np.errstate(all="ignore"):
+            return np.multiply(a, b)
+
+    def scale(self, array: Array, weight: Array) -> Array:
+        if np.iscomplexobj(array):
+            return _of_parts(self.scale, array, weight)
+        return self.product(array, weight)
+
+    def divide(self, array: Array, divisor: Array) -> Array:
+        if np.iscomplexobj(array):
+            return _of_parts(self.divide, array, divisor)
+        with np.errstate(all="ignore"):
+            return np.divide(array, divisor)
+
+    def where(self, condition: Array, a: Array, b: Array) -> Array:
+        return np.where(condition, a, b)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        return np.where(a != a, a, np.where(a > b, a, b))
+
+    def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
+        if not np.all(condition):
+            raise GradCombineError(operation, expected, received)
+
+
+def _of_parts(function: Any, array: Array, scalar: Array) -> Array:
+    # A complex times a real, part by part: a full complex product would turn inf + 0j into NaN.
+    out = np.empty_like(array)
+    out.real, out.imag = function(array.real, scalar), function(array.imag, scalar)
+    return out
+
+
+BACKEND: Backend = NumpyBackend()

@@ -1,0 +1,127 @@
+"""The primitives and the collectives that an algorithm may use.
+
+Where ``+``, ``>=``, ``&`` and their like mean the same on the arrays of all frameworks, the operators are used as they
+are. What stands here differs between frameworks, in meaning or in bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from gradcombine.types import Array
+
+
+class Split(NamedTuple):
+    """One container, taken apart one level deep."""
+
+    keys: tuple[str, ...]
+    """How a path names each child, for instance ``"['w']"``."""
+    children: tuple[Any, ...]
+    rebuild: Callable[[Sequence[Any]], Any]
+    static: Any = None
+    """What besides the kind and the keys must be equal for two containers to match."""
+
+
+class Backend(Protocol):
+    """One framework."""
+
+    name: str
+
+    def owns(self, leaf: Any) -> bool:
+        """Whether ``leaf`` is an array, variable, traced value or shape/dtype spec of this framework."""
+        ...
+
+    def split(self, node: Any) -> Split | None:
+        """Takes apart a container type that is registered with this framework; None for anything else."""
+        ...
+
+    def asarray(self, leaf: Any) -> Array:
+        """The leaf as an array, its dtype kept."""
+        ...
+
+    def dtype(self, leaf: Any) -> np.dtype:
+        """The NumPy dtype (ml_dtypes for bfloat16 and float8) of an array or spec."""
+        ...
+
+    def shape(self, leaf: Any) -> tuple[int, ...]:
+        """The static shape of an array or spec."""
+        ...
+
+    def concrete(self, array: Array) -> np.ndarray | None:
+        """The value, or None while tracing."""
+        ...
+
+    def absent(self, leaf: Any) -> bool:
+        """Whether a leaf of this framework stands for "no gradient", as None does everywhere."""
+        ...
+
+    def make_absent(self, shape: tuple[int, ...]) -> Any:
+        """The leaf that `absent` recognises, for a parameter of this shape."""
+        ...
+
+    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+        """A filled array. It varies over the mapped axes of ``like``, and is placed like a single one of its shape."""
+        ...
+
+    def cast(self, array: Array, dtype: np.dtype) -> Array:
+        """The values in another dtype, rounded to nearest even."""
+        ...
+
+    def add(self, a: Array, b: Array) -> Array:
+        """a + b, silent on overflow."""
+        ...
+
+    def product(self, a: Array, b: Array) -> Array:
+        """a * b elementwise, silent on overflow; may be fused with a following addition."""
+        ...
+
+    def scale(self, array: Array, weight: Array) -> Array:
+        """array * weight for a scalar of the array's real dtype, rounded once: never fused into a following addition."""
+        ...
+
+    def divide(self, array: Array, divisor: Array) -> Array:
+        """array / divisor for a scalar of the array's real dtype, correctly rounded."""
+        ...
+
+    def where(self, condition: Array, a: Array, b: Array) -> Array:
+        """a where the boolean condition holds, else b."""
+        ...
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        """The larger one. NaN where either is NaN; ``b`` where both are equal."""
+        ...
+
+    def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
+        """Raises at run time where ``condition`` is false, also in compiled code that supports it."""
+        ...
+
+
+class Collective(Protocol):
+    """Communication among the replicas that run the same program. Arguments are bundles: one call, one exchange."""
+
+    def size(self) -> int:
+        """The number of replicas."""
+        ...
+
+    def rank(self) -> Array:
+        """This replica's number, from 0."""
+        ...
+
+    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
+        """The elementwise sum over replicas, in an order that the framework chooses."""
+        ...
+
+    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
+        """The replicas' arrays, stacked by rank along a new first axis."""
+        ...
+
+    def vary(self, arrays: Sequence[Array]) -> list[Array]:
+        """Marks arrays as each replica's own, where the framework keeps account of that."""
+        ...
+
+    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+        """Raises where a leaf is known to be combined over the replicas already."""
+        ...

@@ -1,0 +1,59 @@
+"""Finds the backend of a leaf, and loads a backend only where its framework is loaded already."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+from gradcombine.backends.protocol import Backend
+from gradcombine.errors import GradCombineError
+
+FRAMEWORKS = ("jax", "tensorflow")
+
+
+@cache
+def load(name: str) -> Backend:
+    """The backend called ``"numpy"``, ``"jax"`` or ``"tensorflow"``; imports its framework."""
+    return importlib.import_module(f"gradcombine.backends.{name}_backend").BACKEND
+
+
+def loaded() -> tuple[Backend, ...]:
+    """The backends of the frameworks that the program has imported."""
+    return tuple(load(name) for name in FRAMEWORKS if _imported(name))
+
+
+def _imported(name: str) -> bool:
+    # A framework in the middle of its own import is in sys.modules too, but owns no arrays yet.
+    spec = getattr(sys.modules.get(name), "__spec__", None)
+    return spec is not None and not getattr(spec, "_initializing", False)
+
+
+def owner(leaf: Any) -> Backend | None:
+    """The backend of one leaf; None for what belongs to no framework."""
+    for backend in loaded():
+        if backend.owns(leaf):
+            return backend
+    numpy = load("numpy")
+    return numpy if numpy.owns(leaf) else None
+
+
+def resolve(operation: str, leaves: Iterable[Any]) -> Backend:
+    """The one backend of all leaves; NumPy arrays and Python numbers go along with either framework.
+
+    Raises:
+      GradCombineError: for arrays of two frameworks.
+    """
+    found = load("numpy")
+    for leaf in leaves:
+        backend = owner(leaf)
+        if backend is None or backend is found or backend.name == "numpy":
+            continue
+        if found.name != "numpy":
+            raise GradCombineError(
+                operation, "arrays of one framework", f"arrays of {found.name} and of {backend.name}"
+            )
+        found = backend
+    return found

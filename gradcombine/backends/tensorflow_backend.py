@@ -1,0 +1,141 @@
+"""TensorFlow: eager, tf.function, XLA, and the replicas of tf.distribute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradcombine.backends.numpy_backend import BACKEND as NUMPY
+from gradcombine.backends.protocol import Backend, Collective, Split
+from gradcombine.errors import GradCombineError
+from gradcombine.types import Array
+
+
+class TensorflowBackend:
+    name = "tensorflow"
+
+    def owns(self, leaf: Any) -> bool:
+        return isinstance(leaf, (tf.Tensor, tf.Variable, tf.TensorSpec, tf.IndexedSlices))
+
+    def split(self, node: Any) -> Split | None:
+        return None
+
+    def asarray(self, leaf: Any) -> Array:
+        if isinstance(leaf, tf.TensorSpec):
+            raise GradCombineError("tensorflow", "a tensor", f"the shape/dtype spec {leaf}")
+        return tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
+
+    def dtype(self, leaf: Any) -> np.dtype:
+        return np.dtype(leaf.dtype.as_numpy_dtype)
+
+    def shape(self, leaf: Any) -> tuple[int, ...]:
+        if not leaf.shape.is_fully_defined():
+            raise GradCombineError("tensorflow", "a static shape", leaf.shape)
+        return tuple(leaf.shape)
+
+    def concrete(self, array: Array) -> np.ndarray | None:
+        if isinstance(array, (tf.Tensor, tf.Variable)):
+            return array.numpy() if tf.executing_eagerly() and hasattr(array, "numpy") else None
+        return np.asarray(array)
+
+    def absent(self, leaf: Any) -> bool:
+        return False
+
+    def make_absent(self, shape: tuple[int, ...]) -> Any:
+        return None
+
+    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+        return tf.fill(shape, tf.constant(np.asarray(fill, dtype)))
+
+    def cast(self, array: Array, dtype: np.dtype) -> Array:
+        return tf.cast(array, tf.as_dtype(dtype))
+
+    def add(self, a: Array, b: Array) -> Array:
+        return tf.add(a, b)
+
+    def product(self, a: Array, b: Array) -> Array:
+        return tf.multiply(a, b)
+
+    def scale(self, array: Array, weight: Array) -> Array:
+        if array.dtype.is_complex:
+            return tf.complex(self.scale(tf.math.real(array), weight), self.scale(tf.math.imag(array), weight))
+        product = tf.multiply(array, weight)
+        if not array.dtype.is_floating:
+            return product
+        # Under jit_compile a product and the addition after it are contracted into one fused multiply-add; a select
+        # between them keeps the product's own rounding.
+        return tf.where(tf.math.is_nan(product), product + tf.ones((), product.dtype), product)
+
+    def divide(self, array: Array, divisor: Array) -> Array:
+        if array.dtype.is_complex:
+            return tf.complex(self.divide(tf.math.real(array), divisor), self.divide(tf.math.imag(array), divisor))
+        # XLA turns a constant scalar divisor into a multiplication by its reciprocal, which rounds twice.
+        return tf.divide(array, tf.where(tf.math.is_nan(array), tf.ones((), array.dtype), divisor))
+
+    def where(self, condition: Array, a: Array, b: Array) -> Array:
+        return tf.where(condition, a, b)
+
+    def maximum(self, a: Array, b: Array) -> Array:
+        # XLA on CPU drops a NaN in its own maximum, so the comparison is spelled out.
+        larger = tf.where(a > b, a, b)
+        if not larger.dtype.is_floating:
+            return larger
+        return tf.where(tf.math.is_nan(a), a, tf.where(tf.math.is_nan(b), b, larger))
+
+    def over(self) -> Collective:
+        return TfReplicas()
+
+    def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
+        value = self.concrete(condition)
+        if value is None:
+            tf.debugging.Assert(tf.reduce_all(condition), [str(GradCombineError(operation, expected, received))])
+        elif not np.all(value):
+            raise GradCombineError(operation, expected, received)
+
+
+class TfReplicas:
+    """The replicas of the tf.distribute strategy in scope; one replica where there is none."""
+
+    def __repr__(self) -> str:
+        return "tf_replicas()"
+
+    def _context(self) -> tf.distribute.ReplicaContext:
+        context = tf.distribute.get_replica_context()
+        if context is None:
+            raise GradCombineError(
+                repr(self), "a call inside strategy.run (replica context)", "a call in cross-replica context"
+            )
+        return context
+
+    def size(self) -> int:
+        return self._context().num_replicas_in_sync
+
+    def rank(self) -> Array:
+        return tf.convert_to_tensor(self._context().replica_id_in_sync_group)
+
+    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
+        # tf.distribute refuses a bundle of several dtypes: one exchange a dtype.
+        context, arrays = self._context(), list(arrays)
+        sums: dict[int, Array] = {}
+        for dtype in dict.fromkeys(array.dtype for array in arrays):
+            chosen = [i for i, array in enumerate(arrays) if array.dtype == dtype]
+            reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [arrays[i] for i in chosen])
+            sums.update(zip(chosen, reduced, strict=True))
+        return [sums[i] for i in range(len(arrays))]
+
+    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
+        if not arrays:
+            return []
+        return list(self._context().all_gather([array[tf.newaxis] for array in arrays], axis=0))
+
+    def vary(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+        self._context()
+
+
+BACKEND: Backend = TensorflowBackend()

@@ -1,0 +1,147 @@
+"""A list: trees that are all there at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+
+from gradcombine import reductions, tree
+from gradcombine.backends.registry import owner
+from gradcombine.errors import GradCombineError
+from gradcombine.pairwise import fold_pairwise
+from gradcombine.types import Order, Reduction, State, Tree
+
+METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
+"""The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,
+2: EXPERIMENTAL_ACCUMULATE_N) mean the same three."""
+
+_TF_AGGREGATION_METHODS = ("add_n", "tree", "accumulate_n")
+
+
+def combine(
+    reduction: Reduction, values: Iterable[Tree], weights: Iterable[Any] | None = None, order: Order = "sequential"
+) -> Tree:
+    """Combines a list of trees: ``finalize(update(... update(init, v_1, w_1) ..., v_n, w_n))``.
+
+    Args:
+      reduction: from `gradcombine.reductions`.
+      values: one tree or more, of one structure, with leaves of equal shapes and dtypes. None is "no gradient": a leaf
+        that is None in all of them is None in the result; one that is None in some adds nothing there.
+      weights: one scalar a tree, finite and not negative; None: all 1. A tree of weight 0 changes nothing, whatever it
+        holds.
+      order: ``"sequential"``: left to right. ``"tree"``: the canonical binary tree over the positions, with log2(n)
+        roundings to an element in place of n, and the same bits for any division of the list over time and replicas into blocks
+        of a power of two.
+
+    Returns:
+      The combined tree.
+
+    Raises:
+      GradCombineError: for an empty list, trees that do not match, a wrong number of weights or a bad weight, arrays of
+        two frameworks.
+
+    Bits: as the reduction promises for a given order.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.combine(gc.reductions.mean(), [{"w": np.float32([1, 2])}, {"w": np.float32([3, 4])}], weights=[1, 3])
+    {'w': array([2.5, 3.5], dtype=float32)}
+    """
+    require_reduction("combine", reduction)
+    require_order(reduction.name, order)
+    trees = _list(reduction.name, "trees", values)
+    scales = [1] * len(trees) if weights is None else _list(reduction.name, "weights", weights)
+    if not trees:
+        raise GradCombineError(reduction.name, "one tree or more", "an empty list")
+    if len(scales) != len(trees):
+        raise GradCombineError(reduction.name, f"{len(trees)} weights", str(len(scales)))
+    empty = reduction.init(_common(reduction.name, trees))
+    if order == "tree":
+        nodes = (reduction.update(empty, value, weight) for value, weight in zip(trees, scales, strict=True))
+        return reduction.finalize(fold_pairwise(reduction.merge, nodes))
+    state: State = empty
+    for value, weight in zip(trees, scales, strict=True):
+        state = reduction.update(state, value, weight)
+    return reduction.finalize(state)
+
+
+def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
+    """The sum of a list of trees.
+
+    Args:
+      values: as for `combine`.
+      method: ``"add_n"`` and ``"accumulate_n"``: a left chain; ``"tree"``: the canonical balanced tree. A value of
+        tf.AggregationMethod is taken as the method that it names. (TensorFlow itself runs EXPERIMENTAL_TREE and
+        EXPERIMENTAL_ACCUMULATE_N as left chains of binary additions, and ADD_N on CPU in blocks of eight terms.)
+
+    Returns:
+      The sum, of the contributions' dtype.
+
+    Raises:
+      GradCombineError: for an unknown method, and as `combine`.
+
+    Bits: as `gradcombine.reductions.sum`: those of the order, on every backend. One tree passes through unchanged.
+
+    References: `tf.AggregationMethod <https://www.tensorflow.org/api_docs/python/tf/AggregationMethod>`_.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.add_n([np.float32([1, 2]), np.float32([3, 4])], method="tree")
+    array([4., 6.], dtype=float32)
+    """
+    name = method
+    if isinstance(method, int) and not isinstance(method, bool) and 0 <= method < len(_TF_AGGREGATION_METHODS):
+        name = _TF_AGGREGATION_METHODS[method]
+    if name not in METHODS:
+        raise GradCombineError("add_n", f"a method of {list(METHODS)} or a tf.AggregationMethod value", repr(method))
+    return combine(reductions.sum(), values, order=METHODS[name])
+
+
+def tree_sum(values: Iterable[Tree]) -> Tree:
+    """The sum in the canonical order: ``add_n(values, method="tree")``.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.tree_sum([np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])])
+    array([ 9., 12.], dtype=float32)
+    """
+    return add_n(values, method="tree")
+
+
+def mean(values: Iterable[Tree], weights: Iterable[Any] | None = None) -> Tree:
+    """The weighted mean of a list of trees: ``sum(w * g) / sum(w)``, divided once.
+
+    Args and errors as for `combine`; bits as for `gradcombine.reductions.mean`.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.mean([np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
+    array([1.75, 2.75], dtype=float32)
+    """
+    return combine(reductions.mean(), values, weights)
+
+
+def require_reduction(operation: str, reduction: Any) -> None:
+    """Refuses what is not a Reduction; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
+    if not isinstance(reduction, Reduction):
+        called = f"{reduction.__name__}, not called" if callable(reduction) else type(reduction).__name__
+        raise GradCombineError(operation, "a Reduction, for instance reductions.mean()", called)
+
+
+def require_order(operation: str, order: Any) -> None:
+    """Refuses an order that is not one of the two."""
+    if order not in ("sequential", "tree"):
+        raise GradCombineError(operation, "order 'sequential' or 'tree'", repr(order))
+
+
+def _list(operation: str, what: str, values: Any) -> list[Any]:
+    named = isinstance(values, tuple) and hasattr(values, "_fields")
+    if named or isinstance(values, (dict, str)) or owner(values) is not None or not isinstance(values, Iterable):
+        raise GradCombineError(operation, f"a list of {what}", type(values).__name__)
+    return list(values)
+
+
+def _common(operation: str, trees: list[Tree]) -> Tree:
+    """The first tree, with each of its None leaves taken from the first tree that has a gradient there."""
+    leaves, structure = tree.flatten(operation, trees[0])
+    for value in trees[1:]:
+        others = tree.flatten_as(operation, structure, value)
+        leaves = [other if leaf is None else leaf for leaf, other in zip(leaves, others, strict=True)]
+    return tree.unflatten(structure, leaves)

@@ -1,0 +1,92 @@
+"""Several reductions in one tree and one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from gradcombine import tree
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import resolve
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions.weights import presence
+from gradcombine.types import Order, Reduction, State, Tree
+
+
+class PerLeafState(NamedTuple):
+    """One partial state for each reduction, in the order of the prefix tree's leaves."""
+
+    parts: tuple[State, ...]
+
+
+def per_leaf(reductions: Tree) -> Reduction:
+    """Combines each part of a tree by a reduction of its own.
+
+    Args:
+      reductions: a tree of reductions, a prefix of the trees to combine: each reduction stands for the subtree in its
+        place.
+
+    Returns:
+      A reduction of trees that begin as ``reductions`` does. The weight of a contribution weighs the parts that are
+      averages (`mean`); the other parts learn from it only whether the contribution is present. So token counts are
+      summed, and not multiplied by themselves, when they are the weight as well.
+
+    Bits: those of each part's reduction.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> from gradcombine import reductions
+    >>> step = reductions.per_leaf({"grads": reductions.mean(), "tokens": reductions.sum(), "amax": reductions.max()})
+    >>> a = {"grads": {"w": np.float32([1])}, "tokens": np.int32(3), "amax": np.float32(7)}
+    >>> b = {"grads": {"w": np.float32([5])}, "tokens": np.int32(1), "amax": np.float32(2)}
+    >>> out = gc.combine(step, [a, b], weights=[3, 1])
+    >>> out["grads"]["w"].item(), int(out["tokens"]), float(out["amax"])
+    (2.0, 4, 7.0)
+    """
+    members, prefix = tree.flatten("per_leaf", reductions, is_leaf=lambda node: isinstance(node, Reduction))
+    for path, member in zip(prefix.paths(), members, strict=True):
+        if not isinstance(member, Reduction):
+            raise GradCombineError("per_leaf", "a Reduction", type(member).__name__, path)
+
+    def over(function: Callable[..., Any], states: Sequence[State]) -> PerLeafState:
+        opened = [_parts(state, len(members)) for state in states]
+        return PerLeafState(tuple(function(*group) for group in zip(members, *opened, strict=True)))
+
+    def init(like: Tree) -> PerLeafState:
+        parts = tree.split_as("per_leaf", prefix, like)
+        return PerLeafState(tuple(member.init(part) for member, part in zip(members, parts, strict=True)))
+
+    def update(state: PerLeafState, value: Tree, weight: Any = 1) -> PerLeafState:
+        parts = tree.split_as("per_leaf", prefix, value)
+        leaves, _ = tree.flatten("per_leaf", value)
+        present = presence("per_leaf", resolve("per_leaf", [*leaves, weight]), weight)
+        updated = [
+            member.update(old, part, weight if member.averages else present)
+            for member, old, part in zip(members, _parts(state, len(members)), parts, strict=True)
+        ]
+        return PerLeafState(tuple(updated))
+
+    def finalize(state: PerLeafState) -> Tree:
+        parts = _parts(state, len(members))
+        return tree.unflatten(prefix, [member.finalize(part) for member, part in zip(members, parts, strict=True)])
+
+    def all_merge(state: PerLeafState, collective: Collective, order: Order) -> PerLeafState:
+        return over(lambda member, part: member.all_merge(part, collective, order), [state])
+
+    return Reduction(
+        "per_leaf",
+        init,
+        update,
+        lambda a, b: over(lambda member, x, y: member.merge(x, y), [a, b]),
+        finalize,
+        lambda state: over(lambda member, part: member.clear(part), [state]),
+        all_merge,
+        averages=True,
+    )
+
+
+def _parts(state: State, expected: int) -> tuple[State, ...]:
+    if not isinstance(state, PerLeafState):
+        raise GradCombineError("per_leaf", "a PerLeafState", type(state).__name__)
+    if len(state.parts) != expected:
+        raise GradCombineError("per_leaf", f"a state of {expected} parts", len(state.parts))
+    return state.parts

@@ -1,0 +1,116 @@
+"""Replicas: devices and machines that each hold a part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradcombine import tree
+from gradcombine.accumulate import replace_window, window
+from gradcombine.backends.local import LOCAL
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import load
+from gradcombine.combine import require_order, require_reduction
+from gradcombine.errors import GradCombineError
+from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
+
+__all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]
+
+
+def jax_axis(names: str | Sequence[str]) -> Collective:
+    """The replicas along one or several named axes of jax.pmap, jax.vmap or jax.shard_map.
+
+    Args:
+      names: an axis name, or several; ranks are then numbered with the last name fastest.
+
+    >>> import gradcombine as gc
+    >>> gc.jax_axis(("replica", "data"))
+    jax_axis('replica', 'data')
+    """
+    axis: Any = load("jax")
+    return axis.over(names)
+
+
+def tf_replicas() -> Collective:
+    """The replicas of the tf.distribute strategy in whose replica context the call is made; one where there is none.
+
+    >>> import gradcombine as gc
+    >>> gc.tf_replicas()
+    tf_replicas()
+    """
+    replicas: Any = load("tensorflow")
+    return replicas.over()
+
+
+def all_reduce(
+    reduction: Reduction, value: Tree, over: Collective, weight: Any = 1.0, order: Order = "sequential"
+) -> Tree:
+    """Combines one contribution of each replica; every replica gets the combined tree.
+
+    Args:
+      reduction: from `gradcombine.reductions`.
+      value: this replica's tree.
+      over: the collective, always explicit: `LOCAL`, `jax_axis` or `tf_replicas`.
+      weight: of this replica's contribution. A mean reduces numerators and weights together and divides once.
+      order: ``"sequential"``: the framework's own all-reduce. ``"tree"``: the canonical binary tree over the ranks.
+
+    Returns:
+      The combined tree, the same on every replica.
+
+    Raises:
+      GradCombineError: as `combine`; for an axis that is not bound; outside of a replica context; and for a value that
+        shard_map's type system (check_vma) knows to be the same on all replicas already, as the gradient of a replicated
+        parameter is: summing that again would count it once a replica.
+
+    Bits: order ``"tree"``: those of `combine` over the replicas' contributions by rank. Order ``"sequential"``: sums are
+    rounded in the order that the framework's all-reduce chooses.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.all_reduce(gc.reductions.mean(), np.float32([1, 2]), over=gc.LOCAL)
+    array([1., 2.], dtype=float32)
+    """
+    require_reduction("all_reduce", reduction)
+    _require(reduction.name, over, order)
+    leaves, structure = tree.flatten(reduction.name, value)
+    present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if leaf is not None]
+    over.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
+    state = reduction.update(reduction.init(value), value, weight)
+    return reduction.finalize(reduction.all_merge(state, over, order))
+
+
+def merge_replicas(reduction: Reduction, state: State, over: Collective, order: Order = "sequential") -> State:
+    """Merges one partial state of each replica; every replica gets the merged state.
+
+    Args:
+      reduction: the one that made the state.
+      state: a state of the reduction, or of `accumulate`: then its window is merged, partial or full, and its position
+        and index stay as they are (they are the same on all replicas that update in step).
+      over, order: as for `all_reduce`.
+
+    Returns:
+      The merged state, of the same kind.
+
+    Raises:
+      GradCombineError: as `all_reduce`, and for a state of another reduction.
+
+    Bits: order ``"tree"``, with windows accumulated in order ``"tree"``, and the same power of two of contributions on
+    each replica: those of `combine` in order ``"tree"`` over all contributions, replica 0's first.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> acc = gc.accumulate(gc.reductions.mean(), every=2)
+    >>> state = acc.update(np.float32([1, 2]), acc.init(np.zeros(2, np.float32)))
+    >>> acc.value(gc.merge_replicas(gc.reductions.mean(), state, over=gc.LOCAL))
+    array([1., 2.], dtype=float32)
+    """
+    require_reduction("merge_replicas", reduction)
+    _require(reduction.name, over, order)
+    if isinstance(state, AccumulateState):
+        return replace_window(reduction, state, reduction.all_merge(window(reduction, state), over, order))
+    return reduction.all_merge(state, over, order)
+
+
+def _require(operation: str, over: Any, order: Any) -> None:
+    require_order(operation, order)
+    if not hasattr(over, "all_gather"):
+        expected = "a collective: LOCAL, jax_axis(name) or tf_replicas()"
+        raise GradCombineError(operation, expected, repr(over))
