@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import tree
+from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, resolve
 from gradcombine.combine import require_order, require_reduction
@@ -37,6 +38,7 @@ class Accumulator(NamedTuple):
     restart: Callable[[AccumulateState], AccumulateState]
 
 
+@ordinary
 def accumulate(
     reduction: Reduction,
     every: int | Callable[[Array], Any],
@@ -87,16 +89,19 @@ def accumulate(
             raise GradCombineError("accumulate", "max_every, for a function with order 'tree'", "None")
         depth = _length(max_every if callable(length) else length).bit_length()
 
+    @ordinary
     def init(like: Tree) -> AccumulateState:
         leaves, _ = tree.flatten(reduction.name, like)
         backend = resolve(reduction.name, leaves)
         levels = tuple(reduction.init(like) for _ in range(depth))
         return AccumulateState(levels, *(backend.full((), 0, _INT32) for _ in range(2)))
 
+    @ordinary
     def ready(state: AccumulateState) -> Array:
         require_state(state)
         return state.step >= _at(length, state.index)
 
+    @ordinary
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
         full = ready(state)
         backend = _backend(state)
@@ -110,9 +115,11 @@ def accumulate(
             levels = _count_up(backend, reduction, levels, step, reduction.update(empty[0], grads, weight))
         return AccumulateState(levels, step + 1, index)
 
+    @ordinary
     def value(state: AccumulateState) -> Tree:
         return reduction.finalize(window(reduction, state))
 
+    @ordinary
     def restart(state: AccumulateState) -> AccumulateState:
         require_state(state)
         backend = _backend(state)

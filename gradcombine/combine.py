@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-
 from gradcombine import reductions, tree
+from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
@@ -19,6 +19,7 @@ METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential"
 _TF_AGGREGATION_METHODS = ("add_n", "tree", "accumulate_n")
 
 
+@ordinary
 def combine(
     reduction: Reduction, values: Iterable[Tree], weights: Iterable[Any] | None = None, order: Order = "sequential"
 ) -> Tree:
@@ -65,6 +66,7 @@ def combine(
     return reduction.finalize(state)
 
 
+@ordinary
 def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
     """The sum of a list of trees.
 
@@ -96,6 +98,7 @@ def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
     return combine(reductions.sum(), values, order=METHODS[name])
 
 
+@ordinary
 def tree_sum(values: Iterable[Tree]) -> Tree:
     """The sum in the canonical order: ``add_n(values, method="tree")``.
 
@@ -106,6 +109,7 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
     return add_n(values, method="tree")
 
 
+@ordinary
 def mean(values: Iterable[Tree], weights: Iterable[Any] | None = None) -> Tree:
     """The weighted mean of a list of trees: ``sum(w * g) / sum(w)``, divided once.
 

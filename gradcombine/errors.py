@@ -20,6 +20,10 @@ class GradCombineError(ValueError):
     gradcombine.errors.GradCombineError: mean: leaf ['w']: expected 4 weights, received 3
     """
 
+    # TensorFlow's AutoGraph lets an error with this mark through; any other class that it does not know becomes a
+    # StagingError on its way out of a tf.function.
+    ag_pass_through = True
+
     def __init__(self, operation: str, expected: str, received: Any, path: str = "") -> None:
         self.operation = operation
         self.expected = expected

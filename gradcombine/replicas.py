@@ -7,6 +7,7 @@ from typing import Any
 
 from gradcombine import tree
 from gradcombine.accumulate import replace_window, window
+from gradcombine.autograph import ordinary
 from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
@@ -17,6 +18,7 @@ from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
 __all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]
 
 
+@ordinary
 def jax_axis(names: str | Sequence[str]) -> Collective:
     """The replicas along one or several named axes of jax.pmap, jax.vmap or jax.shard_map.
 
@@ -31,6 +33,7 @@ def jax_axis(names: str | Sequence[str]) -> Collective:
     return axis.over(names)
 
 
+@ordinary
 def tf_replicas() -> Collective:
     """The replicas of the tf.distribute strategy in whose replica context the call is made; one where there is none.
 
@@ -42,6 +45,7 @@ def tf_replicas() -> Collective:
     return replicas.over()
 
 
+@ordinary
 def all_reduce(
     reduction: Reduction, value: Tree, over: Collective, weight: Any = 1.0, order: Order = "sequential"
 ) -> Tree:
@@ -78,6 +82,7 @@ def all_reduce(
     return reduction.finalize(reduction.all_merge(state, over, order))
 
 
+@ordinary
 def merge_replicas(reduction: Reduction, state: State, over: Collective, order: Order = "sequential") -> State:
     """Merges one partial state of each replica; every replica gets the merged state.
 

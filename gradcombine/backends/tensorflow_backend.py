@@ -54,7 +54,10 @@ class TensorflowBackend:
         return tf.cast(array, tf.as_dtype(dtype))
 
     def add(self, a: Array, b: Array) -> Array:
-        return tf.add(a, b)
+        total = tf.add(a, b)
+        # tf.function's graph optimizer turns a tree of additions into one AddN, which adds in an order of its own. It stops
+        # at any other operation; this one costs nothing.
+        return total if tf.executing_eagerly() else tf.ensure_shape(total, total.shape)
 
     def product(self, a: Array, b: Array) -> Array:
         return tf.multiply(a, b)
@@ -96,6 +99,13 @@ class TensorflowBackend:
             raise GradCombineError(operation, expected, received)
 
 
+@tf.custom_gradient
+def _in_place(total: Array) -> Any:
+    """The sum as it stands. Grappler rewrites a tree or chain of additions into one AddN, whose order is another one, but
+    not across a Snapshot, which passes its buffer on."""
+    return tf.raw_ops.Snapshot(input=total), lambda upstream: upstream
+
+
 class TfReplicas:
     """The replicas of the tf.distribute strategy in scope; one replica where there is none."""
 
@@ -117,11 +127,14 @@ class TfReplicas:
         return tf.convert_to_tensor(self._context().replica_id_in_sync_group)
 
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        # tf.distribute refuses a bundle of several dtypes: one exchange a dtype.
+        # tf.distribute refuses a bundle of several dtypes, or of int32 tensors some of which it has put on the host: so one
+        # exchange for the arrays of each floating dtype, and one for each integer array.
         context, arrays = self._context(), list(arrays)
+        bundles: dict[Any, list[int]] = {}
+        for i, array in enumerate(arrays):
+            bundles.setdefault(i if array.dtype.is_integer else array.dtype, []).append(i)
         sums: dict[int, Array] = {}
-        for dtype in dict.fromkeys(array.dtype for array in arrays):
-            chosen = [i for i, array in enumerate(arrays) if array.dtype == dtype]
+        for chosen in bundles.values():
             reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [arrays[i] for i in chosen])
             sums.update(zip(chosen, reduced, strict=True))
         return [sums[i] for i in range(len(arrays))]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from gradcombine import tree
+from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import resolve
 from gradcombine.reductions.weights import EXPECTED, parse
 from gradcombine.types import Reduction, State, Tree
 
 
+@ordinary
 def checked(reduction: Reduction) -> Reduction:
     """The same reduction, which also checks weights whose value is not known while tracing.
 
@@ -28,6 +30,7 @@ def checked(reduction: Reduction) -> Reduction:
     array([2., 4.], dtype=float32)
     """
 
+    @ordinary
     def update(state: State, value: Tree, weight: Any = 1) -> State:
         leaves, _ = tree.flatten(reduction.name, value)
         backend = resolve(reduction.name, [*leaves, weight])

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import tree
+from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import GradCombineError
@@ -84,6 +85,7 @@ class _Elementwise:
     output_dtype: np.dtype | None
     wire_dtype: np.dtype | None
 
+    @ordinary
     def init(self, like: Tree) -> State:
         name = self.rule.name
         leaves, structure = tree.flatten(name, like)
@@ -122,6 +124,7 @@ class _Elementwise:
             return value, None
         return value, backend.full((0, *shape), 0, output)
 
+    @ordinary
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
         name = self.rule.name
         structure, values, outputs = self._open(state, name)
@@ -183,6 +186,7 @@ class _Elementwise:
             raise GradCombineError(self.rule.name, f"dtype {made_for}, accumulated in {running}", dtype, path)
         return x
 
+    @ordinary
     def merge(self, a: State, b: State) -> State:
         name = self.rule.name
         structure, lefts, _ = self._open(a, name)
@@ -199,6 +203,7 @@ class _Elementwise:
         weight = backend.add(a.weight, b.weight)
         return self.rule.state(tree.unflatten(structure, values), weight, a.count + b.count, a.output)
 
+    @ordinary
     def finalize(self, state: State) -> Tree:
         structure, values, outputs = self._open(state, self.rule.name)
         backend = resolve(self.rule.name, [*values, state.count])
@@ -211,6 +216,7 @@ class _Elementwise:
         finished = self.rule.finish(backend, x, state)
         return finished if output is None else backend.cast(finished, _dtype(output))
 
+    @ordinary
     def clear(self, state: State) -> State:
         structure, values, _ = self._open(state, self.rule.name)
         backend = resolve(self.rule.name, [*values, state.count])
@@ -221,6 +227,7 @@ class _Elementwise:
         zeros = [backend.full((), 0, _dtype(x), [x]) for x in (state.weight, state.count)]
         return self.rule.state(tree.unflatten(structure, map(empty, values)), *zeros, state.output)
 
+    @ordinary
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         structure, values, _ = self._open(state, self.rule.name)
         paths = [path for path, x in zip(structure.paths(), values, strict=True) if x is not None]

@@ -7,6 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.elementwise import ElementwiseState, Rule, as_is, build
@@ -21,6 +22,7 @@ class MinState(ElementwiseState):
     """Minima."""
 
 
+@ordinary
 def max(*, output_dtype: Any = None) -> Reduction:
     """The elementwise maximum of all contributions of nonzero weight, as for a history of FP8 amax values.
 
@@ -40,6 +42,7 @@ def max(*, output_dtype: Any = None) -> Reduction:
     return build(Rule("max", MaxState, ("float", "integer"), _lowest, _larger, as_is), None, output_dtype, None)
 
 
+@ordinary
 def min(*, output_dtype: Any = None) -> Reduction:
     """The elementwise minimum; in all else as `max`. No contribution: +inf, or the largest integer.
 

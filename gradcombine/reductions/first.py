@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions.elementwise import ElementwiseState, Rule, as_is, build
 from gradcombine.types import Array, Reduction
@@ -21,6 +22,7 @@ class LastState(ElementwiseState):
     """The last contribution so far."""
 
 
+@ordinary
 def first() -> Reduction:
     """The first contribution of nonzero weight; over replicas, the lowest rank's.
 
@@ -39,6 +41,7 @@ def first() -> Reduction:
     return build(Rule("first", FirstState, _KINDS, _zero, _earlier, as_is), None, None, None)
 
 
+@ordinary
 def last() -> Reduction:
     """The last contribution of nonzero weight; over replicas, the highest rank's. In all else as `first`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.elementwise import ElementwiseState, Rule, build
@@ -15,6 +16,7 @@ class MeanState(ElementwiseState):
     """Sums of ``w * g``, not divided yet."""
 
 
+@ordinary
 def mean(
     precision: Literal["fast"] = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
 ) -> Reduction:

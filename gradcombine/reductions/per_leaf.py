@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gradcombine import tree
+from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError
@@ -19,6 +20,7 @@ class PerLeafState(NamedTuple):
     parts: tuple[State, ...]
 
 
+@ordinary
 def per_leaf(reductions: Tree) -> Reduction:
     """Combines each part of a tree by a reduction of its own.
 
@@ -51,10 +53,12 @@ def per_leaf(reductions: Tree) -> Reduction:
         opened = [_parts(state, len(members)) for state in states]
         return PerLeafState(tuple(function(*group) for group in zip(members, *opened, strict=True)))
 
+    @ordinary
     def init(like: Tree) -> PerLeafState:
         parts = tree.split_as("per_leaf", prefix, like)
         return PerLeafState(tuple(member.init(part) for member, part in zip(members, parts, strict=True)))
 
+    @ordinary
     def update(state: PerLeafState, value: Tree, weight: Any = 1) -> PerLeafState:
         parts = tree.split_as("per_leaf", prefix, value)
         leaves, _ = tree.flatten("per_leaf", value)
@@ -65,23 +69,24 @@ def per_leaf(reductions: Tree) -> Reduction:
         ]
         return PerLeafState(tuple(updated))
 
+    @ordinary
     def finalize(state: PerLeafState) -> Tree:
         parts = _parts(state, len(members))
         return tree.unflatten(prefix, [member.finalize(part) for member, part in zip(members, parts, strict=True)])
 
+    @ordinary
     def all_merge(state: PerLeafState, collective: Collective, order: Order) -> PerLeafState:
         return over(lambda member, part: member.all_merge(part, collective, order), [state])
 
-    return Reduction(
-        "per_leaf",
-        init,
-        update,
-        lambda a, b: over(lambda member, x, y: member.merge(x, y), [a, b]),
-        finalize,
-        lambda state: over(lambda member, part: member.clear(part), [state]),
-        all_merge,
-        averages=True,
-    )
+    @ordinary
+    def merge(a: PerLeafState, b: PerLeafState) -> PerLeafState:
+        return over(lambda member, x, y: member.merge(x, y), [a, b])
+
+    @ordinary
+    def clear(state: PerLeafState) -> PerLeafState:
+        return over(lambda member, part: member.clear(part), [state])
+
+    return Reduction("per_leaf", init, update, merge, finalize, clear, all_merge, averages=True)
 
 
 def _parts(state: State, expected: int) -> tuple[State, ...]:

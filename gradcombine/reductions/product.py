@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions.elementwise import ElementwiseState, Rule, as_is, build
 from gradcombine.types import Array, Reduction
@@ -15,6 +16,7 @@ class ProductState(ElementwiseState):
     """Products."""
 
 
+@ordinary
 def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None) -> Reduction:
     """The product of all contributions of nonzero weight; the weight's size does not matter.
 

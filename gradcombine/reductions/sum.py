@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.elementwise import ElementwiseState, Rule, build
@@ -16,6 +17,7 @@ class SumState(ElementwiseState):
     """Sums of ``w * g``."""
 
 
+@ordinary
 def sum(
     precision: Literal["fast"] = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
 ) -> Reduction:
@@ -63,4 +65,3 @@ def add(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) ->
 def zero_if_empty(backend: Backend, x: Array, state: ElementwiseState) -> Array:
     """+0 where nothing was added."""
     return backend.where(state.count == 0, backend.full((), 0, backend.dtype(x)), x)
-

@@ -1,0 +1,52 @@
+"""Contributions, as hypothesis strategies and from a seed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+SHAPES: dict[str, tuple[int, ...]] = {"w": (2,), "scalar": ()}
+
+EXACT = st.sampled_from([-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0])
+"""Values whose sums and products are exact in float32, so that the order cannot matter."""
+
+FLOATS = st.integers(0, 2**32 - 1).map(
+    lambda pattern: float(
+        np.uint32(pattern & 0x87FFFFFF | 0x3C000000 + (pattern >> 27 & 7) * 0x800000).view(np.float32)
+    )
+)
+"""Any sign and significand, and eight exponents below 1: nearly every addition rounds, and nothing underflows."""
+
+EXACT_WEIGHTS = st.sampled_from([0.0, 1.0, 1.0, 2.0, 3.0, 0.5])
+
+WEIGHTS = EXACT_WEIGHTS | st.just(0.1)
+
+
+@st.composite
+def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> dict[str, Any]:
+    """``n`` stacked trees with weights. Those of weight 0 hold NaN; one leaf is None."""
+    scales = np.float32(draw(st.lists(weights, min_size=n, max_size=n)))
+    values: dict[str, Any] = {"none": None}
+    for name, shape in SHAPES.items():
+        size = n * int(np.prod(shape))
+        drawn = np.float32(draw(st.lists(elements, min_size=size, max_size=size))).reshape((n, *shape))
+        drawn[scales == 0] = np.nan
+        values[name] = drawn
+    return {"values": values, "weights": scales}
+
+
+def deal(data: Any, replicas: int) -> list[Any]:
+    """The contributions in blocks: replica r gets the r-th."""
+
+    def block(x: Any, rank: int) -> Any:
+        return None if x is None else np.split(x, replicas)[rank]
+
+    return [
+        {
+            "values": {name: block(x, rank) for name, x in data["values"].items()},
+            "weights": block(data["weights"], rank),
+        }
+        for rank in range(replicas)
+    ]

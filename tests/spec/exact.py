@@ -1,0 +1,105 @@
+"""What a combination must give, from exact arithmetic: rational numbers, rounded where the definition rounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+
+from gradcombine.pairwise import fold_pairwise
+
+PRECISION = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8}
+
+
+def round_to(value: Fraction, dtype: str = "float32") -> Fraction:
+    """The nearest number of a binary format, ties to even; no overflow or underflow occurs in these tests."""
+    if value == 0:
+        return value
+    exponent = math.frexp(abs(value))[1] if abs(value) < 2**1000 else 0
+    unit = Fraction(2) ** (exponent - PRECISION[dtype])
+    # frexp of a Fraction goes through a rounded float, so the exponent may be one too high.
+    if abs(value) / unit < 2 ** (PRECISION[dtype] - 1):
+        unit /= 2
+    return round(value / unit) * unit
+
+
+Term = tuple[Fraction, Fraction, bool]
+"""A partial result of one element: value, weight, and whether it is empty."""
+
+IDENTITY = {"sum": 0, "mean": 0, "product": 1, "min": None, "max": None, "first": 0, "last": 0}
+
+
+def merge(name: str, a: Term, b: Term) -> Term:
+    """Two partial results, rounded as float32 accumulators are."""
+    if a[2] or b[2]:
+        return b if a[2] else a
+    left, right = a[0], b[0]
+    value = {
+        "sum": lambda: round_to(left + right),
+        "mean": lambda: round_to(left + right),
+        "product": lambda: round_to(left * right),
+        "min": lambda: min(left, right),
+        "max": lambda: max(left, right),
+        "first": lambda: left,
+        "last": lambda: right,
+    }[name]()
+    return value, round_to(a[1] + b[1]), False
+
+
+def combine(name: str, terms: Sequence[Term], order: str, blocks: int = 1) -> float:
+    """The result for one element.
+
+    Args:
+      name: the reduction.
+      terms: the contributions in order.
+      order: of the contributions within a block.
+      blocks: the number of replicas, each of which holds a block; over blocks the order is the canonical tree.
+    """
+    fold: Callable[..., Term] = fold_pairwise if order == "tree" else _chain
+    size = len(terms) // blocks
+    partial = [fold(lambda a, b: merge(name, a, b), terms[i : i + size]) for i in range(0, len(terms), size)]
+    value, weight, empty = fold_pairwise(lambda a, b: merge(name, a, b), partial)
+    if empty:
+        return {"min": math.inf, "max": -math.inf}.get(name, IDENTITY[name])
+    return float(round_to(value / weight) if name == "mean" else value)
+
+
+def term(name: str, value: float, weight: float) -> Term:
+    """One contribution to one element. It is empty where its weight is 0, and may then hold NaN."""
+    if weight == 0:
+        return Fraction(0), Fraction(0), True
+    scale = Fraction(float(np.float32(weight))) if name in ("sum", "mean") else 1
+    return round_to(Fraction(float(value)) * scale), Fraction(float(np.float32(weight))), False
+
+
+def _chain(function: Callable[[Term, Term], Term], terms: Sequence[Term]) -> Term:
+    total = terms[0]
+    for nxt in terms[1:]:
+        total = function(total, nxt)
+    return total
+
+
+def elementwise(name: str, values: np.ndarray, weights: np.ndarray, order: str, blocks: int = 1) -> np.ndarray:
+    """`combine` for each element of stacked contributions of shape (n, ...)."""
+    flat = values.reshape(len(values), -1)
+    columns = [
+        combine(name, [term(name, v, w) for v, w in zip(column, weights, strict=True)], order, blocks)
+        for column in flat.T
+    ]
+    return np.asarray(columns, np.float32).reshape(values.shape[1:])
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The bit patterns as integers, with every NaN the same."""
+    array = np.asarray(array)
+    if array.dtype.kind == "c":
+        return np.stack([bits(array.real), bits(array.imag)])
+    whole = array.view(f"u{array.dtype.itemsize}") if array.dtype.kind != "b" else array
+    try:
+        ml_dtypes.finfo(array.dtype)
+    except ValueError:
+        return whole
+    return np.where(np.isnan(array), np.array(-1).astype(whole.dtype), whole)

@@ -1,0 +1,238 @@
+"""The execution modes of the suite. Each runs one program on several replicas that hold different data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import gradcombine as gc
+from gradcombine import tree
+
+
+class Env(NamedTuple):
+    """What a program may ask of its mode."""
+
+    collective: Any
+    loop: Callable[[Callable[[Any, Any], Any], Any, Any], Any]
+    """``loop(step, state, xs)``: step(state, x) for each row x of the tree xs."""
+
+
+Program = Callable[[Env, Any], Any]
+
+
+class Mode:
+    """One way to execute.
+
+    Args:
+      name: its id in the tests.
+      framework: whose arrays the program gets.
+      replicas: the numbers of replicas that it can run.
+      start: ``start(program, n) -> function`` of a list of arrays, each stacked over n replicas, that returns such a
+        list for every output.
+      env: what programs ask of it.
+    """
+
+    def __init__(self, name: str, framework: str, replicas: tuple[int, ...], start: Any, env: Env) -> None:
+        self.name, self.framework, self.replicas, self.start, self.env = name, framework, replicas, start, env
+        self._compiled: dict[Any, Any] = {}
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def run(self, program: Program, per_replica: Sequence[Any]) -> list[Any]:
+        """The program's output on each replica, as NumPy trees.
+
+        Args:
+          program: a hashable callable of (env, data); compiled once for each structure and shape.
+          per_replica: one tree a replica.
+        """
+        flat = [tree.flatten("spec", data) for data in per_replica]
+        structure = flat[0][1]
+        here = [i for i, leaf in enumerate(flat[0][0]) if leaf is not None]
+        stacked = [np.stack([leaves[i] for leaves, _ in flat]) for i in here]
+        key = (program, len(flat), str(structure), *((x.shape, str(x.dtype)) for x in stacked))
+        if key not in self._compiled:
+            self._compiled[key] = self._compile(program, structure, here, len(flat))
+        started, outputs = self._compiled[key]
+        columns = started(stacked)
+        leaves, out_structure = outputs[0]
+        results = []
+        for rank in range(len(flat)):
+            values = iter(columns)
+            results.append(tree.unflatten(out_structure, [next(values)[rank] if x else None for x in leaves]))
+        return results
+
+    def _compile(self, program: Program, structure: tree.Structure, here: list[int], n: int) -> tuple[Any, list[Any]]:
+        count = len(list(structure.paths()))
+        outputs: list[Any] = []
+
+        def body(arrays: Sequence[Any]) -> list[Any]:
+            leaves: list[Any] = [None] * count
+            for i, array in zip(here, arrays, strict=True):
+                leaves[i] = array
+            out, out_structure = tree.flatten("spec", program(self.env, tree.unflatten(structure, leaves)))
+            outputs[:] = [([leaf is not None for leaf in out], out_structure)]
+            return [leaf for leaf in out if leaf is not None]
+
+        return self.start(body, n), outputs
+
+
+def python_loop(step: Callable[[Any, Any], Any], state: Any, xs: Any) -> Any:
+    """One call a row."""
+    leaves, structure = tree.flatten("spec", xs)
+    for i in range(next(leaf.shape[0] for leaf in leaves if leaf is not None)):
+        state = step(state, tree.unflatten(structure, [None if leaf is None else leaf[i] for leaf in leaves]))
+    return state
+
+
+def _one_by_one(convert: Callable[[np.ndarray], Any]) -> Any:
+    def start(body: Any, n: int) -> Any:
+        def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
+            per_replica = [body([convert(x[rank]) for x in stacked]) for rank in range(n)]
+            return [[np.asarray(x) for x in column] for column in zip(*per_replica, strict=True)]
+
+        return call
+
+    return start
+
+
+def _numpy_modes() -> list[Mode]:
+    return [Mode("numpy", "numpy", (1,), _one_by_one(np.asarray), Env(gc.LOCAL, python_loop))]
+
+
+def _jax_modes() -> list[Mode]:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AxisType, PartitionSpec
+
+    axis = gc.jax_axis("data")
+
+    def scan(step: Any, state: Any, xs: Any) -> Any:
+        return jax.lax.scan(lambda carry, x: (step(carry, x), None), state, xs)[0]
+
+    def whole(function: Any) -> Any:
+        return lambda stacked: [list(map(np.asarray, np.asarray(x))) for x in function(stacked)]
+
+    def jit(body: Any, n: int) -> Any:
+        compiled = jax.jit(body)
+
+        def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
+            return [[np.asarray(x)] for x in compiled([x[0] for x in stacked])]
+
+        return call
+
+    def pmap(body: Any, n: int) -> Any:
+        return whole(jax.pmap(body, axis_name="data", devices=jax.devices()[:n]))
+
+    def vmap(body: Any, n: int) -> Any:
+        return whole(jax.jit(jax.vmap(body, axis_name="data")))
+
+    def shard_map(check_vma: bool) -> Any:
+        def start(body: Any, n: int) -> Any:
+            mesh = jax.make_mesh((n,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:n])
+            spec = PartitionSpec("data")
+
+            def block(stacked: Any) -> Any:
+                return [x[None] for x in body([x[0] for x in stacked])]
+
+            return whole(
+                jax.jit(jax.shard_map(block, mesh=mesh, in_specs=(spec,), out_specs=spec, check_vma=check_vma))
+            )
+
+        return start
+
+    over, counts = Env(axis, python_loop), (1, 2, 4, 8)
+    return [
+        Mode("jax_eager", "jax", (1,), _one_by_one(jnp.asarray), Env(gc.LOCAL, python_loop)),
+        Mode("jax_jit", "jax", (1,), jit, Env(gc.LOCAL, python_loop)),
+        Mode("jax_scan", "jax", (1,), jit, Env(gc.LOCAL, scan)),
+        Mode("jax_pmap", "jax", counts, pmap, over),
+        Mode("jax_vmap", "jax", counts, vmap, over),
+        Mode("jax_shard_map", "jax", counts, shard_map(True), over),
+        Mode("jax_shard_map_scan", "jax", counts, shard_map(True), Env(axis, scan)),
+        Mode("jax_shard_map_unchecked", "jax", counts, shard_map(False), over),
+    ]
+
+
+def _tensorflow_modes() -> list[Mode]:
+    import tensorflow as tf
+
+    def function(jit_compile: bool) -> Any:
+        def start(body: Any, n: int) -> Any:
+            compiled = tf.function(body, jit_compile=jit_compile)
+
+            def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
+                return [[x.numpy()] for x in compiled([tf.constant(x[0]) for x in stacked])]
+
+            return call
+
+        return start
+
+    @cache
+    def strategy(n: int) -> tf.distribute.Strategy:
+        devices = [f"CPU:{i}" for i in range(n)]
+        return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
+
+    def mirrored(body: Any, n: int) -> Any:
+        replicas = strategy(n)
+        compiled = tf.function(lambda arrays: replicas.run(body, (arrays,)))
+
+        def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
+            def own(context: Any) -> Any:
+                return [tf.constant(x[context.replica_id_in_sync_group]) for x in stacked]
+
+            columns = compiled(replicas.experimental_distribute_values_from_function(own))
+            return [[x.numpy() for x in replicas.experimental_local_results(column)] for column in columns]
+
+        return call
+
+    local, over = Env(gc.LOCAL, python_loop), Env(gc.tf_replicas(), python_loop)
+    return [
+        Mode("tf_eager", "tensorflow", (1,), _one_by_one(tf.constant), over),
+        Mode("tf_function", "tensorflow", (1,), function(False), over),
+        Mode("tf_xla", "tensorflow", (1,), function(True), local),
+        Mode("tf_mirrored", "tensorflow", (1, 2, 4, 8), mirrored, over),
+    ]
+
+
+FRAMEWORK_MODES = {"numpy": _numpy_modes, "jax": _jax_modes, "tensorflow": _tensorflow_modes}
+
+NAMES = {
+    "numpy": ("numpy",),
+    "jax": (
+        "jax_eager",
+        "jax_jit",
+        "jax_scan",
+        "jax_pmap",
+        "jax_vmap",
+        "jax_shard_map",
+        "jax_shard_map_scan",
+        "jax_shard_map_unchecked",
+    ),
+    "tensorflow": ("tf_eager", "tf_function", "tf_xla", "tf_mirrored"),
+}
+"""Every mode by framework, known without importing one."""
+
+REPLICATED = ("jax_pmap", "jax_vmap", "jax_shard_map", "jax_shard_map_scan", "jax_shard_map_unchecked", "tf_mirrored")
+"""The modes that have a collective of several replicas."""
+
+CANNOT = {
+    ("jax", "float64"): "JAX has no 64-bit values unless jax_enable_x64 is set, which is a setting of a whole process",
+    ("jax", "complex128"): "as float64",
+}
+"""What a framework or a mode cannot run, and why."""
+
+
+@cache
+def _made(framework: str) -> dict[str, Mode]:
+    modes = {mode.name: mode for mode in FRAMEWORK_MODES[framework]()}
+    assert tuple(modes) == NAMES[framework]
+    return modes
+
+
+def get(name: str) -> Mode:
+    """The mode of this name; imports its framework."""
+    return _made(next(framework for framework, names in NAMES.items() if name in names))[name]

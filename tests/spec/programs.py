@@ -1,0 +1,77 @@
+"""What the modes run: each place where contributions are combined, for every elementwise reduction at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import gradcombine as gc
+from gradcombine import tree
+from tests.spec.modes import Env
+
+REDUCTIONS = {
+    "sum": gc.reductions.sum(),
+    "mean": gc.reductions.mean(),
+    "product": gc.reductions.product(),
+    "min": gc.reductions.min(),
+    "max": gc.reductions.max(),
+    "first": gc.reductions.first(),
+    "last": gc.reductions.last(),
+}
+
+LOCAL_PLACES = ("list", "time", "merged halves")
+"""Places that combine the contributions of one replica."""
+
+
+def rows(xs: Any) -> list[Any]:
+    """A stacked tree as the list of its rows."""
+    leaves, structure = tree.flatten("spec", xs)
+    count = next(leaf.shape[0] for leaf in leaves if leaf is not None)
+    return [tree.unflatten(structure, [None if x is None else x[i] for x in leaves]) for i in range(count)]
+
+
+@dataclass(frozen=True)
+class Combine:
+    """Data: ``{"values": stacked tree, "weights": stacked scalars}`` of one replica. Result: one tree a reduction."""
+
+    place: str
+    order: str
+    names: tuple[str, ...] = tuple(REDUCTIONS)
+
+    def __call__(self, env: Env, data: Any) -> Any:
+        return {name: self.one(env, REDUCTIONS[name], data["values"], data["weights"]) for name in self.names}
+
+    def one(self, env: Env, reduction: gc.Reduction, values: Any, weights: Any) -> Any:
+        order: Any = self.order
+        trees, scales = rows(values), rows(weights)
+        if self.place == "list":
+            return gc.combine(reduction, trees, scales, order)
+        if self.place == "merged halves":
+            return _merged_halves(reduction, trees, scales)
+        if self.place == "replicas":
+            return gc.all_reduce(reduction, trees[0], env.collective, scales[0], order)
+        if self.place == "list x replicas":
+            state = reduction.init(trees[0])
+            for value, weight in zip(trees, scales, strict=True):
+                state = reduction.update(state, value, weight)
+            return reduction.finalize(gc.merge_replicas(reduction, state, env.collective, order))
+        accumulator = gc.accumulate(reduction, every=len(trees), order=order)
+
+        def step(state: Any, x: Any) -> Any:
+            return accumulator.update(x["values"], state, x["weights"])
+
+        state = env.loop(step, accumulator.init(trees[0]), {"values": values, "weights": weights})
+        if self.place == "time x replicas":
+            state = gc.merge_replicas(reduction, state, env.collective, order)
+        return accumulator.value(state)
+
+
+def _merged_halves(reduction: gc.Reduction, trees: list[Any], scales: list[Any]) -> Any:
+    half = len(trees) // 2
+    states = []
+    for part in (slice(None, half), slice(half, None)):
+        state = reduction.init(trees[0])
+        for value, weight in zip(trees[part], scales[part], strict=True):
+            state = reduction.update(state, value, weight)
+        states.append(state)
+    return reduction.finalize(reduction.merge(*states))

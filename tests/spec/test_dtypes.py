@@ -1,0 +1,129 @@
+"""Accumulator, wire and output dtypes, in every mode."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from tests.spec import exact, modes
+from tests.spec.programs import rows
+
+NARROW = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128", "int8", "int32")
+
+
+class Total:
+    """Sum and, where there is one, mean over time and replicas."""
+
+    def __init__(self, *names: str, **settings: Any) -> None:
+        self.names, self.settings = names, settings
+
+    def __call__(self, env: modes.Env, data: Any) -> Any:
+        values, weights = rows(data["values"]), rows(data["weights"])
+        return {
+            name: self.one(env, getattr(gc.reductions, name)(**self.settings), values, weights) for name in self.names
+        }
+
+    def one(self, env: modes.Env, reduction: Any, values: Any, weights: Any) -> Any:
+        state = reduction.init(values[0])
+        for value, weight in zip(values, weights, strict=True):
+            state = reduction.update(state, value, weight)
+        return reduction.finalize(gc.merge_replicas(reduction, state, env.collective))
+
+
+FLOATING, INTEGRAL = Total("sum", "mean"), Total("sum")
+INTO_FLOAT32 = Total("sum", output_dtype="float32")
+NARROW_WIRE = Total("sum", wire_dtype="bfloat16")
+NARROW_ACCUMULATOR = Total("sum", dtype="bfloat16")
+
+
+def runs(mode: modes.Mode, dtype: str) -> bool:
+    return (mode.framework, dtype) not in modes.CANNOT and (mode.name, dtype) not in modes.CANNOT
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_dtype(mode: modes.Mode, dtype: str) -> None:
+    """Small whole numbers, so that every sum is exact: value and dtype of the result."""
+    if not runs(mode, dtype):
+        assert mode.framework == "jax"
+        with pytest.raises(gc.GradCombineError, match="jax_enable_x64"):
+            gc.reductions.sum().init(_spec(dtype))
+        return
+    kind = NARROW.get(dtype) or np.dtype(dtype)
+    base = np.array([[1, -2], [3, 4], [0, 5]])
+    values = (base * (1 + 2j) if kind.kind == "c" else base).astype(kind)
+    integral = kind.kind == "i"
+    weights = np.array([1, 3, 2], np.int32 if integral else np.float32)
+    (result,) = mode.run(INTEGRAL if integral else FLOATING, [{"values": values, "weights": weights}])
+    total = (values.astype(np.complex128 if kind.kind == "c" else np.float64) * weights[:, None]).sum(0)
+    assert result["sum"].dtype == (np.int32 if integral else kind)
+    np.testing.assert_array_equal(result["sum"].astype(total.dtype), total)
+    if not integral:
+        assert result["mean"].dtype == kind
+        for received, whole in zip(_parts(result["mean"]), _parts(total), strict=True):
+            assert Fraction(float(received)) == exact.round_to(Fraction(float(whole)) / 6, _real(dtype))
+
+
+def _spec(dtype: str) -> Any:
+    import jax
+
+    return jax.ShapeDtypeStruct((2,), np.dtype(dtype))
+
+
+def _parts(array: np.ndarray) -> list[Any]:
+    return [*array.real.ravel(), *array.imag.ravel()] if array.dtype.kind == "c" else list(array.ravel())
+
+
+def _real(dtype: str) -> str:
+    return {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> None:
+    """A large value and three ones: a narrow accumulator would lose each one; here the sum is rounded once."""
+    large = 2.0 ** exact.PRECISION[dtype]
+    values = np.array([[large], [1], [1], [1]]).astype(NARROW[dtype])
+    (result,) = mode.run(FLOATING, [{"values": values, "weights": np.ones(4, np.float32)}])
+    total = Fraction(large) + 3
+    assert Fraction(float(result["sum"][0])) == exact.round_to(total, dtype) > large
+    assert Fraction(float(result["mean"][0])) == exact.round_to(total / 4, dtype)
+
+
+def test_output_dtype(mode: modes.Mode) -> None:
+    values = np.array([[256], [1], [1], [1]]).astype(NARROW["bfloat16"])
+    (result,) = mode.run(INTO_FLOAT32, [{"values": values, "weights": np.ones(4, np.float32)}])
+    assert result["sum"].dtype == np.float32
+    assert result["sum"][0] == 259
+
+
+def test_accumulator_dtype(mode: modes.Mode) -> None:
+    """Asked for, a narrow accumulator rounds at each step: 256 + 1 + 1 stays 256, and 256 + 2 does not."""
+    values = np.float32([[256, 256], [1, 2], [1, 2]])
+    (result,) = mode.run(NARROW_ACCUMULATOR, [{"values": values, "weights": np.ones(3, np.float32)}])
+    assert result["sum"].dtype == np.float32
+    np.testing.assert_array_equal(result["sum"], np.float32([256, 260]))
+
+
+def test_wire_dtype(replicated: modes.Mode) -> None:
+    """Each replica's partial sum is rounded to the wire's dtype once, and what arrives is added up."""
+    values = np.float32([[257, 258], [1, 1]])
+    per_replica = [{"values": row[None], "weights": np.ones(1, np.float32)} for row in values]
+    for result in replicated.run(NARROW_WIRE, per_replica):
+        assert result["sum"].dtype == np.float32
+        np.testing.assert_array_equal(result["sum"], np.float32([256 + 1, 258 + 1]).astype(NARROW["bfloat16"]))
+
+
+@pytest.mark.parametrize("values", [np.int32([1, 2]), np.array([True, False]), np.int8([1])])
+def test_a_mean_of_integers_is_an_error(values: Any) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"mean: leaf \['n'\]: expected a dtype that is float or complex"):
+        gc.mean([{"n": values}])
+
+
+def test_python_numbers_are_32_bits_wide() -> None:
+    assert gc.add_n([1.5, 2.5]).dtype == np.float32
+    assert gc.add_n([1, 2]).dtype == np.int32

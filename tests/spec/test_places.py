@@ -1,0 +1,97 @@
+"""The law of the library: a list, time, replicas and mixtures of them give the same result, in every mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from tests.spec import exact, modes
+from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, SHAPES, contributions, deal
+from tests.spec.programs import LOCAL_PLACES, Combine
+
+ORDERS = ("sequential", "tree")
+
+
+def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
+    """Every reduction and leaf of one replica's result has the exact value; None stays in its place."""
+    for name, value in results.items():
+        assert value["none"] is None
+        for leaf in SHAPES:
+            expected = exact.elementwise(name, data["values"][leaf], data["weights"], order, blocks)
+            received = value[leaf]
+            assert received.dtype == np.float32
+            assert received.shape == SHAPES[leaf]
+            np.testing.assert_array_equal(received, expected, err_msg=f"{name} of leaf {leaf!r}", strict=True)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("place", LOCAL_PLACES)
+@settings(max_examples=8)
+@given(data=contributions(7, FLOATS))
+def test_one_replica(mode: modes.Mode, place: str, order: str, data: Any) -> None:
+    """List and time give the rounded chain or tree, to the bit, also on replicas that do not communicate."""
+    if place == "merged halves":
+        # Its order is its own: two chains of 3 and 4. Compared as blocks of 4 and 3 by padding the first with nothing.
+        data = _pad_first_half(data)
+    blocks = 2 if place == "merged halves" else 1
+    count = mode.replicas[-1] if len(mode.replicas) == 1 else 2
+    turned = [_roll(data, rank) if place != "merged halves" else data for rank in range(count)]
+    program = Combine(place, order)
+    for own, result in zip(turned, mode.run(program, turned), strict=True):
+        check(result, own, "sequential" if place == "merged halves" else order, blocks)
+
+
+def _roll(data: Any, by: int) -> Any:
+    # Another order of the contributions: different data for each replica.
+    values = {name: None if x is None else np.roll(x, by, axis=0) for name, x in data["values"].items()}
+    return {"values": values, "weights": np.roll(data["weights"], by)}
+
+
+def _pad_first_half(data: Any) -> Any:
+    def pad(x: Any) -> Any:
+        return None if x is None else np.concatenate([np.zeros_like(x[:1]), x])
+
+    return {"values": {name: pad(x) for name, x in data["values"].items()}, "weights": pad(data["weights"])}
+
+
+@pytest.mark.parametrize(
+    ("place", "replicas"),
+    [*(("replicas", n) for n in (1, 2, 4, 8)), *(("time x replicas", n) for n in (2, 8)), ("list x replicas", 4)],
+)
+@settings(max_examples=4)
+@given(data=contributions(8, EXACT, EXACT_WEIGHTS))
+def test_replicas_any_order(replicated: modes.Mode, replicas: int, place: str, data: Any) -> None:
+    """Where no rounding happens, the framework's own all-reduce gives every replica the exact result."""
+    if place == "replicas":
+        data = {"values": {n: None if x is None else x[:replicas] for n, x in data["values"].items()}} | {
+            "weights": data["weights"][:replicas]
+        }
+    results = replicated.run(Combine(place, "sequential"), deal(data, replicas))
+    assert len(results) == replicas
+    for result in results:
+        check(result, data, "sequential", replicas)
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+@settings(max_examples=6)
+@given(data=contributions(8, FLOATS))
+def test_canonical_tree(replicated: modes.Mode, replicas: int, data: Any) -> None:
+    """8 numbered microbatches over 1, 2, 4 and 8 replicas: the bits of one list in tree order, signs of zeros too."""
+    results = replicated.run(Combine("time x replicas", "tree"), deal(data, replicas))
+    (reference,) = modes.get("numpy").run(Combine("list", "tree"), [data])
+    for result in results:
+        check(result, data, "tree")
+        for name in result:
+            for leaf in SHAPES:
+                np.testing.assert_array_equal(exact.bits(result[name][leaf]), exact.bits(reference[name][leaf]))
+
+
+@settings(max_examples=6)
+@given(data=contributions(2, FLOATS))
+def test_two_terms_have_one_order(replicated: modes.Mode, data: Any) -> None:
+    """Two replicas with one contribution each: addition commutes, so even the framework's all-reduce is exact."""
+    for result in replicated.run(Combine("replicas", "sequential"), deal(data, 2)):
+        check(result, data, "sequential")

@@ -1,0 +1,104 @@
+"""Windows over time: when they are full, what follows, and what is read early."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from tests.spec import modes
+from tests.spec.programs import rows
+
+ORDERS = ("sequential", "tree")
+
+
+class Trace:
+    """Updates one by one and records ready, value, step and index after each."""
+
+    def __init__(self, every: Any, order: Any, restart_after: int | None = None) -> None:
+        self.every, self.order, self.restart_after = every, order, restart_after
+
+    def __call__(self, env: modes.Env, data: Any) -> Any:
+        bound = 4 if callable(self.every) else None
+        acc = gc.accumulate(gc.reductions.mean(), self.every, order=self.order, max_every=bound)
+        values, weights = rows(data["values"]), rows(data["weights"])
+        state, seen = acc.init(values[0]), []
+        for i, (value, weight) in enumerate(zip(values, weights, strict=True)):
+            state = acc.update(value, state, weight)
+            seen.append({"ready": acc.ready(state), "value": acc.value(state), "index": state.index})
+            if i + 1 == self.restart_after:
+                state = acc.restart(state)
+                seen.append({"ready": acc.ready(state), "value": acc.value(state), "index": state.index})
+        return seen
+
+
+FIXED = {order: Trace(3, order) for order in ORDERS}
+GROWING = {order: Trace(lambda index: index + 1, order) for order in ORDERS}
+FLUSHED = {order: Trace(4, order, restart_after=3) for order in ORDERS}
+
+
+def data(values: list[float], weights: list[float] | None = None) -> Any:
+    column = np.float32(values)
+    scales = np.ones(len(values), np.float32) if weights is None else np.float32(weights)
+    return {"values": {"g": np.stack([column, column * 2], axis=1)}, "weights": scales}
+
+
+def summary(seen: Any) -> list[tuple[bool, float, int]]:
+    for entry in seen:
+        np.testing.assert_array_equal(entry["value"]["g"][1], 2 * entry["value"]["g"][0])
+    return [(bool(s["ready"]), float(s["value"]["g"][0]), int(s["index"])) for s in seen]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_full_window_stays_readable_and_the_next_update_starts_anew(mode: modes.Mode, order: str) -> None:
+    (seen,) = mode.run(FIXED[order], [data([1, 3, 8, 10, 20])])
+    assert summary(seen) == [(False, 1, 0), (False, 2, 0), (True, 4, 0), (False, 10, 1), (False, 15, 1)]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_as_a_function_of_the_window_index(mode: modes.Mode, order: str) -> None:
+    (seen,) = mode.run(GROWING[order], [data([1, 2, 4, 5, 6, 7])])
+    expected = [(True, 1, 0), (False, 2, 1), (True, 3, 1), (False, 5, 2), (False, 5.5, 2), (True, 6, 2)]
+    assert summary(seen) == expected
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_nan_in_one_window_does_not_reach_the_next(mode: modes.Mode, order: str) -> None:
+    (seen,) = mode.run(FIXED[order], [data([1, np.nan, np.inf, 10, 20])])
+    assert [np.isnan(float(s["value"]["g"][0])) for s in seen] == [False, True, True, False, False]
+    assert float(seen[4]["value"]["g"][0]) == 15
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_partial_window_is_divided_by_its_true_weight_and_then_dropped(mode: modes.Mode, order: str) -> None:
+    (seen,) = mode.run(FLUSHED[order], [data([2, 6, 100, 7], [1, 3, 0, 2])])
+    assert summary(seen) == [(False, 2, 0), (False, 5, 0), (False, 5, 0), (False, 0, 1), (False, 7, 1)]
+
+
+def test_a_failed_update_leaves_the_state_whole() -> None:
+    acc = gc.accumulate(gc.reductions.mean(), every=3)
+    state = acc.update(np.float32([1, 2]), acc.init(np.zeros(2, np.float32)))
+    before = acc.value(state).copy()
+    with pytest.raises(gc.GradCombineError):
+        acc.update(np.float32([1, 2, 3]), state)
+    np.testing.assert_array_equal(acc.value(state), before)
+    np.testing.assert_array_equal(acc.value(acc.update(np.float32([3, 4]), state)), np.float32([2, 3]))
+
+
+@pytest.mark.parametrize("every", [np.int32(2), np.int64(2), np.array(2), 2])
+def test_every_takes_any_integer(every: Any) -> None:
+    acc = gc.accumulate(gc.reductions.sum(), every=every)
+    state = acc.init(np.float32(0))
+    assert [bool(acc.ready(state := acc.update(np.float32(1), state))) for _ in range(4)] == [False, True] * 2
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_window_of_weight_0_has_the_empty_value(order: Any) -> None:
+    acc = gc.accumulate(gc.reductions.mean(), every=2, order=order)
+    state = acc.init(np.float32([7]))
+    for _ in range(2):
+        state = acc.update(np.float32([np.nan]), state, weight=0)
+    assert bool(acc.ready(state))
+    np.testing.assert_array_equal(acc.value(state), np.float32([0]))
