@@ -18,6 +18,7 @@ from gradcombine.pairwise import fold_levels
 from gradcombine.types import AccumulateState, Array, Order, Reduction, State, Tree
 
 _INT32 = np.dtype(np.int32)
+_EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index"
 
 
 class Accumulator(NamedTuple):
@@ -25,7 +26,8 @@ class Accumulator(NamedTuple):
 
     Attributes:
       init: ``init(like) -> state``: no window begun. ``like``: arrays or shape/dtype specs, None for "no gradient".
-      update: ``update(grads, state, weight=1.0) -> state``: one more contribution. After a full window it starts the next.
+      update: ``update(grads, state, weight=1.0) -> state``: one more contribution. After a full window it starts the
+        next.
       ready: ``ready(state)``: whether the window is full, a boolean scalar (traced where the state is).
       value: ``value(state)``: the window so far, partial or full, divided by its true weight.
       restart: ``restart(state) -> state``: drops the window, after its value was taken early.
@@ -48,14 +50,15 @@ def accumulate(
 ) -> Accumulator:
     """Combines contributions over windows of ``every`` updates.
 
-    All functions are pure, take NumPy, JAX or TensorFlow trees, and may be called inside jit, scan and tf.function. A full
+    All functions are pure, take NumPy, JAX or TensorFlow trees, and may be called inside jit, scan and tf.function. A
+    full
     window stays readable until the next update, which begins with an empty window in its place: nothing of one window,
     not even a NaN, reaches the next.
 
     Args:
       reduction: from `gradcombine.reductions`.
-      every: the length of a window, in updates (those of weight 0 counted): an integer of 1 or more, or a function of the
-        window's index (int32 scalar, traced under jit) that returns one. A traced length under 1 means 1.
+      every: the length of a window, in updates (those of weight 0 counted): an integer of 1 or more, or a function of
+        the window's index (int32 scalar, traced under jit) that returns one. A traced length under 1 means 1.
       order: ``"sequential"``: one running value. ``"tree"``: the canonical order of `combine`, held in a binary counter
         of floor(log2(every)) + 1 partial states.
       max_every: with a function and order ``"tree"``: the longest window, which sizes the counter. Updates past it are
@@ -99,6 +102,9 @@ def accumulate(
     @ordinary
     def ready(state: AccumulateState) -> Array:
         require_state(state)
+        if len(state.levels) != depth:
+            levels = "1 level" if depth == 1 else f"{depth} levels"
+            raise GradCombineError(reduction.name, f"a state of {levels}", len(state.levels))
         return state.step >= _at(length, state.index)
 
     @ordinary
@@ -138,7 +144,7 @@ def window(reduction: Reduction, state: AccumulateState) -> State:
 def replace_window(reduction: Reduction, state: AccumulateState, merged: State) -> AccumulateState:
     """The state with this window in place of its own; position and index stay."""
     require_state(state)
-    lower = tuple(map(reduction.clear, state.levels[:-1]))
+    lower = tuple(reduction.clear(merged) for _ in state.levels[1:])
     return state._replace(levels=(*lower, merged))
 
 
@@ -167,7 +173,7 @@ def require_state(state: Any) -> None:
 def _count_up(
     backend: Backend, reduction: Reduction, levels: tuple[State, ...], step: Array, carry: State
 ) -> tuple[State, ...]:
-    """One more contribution in a binary counter: full levels are merged into the carry and emptied, up to an empty one."""
+    """One more contribution: full levels are merged into the carry and emptied, up to the first empty one."""
     counted = []
     carrying: Array = backend.full((), True, np.dtype(np.bool_))
     for i, level in enumerate(levels):
@@ -185,15 +191,14 @@ def _count_up(
 
 
 def _length(every: Any) -> int:
-    expected = "a window length that is an integer of 1 or more, or a function of the window index"
     try:
         if isinstance(every, (bool, np.bool_)):
             raise TypeError
         length = operator.index(every)
     except TypeError:
-        raise GradCombineError("accumulate", expected, repr(every)) from None
+        raise GradCombineError("accumulate", _EXPECTED_LENGTH, repr(every)) from None
     if length < 1:
-        raise GradCombineError("accumulate", expected, length)
+        raise GradCombineError("accumulate", _EXPECTED_LENGTH, length)
     return length
 
 
@@ -201,10 +206,15 @@ def _at(length: int | Callable[[Array], Any], index: Array) -> Array:
     if not callable(length):
         return length
     every = length(index)
-    kept = owner(every)
-    if kept is None or kept.concrete(kept.asarray(every)) is not None:
-        return _length(every if kept is None else kept.concrete(kept.asarray(every)))
-    return kept.maximum(every, kept.full((), 1, kept.dtype(every)))
+    backend = owner(every)
+    if backend is None:
+        return _length(every)
+    known = backend.concrete(backend.asarray(every))
+    if known is not None:
+        return _length(known)
+    if backend.dtype(every).kind not in "iu":
+        raise GradCombineError("accumulate", _EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
+    return backend.maximum(every, backend.full((), 1, backend.dtype(every)))
 
 
 def _backend(state: AccumulateState) -> Backend:

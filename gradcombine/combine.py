@@ -10,7 +10,7 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.types import Order, Reduction, State, Tree
+from gradcombine.types import Array, Order, Reduction, State, Tree
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
 """The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,
@@ -21,7 +21,10 @@ _TF_AGGREGATION_METHODS = ("add_n", "tree", "accumulate_n")
 
 @ordinary
 def combine(
-    reduction: Reduction, values: Iterable[Tree], weights: Iterable[Any] | None = None, order: Order = "sequential"
+    reduction: Reduction,
+    values: Iterable[Tree],
+    weights: Iterable[Any] | Array | None = None,
+    order: Order = "sequential",
 ) -> Tree:
     """Combines a list of trees: ``finalize(update(... update(init, v_1, w_1) ..., v_n, w_n))``.
 
@@ -29,11 +32,11 @@ def combine(
       reduction: from `gradcombine.reductions`.
       values: one tree or more, of one structure, with leaves of equal shapes and dtypes. None is "no gradient": a leaf
         that is None in all of them is None in the result; one that is None in some adds nothing there.
-      weights: one scalar a tree, finite and not negative; None: all 1. A tree of weight 0 changes nothing, whatever it
-        holds.
+      weights: one scalar a tree, as a list or an array of shape (n,), finite and not negative; None: all 1. A tree of
+        weight 0 changes nothing, whatever it holds.
       order: ``"sequential"``: left to right. ``"tree"``: the canonical binary tree over the positions, with log2(n)
-        roundings to an element in place of n, and the same bits for any division of the list over time and replicas into blocks
-        of a power of two.
+        roundings to an element in place of n, and the same bits for any division of the list over time and replicas
+        into blocks of a power of two.
 
     Returns:
       The combined tree.
@@ -51,7 +54,7 @@ def combine(
     require_reduction("combine", reduction)
     require_order(reduction.name, order)
     trees = _list(reduction.name, "trees", values)
-    scales = [1] * len(trees) if weights is None else _list(reduction.name, "weights", weights)
+    scales = [1] * len(trees) if weights is None else _weights(reduction.name, weights)
     if not trees:
         raise GradCombineError(reduction.name, "one tree or more", "an empty list")
     if len(scales) != len(trees):
@@ -110,7 +113,7 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
 
 
 @ordinary
-def mean(values: Iterable[Tree], weights: Iterable[Any] | None = None) -> Tree:
+def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -> Tree:
     """The weighted mean of a list of trees: ``sum(w * g) / sum(w)``, divided once.
 
     Args and errors as for `combine`; bits as for `gradcombine.reductions.mean`.
@@ -140,6 +143,13 @@ def _list(operation: str, what: str, values: Any) -> list[Any]:
     if named or isinstance(values, (dict, str)) or owner(values) is not None or not isinstance(values, Iterable):
         raise GradCombineError(operation, f"a list of {what}", type(values).__name__)
     return list(values)
+
+
+def _weights(operation: str, weights: Any) -> list[Any]:
+    backend = owner(weights)
+    if backend is None or len(backend.shape(weights)) != 1:
+        return _list(operation, "weights", weights)
+    return [weights[i] for i in range(backend.shape(weights)[0])]
 
 
 def _common(operation: str, trees: list[Tree]) -> Tree:

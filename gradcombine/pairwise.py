@@ -1,8 +1,9 @@
 """The canonical order: one fixed binary tree over the numbers of the contributions.
 
-Node ``j`` of level ``i`` covers the numbers ``[j * 2**i, (j + 1) * 2**i)``. What is missing at the end is left out, so 7
-contributions combine as ``((0 1)(2 3))((4 5)6)``. A block whose length is a power of two, and which begins at a multiple
-of its length, is one node of the tree: so replicas or windows that hold such blocks combine to the same bits as one list.
+Node ``j`` of level ``i`` covers the numbers ``[j * 2**i, (j + 1) * 2**i)``. What is missing at the end is left out, so
+7 contributions combine as ``((0 1)(2 3))((4 5)6)``. A block whose length is a power of two, and which begins at a
+multiple of its length, is one node of the tree: so replicas or windows that hold such blocks combine to the same bits
+as one list.
 """
 
 from __future__ import annotations

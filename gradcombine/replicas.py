@@ -10,7 +10,7 @@ from gradcombine.accumulate import replace_window, window
 from gradcombine.autograph import ordinary
 from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import load
+from gradcombine.backends.registry import is_absent, load
 from gradcombine.combine import require_order, require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
@@ -63,11 +63,12 @@ def all_reduce(
 
     Raises:
       GradCombineError: as `combine`; for an axis that is not bound; outside of a replica context; and for a value that
-        shard_map's type system (check_vma) knows to be the same on all replicas already, as the gradient of a replicated
+        shard_map's type system (check_vma) knows to be the same on all replicas already, as the gradient of a
+        replicated
         parameter is: summing that again would count it once a replica.
 
-    Bits: order ``"tree"``: those of `combine` over the replicas' contributions by rank. Order ``"sequential"``: sums are
-    rounded in the order that the framework's all-reduce chooses.
+    Bits: order ``"tree"``: those of `combine` over the replicas' contributions by rank. Order ``"sequential"``: sums
+    are rounded in the order that the framework's all-reduce chooses.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.all_reduce(gc.reductions.mean(), np.float32([1, 2]), over=gc.LOCAL)
@@ -76,7 +77,7 @@ def all_reduce(
     require_reduction("all_reduce", reduction)
     _require(reduction.name, over, order)
     leaves, structure = tree.flatten(reduction.name, value)
-    present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if leaf is not None]
+    present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
     over.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
     state = reduction.update(reduction.init(value), value, weight)
     return reduction.finalize(reduction.all_merge(state, over, order))

@@ -1,8 +1,8 @@
 """Gradient trees: taken apart into leaves with paths, compared, and put together again.
 
-Containers are dicts, lists, tuples, NamedTuples and whatever node types a loaded framework registers. A leaf is an array,
-a Python number, a shape/dtype spec, or None for "no gradient". Dict keys are visited in sorted order, as JAX and tf.nest
-do.
+Containers are dicts, lists, tuples, NamedTuples and whatever node types a loaded framework registers. A leaf is an
+array, a Python number, a shape/dtype spec, or None for "no gradient". Dict keys are visited in sorted order, as JAX and
+tf.nest do.
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _kind(node: Any) -> type:
 def _split(node: Any) -> Split | None:
     if node is None:
         return None
-    if isinstance(node, tuple) and hasattr(node, "_fields"):
-        cls, names = type(node), node._fields
+    if isinstance(node, tuple) and (names := getattr(node, "_fields", None)) is not None:
+        cls: Any = type(node)
         return Split(tuple(f".{name}" for name in names), tuple(node), lambda children: cls(*children))
     if isinstance(node, (tuple, list)):
         keys = tuple(f"[{i}]" for i in range(len(node)))
@@ -164,7 +164,8 @@ def _split_dict(node: dict[Any, Any]) -> Split:
     keys = tuple(f"[{name!r}]" for name in names)
 
     def rebuild(children: Sequence[Any]) -> Any:
-        return kind(zip(names, children, strict=True))
+        found = dict(zip(names, children, strict=True))
+        return kind((name, found[name]) for name in node)
 
     return Split(keys, tuple(node[name] for name in names), rebuild)
 

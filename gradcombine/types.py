@@ -47,8 +47,8 @@ class AccumulateState(NamedTuple):
     """A window of contributions over time.
 
     Attributes:
-      levels: partial states of the reduction. One under order ``"sequential"``; under ``"tree"`` a binary counter, where
-        level ``i`` is empty or holds 2**i contributions.
+      levels: partial states of the reduction. One under order ``"sequential"``; under ``"tree"`` a binary counter,
+        where level ``i`` is empty or holds 2**i contributions.
       step: int32 scalar, the contributions of this window so far, those of weight 0 counted.
       index: int32 scalar, the number of this window, from 0.
     """

@@ -30,6 +30,21 @@ if "tensorflow" in INSTALLED:
     tf.config.set_logical_device_configuration(one, [tf.config.LogicalDeviceConfiguration()] * 8)
 
 
+NEEDED_BY = {
+    "gradcombine/backends/jax_backend.py": "jax",
+    "gradcombine/backends/tensorflow_backend.py": "tensorflow",
+    "gradcombine/integrations/optax.py": "jax",
+    "gradcombine/integrations/tensorflow.py": "tensorflow",
+    "tests/integrations/test_optax": "jax",
+    "tests/integrations/test_tensorflow": "tensorflow",
+    "tests/integrations/strategies.py": "tensorflow",
+    "tests/verify/": "tensorflow",
+    "gradcombine/verify/": "tensorflow",
+    "examples/optax_chain.py": "jax",
+    "examples/tf_function_step.py": "tensorflow",
+}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A framework that is not installed leaves out the tests that need it, unless GRADCOMBINE_REQUIRE names it."""
     for item in items:

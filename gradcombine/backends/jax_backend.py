@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.experimental import checkify
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
@@ -46,7 +47,7 @@ class JaxBackend:
         return tuple(leaf.shape)
 
     def concrete(self, array: Array) -> np.ndarray | None:
-        return None if isinstance(array, jax.core.Tracer) else np.asarray(array)
+        return None if isinstance(array, Tracer) else np.asarray(array)
 
     def absent(self, leaf: Any) -> bool:
         return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
@@ -85,7 +86,8 @@ class JaxBackend:
     def divide(self, array: Array, divisor: Array) -> Array:
         if jnp.iscomplexobj(array):
             return lax.complex(self.divide(array.real, divisor), self.divide(array.imag, divisor))
-        # A scalar divisor becomes a multiplication by its reciprocal, which rounds twice; a select of full shape does not.
+        # A scalar divisor becomes a multiplication by its reciprocal, which rounds twice; a select of full shape does
+        # not.
         return jnp.divide(array, jnp.where(array != array, jnp.ones_like(divisor), divisor))
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
@@ -100,7 +102,7 @@ class JaxBackend:
 
     def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
         message = str(GradCombineError(operation, expected, received))
-        if isinstance(condition, jax.core.Tracer):
+        if isinstance(condition, Tracer):
             checkify.check(jnp.all(condition), message)
         elif not np.all(condition):
             raise GradCombineError(operation, expected, received)
@@ -145,7 +147,7 @@ class JaxAxis:
 
     def _gather(self, array: Array, to: str) -> Array:
         if len(self.names) == 1 or to == "invarying":
-            return lax.all_gather(array, self.names if len(self.names) > 1 else self.names[0], to=to)
+            return lax.all_gather(array, self.names, to=to)
         # Nested vmap axes have no joint all_gather: innermost first, then flattened to ranks in row-major order.
         gathered = array
         for name in reversed(self.names):

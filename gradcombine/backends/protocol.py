@@ -79,7 +79,7 @@ class Backend(Protocol):
         ...
 
     def scale(self, array: Array, weight: Array) -> Array:
-        """array * weight for a scalar of the array's real dtype, rounded once: never fused into a following addition."""
+        """array * weight for a scalar of the array's real dtype; rounded once, never fused into an addition."""
         ...
 
     def divide(self, array: Array, divisor: Array) -> Array:

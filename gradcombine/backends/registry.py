@@ -40,6 +40,12 @@ def owner(leaf: Any) -> Backend | None:
     return numpy if numpy.owns(leaf) else None
 
 
+def is_absent(leaf: Any) -> bool:
+    """Whether a leaf stands for "no gradient": None, or what its framework has for it."""
+    backend = None if leaf is None else owner(leaf)
+    return leaf is None or (backend is not None and backend.absent(leaf))
+
+
 def resolve(operation: str, leaves: Iterable[Any]) -> Backend:
     """The one backend of all leaves; NumPy arrays and Python numbers go along with either framework.
 

@@ -55,8 +55,8 @@ class TensorflowBackend:
 
     def add(self, a: Array, b: Array) -> Array:
         total = tf.add(a, b)
-        # tf.function's graph optimizer turns a tree of additions into one AddN, which adds in an order of its own. It stops
-        # at any other operation; this one costs nothing.
+        # tf.function's graph optimizer turns a tree of additions into one AddN, which adds in an order of its own. It
+        # stops at any other operation; this one costs nothing.
         return total if tf.executing_eagerly() else tf.ensure_shape(total, total.shape)
 
     def product(self, a: Array, b: Array) -> Array:
@@ -101,8 +101,8 @@ class TensorflowBackend:
 
 @tf.custom_gradient
 def _in_place(total: Array) -> Any:
-    """The sum as it stands. Grappler rewrites a tree or chain of additions into one AddN, whose order is another one, but
-    not across a Snapshot, which passes its buffer on."""
+    """The sum as it stands. Grappler rewrites a tree or chain of additions into one AddN, whose order is another one,
+    but not across a Snapshot, which passes its buffer on."""
     return tf.raw_ops.Snapshot(input=total), lambda upstream: upstream
 
 
@@ -127,9 +127,11 @@ class TfReplicas:
         return tf.convert_to_tensor(self._context().replica_id_in_sync_group)
 
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        # tf.distribute refuses a bundle of several dtypes, or of int32 tensors some of which it has put on the host: so one
-        # exchange for the arrays of each floating dtype, and one for each integer array.
+        # tf.distribute refuses a bundle of several dtypes, or of int32 tensors some of which it has put on the host: so
+        # one exchange for the arrays of each floating dtype, and one for each integer array.
         context, arrays = self._context(), list(arrays)
+        if context.num_replicas_in_sync == 1:  # MirroredStrategy's all-reduce fails on one device
+            return arrays
         bundles: dict[Any, list[int]] = {}
         for i, array in enumerate(arrays):
             bundles.setdefault(i if array.dtype.is_integer else array.dtype, []).append(i)

@@ -15,9 +15,10 @@ from gradcombine.types import Reduction, State, Tree
 def checked(reduction: Reduction) -> Reduction:
     """The same reduction, which also checks weights whose value is not known while tracing.
 
-    Outside of compiled code weights are always checked. Inside, this adds the framework's own run-time check for a weight
-    that is NaN, infinite or negative: under jax.jit the function has to be wrapped by jax.experimental.checkify.checkify,
-    whose error then reports it; in tf.function it raises tf.errors.InvalidArgumentError (XLA drops assertions).
+    Outside of compiled code weights are always checked. Inside, this adds the framework's own run-time check for a
+    weight that is NaN, infinite or negative: under jax.jit the function has to be wrapped by
+    jax.experimental.checkify.checkify, whose error then reports it; in tf.function it raises
+    tf.errors.InvalidArgumentError (XLA drops assertions).
 
     Args:
       reduction: any reduction.

@@ -1,7 +1,7 @@
 """The one place that decides dtypes.
 
-Three settings are independent: the *accumulator* dtype of the running value, the *wire* dtype in which replicas exchange
-it, and the *output* dtype of the result.
+Three settings are independent: the *accumulator* dtype of the running value, the *wire* dtype in which replicas
+exchange it, and the *output* dtype of the result.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def working(running: np.dtype) -> np.dtype:
 
 def part(dtype: np.dtype) -> np.dtype:
     """The real dtype of a complex one's parts; any other dtype itself."""
-    return np.zeros((), dtype).real.dtype if dtype.kind == "c" else dtype
+    return np.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
 
 def parse(dtype: Any) -> np.dtype | None:

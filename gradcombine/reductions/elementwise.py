@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import owner, resolve
+from gradcombine.backends.registry import is_absent, owner, resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
@@ -26,7 +26,8 @@ class ElementwiseState(NamedTuple):
       value: the tree of accumulators; None where the parameter has no gradient.
       weight: real scalar, the sum of weights.
       count: int32 scalar, the number of contributions whose weight is not 0.
-      output: a tree of empty arrays, each of the dtype that the result is cast to; None where that is the accumulator's.
+      output: a tree of empty arrays, each of the dtype that the result is cast to; None where that is the
+        accumulator's.
     """
 
     value: Tree
@@ -44,7 +45,8 @@ class Rule(NamedTuple):
       identity: the value of an empty accumulator of a given dtype.
       combine: two accumulators become one; the flags say which of them are empty.
       finish: the accumulator as it leaves, given the state that it belongs to.
-      additive: whether ``combine`` is addition: contributions are multiplied by their weight, and replicas may all-reduce.
+      additive: whether ``combine`` is addition: contributions are multiplied by their weight, and replicas may
+        all-reduce.
       averages: see `Reduction`.
     """
 
@@ -99,7 +101,7 @@ class _Elementwise:
             outputs.append(output)
             if value is not None and dtypes.kind(backend.dtype(value)) in ("float", "complex"):
                 widest = np.promote_types(widest, dtypes.part(backend.dtype(value)))
-        present = [leaf for leaf in leaves if not _absent(leaf)]
+        present = [leaf for leaf in leaves if not is_absent(leaf)]
         return self.rule.state(
             tree.unflatten(structure, values),
             backend.full((), 0, widest, present),
@@ -167,7 +169,7 @@ class _Elementwise:
         Raises:
           GradCombineError: where shape or dtype are not those that the state was made for.
         """
-        if _absent(x):
+        if is_absent(x):
             return None
         if accumulator is None:
             raise GradCombineError(self.rule.name, "no gradient, as where the state was made", "an array", path)
@@ -224,8 +226,8 @@ class _Elementwise:
         def empty(x: Any) -> Any:
             return None if x is None else backend.full(backend.shape(x), self.rule.identity(_dtype(x)), _dtype(x), [x])
 
-        zeros = [backend.full((), 0, _dtype(x), [x]) for x in (state.weight, state.count)]
-        return self.rule.state(tree.unflatten(structure, map(empty, values)), *zeros, state.output)
+        weight, count = (backend.full((), 0, _dtype(x), [x]) for x in (state.weight, state.count))
+        return self.rule.state(tree.unflatten(structure, map(empty, values)), weight, count, state.output)
 
     @ordinary
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
@@ -237,10 +239,10 @@ class _Elementwise:
         wired = [self._to_wire(backend, x) for x in present]
 
         def rebuild(arrays: Sequence[Array]) -> State:
-            returned = [backend.cast(x, _dtype(old)) for x, old in zip(arrays, present, strict=False)]
+            *returned, weight, count = arrays
             remaining = iter(returned)
-            filled = [None if x is None else next(remaining) for x in values]
-            return self.rule.state(tree.unflatten(structure, filled), *arrays[len(present) :], state.output)
+            filled = [None if x is None else backend.cast(next(remaining), _dtype(x)) for x in values]
+            return self.rule.state(tree.unflatten(structure, filled), weight, count, state.output)
 
         bundle = [*wired, state.weight, state.count]
         if self.rule.additive and order == "sequential":
@@ -265,10 +267,6 @@ def _owner(leaf: Any) -> Backend:
     backend = owner(leaf)
     assert backend is not None  # tree.flatten lets no other leaf through
     return backend
-
-
-def _absent(leaf: Any) -> bool:
-    return leaf is None or _owner(leaf).absent(leaf)
 
 
 def _dtype(array: Array) -> np.dtype:

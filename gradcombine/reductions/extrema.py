@@ -30,10 +30,11 @@ def max(*, output_dtype: Any = None) -> Reduction:
       output_dtype: of the result. None: the contributions' own; narrow integers are returned as 32-bit ones.
 
     Returns:
-      A reduction of float and integer leaves. NaN in any contribution is NaN in the result. No contribution: -inf, or the
-      smallest integer.
+      A reduction of float and integer leaves. NaN in any contribution is NaN in the result. No contribution: -inf, or
+      the smallest integer.
 
-    Bits: the same for any order and grouping, in every mode; a zero result is +0, and of NaN payloads nothing is promised.
+    Bits: the same for any order and grouping, in every mode; a zero result is +0, and of NaN payloads nothing is
+    promised.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])

@@ -26,8 +26,8 @@ class LastState(ElementwiseState):
 def first() -> Reduction:
     """The first contribution of nonzero weight; over replicas, the lowest rank's.
 
-    ``merge`` is associative but, alone with `last`, not commutative: its first argument holds the earlier contributions.
-    Over replicas this is what tf.VariableAggregation calls ONLY_FIRST_REPLICA.
+    ``merge`` is associative but, alone with `last`, not commutative: its first argument holds the earlier
+    contributions. Over replicas this is what tf.VariableAggregation calls ONLY_FIRST_REPLICA.
 
     Returns:
       A reduction of any numeric or boolean leaves. No contribution, or one whose leaf is None: zeros.

@@ -29,8 +29,8 @@ def mean(
       precision, dtype, output_dtype, wire_dtype: as for `gradcombine.reductions.sum`.
 
     Returns:
-      A reduction of float and complex leaves; a mean of integers is an error. No contribution: zeros. Weights that sum to
-      0 though some are not 0 cannot be given while weights are known; traced ones divide by 0.
+      A reduction of float and complex leaves; a mean of integers is an error. No contribution: zeros. Weights that sum
+      to 0 though some are not 0 cannot be given while weights are known; traced ones divide by 0.
 
     Bits: as for `gradcombine.reductions.sum`, and the quotient is correctly rounded on CPU. (XLA on GPU does not divide
     correctly rounded.)

@@ -25,7 +25,8 @@ def sum(
 
     Args:
       precision: ``"fast"``: one running value in the accumulator dtype, rounded at each addition.
-      dtype: of the accumulators. None: the contributions' own, float32 for narrower floats, 32 bits for narrower integers.
+      dtype: of the accumulators. None: the contributions' own, float32 for narrower floats, 32 bits for narrower
+        integers.
       output_dtype: of the result. None: the contributions' own; narrow integers stay as wide as their accumulator.
       wire_dtype: in which replicas exchange the partial sums. None: the accumulators' own.
 
@@ -33,9 +34,9 @@ def sum(
       A reduction of float, complex and integer leaves. Integer leaves take integer weights. No contribution: zeros.
 
     Bits: the same for the same contributions in the same order, on every backend, eager and compiled, where no value is
-    subnormal. Products with a weight are rounded once, never fused into the addition. Order ``"tree"`` does not depend on
-    how the contributions are divided over time and replicas; an all-reduce in order ``"sequential"`` adds in the order
-    that the framework chooses, and may lose the sign of a zero. Integers: exact, modulo the dtype's width.
+    subnormal. Products with a weight are rounded once, never fused into the addition. Order ``"tree"`` does not depend
+    on how the contributions are divided over time and replicas; an all-reduce in order ``"sequential"`` adds in the
+    order that the framework chooses, and may lose the sign of a zero. Integers: exact, modulo the dtype's width.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.sum(), [np.float32([1, 2]), np.float32([3, 4])], weights=[1, 10])

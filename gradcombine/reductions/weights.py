@@ -48,9 +48,9 @@ def parse(operation: str, backend: Backend, weight: Any) -> Weight:
     """Validates a weight as far as it is known.
 
     Raises:
-      GradCombineError: for what is not one number, and for a known weight that is negative, NaN or infinite. Of a traced
-        weight only shape and dtype are known: there NaN makes a mean NaN and a negative weight counts negatively. The
-        reduction `checked` refuses both at run time.
+      GradCombineError: for what is not one number, and for a known weight that is negative, NaN or infinite. Of a
+        traced weight only shape and dtype are known: there NaN makes a mean NaN and a negative weight counts
+        negatively. The reduction `checked` refuses both at run time.
     """
     if isinstance(weight, numbers.Real):
         known = float(weight)

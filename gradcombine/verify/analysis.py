@@ -1,0 +1,112 @@
+"""The classifier's loss and gradient in float64, and how far a float32 computation of them may be off.
+
+A first-order forward error analysis: beside each intermediate value stands a bound of its error. A dot product of n
+terms, in whatever order and with or without fused multiply-adds, is off by at most ``gamma(n) * sum |a b|``, plus what
+the errors of its operands contribute.
+
+References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., 2002, sections 3.1 to 3.5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradcombine.verify import exact
+from gradcombine.verify.digits import CLASSES, PIXELS, Batch
+
+U = float(exact.U)
+
+ELEMENTARY = 16 * U
+"""The relative error granted to tanh, exp and log: 8 ulp. The frameworks state none; a few ulp is what they have."""
+
+_SECOND_ORDER = 1.01
+"""Products of two errors, and the rounding of float64 itself: below 2**-10 of the first-order terms."""
+
+
+def analyse(parameters: dict[str, np.ndarray], batch: Batch) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The mean loss over a batch, its gradient, and the bounds of their float32 errors.
+
+    Args:
+      parameters: float32 ``w1`` [64, 32], ``b1`` [32], ``w2`` [32, 10], ``b2`` [10].
+      batch: n examples.
+
+    Returns:
+      Two float64 trees with the parameters' keys and ``"loss"``: the values, and the largest errors in float32.
+    """
+    w1, b1, w2, b2 = (parameters[name].astype(np.float64) for name in ("w1", "b1", "w2", "b2"))
+    x, n = batch.images.astype(np.float64), len(batch.labels)
+
+    hidden = np.tanh(x @ w1 + b1)
+    # tanh' <= 1: an error before tanh is no larger after it.
+    hidden_error = _gamma(PIXELS + 1) * (np.abs(x) @ np.abs(w1) + np.abs(b1)) + ELEMENTARY * np.abs(hidden)
+
+    logits = hidden @ w2 + b2
+    logits_error = _gamma(len(w2) + 1) * (np.abs(hidden) @ np.abs(w2) + np.abs(b2)) + hidden_error @ np.abs(w2)
+
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    log_sum = np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    softmax, expected = np.exp(shifted - log_sum), np.eye(CLASSES)[batch.labels]
+    losses = -((shifted - log_sum) * expected).sum(axis=1)
+    # Absolute for log softmax, relative for softmax: the logits' error in the numerator and in the sum, the rounding of
+    # differences, and exp, a sum of ten, log (at most log 10 = 2.3) and exp once more.
+    row_error = (
+        2 * logits_error.max(axis=1, keepdims=True) + 4 * U * np.ptp(shifted, axis=1, keepdims=True) + 8 * ELEMENTARY
+    )
+
+    slope = (softmax - expected) / n
+    slope_error = (row_error * softmax + 4 * U * (softmax + expected)) / n
+
+    back = slope @ w2.T
+    back_error = _gamma(CLASSES) * (np.abs(slope) @ np.abs(w2.T)) + slope_error @ np.abs(w2.T)
+    flat, flat_error = 1 - hidden**2, 2 * np.abs(hidden) * hidden_error + 3 * U
+    inner = back * flat
+    inner_error = back_error * flat + np.abs(back) * flat_error + 2 * U * np.abs(inner)
+
+    ones = np.ones((n, 1))
+    values = {
+        "b1": (ones.T @ inner)[0],
+        "b2": (ones.T @ slope)[0],
+        "loss": losses.mean(),
+        "w1": x.T @ inner,
+        "w2": hidden.T @ slope,
+    }
+    bounds = {
+        "b1": _product_error(ones, 0 * ones, inner, inner_error)[0],
+        "b2": _product_error(ones, 0 * ones, slope, slope_error)[0],
+        "loss": row_error.mean() + _gamma(n + 1) * losses.mean(),
+        "w1": _product_error(x, 0 * x, inner, inner_error),
+        "w2": _product_error(hidden, hidden_error, slope, slope_error),
+    }
+    return values, {name: _SECOND_ORDER * bound for name, bound in bounds.items()}
+
+
+def analyse_mean(
+    parameters: dict[str, np.ndarray], batches: Sequence[Batch]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The same of the mean over several batches, weighted by their sizes, as a float32 combine has it."""
+    weights = [len(batch.labels) for batch in batches]
+    analysed = [analyse(parameters, batch) for batch in batches]
+    roundings = _gamma(len(batches) + 1)
+
+    def mean(trees: Sequence[dict[str, np.ndarray]], name: str) -> np.ndarray:
+        return np.average([tree[name] for tree in trees], axis=0, weights=weights)
+
+    values = [value for value, _ in analysed]
+    sizes = [{name: np.abs(leaf) for name, leaf in value.items()} for value in values]
+    bounds = [bound for _, bound in analysed]
+    names = list(values[0])
+    return (
+        {name: mean(values, name) for name in names},
+        {name: mean(bounds, name) + _SECOND_ORDER * roundings * mean(sizes, name) for name in names},
+    )
+
+
+def _gamma(roundings: int) -> float:
+    return float(exact.gamma(roundings))
+
+
+def _product_error(a: np.ndarray, a_error: np.ndarray, b: np.ndarray, b_error: np.ndarray) -> np.ndarray:
+    """The error of ``a.T @ b``."""
+    return _gamma(len(a)) * (np.abs(a).T @ np.abs(b)) + a_error.T @ np.abs(b) + np.abs(a).T @ b_error

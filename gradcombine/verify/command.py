@@ -1,0 +1,69 @@
+"""The command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import gradcombine
+from gradcombine.verify import devices
+from gradcombine.verify.report import show, write_json
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gradcombine {gradcombine.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def gradcombine_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Combines gradients over lists, time and replicas: one algebra, the same answer in JAX and TensorFlow."""
+
+
+@app.command()
+def verify(
+    json: Annotated[
+        Path | None, typer.Option(help="Write all rows to this file.", dir_okay=False, metavar="FILE")
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(help="The largest number of replicas; 1, 2, 4 and 8 are run.", min=1, max=devices.COUNT)
+    ] = devices.COUNT,
+    inject_fault: Annotated[
+        bool, typer.Option("--inject-fault", help="Flip one bit of one row's input: that row has to fail.")
+    ] = False,
+) -> None:
+    """Combines the gradients of a real model on real images in NumPy, JAX and TensorFlow, and compares them bit by bit.
+
+    Exit status 1 if a row does not keep what it promises.
+    """
+    if json is not None and not json.resolve().parent.is_dir():
+        raise typer.BadParameter(f"{json.parent} is not a directory", param_hint="--json")
+    console = Console()
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading JAX and TensorFlow", total=None)
+        devices.prepare()
+        from gradcombine.verify import run  # imports JAX, which reads what prepare has set
+
+        def started(step: str, steps: int) -> None:
+            begun = progress.tasks[0].total is not None
+            progress.update(task, description=step, total=steps, advance=1 if begun else 0)
+
+        report = run.verify(replicas, inject_fault, started)
+
+    show(console, report)
+    if json is not None:
+        write_json(json, report)
+    if report.failed:
+        raise typer.Exit(1)

@@ -1,0 +1,99 @@
+"""What a row of the combine promises, and whether it keeps to it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gradcombine.types import Tree
+from gradcombine.verify import exact, numpy_rows, places
+from gradcombine.verify.findings import BITS, BOUND, Finding
+from gradcombine.verify.places import Case, Contributions
+from gradcombine.verify.ulp import equal_bits, ulp_distance
+
+
+def promised(case: Case) -> str:
+    """`BITS` or `BOUND`.
+
+    The canonical tree gives the same bits in every mode, in every place and for every number of replicas; so does the
+    sequential order where nothing is exchanged. The sequential order over replicas is the order of the framework's own
+    all-reduce, which promises none. The list in NumPy is the reference itself, held against the exact value alone.
+    """
+    if case.framework == "numpy":
+        return BOUND if case.place == places.LIST else BITS
+    over_replicas = case.place in (places.REPLICAS, places.TIME_AND_REPLICAS)
+    return BOUND if case.order == "sequential" and over_replicas else BITS
+
+
+class Expected(NamedTuple):
+    """What the results of some contributions in some order are held against, leaf by leaf.
+
+    Attributes:
+      reference: NumPy's list.
+      means, bounds: object arrays of Fractions: the exact weighted mean, and how far rounding may lead from it.
+      shares: how much of its bound each result took up that was measured already, by its bytes.
+    """
+
+    reference: Tree
+    means: Tree
+    bounds: Tree
+    shares: dict[bytes, float]
+
+
+class Judge:
+    """Measures rows against NumPy's list of the same contributions in the same order, and against the exact mean.
+
+    Args:
+      given: all the contributions, unharmed.
+    """
+
+    def __init__(self, given: Contributions) -> None:
+        self._given = given
+        self._kept: dict[tuple[int, str], Expected] = {}
+
+    def finding(self, case: Case, results: list[Tree]) -> Finding:
+        """What a row's results are worth, over all of its replicas: the worst counts."""
+        expected = self._expected(case)
+        pairs = [(result[name], leaf) for result in results for name, leaf in expected.reference.items()]
+        equal = all(equal_bits(a, b) for a, b in pairs)
+        share = max(_share(expected, result) for result in results)
+        promise = promised(case)
+        labels = {label: value for label, value in case._asdict().items() if label != "run"}
+        holds = share <= 1 and (equal or promise == BOUND)
+        return Finding("combine", labels, promise, holds, *distances(pairs), share, equal)
+
+    def _expected(self, case: Case) -> Expected:
+        given = case.contributions(self._given)
+        count = len(given.weights)
+        if (count, case.order) not in self._kept:
+            reference = numpy_rows.combined(given, case.order)
+            additions = count - 1 if case.order == "sequential" else (count - 1).bit_length()
+            columns = {name: [value[name] for value in given.values] for name in reference}
+            means = {name: exact.weighted_mean(column, given.weights) for name, column in columns.items()}
+            bounds = {name: exact.rounding_bound(column, given.weights, additions) for name, column in columns.items()}
+            self._kept[count, case.order] = Expected(reference, means, bounds, {})
+        return self._kept[count, case.order]
+
+
+def distances(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[int, float]:
+    """The largest distance of any leaf from its reference: in ulp, and relative to the leaf's largest magnitude."""
+    with np.errstate(all="ignore"):
+        relative = [float(np.abs(np.float64(a) - b).max() / (np.abs(b).max() or 1)) for a, b in pairs]
+    return max(int(ulp_distance(a, b).max()) for a, b in pairs), max(relative)
+
+
+def _share(expected: Expected, result: Tree) -> float:
+    key = b"".join(result[name].tobytes() for name in expected.means)
+    if key not in expected.shares:
+        expected.shares[key] = max(
+            exact.share(_off(result[name], mean), expected.bounds[name]) for name, mean in expected.means.items()
+        )
+    return expected.shares[key]
+
+
+def _off(result: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """The distance from the exact mean, as Fractions; infinite where the result is not finite."""
+    if not np.isfinite(result).all():
+        return np.full(mean.shape, np.inf)
+    return np.abs(exact.fractions(result) - mean)

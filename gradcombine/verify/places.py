@@ -1,0 +1,86 @@
+"""The places where gradients are combined, written once for all frameworks, and what a row of the table runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import gradcombine as gc
+from gradcombine.backends.protocol import Collective
+from gradcombine.types import AccumulateState, Order, Tree
+
+MEAN = gc.reductions.mean()
+
+ORDERS: tuple[Order, ...] = ("sequential", "tree")
+
+LIST, TIME, REPLICAS, TIME_AND_REPLICAS = "list", "time", "replicas", "time x replicas"
+
+
+class Contributions(NamedTuple):
+    """Numbered gradients, the same for every row.
+
+    Attributes:
+      values: flat dicts of float32 arrays.
+      weights: the number of examples behind each.
+    """
+
+    values: Sequence[Tree]
+    weights: Sequence[int]
+
+    def first(self, count: int) -> Contributions:
+        return Contributions(self.values[:count], self.weights[:count])
+
+    def stacked(self, *shape: int) -> tuple[Tree, np.ndarray]:
+        """Values and weights (float32) with these leading axes in place of the list."""
+        names = self.values[0]
+        values = {name: np.stack([value[name] for value in self.values]) for name in names}
+        dealt = {name: value.reshape(*shape, *value.shape[1:]) for name, value in values.items()}
+        return dealt, np.array(self.weights, np.float32).reshape(shape)
+
+
+class Case(NamedTuple):
+    """A row: what combines, where and in which order.
+
+    Attributes:
+      place: over replicas alone each replica has one contribution, so there are as many as replicas. In the other
+        places there are all; over time and replicas, replica r has the r-th block of them.
+      run: from those `contributions` to the result of every replica, as NumPy trees.
+    """
+
+    framework: str
+    mode: str
+    place: str
+    replicas: int
+    order: Order
+    run: Callable[[Contributions], list[Tree]]
+
+    def contributions(self, given: Contributions) -> Contributions:
+        return given.first(self.replicas) if self.place == REPLICAS else given
+
+
+def over_list(values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
+    return gc.combine(MEAN, values, weights, order=order)
+
+
+def over_time(
+    values: Sequence[Tree], weights: Sequence[Any], order: Order, compiled: Callable[..., Any] | None = None
+) -> tuple[gc.Accumulator, AccumulateState]:
+    """A full window and the accumulator it belongs to; ``compiled`` is applied to the update of one contribution."""
+    accumulator = gc.accumulate(MEAN, every=len(values), order=order)
+    update = accumulator.update if compiled is None else compiled(accumulator.update)
+    state = accumulator.init(values[0])
+    for value, weight in zip(values, weights, strict=True):
+        state = update(value, state, weight)
+    return accumulator, state
+
+
+def over_replicas(value: Tree, weight: Any, over: Collective, order: Order) -> Tree:
+    return gc.all_reduce(MEAN, value, over=over, weight=weight, order=order)
+
+
+def merged(window: tuple[gc.Accumulator, AccumulateState], over: Collective, order: Order) -> Tree:
+    """The value of a window that was merged over the replicas."""
+    accumulator, state = window
+    return accumulator.value(gc.merge_replicas(MEAN, state, over=over, order=order))

@@ -1,0 +1,86 @@
+"""TensorFlow: eager, tf.function and XLA; MirroredStrategy over logical CPU devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine.types import Order, Tree
+from gradcombine.verify import places
+from gradcombine.verify.places import Case, Contributions
+
+
+def cases(counts: Sequence[int]) -> Iterator[Case]:
+    for order in places.ORDERS:
+        for mode, compiled in _COMPILED.items():
+            yield Case("tensorflow", mode, places.LIST, 1, order, partial(_over_list, compiled, order))
+            yield Case("tensorflow", mode, places.TIME, 1, order, partial(_over_time, compiled, order))
+    for order in places.ORDERS:
+        for place, run in ((places.REPLICAS, _over_replicas), (places.TIME_AND_REPLICAS, _over_time_and_replicas)):
+            for count in counts:
+                yield Case("tensorflow", "MirroredStrategy", place, count, order, partial(run, count, order))
+
+
+def _over_list(compiled: Callable[..., Any], order: Order, given: Contributions) -> list[Tree]:
+    function = compiled(partial(places.over_list, order=order))
+    return [_numpy(function(*_tensors(given)))]
+
+
+def _over_time(compiled: Callable[..., Any], order: Order, given: Contributions) -> list[Tree]:
+    accumulator, state = places.over_time(*_tensors(given), order, compiled)
+    return [_numpy(accumulator.value(state))]
+
+
+def _over_replicas(count: int, order: Order, given: Contributions) -> list[Tree]:
+    run = partial(places.over_replicas, over=gc.tf_replicas(), order=order)
+    return _every_replica(run, count, given.stacked(count))
+
+
+def _over_time_and_replicas(count: int, order: Order, given: Contributions) -> list[Tree]:
+    def run(values: Tree, weights: tf.Tensor) -> Tree:
+        listed = [dict(zip(values, step, strict=True)) for step in zip(*map(tf.unstack, values.values()), strict=True)]
+        # The update as a function of its own is traced once, not once a step.
+        window = places.over_time(listed, tf.unstack(weights), order, tf.function)
+        return places.merged(window, gc.tf_replicas(), order)
+
+    return _every_replica(run, count, given.stacked(count, len(given.weights) // count))
+
+
+def _every_replica(run: Callable[..., Any], count: int, dealt: Any) -> list[Tree]:
+    strategy = _strategy(count)
+
+    def own(context: tf.distribute.ReplicaContext) -> Any:
+        return tf.nest.map_structure(lambda block: tf.constant(block[context.replica_id_in_sync_group]), dealt)
+
+    arguments = strategy.experimental_distribute_values_from_function(own)
+    results = tf.function(lambda given: strategy.run(run, args=given))(arguments)
+    local = {name: strategy.experimental_local_results(result) for name, result in results.items()}
+    return [_numpy({name: result[rank] for name, result in local.items()}) for rank in range(count)]
+
+
+@cache
+def _strategy(count: int) -> tf.distribute.Strategy:
+    # The default collective ops of two strategies in one process disturb each other.
+    return tf.distribute.MirroredStrategy(
+        [f"CPU:{rank}" for rank in range(count)], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+
+
+_COMPILED: dict[str, Callable[..., Any]] = {
+    "eager": lambda function: function,
+    "tf.function": tf.function,
+    "tf.function, XLA": partial(tf.function, jit_compile=True),
+}
+
+
+def _tensors(given: Contributions) -> tuple[list[Tree], list[tf.Tensor]]:
+    weights = [tf.constant(weight, tf.float32) for weight in given.weights]
+    return tf.nest.map_structure(tf.constant, list(given.values)), weights
+
+
+def _numpy(result: Tree) -> Tree:
+    return {name: tensor.numpy() for name, tensor in result.items()}

@@ -1,0 +1,88 @@
+"""Strategies by name, and microbatches whose means are known exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+STRATEGIES = ("none", "one_device", "mirrored_2", "mirrored_4")
+
+
+@cache
+def mirrored(size: int) -> tf.distribute.Strategy:
+    devices = [f"CPU:{i}" for i in range(size)]
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
+
+
+@contextmanager
+def scope(name: str) -> Iterator[tf.distribute.Strategy]:
+    """The strategy of this name, in scope."""
+    if name == "none":
+        yield tf.distribute.get_strategy()
+        return
+    chosen = tf.distribute.OneDeviceStrategy("CPU:0") if name == "one_device" else mirrored(int(name[-1]))
+    with chosen.scope():
+        yield chosen
+
+
+def per_replica(strategy: tf.distribute.Strategy, value: Callable[[int], Any]) -> Any:
+    """``value(rank)`` on each replica."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.convert_to_tensor(value(context.replica_id_in_sync_group))
+    )
+
+
+def local(strategy: tf.distribute.Strategy, variable: Any) -> list[np.ndarray]:
+    return [x.numpy() for x in strategy.experimental_local_results(variable)]
+
+
+def subtract(gradients: list[Any], variables: list[Any]) -> None:
+    for gradient, variable in zip(gradients, variables, strict=True):
+        variable.assign_sub(gradient)
+
+
+def replace(gradients: list[Any], variables: list[Any]) -> None:
+    for gradient, variable in zip(gradients, variables, strict=True):
+        variable.assign(gradient)
+
+
+def given(gradient: Any, weight: Any) -> tuple[list[Any], Any]:
+    """The batch is the gradient and its weight."""
+    return [gradient], weight
+
+
+def gradient_at(rank: int, k: int) -> np.ndarray:
+    return np.float32([5 * rank + 3 * k + 1, -k, rank + 0.5]) / 4
+
+
+def weight_at(rank: int, k: int) -> np.float32:
+    """1 or 3: the weights of two microbatches in a row sum to 4, so that every mean below is a binary fraction."""
+    return np.float32(1 + 2 * ((rank + k) % 2))
+
+
+def exact_mean(replicas: int, microbatches: range) -> np.ndarray:
+    contributions = [(gradient_at(r, k), weight_at(r, k)) for k in microbatches for r in range(replicas)]
+    total = sum(Fraction(float(w)) for _, w in contributions)
+    means = [sum(Fraction(float(w)) * Fraction(float(g[i])) for g, w in contributions) / total for i in range(3)]
+    rounded = np.float32([float(mean) for mean in means])
+    assert [Fraction(float(x)) for x in rounded] == means
+    return rounded
+
+
+def feed(strategy: tf.distribute.Strategy, step: Any, microbatches: range) -> list[bool]:
+    """Whether each of the calls applied."""
+    return [
+        bool(
+            step(
+                per_replica(strategy, lambda r, k=k: gradient_at(r, k)),
+                per_replica(strategy, lambda r, k=k: weight_at(r, k)),
+            )[0]
+        )
+        for k in microbatches
+    ]

@@ -1,0 +1,233 @@
+"""The optax transformations over replicas that hold different data, by every way that JAX has of mapping a function."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine.integrations.optax import AccumulateUpdatesState, accumulate, all_reduce
+
+pytestmark = pytest.mark.needs("jax")
+
+N = 4
+AXIS = gc.jax_axis("d")
+NEGATE = optax.sgd(1.0)
+PARAMS = {"w": jnp.zeros(())}
+
+GRADS = np.float32([[1, 5, 9, -4], [3, -7, 2, 8], [6, 4, 4, 2], [-1, 3, 8, 16]])
+TOKENS = np.float32([[1, 3, 2, 2], [4, 0, 1, 3], [2, 1, 4, 1], [2, 3, 1, 2]])
+"""A row a replica, a column a microbatch. Each window of two columns holds 16 tokens, so that its mean is exact."""
+
+
+def token_mean(columns: slice) -> float:
+    """The mean over the tokens of some microbatches of all replicas."""
+    pairs = zip(GRADS[:, columns].flat, TOKENS[:, columns].flat, strict=True)
+    return float(Fraction(sum(Fraction(float(g)) * int(n) for g, n in pairs), int(TOKENS[:, columns].sum())))
+
+
+EXPECTED = [0, -token_mean(slice(0, 2)), 0, -token_mean(slice(2, 4))]
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((N,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
+
+
+def by_pmap(program: Callable[..., Any], *data: Any) -> Any:
+    return jax.pmap(program, axis_name="d")(*data)
+
+
+def by_vmap(program: Callable[..., Any], *data: Any) -> Any:
+    return jax.jit(jax.vmap(program, axis_name="d"))(*data)
+
+
+def by_shard_map(check_vma: bool) -> Callable[..., Any]:
+    def mapped(program: Callable[..., Any], *data: Any) -> Any:
+        def one(*blocks: Any) -> Any:
+            # Under check_vma, the specs P() below are a proof that all replicas have the same.
+            out = program(*(block[0] for block in blocks))
+            return out if check_vma else jax.tree.map(lambda x: x[None], out)
+
+        specs = P() if check_vma else P("d")
+        out = jax.jit(jax.shard_map(one, mesh=mesh(), in_specs=P("d"), out_specs=specs, check_vma=check_vma))(*data)
+        return jax.tree.map(lambda x: jnp.stack([x] * N), out) if check_vma else out
+
+    return mapped
+
+
+MODES = pytest.mark.parametrize(
+    "mode",
+    [by_pmap, by_vmap, by_shard_map(True), by_shard_map(False)],
+    ids=["pmap", "vmap", "shard_map-check_vma", "shard_map"],
+)
+ORDERS = pytest.mark.parametrize("order", ["sequential", "tree"])
+
+
+def window(tx: Any, names: tuple[str, ...] = ("weight",)) -> Callable[..., Any]:
+    """Scans over one replica's microbatches; returns the updates and the last inner state."""
+
+    def program(grads: Any, *extra: Any) -> Any:
+        def step(state: Any, x: Any) -> Any:
+            updates, state = tx.update({"w": x[0]}, state, PARAMS, **dict(zip(names, x[1:], strict=True)))
+            return state, updates["w"]
+
+        state, updates = jax.lax.scan(step, tx.init(PARAMS), (grads, *extra))
+        return updates, state.inner
+
+    return program
+
+
+@MODES
+@ORDERS
+def test_a_window_is_the_mean_over_all_tokens_of_all_replicas(mode: Callable[..., Any], order: Any) -> None:
+    updates, _ = mode(window(accumulate(NEGATE, 2, over=AXIS, order=order)), GRADS, TOKENS)
+    np.testing.assert_array_equal(updates, [EXPECTED] * N)
+
+
+@MODES
+@ORDERS
+def test_a_weight_that_all_replicas_share(mode: Callable[..., Any], order: Any) -> None:
+    updates, _ = mode(window(accumulate(NEGATE, 2, over=AXIS, order=order), ()), GRADS)
+    means = GRADS.reshape(N, 2, 2).mean(axis=(0, 2))
+    np.testing.assert_array_equal(updates, [[0, -means[0], 0, -means[1]]] * N)
+
+
+@MODES
+def test_the_inner_state_is_the_same_on_all_replicas(mode: Callable[..., Any]) -> None:
+    tx = accumulate(optax.sgd(lambda count: jnp.exp2(-count.astype(jnp.float32)), momentum=0.5), 2, over=AXIS)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, state = mode(window(tx), GRADS, TOKENS)
+    # The second update has half of the first one's momentum in it, and half the learning rate.
+    second = (EXPECTED[3] + EXPECTED[1] / 2) / 2
+    np.testing.assert_array_equal(updates, [[0, EXPECTED[1], 0, second]] * N)
+    np.testing.assert_array_equal(optax.tree.get(state, "count"), [2] * N)
+
+
+@MODES
+def test_a_flush_by_one_replica_is_a_flush_by_all(mode: Callable[..., Any]) -> None:
+    flush = np.zeros((N, 4), np.bool_)
+    flush[2, 1] = True
+    updates, _ = mode(window(accumulate(NEGATE, 4, over=AXIS), ("weight", "flush")), GRADS, TOKENS, flush)
+    np.testing.assert_array_equal(updates, [[0, EXPECTED[1], 0, 0]] * N)
+
+
+@MODES
+def test_local_windows_stay_apart(mode: Callable[..., Any]) -> None:
+    def program(grads: Any, tokens: Any) -> Any:
+        params = {"w": grads[0] * 0}  # each replica's own
+        tx = accumulate(NEGATE, 2)
+        state = tx.init(params)
+        for i in range(2):
+            updates, state = tx.update({"w": grads[i]}, state, params, weight=tokens[i])
+        return jax.lax.all_gather(updates["w"], "d") if mode in (by_pmap, by_vmap) else jax.lax.psum(updates["w"], "d")
+
+    own = -(GRADS * TOKENS)[:, :2].sum(axis=1) / TOKENS[:, :2].sum(axis=1)
+    expected = own if mode in (by_pmap, by_vmap) else own.sum()
+    np.testing.assert_array_equal(mode(program, GRADS, TOKENS), np.stack([expected] * N))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@ORDERS
+def test_a_window_outlives_calls_of_shard_map(check_vma: bool, order: Any) -> None:
+    tx = accumulate(NEGATE, 2, over=AXIS, order=order)
+    specs = AccumulateUpdatesState(gc.AccumulateState(levels=P("d"), step=P(), index=P()), inner=P(), applied=P())
+    traces: list[int] = []
+
+    def levels(state: Any, function: Callable[[Any], Any]) -> Any:
+        return state._replace(window=state.window._replace(levels=jax.tree.map(function, state.window.levels)))
+
+    def begin(params: Any) -> Any:
+        return levels(tx.init(params), lambda x: x[None])
+
+    def step(params: Any, state: Any, grads: Any, tokens: Any) -> Any:
+        traces.append(1)
+        updates, state = tx.update({"w": grads[0]}, levels(state, lambda x: x[0]), params, weight=tokens[0])
+        return optax.apply_updates(params, updates), levels(state, lambda x: x[None])
+
+    devices = mesh()
+    mapped = {"mesh": devices, "check_vma": check_vma}
+    init = jax.jit(jax.shard_map(begin, in_specs=P(), out_specs=specs, **mapped))
+    train = jax.jit(jax.shard_map(step, in_specs=(P(), specs, P("d"), P("d")), out_specs=(P(), specs), **mapped))
+    params = jax.device_put(PARAMS, NamedSharding(devices, P()))
+    state, history = init(params), []
+    for i in range(4):
+        params, state = train(params, state, GRADS[:, i], TOKENS[:, i])
+        history.append(params["w"].item())
+    assert history == list(np.cumsum(EXPECTED))
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_that_are_differentiated_inside_shard_map(check_vma: bool) -> None:
+    tx = accumulate(NEGATE, 2, over=AXIS)
+
+    def train(params: Any, xs: Any, tokens: Any) -> Any:
+        def step(carry: Any, x: Any) -> Any:
+            params, state = carry
+            own = jax.lax.pcast(params, "d", to="varying") if check_vma else params
+            grads = jax.grad(lambda p: p["w"] * x[0])(own)
+            updates, state = tx.update(grads, state, params, weight=x[1])
+            return (optax.apply_updates(params, updates), state), None
+
+        (params, _), _ = jax.lax.scan(step, (params, tx.init(params)), (xs[0], tokens[0]))
+        return params
+
+    mapped = jax.shard_map(train, mesh=mesh(), in_specs=(P(), P("d"), P("d")), out_specs=P(), check_vma=check_vma)
+    assert jax.jit(mapped)(PARAMS, GRADS, TOKENS)["w"].item() == sum(EXPECTED)
+
+
+def test_gradients_that_shard_map_has_summed_already_are_refused() -> None:
+    def step(params: Any, x: Any) -> Any:
+        tx = accumulate(NEGATE, 2, over=AXIS)
+        return tx.update(jax.grad(lambda p: p["w"] * x[0, 0])(params), tx.init(params), params)[0]
+
+    mapped = jax.shard_map(step, mesh=mesh(), in_specs=(P(), P("d")), out_specs=P())
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected a value of each replica's own"):
+        jax.jit(mapped)(PARAMS, GRADS)
+
+
+def test_an_unbound_axis_is_refused() -> None:
+    tx = accumulate(NEGATE, 2, over=AXIS)
+    with pytest.raises(gc.GradCombineError, match="an axis that the surrounding pmap, vmap or shard_map binds"):
+        tx.update(PARAMS, tx.init(PARAMS), PARAMS)
+
+
+def test_replicas_exchange_gradients_inside_the_conditional_alone() -> None:
+    program = window(accumulate(NEGATE, 2, over=AXIS))
+    jaxpr = jax.make_jaxpr(program, axis_env=[("d", N)])(GRADS[0], TOKENS[0]).jaxpr
+    (scan,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    body = scan.params["jaxpr"].jaxpr
+    (cond,) = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
+    wait, apply = (str(branch).count("psum") for branch in cond.params["branches"])
+    assert (wait, apply) == (0, str(body).count("psum"))
+    assert apply > 0
+
+
+@MODES
+@ORDERS
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [(None, token_mean(slice(3, 4))), (gc.reductions.sum(), 8 * token_mean(slice(3, 4))), (gc.reductions.min(), -4)],
+    ids=["default", "sum", "min"],
+)
+def test_all_reduce(mode: Callable[..., Any], order: Any, reduction: Any, expected: float) -> None:
+    tx = optax.chain(all_reduce(reduction, over=AXIS, order=order), NEGATE)
+
+    def program(grads: Any, tokens: Any) -> Any:
+        params = {"w": grads[3], "frozen": None}
+        return tx.update(params, tx.init(params), weight=tokens[3])[0]["w"]
+
+    np.testing.assert_array_equal(mode(program, GRADS, TOKENS), [-expected] * N)
+
+
+@pytest.mark.parametrize("over", [None, "d"])
+def test_all_reduce_wants_a_collective(over: Any) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"all_reduce: expected a collective"):
+        all_reduce(over=over)

@@ -1,0 +1,239 @@
+"""The accumulated training step: without a strategy, and under strategies of one, two and four replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from examples import tf_function_step
+from gradcombine.integrations.tensorflow import AccumulatedStep
+from tests.integrations.strategies import (
+    STRATEGIES,
+    exact_mean,
+    feed,
+    given,
+    gradient_at,
+    local,
+    mirrored,
+    per_replica,
+    replace,
+    scope,
+    subtract,
+    weight_at,
+)
+
+pytestmark = pytest.mark.needs("tensorflow")
+
+MODES = ("eager", "function")
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request: pytest.FixtureRequest) -> Iterator[tf.distribute.Strategy]:
+    """The strategy, in scope for the whole test."""
+    with scope(request.param) as chosen:
+        yield chosen
+
+
+@pytest.fixture(params=MODES)
+def run(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
+    """How a step is called."""
+    return tf.function if request.param == "function" else lambda step: step
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_windows_match_exact_arithmetic_on_every_replica(strategy: Any, run: Any, order: Any) -> None:
+    w = tf.Variable(tf.zeros(3))
+    step = run(AccumulatedStep(given, [w], subtract, every=2, order=order))
+    expected = np.zeros(3, np.float32)
+    for k in (0, 2, 4):
+        assert feed(strategy, step, range(k, k + 1)) == [False]
+        np.testing.assert_array_equal(w.numpy(), expected, strict=True)
+        assert feed(strategy, step, range(k + 1, k + 2)) == [True]
+        expected = expected - exact_mean(strategy.num_replicas_in_sync, range(k, k + 2))
+        for copy in local(strategy, w):
+            np.testing.assert_array_equal(copy, expected, strict=True)
+    if run is tf.function:
+        assert step.experimental_get_tracing_count() == 1
+
+
+def test_flush_applies_a_partial_window_with_its_true_weight(strategy: Any, run: Any) -> None:
+    n, w = strategy.num_replicas_in_sync, tf.Variable(tf.zeros(3))
+    module = AccumulatedStep(given, [w], replace, every=4)
+    step, flush = run(module), run(module.flush)
+    assert feed(strategy, step, range(2)) == [False] * 2
+    assert flush()
+    np.testing.assert_array_equal(w.numpy(), exact_mean(n, range(2)), strict=True)
+    assert not flush()
+    assert feed(strategy, step, range(4, 8)) == [False] * 3 + [True]
+    assert not flush()
+    assert feed(strategy, step, range(2, 6)) == [False] * 3 + [True]
+    np.testing.assert_array_equal(w.numpy(), exact_mean(n, range(2, 6)), strict=True)
+
+
+def test_nan_stays_in_its_window_and_out_of_any_where_its_weight_is_0(strategy: Any, run: Any) -> None:
+    last = strategy.num_replicas_in_sync - 1
+    w = tf.Variable(tf.zeros(3))
+    step = run(AccumulatedStep(given, [w], replace, every=2))
+    twos = per_replica(strategy, lambda r: np.full(3, 2, np.float32))
+    bad = per_replica(strategy, lambda r: np.full(3, np.nan if r == last else 2, np.float32))
+    one, masked = (per_replica(strategy, lambda r, x=x: np.float32(x if r == last else 1)) for x in (1, 0))
+    for first, expected in (((bad, one), np.nan), ((twos, one), 2), ((bad, masked), 2)):
+        step(*first)
+        step(twos, one)
+        np.testing.assert_array_equal(w.numpy(), np.full(3, expected, np.float32), strict=True)
+
+
+def test_variables_without_gradient_are_not_touched(strategy: Any, run: Any) -> None:
+    w, still = keras.Variable(np.zeros(3, np.float32)), keras.Variable(np.ones(2, np.float32))
+    optimizer = keras.optimizers.AdamW(weight_decay=0.5)
+    step = run(AccumulatedStep(lambda g, weight: ([None, g], weight), [still, w], optimizer, every=2))
+    assert feed(strategy, step, range(4)) == [False, True] * 2
+    np.testing.assert_array_equal(still.numpy(), np.ones(2, np.float32), strict=True)
+    assert (w.numpy() != 0).all()
+
+
+OPTIMIZERS = {
+    "sgd": lambda: keras.optimizers.SGD(0.5, momentum=0.5),
+    "adam": lambda: keras.optimizers.Adam(0.125),
+    "adamw_clipped": lambda: keras.optimizers.AdamW(0.125, weight_decay=0.25, global_clipnorm=0.5),
+    "loss_scaled": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.5), initial_scale=4.0),
+}
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_keras_optimizers_run_at_the_boundary_alone_on_the_mean_itself(name: str, optimizer: str) -> None:
+    with scope(name) as strategy:
+        n, inner, w = strategy.num_replicas_in_sync, OPTIMIZERS[optimizer](), tf.Variable(tf.ones(3))
+        step = tf.function(AccumulatedStep(given, [w], inner, every=2))
+        iterations = []
+        for k in range(6):
+            feed(strategy, step, range(k, k + 1))
+            iterations.append(int(inner.iterations.numpy()))
+        trained = local(strategy, w)
+    assert iterations == [0, 1, 1, 2, 2, 3]
+    plain, alone = OPTIMIZERS[optimizer](), tf.Variable(tf.ones(3))
+    plain.build([alone])
+    update = tf.function(lambda gradient: plain.apply([gradient], [alone]))
+    for k in (0, 2, 4):
+        update(tf.constant(exact_mean(n, range(k, k + 2))))
+    for copy in trained:
+        np.testing.assert_array_equal(copy, alone.numpy(), strict=True)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_mean_of_300_bfloat16_ones_is_1(size: int) -> None:
+    with mirrored(size).scope():
+        w = tf.Variable(tf.zeros(2, tf.bfloat16))
+        module = AccumulatedStep(lambda: ([tf.ones(2, tf.bfloat16)], 1), [w], replace, every=300)
+
+        @tf.function
+        def epoch() -> None:
+            for _ in tf.range(300):
+                module()
+
+        epoch()
+        assert w.numpy().tolist() == [1, 1]
+
+
+def test_the_whole_step_compiles_without_a_strategy() -> None:
+    w, inner = tf.Variable(tf.zeros(3)), keras.optimizers.SGD(1.0)
+    module = AccumulatedStep(given, [w], inner, every=2)
+    step = tf.function(module, jit_compile=True)
+    for k in range(4):
+        applied, _ = step(tf.constant(gradient_at(0, k)), tf.constant(weight_at(0, k)))
+        assert bool(applied) == (k % 2 == 1)
+    np.testing.assert_array_equal(w.numpy(), -exact_mean(1, range(2)) - exact_mean(1, range(2, 4)), strict=True)
+    assert step.experimental_get_tracing_count() == 1
+
+
+def test_a_compiled_gradient_function_and_its_outputs(strategy: Any) -> None:
+    w = tf.Variable(tf.ones(3))
+
+    @tf.function(jit_compile=True)
+    def compiled(x: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(w * x)
+        return tape.gradient(loss, [w]), loss
+
+    def gradients(x: tf.Tensor, weight: tf.Tensor) -> Any:
+        found, loss = compiled(x)
+        return found, weight, {"loss": loss}
+
+    step = tf.function(AccumulatedStep(gradients, [w], subtract, every=2))
+    for k in range(2):
+        _, outputs = step(
+            per_replica(strategy, lambda r, k=k: gradient_at(r, k)),
+            per_replica(strategy, lambda r, k=k: weight_at(r, k)),
+        )
+        for rank, loss in enumerate(strategy.experimental_local_results(outputs["loss"])):
+            assert loss.numpy() == gradient_at(rank, k).sum()
+    expected = 1 - exact_mean(strategy.num_replicas_in_sync, range(2))
+    np.testing.assert_array_equal(w.numpy(), expected, strict=True)
+
+
+def test_autograph_converts_the_functions_of_the_caller(strategy: Any) -> None:
+    w = tf.Variable(tf.zeros(3))
+
+    def gradients(x: tf.Tensor, weight: tf.Tensor) -> Any:
+        if weight > 2:
+            x = 2 * x
+        return [x], 1
+
+    def apply(found: list[Any], variables: list[Any]) -> None:
+        if tf.reduce_all(found[0] > 2):
+            variables[0].assign(found[0])
+
+    step = tf.function(AccumulatedStep(gradients, [w], apply, every=1))
+    for weight, expected in ((1, 0), (3, 4)):
+        step(
+            per_replica(strategy, lambda r: np.full(3, 2, np.float32)),
+            per_replica(strategy, lambda r, x=weight: np.int32(x)),
+        )
+        np.testing.assert_array_equal(w.numpy(), np.full(3, expected, np.float32), strict=True)
+
+
+def test_tree_order_gives_the_bits_of_the_list(strategy: Any) -> None:
+    n = strategy.num_replicas_in_sync
+    drawn = np.random.default_rng(0).standard_normal((n, 4, 64), np.float32)
+    w = tf.Variable(tf.zeros(64))
+    step = tf.function(AccumulatedStep(given, [w], replace, every=4, order="tree"))
+    weights = np.arange(1, 4 * n + 1, dtype=np.float32).reshape(n, 4)
+    for k in range(4):
+        step(per_replica(strategy, lambda r, k=k: drawn[r, k]), per_replica(strategy, lambda r, k=k: weights[r, k]))
+    expected = gc.combine(
+        gc.reductions.mean(), list(drawn.reshape(-1, 64)), weights=weights.ravel().tolist(), order="tree"
+    )
+    np.testing.assert_array_equal(w.numpy(), expected, strict=True)
+
+
+def test_sparse_gradients_become_dense(strategy: Any, run: Any) -> None:
+    table = tf.Variable(tf.zeros((4, 2)))
+
+    def gradients(rows: tf.Tensor) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.gather(table, rows))
+        found = tape.gradient(loss, [table])
+        assert isinstance(found[0], tf.IndexedSlices)
+        return found, 1
+
+    step = run(AccumulatedStep(gradients, [table], replace, every=2))
+    for rows in ([0, 1, 1, 1], [1, 1, 1, 3]):
+        step(per_replica(strategy, lambda r, rows=rows: np.int32(rows)))
+    np.testing.assert_array_equal(table.numpy(), np.float32([[0.5] * 2, [3] * 2, [0] * 2, [0.5] * 2]), strict=True)
+
+
+def test_windows_of_a_length_that_changes(strategy: Any, run: Any) -> None:
+    step = run(AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=lambda index: index + 1))
+    assert feed(strategy, step, range(6)) == [True, False, True, False, False, True]
+
+
+def test_the_example_learns() -> None:
+    before, *after = tf_function_step.main(epochs=2)
+    assert after[-1] < before / 2

@@ -1,0 +1,138 @@
+"""What the accumulated training step keeps: checkpoints, and windows that stay whole when a call is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine.integrations.tensorflow import AccumulatedStep
+from tests.integrations.strategies import (
+    STRATEGIES,
+    exact_mean,
+    feed,
+    given,
+    gradient_at,
+    mirrored,
+    per_replica,
+    replace,
+    scope,
+    subtract,
+)
+
+pytestmark = pytest.mark.needs("tensorflow")
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_checkpoint_resumes_in_the_middle_of_a_window(name: str, tmp_path: Path) -> None:
+    with scope(name) as strategy:
+        module = AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=2)
+        feed(strategy, tf.function(module), range(3))
+        path = tf.train.Checkpoint(step=module).save(tmp_path / "window")
+        w = tf.Variable(tf.zeros(3))
+        resumed = AccumulatedStep(given, [w], replace, every=2)
+        tf.train.Checkpoint(step=resumed).restore(path).assert_consumed()
+        assert feed(strategy, resumed, range(3, 4)) == [True]
+        np.testing.assert_array_equal(w.numpy(), exact_mean(strategy.num_replicas_in_sync, range(2, 4)), strict=True)
+
+
+def test_more_replicas_resume_the_windows_of_fewer(tmp_path: Path) -> None:
+    with mirrored(2).scope():
+        module = AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=2)
+        feed(mirrored(2), module, range(1))
+        path = tf.train.Checkpoint(step=module).save(tmp_path / "window")
+    with mirrored(4).scope():
+        w = tf.Variable(tf.zeros(3))
+        resumed = AccumulatedStep(given, [w], replace, every=2)
+        tf.train.Checkpoint(step=resumed).restore(path).expect_partial()
+        with pytest.raises(gc.GradCombineError, match="expected a call before"):
+            resumed.flush()
+        nothing = per_replica(mirrored(4), lambda r: np.full(3, np.nan, np.float32))
+        resumed(nothing, per_replica(mirrored(4), lambda r: np.float32(0)))
+    np.testing.assert_array_equal(w.numpy(), exact_mean(2, range(1)), strict=True)
+
+
+def test_a_failure_on_one_replica_leaves_all_windows_whole() -> None:
+    strategy = mirrored(2)
+    with strategy.scope():
+        w = tf.Variable(tf.zeros(3))
+        step = AccumulatedStep(given, [w], replace, every=2)
+        feed(strategy, step, range(1))
+        with pytest.raises(gc.GradCombineError, match="mean: expected a finite weight that is not negative"):
+            step(per_replica(strategy, lambda r: gradient_at(r, 1)), per_replica(strategy, lambda r: np.float32(-r)))
+        feed(strategy, step, range(1, 2))
+    np.testing.assert_array_equal(w.numpy(), exact_mean(2, range(2)), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda g: [g], r"expected \(gradients, weight\) or \(gradients, weight, outputs\), received list of 1"),
+        (lambda g: ([g, g], 1), "expected a list of 1 gradients, one a variable, received list of 2"),
+        (lambda g: (g, 1), "expected a list of 1 gradients, one a variable, received EagerTensor"),
+        (lambda g: ([g[:2]], 1), r"mean: leaf \[0\]: expected shape \(3,\), received \(2,\)"),
+        (lambda g: ([tf.cast(g, tf.float64)], 1), r"mean: leaf \[0\]: expected dtype float32"),
+        (lambda g: ([g], [1]), "mean: expected a finite weight that is not negative, received list"),
+        (lambda g: ([None], 1), "expected a call before, with a gradient for one variable or more, received none"),
+    ],
+)
+def test_results_that_do_not_fit_are_refused(result: Any, message: str) -> None:
+    w = tf.Variable(tf.zeros(3))
+    with pytest.raises(gc.GradCombineError, match=message):
+        AccumulatedStep(result, [w], replace, every=1)(tf.ones(3))
+    assert w.numpy().tolist() == [0, 0, 0]
+
+
+def test_a_gradient_that_a_traced_step_leaves_out_is_refused() -> None:
+    a, b = tf.Variable(0.0), tf.Variable(0.0)
+    step = tf.function(AccumulatedStep(lambda g, both: ([g, g if both else None], 1), [a, b], replace, every=2))
+    step(tf.constant(1.0), False)
+    with pytest.raises(
+        gc.GradCombineError, match=r"leaf \[1\]: expected no gradient, as in a tf.function that was traced"
+    ):
+        step(tf.constant(1.0), True)
+
+
+def test_what_belongs_to_another_strategy_is_refused() -> None:
+    outside, plain = tf.Variable(tf.zeros(3)), keras.optimizers.SGD()
+    unscoped = AccumulatedStep(given, [outside], replace, every=2)
+    with mirrored(2).scope():
+        inside = tf.Variable(tf.zeros(3))
+        step = AccumulatedStep(given, [inside], replace, every=2)
+        refused: list[tuple[Callable[[], Any], str]] = [
+            (
+                lambda: AccumulatedStep(given, [outside], replace, every=2),
+                r"leaf \[0\]: expected a variable made under",
+            ),
+            (
+                lambda: AccumulatedStep(given, [inside], plain, every=2),
+                r"leaf .iterations: expected a variable made under",
+            ),
+            (
+                lambda: AccumulatedStep(given, [tf.ones(3)], replace, every=2),
+                "expected a variable, received EagerTensor",
+            ),
+            (
+                lambda: AccumulatedStep(given, [inside], 3, every=2),
+                "expected a Keras optimizer or a function, received int",
+            ),
+            (lambda: mirrored(2).run(step, args=(tf.ones(3), 1.0)), "received a call inside strategy.run"),
+            (lambda: unscoped(tf.ones(3), 1.0), "received a call under another one"),
+        ]
+        for call, message in refused:
+            with pytest.raises(gc.GradCombineError, match=message):
+                call()
+
+
+def test_a_step_of_a_strategy_may_be_called_outside_of_its_scope() -> None:
+    with mirrored(2).scope():
+        w = tf.Variable(tf.zeros(3))
+        step = tf.function(AccumulatedStep(given, [w], subtract, every=2))
+    assert feed(mirrored(2), step, range(2)) == [False, True]
+    np.testing.assert_array_equal(w.numpy(), -exact_mean(2, range(2)), strict=True)

@@ -1,0 +1,239 @@
+"""Bad input: one clear error that names operation, leaf, what was expected and what was received."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+
+ONE = np.ones(2, np.float32)
+NAMED = {"decoder": {"w": ONE}}
+
+
+def other(leaf: Any) -> Any:
+    return {"decoder": {"w": leaf}}
+
+
+CASES: dict[str, tuple[Callable[[Callable[[Any], Any]], Any], str]] = {
+    "structure": (
+        lambda to: gc.mean([to(NAMED), to({"decoder": {"v": ONE}})]),
+        r"mean: leaf \['decoder'\]: expected the structure dict\(\['w'\]: \*\), received dict\(\['v'\]: \*\)",
+    ),
+    "structure, deeper": (
+        lambda to: gc.mean([to(NAMED), to(other([ONE]))]),
+        r"mean: leaf \['decoder'\]\['w'\]: expected the structure \*, received list\(\[0\]: \*\)",
+    ),
+    "shape": (
+        lambda to: gc.add_n([to(NAMED), to(other(np.ones(3, np.float32)))]),
+        r"sum: leaf \['decoder'\]\['w'\]: expected shape \(2,\), received \(3,\)",
+    ),
+    "dtype": (
+        lambda to: gc.add_n([to(NAMED), to(other(np.ones(2, np.float16)))]),
+        r"sum: leaf \['decoder'\]\['w'\]: expected dtype float32, accumulated in float32, received float16",
+    ),
+    "gradient where there was none": (
+        lambda to: _window(to({"decoder": {"w": None}}), to(NAMED)),
+        r"mean: leaf \['decoder'\]\['w'\]: expected no gradient, as where the state was made, received an array",
+    ),
+    "mean of integers": (
+        lambda to: gc.mean([to(other(np.ones(2, np.int32)))]),
+        r"mean: leaf \['decoder'\]\['w'\]: expected a dtype that is float or complex, received int32",
+    ),
+    "weight too few": (lambda to: gc.mean([to(ONE)] * 4, weights=[1, 2, 3]), "mean: expected 4 weights, received 3"),
+    "weight negative": (lambda to: gc.mean([to(ONE)], weights=[-1.0]), "not negative, received -1"),
+    "weight NaN": (lambda to: gc.mean([to(ONE)], weights=[float("nan")]), "a finite weight .* received nan"),
+    "weight infinite": (lambda to: gc.mean([to(ONE)], weights=[float("inf")]), "a finite weight .* received inf"),
+    "weight of a shape": (
+        lambda to: gc.mean([to(ONE)], weights=[to(ONE)]),
+        r"mean: expected a weight of shape \(\), received one of shape \(2,\)",
+    ),
+    "weight of a kind": (lambda to: gc.mean([to(ONE)], weights=["1"]), "a finite weight .* received str"),
+    "fractional weight of integers": (
+        lambda to: gc.combine(reductions.sum(), [to({"n": np.int32([1])})], weights=[0.5]),
+        r"sum: leaf \['n'\]: expected an integer weight for a leaf of int32",
+    ),
+    "leaf of a kind": (lambda to: gc.add_n([{"w": "text"}]), r"sum: leaf \['w'\]: expected an array.* received str"),
+    "empty list": (lambda to: gc.mean([]), "mean: expected one tree or more, received an empty list"),
+    "a tree for a list": (lambda to: gc.mean(to(NAMED)), "mean: expected a list of trees, received dict"),
+    "method": (lambda to: gc.add_n([to(ONE)], method="ring"), "add_n: expected a method of .* received 'ring'"),
+    "order": (
+        lambda to: gc.combine(reductions.sum(), [to(ONE)], order="ring"),  # pyright: ignore[reportArgumentType]
+        "sum: expected order 'sequential' or 'tree', received 'ring'",
+    ),
+    "precision": (lambda to: reductions.sum("double"), "sum: expected precision 'fast'"),  # pyright: ignore
+    "reduction not called": (
+        lambda to: gc.combine(reductions.mean, [to(ONE)]),  # pyright: ignore[reportArgumentType]
+        r"combine: expected a Reduction, for instance reductions.mean\(\), received mean, not called",
+    ),
+    "state of another reduction": (
+        lambda to: reductions.sum().update(reductions.mean().init(to(ONE)), to(ONE)),
+        "sum: expected a SumState, received MeanState",
+    ),
+    "state of another tree": (
+        lambda to: reductions.sum().update(reductions.sum().init(to(ONE)), to(NAMED)),
+        r"sum: leaf \(root\): expected the structure \*, received dict",
+    ),
+    "merge of other trees": (
+        lambda to: reductions.sum().merge(reductions.sum().init(to(ONE)), reductions.sum().init(to(np.ones(3)))),
+        r"sum: .*expected a state of shape \(2,\) and dtype float32, received shape \(3,\)",
+    ),
+    "state of another accumulator": (
+        lambda to: gc.accumulate(reductions.sum(), every=2).value(reductions.sum().init(to(ONE))),
+        "accumulate: expected an AccumulateState, received SumState",
+    ),
+    "state of another order": (
+        lambda to: gc.accumulate(reductions.sum(), every=4).update(
+            to(ONE), gc.accumulate(reductions.sum(), every=4, order="tree").init(to(ONE))
+        ),
+        "sum: expected a state of 1 level, received 3",
+    ),
+    "every zero": (lambda to: gc.accumulate(reductions.sum(), every=0), "accumulate: expected a window length .* 0"),
+    "every negative": (lambda to: gc.accumulate(reductions.sum(), every=-2), "accumulate: expected .* received -2"),
+    "every fractional": (lambda to: gc.accumulate(reductions.sum(), every=2.5), "accumulate: .* received 2.5"),
+    "every a bool": (lambda to: gc.accumulate(reductions.sum(), every=True), "accumulate: .* received True"),
+    "every from a function": (
+        lambda to: gc.accumulate(reductions.sum(), every=lambda index: 0).ready(
+            gc.accumulate(reductions.sum(), every=1).init(to(ONE))
+        ),
+        "accumulate: expected a window length .* received 0",
+    ),
+    "function without a bound": (
+        lambda to: gc.accumulate(reductions.sum(), every=lambda index: 2, order="tree"),
+        "accumulate: expected max_every",
+    ),
+    "collective": (lambda to: gc.all_reduce(reductions.sum(), to(ONE), over="data"), "sum: expected a collective"),
+    "per_leaf of something else": (lambda to: reductions.per_leaf({"w": 3}), r"per_leaf: leaf \['w'\]: .* Reduction"),
+    "per_leaf of another tree": (
+        lambda to: gc.combine(reductions.per_leaf({"w": reductions.sum()}), [to({"v": ONE})]),
+        r"per_leaf: leaf \(root\): expected dict\(\['w'\]\), received dict\(\['v'\]\)",
+    ),
+}
+
+
+def _window(like: Any, value: Any) -> Any:
+    acc = gc.accumulate(reductions.mean(), every=2)
+    return acc.update(value, acc.init(like))
+
+
+def convert(framework: str, tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {name: convert(framework, leaf) for name, leaf in tree.items()}
+    if isinstance(tree, list):
+        return [convert(framework, leaf) for leaf in tree]
+    if tree is None or framework == "numpy":
+        return tree
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray(tree.astype(np.float32) if tree.dtype == np.float64 else tree)
+    import tensorflow as tf
+
+    return tf.constant(tree)
+
+
+def traced(framework: str, function: Callable[[], Any]) -> Any:
+    """Calls while the framework traces, so that what is known then is refused then."""
+    if framework == "jax":
+        import jax
+
+        return jax.eval_shape(function)
+    import tensorflow as tf
+
+    return tf.function(function).get_concrete_function()
+
+
+FRAMEWORKS = [
+    "numpy",
+    pytest.param("jax", marks=pytest.mark.needs("jax")),
+    pytest.param("tensorflow", marks=pytest.mark.needs("tensorflow")),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_bad_input(framework: str, case: str) -> None:
+    call, message = CASES[case]
+    with pytest.raises(gc.GradCombineError, match=message) as caught:
+        call(lambda tree: convert(framework, tree))
+    assert caught.value.operation
+    assert caught.value.expected
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("framework", FRAMEWORKS[1:])
+def test_bad_input_while_tracing(framework: str, case: str) -> None:
+    call, message = CASES[case]
+    with pytest.raises(gc.GradCombineError, match=message):
+        traced(framework, lambda: call(lambda tree: convert(framework, tree)))
+
+
+@pytest.mark.needs("jax", "tensorflow")
+def test_two_frameworks_do_not_mix() -> None:
+    with pytest.raises(gc.GradCombineError, match="mean: expected arrays of one framework, received arrays of jax and"):
+        gc.mean([convert("jax", ONE), convert("tensorflow", ONE)])
+    with pytest.raises(gc.GradCombineError, match="expected arrays of one framework"):
+        _window(convert("tensorflow", NAMED), convert("jax", NAMED))
+
+
+@pytest.mark.needs("jax")
+def test_an_axis_that_is_not_bound() -> None:
+    expected = r"jax_axis\('data'\): expected an axis that the surrounding .* binds, received unbound axis name: data"
+    with pytest.raises(gc.GradCombineError, match=expected):
+        gc.all_reduce(reductions.sum(), convert("jax", ONE), over=gc.jax_axis("data"))
+
+
+@pytest.mark.needs("tensorflow")
+def test_a_collective_in_cross_replica_context() -> None:
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+    with strategy.scope(), pytest.raises(gc.GradCombineError, match=r"replica context.*cross-replica context"):
+        gc.all_reduce(reductions.sum(), tf.ones(2), over=gc.tf_replicas())
+
+
+def weighted(reduction: gc.Reduction) -> Callable[[Any, Any], Any]:
+    return lambda value, weight: gc.combine(reduction, [value, value], [weight, 1.0])
+
+
+@pytest.mark.parametrize("weight", [np.nan, -1.0, np.inf])
+@pytest.mark.needs("jax")
+def test_checked_weights_under_jit(weight: float) -> None:
+    import jax
+    from jax.experimental import checkify
+
+    run = jax.jit(checkify.checkify(weighted(reductions.checked(reductions.mean()))))
+    error, _ = run(convert("jax", ONE), np.float32(weight))
+    assert "expected a finite weight that is not negative" in (error.get() or "")
+    error, value = run(convert("jax", ONE), np.float32(3))
+    assert error.get() is None
+    np.testing.assert_array_equal(value, ONE)
+
+
+@pytest.mark.parametrize("weight", [np.nan, -1.0, np.inf])
+@pytest.mark.needs("tensorflow")
+def test_checked_weights_in_a_tf_function(weight: float) -> None:
+    import tensorflow as tf
+
+    run = tf.function(weighted(reductions.checked(reductions.mean())))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="expected a finite weight"):
+        run(convert("tensorflow", ONE), tf.constant(weight))
+    np.testing.assert_array_equal(run(convert("tensorflow", ONE), tf.constant(3.0)), ONE)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS[1:])
+def test_a_traced_weight_that_is_nan_makes_a_mean_nan(framework: str) -> None:
+    run = weighted(reductions.mean())
+    if framework == "jax":
+        import jax
+
+        value = jax.jit(run)(convert("jax", ONE), np.float32(np.nan))
+    else:
+        import tensorflow as tf
+
+        value = tf.function(run)(convert("tensorflow", ONE), tf.constant(np.nan))
+    assert np.isnan(np.asarray(value)).all()

@@ -1,0 +1,223 @@
+"""Trees: None leaves, containers of every kind, specs as ``like``, several reductions in one tree, states as trees."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import chex
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions, tree
+from tests.spec import exact, modes
+from tests.spec.programs import REDUCTIONS, rows
+
+needs_jax = pytest.mark.needs("jax")
+needs_tensorflow = pytest.mark.needs("tensorflow")
+WAYS = reductions.per_leaf(
+    {"grads": reductions.mean(), "loss": reductions.mean(), "tokens": reductions.sum(), "amax": reductions.max()}
+)
+
+
+def in_one_pass(env: modes.Env, data: Any) -> Any:
+    acc = gc.accumulate(WAYS, every=2)
+    values = rows(data)
+    state = acc.init(values[0])
+    for value in values:
+        state = acc.update(value, state, value["tokens"])
+    return acc.value(gc.merge_replicas(WAYS, state, env.collective))
+
+
+def test_several_reductions_in_one_tree(replicated: modes.Mode) -> None:
+    """Token-weighted gradients and loss, summed token counts, the largest amax: over 2 microbatches on 2 replicas."""
+    tokens = np.int32([[1, 3], [0, 4]])
+    grads = np.float32([[[8, 16], [0, 8]], [[np.nan, np.nan], [4, -4]]])
+    loss = np.float32([[2, 4], [np.inf, 6]])
+    amax = np.float32([[1, 9], [99, 5]])
+    data = [
+        {"grads": {"w": grads[r], "frozen": None}, "loss": loss[r], "tokens": tokens[r], "amax": amax[r]}
+        for r in range(2)
+    ]
+    for result in replicated.run(in_one_pass, data):
+        assert result["grads"]["frozen"] is None
+        np.testing.assert_array_equal(result["grads"]["w"], np.float32([3, 3]))
+        assert result["loss"] == np.float32((2 * 1 + 4 * 3 + 6 * 4) / 8)
+        assert result["tokens"] == 8
+        assert result["tokens"].dtype == np.int32
+        assert result["amax"] == 9
+
+
+def test_none_in_some_trees_adds_nothing(mode: modes.Mode) -> None:
+    """A leaf without a gradient in one microbatch counts as a zero gradient; None in all stays None."""
+    data = {"a": np.float32([2, 4]), "b": np.float32([6, 8]), "none": None}
+    (result,) = mode.run(_partly_none, [data])
+    np.testing.assert_array_equal(result["list"]["w"], np.float32([3, 4]))
+    np.testing.assert_array_equal(result["time"]["w"], np.float32([3, 4]))
+    assert result["list"]["none"] is result["time"]["none"] is None
+
+
+def _partly_none(env: modes.Env, data: Any) -> Any:
+    first, second = {"w": None, "none": data["none"]}, {"w": data["b"], "none": None}
+    acc = gc.accumulate(reductions.mean(), every=2)
+    state = acc.init({"w": data["a"], "none": None})
+    for value in (first, second):
+        state = acc.update(value, state)
+    return {"list": gc.mean([first, second]), "time": acc.value(state)}
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda a, b: {"b": b, "a": a},
+        lambda a, b: OrderedDict([("z", a), ("a", b)]),
+        lambda a, b: [a, (b,)],
+        lambda a, b: Point(a, {"y": b}),
+        lambda a, b: {1: a, 0: [b, None, []]},
+        lambda a, b: (a, b),
+    ],
+)
+def test_containers_keep_their_kind_and_order(make: Any) -> None:
+    total = gc.add_n([make(np.float32([1]), np.float32([2])), make(np.float32([10]), np.float32([20]))])
+    expected = make(np.float32([11]), np.float32([22]))
+    assert type(total) is type(expected)
+    assert repr(total) == repr(expected)
+
+
+def test_paths_of_leaves() -> None:
+    _, structure = tree.flatten("test", {"layer": [Point(1.0, None)], "bias": 2.0})
+    assert list(structure.paths()) == ["['bias']", "['layer'][0].x", "['layer'][0].y"]
+
+
+@needs_jax
+def test_registered_jax_nodes_with_static_fields() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Layer:
+        weight: Any
+        bias: Any
+        name: str = dataclasses.field(metadata={"static": True}, default="dense")
+
+    one, two = Layer(jnp.ones(2), None), Layer(jnp.full(2, 2.0), None)
+    total = gc.add_n([{"layer": one}, {"layer": two}])
+    chex.assert_trees_all_equal(total, {"layer": Layer(jnp.full(2, 3.0), None)})
+    acc = gc.accumulate(reductions.mean(), every=2)
+    state = acc.update(two, jax.jit(acc.update)(one, acc.init(one)))
+    chex.assert_trees_all_equal(acc.value(state), Layer(jnp.full(2, 1.5), None))
+    with pytest.raises(gc.GradCombineError, match="sum: leaf"):
+        gc.add_n([one, Layer(jnp.ones(2), None, name="other")])
+
+
+@needs_jax
+def test_float0_passes_through_in_its_place() -> None:
+    import jax
+
+    def loss(params: Any) -> Any:
+        return params["w"].sum() * 2
+
+    params = {"w": jax.numpy.ones(2), "steps": jax.numpy.ones(3, int)}
+    grads = jax.grad(loss, allow_int=True)(params)
+    acc = gc.accumulate(reductions.mean(), every=2)
+    for value in (gc.mean([grads, grads]), acc.value(acc.update(grads, acc.init(grads)))):
+        assert value["steps"].dtype == jax.dtypes.float0
+        assert value["steps"].shape == (3,)
+        np.testing.assert_array_equal(value["w"], np.float32([2, 2]))
+
+
+@needs_jax
+@needs_tensorflow
+def test_like_may_be_specs() -> None:
+    import jax
+    import tensorflow as tf
+
+    acc = gc.accumulate(reductions.mean(), every=2)
+    for like, value in (
+        (jax.ShapeDtypeStruct((2,), np.float32), jax.numpy.ones(2)),
+        (tf.TensorSpec([2], tf.float32), tf.ones(2)),
+        (tf.Variable([0.0, 0.0]), tf.ones(2)),
+        (np.empty(2, np.float32), np.ones(2, np.float32)),
+    ):
+        made = acc.init({"w": like, "none": None})
+        np.testing.assert_array_equal(acc.value(acc.update({"w": value, "none": None}, made))["w"], np.ones(2))
+
+
+@needs_tensorflow
+def test_a_module_attribute_is_an_ordinary_tree() -> None:
+    """tf.Module and Keras wrap the dicts and lists that they hold."""
+    import tensorflow as tf
+
+    module = tf.Module()
+    module.grads = {"w": [tf.ones(2)]}
+    total = gc.add_n([module.grads, {"w": [tf.ones(2)]}])
+    assert type(total) is dict
+    np.testing.assert_array_equal(total["w"][0], [2, 2])
+
+
+@needs_jax
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_states_are_jax_trees(name: str) -> None:
+    import jax
+
+    acc = gc.accumulate(REDUCTIONS[name], every=4, order="tree")
+    value = {"w": jax.numpy.asarray([1.0, 2.0]), "none": None}
+    state = acc.update(value, acc.init(value))
+    leaves, definition = jax.tree.flatten(state)
+    again = jax.tree.unflatten(definition, leaves)
+    assert type(again.levels[0]) is type(state.levels[0])
+    chex.assert_trees_all_equal(acc.value(again), value)
+    shapes = jax.eval_shape(acc.update, value, state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
+
+
+@needs_tensorflow
+def test_states_are_tf_nests() -> None:
+    import tensorflow as tf
+
+    acc = gc.accumulate(reductions.mean(), every=3)
+    state = acc.init({"w": tf.zeros(2)})
+    again = tf.nest.map_structure(tf.identity, state._replace(levels=_without_none(state.levels)))
+    tf.nest.assert_same_structure(state._replace(levels=_without_none(state.levels)), again)
+
+
+def _without_none(levels: Any) -> Any:
+    return tuple(level._replace(output=()) for level in levels)
+
+
+@needs_jax
+@needs_tensorflow
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_a_window_saved_in_one_framework_resumes_in_another(order: Any) -> None:
+    import jax.numpy as jnp
+    import tensorflow as tf
+
+    rng = np.random.default_rng(0)
+    grads = [{"w": rng.normal(size=3).astype(np.float32), "b": None} for _ in range(8)]
+    weights = rng.integers(1, 9, 8)
+    acc = gc.accumulate(reductions.mean(), every=8, order=order)
+    converts = [np.asarray, jnp.asarray, tf.constant]
+    state = acc.init(grads[0])
+    for i, (value, weight) in enumerate(zip(grads, weights, strict=True)):
+        convert = converts[i * 3 // 8]
+        state = acc.update({"w": convert(value["w"]), "b": None}, _saved_and_loaded(state, convert), weight=weight)
+    unbroken = gc.combine(reductions.mean(), grads, weights, order)
+    np.testing.assert_array_equal(exact.bits(np.asarray(acc.value(state)["w"])), exact.bits(unbroken["w"]))
+
+
+def _saved_and_loaded(state: Any, convert: Any) -> Any:
+    leaves, structure = tree.flatten("test", state)
+    file = io.BytesIO()
+    np.savez(file, **{str(i): np.asarray(leaf) for i, leaf in enumerate(leaves) if leaf is not None})
+    file.seek(0)
+    loaded = np.load(file)
+    return tree.unflatten(structure, [None if x is None else convert(loaded[str(i)]) for i, x in enumerate(leaves)])

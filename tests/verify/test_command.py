@@ -1,0 +1,108 @@
+"""The command itself, in a process of its own, as a user runs it."""
+
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gradcombine
+from gradcombine.verify import main
+
+COUNTS = {1, 2, 4, 8}
+ALONE = [
+    ("jax", "eager"),
+    ("jax", "jit"),
+    ("tensorflow", "eager"),
+    ("tensorflow", "tf.function"),
+    ("tensorflow", "tf.function, XLA"),
+]
+OVER_REPLICAS = [
+    ("jax", "pmap"),
+    ("jax", "shard_map"),
+    ("jax", "shard_map, check_vma=False"),
+    ("tensorflow", "MirroredStrategy"),
+]
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "from gradcombine.verify.main import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def _rows(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
+    return [row for row in report["rows"] if row["section"] == section]
+
+
+@pytest.mark.needs("jax", "tensorflow")
+def test_every_row_is_there_and_holds(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = _run("verify", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    report = json.loads(path.read_text())
+    assert report["failed"] == []
+    assert all(row["holds"] for row in report["rows"])
+
+    replicas: dict[tuple[str, str, str], set[int]] = defaultdict(set)
+    orders: set[str] = set()
+    for row in _rows(report, "combine"):
+        labels = row["labels"]
+        replicas[labels["framework"], labels["mode"], labels["place"]].add(labels["replicas"])
+        assert row["equal"] or row["promise"] == "bound"
+        orders.add(labels["order"])
+    assert orders == {"sequential", "tree"}
+    expected = {(*mode, place): {1} for mode in ALONE for place in ("list", "time")}
+    expected |= {(*mode, place): COUNTS for mode in OVER_REPLICAS for place in ("replicas", "time x replicas")}
+    expected |= {("numpy", "eager", place): {1} for place in ("list", "time", "replicas", "time x replicas")}
+    expected |= {("jax", "scan", "time"): {1}}
+    assert replicas == expected
+
+    full = {tuple(row["labels"].values()): row for row in _rows(report, "full batch")}
+    for framework in ("jax", "tensorflow"):
+        assert full[framework, "weighted mean"]["share"] <= 1
+        assert full[framework, "mean of means"]["relative"] > 1000 * full[framework, "weighted mean"]["relative"]
+    assert {row["labels"]["leaf"] for row in _rows(report, "kernels")} == {"b1", "b2", "loss", "w1", "w2"}
+    assert report["curves"]["jax"] == pytest.approx(report["curves"]["tensorflow"], rel=1e-5)
+    assert set(report["settings"]["versions"]) == {"gradcombine", "numpy", "jax", "tensorflow"}
+
+
+@pytest.mark.needs("jax", "tensorflow")
+def test_an_injected_fault_fails_and_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = _run("verify", "--inject-fault", "--replicas", "2", "--json", str(path))
+    row = "combine: tensorflow / MirroredStrategy / time x replicas / 2 / tree"
+    assert done.returncode == 1, done.stderr
+    assert row in " ".join(done.stdout.split())
+    assert json.loads(path.read_text())["failed"] == [row]
+
+
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    done = _run("verify", "--json", str(tmp_path / "nowhere" / "out.json"))
+    assert done.returncode == 2
+    assert "is not a directory" in " ".join(done.stderr.replace("│", "").split())
+
+
+def test_the_version() -> None:
+    done = _run("--version")
+    assert (done.returncode, done.stdout) == (0, f"gradcombine {gradcombine.__version__}\n")
+
+
+def test_a_missing_extra_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "NEEDED", ("rich", "no_such_package"))
+    with pytest.raises(SystemExit) as stopped:
+        main.main()
+    message = str(stopped.value)
+    assert message.startswith("gradcombine: no_such_package not found; install gradcombine[verify]")
+    assert "\n" not in message
+
+
+def test_importing_the_package_loads_no_framework() -> None:
+    code = (
+        "import sys, gradcombine.verify; print(*{'jax', 'tensorflow', 'rich', 'typer', 'sklearn'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
