@@ -55,8 +55,8 @@ class TensorflowBackend:
 
     def add(self, a: Array, b: Array) -> Array:
         total = tf.add(a, b)
-        # tf.function's graph optimizer turns a tree of additions into one AddN, which adds in an order of its own. It
-        # stops at any other operation; this one costs nothing.
+        # Grappler rewrites a tree or chain of additions in a graph into one AddN, which adds in another order; but not
+        # across an operation of another kind, and this one passes its buffer on.
         return total if tf.executing_eagerly() else tf.ensure_shape(total, total.shape)
 
     def product(self, a: Array, b: Array) -> Array:
@@ -97,13 +97,6 @@ class TensorflowBackend:
             tf.debugging.Assert(tf.reduce_all(condition), [str(GradCombineError(operation, expected, received))])
         elif not np.all(value):
             raise GradCombineError(operation, expected, received)
-
-
-@tf.custom_gradient
-def _in_place(total: Array) -> Any:
-    """The sum as it stands. Grappler rewrites a tree or chain of additions into one AddN, whose order is another one,
-    but not across a Snapshot, which passes its buffer on."""
-    return tf.raw_ops.Snapshot(input=total), lambda upstream: upstream
 
 
 class TfReplicas:

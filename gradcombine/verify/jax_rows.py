@@ -102,7 +102,7 @@ def _shard_map(check_vma: bool, function: Callable[..., Any], count: int) -> Cal
 _MAPPED: dict[str, _Mapped] = {
     "pmap": _pmap,
     "shard_map": partial(_shard_map, True),
-    "shard_map, check_vma=False": partial(_shard_map, False),
+    "shard_map, no vma": partial(_shard_map, False),
 }
 
 

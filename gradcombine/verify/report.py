@@ -63,19 +63,24 @@ def _row(finding: Finding) -> dict[str, Any]:
 
 def _table(section: str, findings: list[Finding]) -> Table:
     table = _titled(TITLES[section])
-    for label in findings[0].labels:
-        table.add_column(label, overflow="fold")
+    grouped = section == "combine"
+    for label in list(findings[0].labels)[grouped:]:
+        table.add_column(label, overflow="fold", no_wrap=label in ("framework", "order"))
     table.add_column("promise")
     measured = section != "training"
     relative = section in ("full batch", "kernels")
     if measured:
-        table.add_column("found")
+        table.add_column("found", no_wrap=True)
     if relative:
         table.add_column("relative", justify="right")
     table.add_column("of\nbound" if measured else "ratio", justify="right")
     table.add_column("")
+    framework = None
     for finding in _folded(findings):
-        cells = [*map(str, finding.labels.values()), finding.promise]
+        if grouped and finding.labels["framework"] != framework:
+            framework = finding.labels["framework"]
+            table.add_row(Text(framework, "bold"))
+        cells = [*map(str, list(finding.labels.values())[grouped:]), finding.promise]
         cells += [_found(finding)] if measured else []
         cells += [_number(finding.relative)] if relative else []
         mark = Text("ok", "green") if finding.holds else Text("no", "bold red")

@@ -73,7 +73,7 @@ def _strategy(count: int) -> tf.distribute.Strategy:
 _COMPILED: dict[str, Callable[..., Any]] = {
     "eager": lambda function: function,
     "tf.function": tf.function,
-    "tf.function, XLA": partial(tf.function, jit_compile=True),
+    "XLA": partial(tf.function, jit_compile=True),
 }
 
 

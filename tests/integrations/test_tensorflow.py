@@ -11,7 +11,6 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from examples import tf_function_step
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from tests.integrations.strategies import (
     STRATEGIES,
@@ -232,8 +231,3 @@ def test_sparse_gradients_become_dense(strategy: Any, run: Any) -> None:
 def test_windows_of_a_length_that_changes(strategy: Any, run: Any) -> None:
     step = run(AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=lambda index: index + 1))
     assert feed(strategy, step, range(6)) == [True, False, True, False, False, True]
-
-
-def test_the_example_learns() -> None:
-    before, *after = tf_function_step.main(epochs=2)
-    assert after[-1] < before / 2

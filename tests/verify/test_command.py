@@ -18,19 +18,21 @@ ALONE = [
     ("jax", "jit"),
     ("tensorflow", "eager"),
     ("tensorflow", "tf.function"),
-    ("tensorflow", "tf.function, XLA"),
+    ("tensorflow", "XLA"),
 ]
 OVER_REPLICAS = [
     ("jax", "pmap"),
     ("jax", "shard_map"),
-    ("jax", "shard_map, check_vma=False"),
+    ("jax", "shard_map, no vma"),
     ("tensorflow", "MirroredStrategy"),
 ]
 
 
 def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = "from gradcombine.verify.main import main; main()"
-    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, timeout=300
+    )
 
 
 def _rows(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
@@ -104,5 +106,5 @@ def test_importing_the_package_loads_no_framework() -> None:
     code = (
         "import sys, gradcombine.verify; print(*{'jax', 'tensorflow', 'rich', 'typer', 'sklearn'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == ""

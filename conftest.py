@@ -1,0 +1,62 @@
+"""Settings that must be made before a framework starts: made here, once, for all tests and doctests."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+REQUIRED = frozenset(filter(None, os.environ.get("GRADCOMBINE_REQUIRE", "").split(",")))
+"""Frameworks whose tests may not be left out."""
+
+INSTALLED = frozenset(name for name in ("jax", "tensorflow", "optax", "sklearn") if importlib.util.find_spec(name))
+
+NEEDED_AT_IMPORT = {
+    "gradcombine/backends/jax_backend.py": {"jax"},
+    "gradcombine/backends/tensorflow_backend.py": {"tensorflow"},
+    "gradcombine/integrations/optax.py": {"jax", "optax"},
+    "gradcombine/integrations/tensorflow.py": {"tensorflow"},
+    "gradcombine/verify": {"jax", "tensorflow", "sklearn"},
+    "tests/integrations/test_optax": {"jax", "optax"},
+    "tests/integrations/test_tensorflow": {"tensorflow"},
+    "tests/integrations/strategies.py": {"tensorflow"},
+    "tests/verify": {"jax", "tensorflow", "sklearn"},
+    "examples": {"jax", "tensorflow", "optax", "sklearn"},
+}
+"""Files that import a framework as they are collected, by the beginnings of their paths."""
+
+settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
+settings.load_profile("default")
+
+if "jax" in INSTALLED:
+    import jax
+
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+if "tensorflow" in INSTALLED:
+    import tensorflow as tf
+
+    (one,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(one, [tf.config.LogicalDeviceConfiguration()] * 8)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out a file that imports what is not installed, unless GRADCOMBINE_REQUIRE names it."""
+    path = collection_path.relative_to(config.rootpath).as_posix() if collection_path.is_file() else ""
+    needed = (names for start, names in NEEDED_AT_IMPORT.items() if path.startswith(start))
+    return True if any(names - INSTALLED - REQUIRED for names in needed) else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips a test that needs a framework which is not installed, unless GRADCOMBINE_REQUIRE names it."""
+    for item in items:
+        missing = {name for needed in item.iter_markers("needs") for name in needed.args} - INSTALLED - REQUIRED
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=f"not installed: {', '.join(sorted(missing))}"))

@@ -1,0 +1,88 @@
+"""TensorFlow: what graph rewrites may not change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+
+pytestmark = pytest.mark.needs("tensorflow")
+RNG = np.random.default_rng(0)
+VALUES = [RNG.normal(size=513).astype(np.float32) for _ in range(20)]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("method", ["add_n", "accumulate_n", "tree"])
+@pytest.mark.parametrize("n", [3, 9, 20])
+def test_the_order_of_additions_survives(n: int, method: str, jit_compile: bool) -> None:
+    """Left to itself, Grappler makes one AddN of any chain or tree of additions, which adds in blocks of eight."""
+    import tensorflow as tf
+
+    run = tf.function(lambda values: gc.add_n(values, method), jit_compile=jit_compile)
+    np.testing.assert_array_equal(run(list(map(tf.constant, VALUES[:n]))), gc.add_n(VALUES[:n], method))
+
+
+def test_the_case_bites() -> None:
+    """The same chain in plain TensorFlow has other bits."""
+    import tensorflow as tf
+
+    @tf.function
+    def plain(values: Any) -> Any:
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        return total
+
+    assert (plain(list(map(tf.constant, VALUES))).numpy() != gc.add_n(VALUES)).any()
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_weighted_means_round_as_uncompiled_ones(jit_compile: bool) -> None:
+    """With constant weights too, by which Grappler and XLA would divide through a reciprocal."""
+    import tensorflow as tf
+
+    weights = np.float32([0.3, 0.7, 7.1])
+    expected = gc.mean(VALUES[:3], weights)
+    values = list(map(tf.constant, VALUES[:3]))
+    traced = tf.function(lambda v, w: gc.mean(v, tf.unstack(w)), jit_compile=jit_compile)
+    np.testing.assert_array_equal(traced(values, tf.constant(weights)), expected)
+    known = tf.function(lambda v: gc.mean(v, weights), jit_compile=jit_compile)
+    np.testing.assert_array_equal(known(values), expected)
+
+
+@pytest.mark.parametrize("method", [("ADD_N", "add_n"), ("EXPERIMENTAL_TREE", "tree"), ("DEFAULT", "add_n")])
+def test_aggregation_methods_are_accepted(method: tuple[str, str]) -> None:
+    import tensorflow as tf
+
+    value = getattr(tf.AggregationMethod, method[0])
+    np.testing.assert_array_equal(gc.add_n(VALUES, value), gc.add_n(VALUES, method[1]))
+
+
+def test_sums_are_differentiable() -> None:
+    import tensorflow as tf
+
+    @tf.function
+    def gradient(x: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = gc.add_n([x * 2, x * 3])
+        return tape.gradient(y, x)
+
+    np.testing.assert_array_equal(gradient(tf.ones(2)), [5, 5])
+
+
+def test_tracing_does_not_rewrite_the_library() -> None:
+    """AutoGraph would convert the source of every function that it passes through."""
+    import tensorflow as tf
+
+    acc = gc.accumulate(reductions.mean(), every=2)
+    public = [gc.add_n, gc.combine, gc.mean, gc.tree_sum, gc.all_reduce, gc.merge_replicas, gc.accumulate, *acc]
+    public += [f for f in reductions.mean() if callable(f)] + [getattr(reductions, n) for n in reductions.__all__]
+    public += [f for f in reductions.per_leaf({"w": reductions.sum()}) if callable(f)]
+    assert all(hasattr(function, "autograph_info__") for function in public)
+    marked = tf.autograph.experimental.do_not_convert(lambda: None)
+    assert hasattr(marked, "autograph_info__")

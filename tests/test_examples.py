@@ -1,0 +1,42 @@
+"""Every example runs as a script of its own and prints what it shows; the README quotes them as they are."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SHOWS = {
+    "cross_framework.py": r"same bits: True\nwithout token counts: off by up to 0\.\d+",
+    "optax_chain.py": r"before +loss 2\.\d+\n(.*\n)*epoch 4 +loss 0\.[0-4]\d+ +\d+ updates",
+    "tf_function_step.py": r"epoch 1: loss 2\.\d+ -> .*\n(.*\n)*epoch 5: .* -> 0\.[0-4]\d+\n.* optimizer steps, 1 trace",
+}
+
+
+@pytest.mark.needs("jax", "tensorflow", "optax", "sklearn")
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+def test_an_example_runs(name: str) -> None:
+    script = [sys.executable, str(ROOT / "examples" / name)]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert re.search(SHOWS[name], done.stdout), done.stdout
+
+
+def test_the_readme_quotes_the_examples() -> None:
+    quoted = re.findall(
+        r"<!-- from examples/(\w+\.py) -->\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
+    )
+    assert {name for name, _ in quoted} == set(SHOWS)
+    for name, text in quoted:
+        source = (ROOT / "examples" / name).read_text()
+        (part,) = re.findall(r" +# quickstart: begin\n(.*?) +# quickstart: end", source, re.S)
+        lines = part.splitlines()
+        indent = min(len(line) - len(line.lstrip()) for line in lines if line)
+        imports = [line for line in text.splitlines() if re.match(r"(from|import) ", line)]
+        assert [line for line in imports if line not in source] == []
+        body = "\n".join(line for line in text.splitlines() if line not in imports).strip()
+        assert body == "\n".join(line[indent:] for line in lines).strip()

@@ -1,0 +1,26 @@
+"""The package as a whole: what importing it loads, and that its public names are documented."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import gradcombine as gc
+
+
+def test_importing_loads_no_framework() -> None:
+    code = "import sys, gradcombine; print(*sorted(m.partition('.')[0] for m in sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert not {"jax", "jaxlib", "tensorflow", "optax", "keras", "rich", "typer", "sklearn"} & set(loaded.split())
+
+
+PUBLIC = [getattr(gc, name) for name in gc.__all__ if inspect.isfunction(getattr(gc, name))]
+PUBLIC += [getattr(gc.reductions, name) for name in gc.reductions.__all__]
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f.__name__)
+def test_public_functions_have_a_docstring_with_an_example(function: object) -> None:
+    assert ">>>" in (inspect.getdoc(function) or "")
