@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 SHOWS = {
     "cross_framework.py": r"same bits: True\nwithout token counts: off by up to 0\.\d+",
     "optax_chain.py": r"before +loss 2\.\d+\n(.*\n)*epoch 4 +loss 0\.[0-4]\d+ +\d+ updates",
-    "tf_function_step.py": r"epoch 1: loss 2\.\d+ -> .*\n(.*\n)*epoch 5: .* -> 0\.[0-4]\d+\n.* optimizer steps, 1 trace",
+    "tf_function_step.py": r"epoch 1: loss 2\.\d+ -> .*\n(.*\n)*epoch 5: .* -> 0\.[0-4]\d+\n.* steps, 1 trace",
 }
 
 
