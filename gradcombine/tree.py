@@ -59,7 +59,7 @@ def flatten(operation: str, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
             return LEAF
         split = _split(node)
         if split is None:
-            if node is not None and owner(node) is None and is_leaf is None:
+            if node is not None and owner(node) is None:
                 expected = "an array, a number, None or a container of them"
                 raise GradCombineError(operation, expected, type(node).__name__, path)
             leaves.append(node)
@@ -91,7 +91,7 @@ def flatten_as(operation: str, structure: Structure, tree: Tree) -> list[Any]:
     """
     leaves, received = flatten(operation, tree)
     if received != structure:
-        raise _difference(operation, structure, received, "")
+        raise difference(operation, structure, received)
     return leaves
 
 
@@ -120,12 +120,13 @@ def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
     return found
 
 
-def _difference(operation: str, expected: Structure, received: Structure, path: str) -> GradCombineError:
+def difference(operation: str, expected: Structure, received: Structure, path: str = "") -> GradCombineError:
+    """The error that says where two structures part first."""
     same_level = (expected.kind, expected.keys) == (received.kind, received.keys)
     if same_level:
         for key, a, b in zip(expected.keys, expected.children, received.children, strict=True):
             if a != b:
-                return _difference(operation, a, b, path + key)
+                return difference(operation, a, b, path + key)
     return GradCombineError(operation, f"the structure {expected}", str(received), path or "(root)")
 
 

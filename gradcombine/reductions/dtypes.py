@@ -35,32 +35,39 @@ def _knows(info: Any, dtype: np.dtype) -> bool:
     return True
 
 
-def accumulator(dtype: np.dtype, requested: np.dtype | None) -> np.dtype:
-    """The running value's dtype: at least 32 bits wide, real only where the contribution is."""
-    family = kind(dtype)
-    if family == "complex":
-        # A requested real dtype states the width of the parts.
-        wanted = dtype if requested is None else np.result_type(requested, np.complex64)
-        return np.dtype(wanted)
-    if family == "integer":
-        if requested is not None and kind(requested) == "integer":
-            return requested
-        if dtype.itemsize >= 4:
-            return dtype
-        return np.dtype(np.uint32) if dtype.kind == "u" else INT32
-    if requested is not None:
-        return requested
-    return dtype if dtype.itemsize >= 4 else FLOAT32
+class Settings:
+    """What was asked for of accumulator and result.
 
+    Args:
+      accumulator: the running value's dtype. None: at least 32 bits wide, else the contributions' own.
+      output: the result's dtype. None: the contributions' own; narrow integers stay as wide as their accumulator.
+    """
 
-def output(dtype: np.dtype, running: np.dtype, requested: np.dtype | None) -> np.dtype:
-    """The result's dtype: the contribution's own, except that narrow integers keep the accumulator's width."""
-    family = kind(dtype)
-    if family == "integer":
-        return requested if requested is not None and kind(requested) == "integer" else running
-    if family == "complex" or requested is None:
-        return dtype if requested is None or kind(requested) != "complex" else requested
-    return requested
+    def __init__(self, accumulator: Any = None, output: Any = None) -> None:
+        self._accumulator, self._output = parse(accumulator), parse(output)
+
+    def running(self, dtype: np.dtype) -> np.dtype:
+        """The accumulator's dtype for contributions of ``dtype``; an integer or complex one stays what it is."""
+        family, wanted = kind(dtype), self._accumulator
+        if family == "complex":
+            # A requested real dtype states the width of the parts.
+            return dtype if wanted is None else np.dtype(np.result_type(wanted, np.complex64))
+        if family == "integer":
+            if wanted is not None and kind(wanted) == "integer":
+                return wanted
+            narrow = np.dtype(np.uint32) if dtype.kind == "u" else INT32
+            return dtype if dtype.itemsize >= 4 else narrow
+        if wanted is not None:
+            return wanted
+        return dtype if dtype.itemsize >= 4 else FLOAT32
+
+    def output(self, dtype: np.dtype) -> np.dtype:
+        """The result's dtype for contributions of ``dtype``; an integer or complex one stays what it is."""
+        family, wanted = kind(dtype), self._output
+        if family in ("integer", "complex"):
+            own = self.running(dtype) if family == "integer" else dtype
+            return wanted if wanted is not None and kind(wanted) == family else own
+        return dtype if wanted is None else wanted
 
 
 def working(running: np.dtype) -> np.dtype:

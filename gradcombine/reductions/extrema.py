@@ -10,15 +10,16 @@ import numpy as np
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.elementwise import ElementwiseState, Rule, as_is, build
+from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
 
 
-class MaxState(ElementwiseState):
+class MaxState(TreewiseState):
     """Maxima."""
 
 
-class MinState(ElementwiseState):
+class MinState(TreewiseState):
     """Minima."""
 
 
@@ -40,7 +41,8 @@ def max(*, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 5.], dtype=float32)
     """
-    return build(Rule("max", MaxState, ("float", "integer"), _lowest, _larger, as_is), None, output_dtype, None)
+    cell = Plain("max", ("float", "integer"), _lowest, _larger, settings=dtypes.Settings(output=output_dtype))
+    return lift(cell, MaxState)
 
 
 @ordinary
@@ -51,7 +53,8 @@ def min(*, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.min(), [np.float32([1, 5]), np.float32([3, 4])])
     array([1., 4.], dtype=float32)
     """
-    return build(Rule("min", MinState, ("float", "integer"), _highest, _smaller, as_is), None, output_dtype, None)
+    cell = Plain("min", ("float", "integer"), _highest, _smaller, settings=dtypes.Settings(output=output_dtype))
+    return lift(cell, MinState)
 
 
 def _lowest(dtype: np.dtype) -> Any:

@@ -8,17 +8,18 @@ import numpy as np
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions.elementwise import ElementwiseState, Rule, as_is, build
+from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
 
 _KINDS = ("float", "complex", "integer", "bool")
 
 
-class FirstState(ElementwiseState):
+class FirstState(TreewiseState):
     """The first contribution so far."""
 
 
-class LastState(ElementwiseState):
+class LastState(TreewiseState):
     """The last contribution so far."""
 
 
@@ -38,7 +39,7 @@ def first() -> Reduction:
     >>> gc.combine(gc.reductions.first(), [np.float32([1, 5]), np.float32([3, 4])], weights=[0, 1])
     array([3., 4.], dtype=float32)
     """
-    return build(Rule("first", FirstState, _KINDS, _zero, _earlier, as_is), None, None, None)
+    return lift(Plain("first", _KINDS, _zero, _earlier), FirstState)
 
 
 @ordinary
@@ -49,7 +50,7 @@ def last() -> Reduction:
     >>> gc.combine(gc.reductions.last(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 4.], dtype=float32)
     """
-    return build(Rule("last", LastState, _KINDS, _zero, _later, as_is), None, None, None)
+    return lift(Plain("last", _KINDS, _zero, _later), LastState)
 
 
 def _zero(dtype: np.dtype) -> Any:

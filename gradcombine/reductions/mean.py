@@ -7,12 +7,13 @@ from typing import Any, Literal
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.elementwise import ElementwiseState, Rule, build
+from gradcombine.reductions.cell import Plain, Totals
 from gradcombine.reductions.sum import add, neutral, require_precision, zero_if_empty
+from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
 
 
-class MeanState(ElementwiseState):
+class MeanState(TreewiseState):
     """Sums of ``w * g``, not divided yet."""
 
 
@@ -40,14 +41,15 @@ def mean(
     array([1.75, 2.75], dtype=float32)
     """
     require_precision("mean", precision)
-    rule = Rule("mean", MeanState, ("float", "complex"), neutral, add, _finish, additive=True, averages=True)
-    return build(rule, dtype, output_dtype, wire_dtype)
+    settings = dtypes.Settings(dtype, output_dtype)
+    cell = Plain("mean", ("float", "complex"), neutral, add, _divided, additive=True, settings=settings)
+    return lift(cell, MeanState, wire_dtype, averages=True)
 
 
-def _finish(backend: Backend, total: Array, state: ElementwiseState) -> Array:
+def _divided(backend: Backend, total: Array, totals: Totals) -> Array:
     running = backend.dtype(total)
     working = dtypes.working(running)
-    weight = backend.cast(state.weight, dtypes.part(working))
-    divisor = backend.where(state.count == 0, backend.full((), 1, dtypes.part(working)), weight)
+    weight = backend.cast(totals.weight, dtypes.part(working))
+    divisor = backend.where(totals.count == 0, backend.full((), 1, dtypes.part(working)), weight)
     quotient = backend.divide(backend.cast(total, working), divisor)
-    return zero_if_empty(backend, backend.cast(quotient, running), state)
+    return zero_if_empty(backend, backend.cast(quotient, running), totals)

@@ -8,11 +8,13 @@ import numpy as np
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions.elementwise import ElementwiseState, Rule, as_is, build
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
 
 
-class ProductState(ElementwiseState):
+class ProductState(TreewiseState):
     """Products."""
 
 
@@ -32,8 +34,8 @@ def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = No
     >>> gc.combine(gc.reductions.product(), [np.float32([1, 2]), np.float32([3, 4])])
     array([3., 8.], dtype=float32)
     """
-    rule = Rule("product", ProductState, ("float", "integer"), _one, _multiply, as_is)
-    return build(rule, dtype, output_dtype, wire_dtype)
+    settings = dtypes.Settings(dtype, output_dtype)
+    return lift(Plain("product", ("float", "integer"), _one, _multiply, settings=settings), ProductState, wire_dtype)
 
 
 def _one(dtype: np.dtype) -> int:

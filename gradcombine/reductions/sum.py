@@ -9,11 +9,13 @@ import numpy as np
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
-from gradcombine.reductions.elementwise import ElementwiseState, Rule, build
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.cell import Plain, Totals
+from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
 
 
-class SumState(ElementwiseState):
+class SumState(TreewiseState):
     """Sums of ``w * g``."""
 
 
@@ -43,8 +45,9 @@ def sum(
     array([31., 42.], dtype=float32)
     """
     require_precision("sum", precision)
-    rule = Rule("sum", SumState, ("float", "complex", "integer"), neutral, add, zero_if_empty, additive=True)
-    return build(rule, dtype, output_dtype, wire_dtype)
+    settings = dtypes.Settings(dtype, output_dtype)
+    cell = Plain("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, additive=True, settings=settings)
+    return lift(cell, SumState, wire_dtype)
 
 
 def require_precision(operation: str, precision: str) -> None:
@@ -63,6 +66,6 @@ def add(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) ->
     return backend.add(a, b)
 
 
-def zero_if_empty(backend: Backend, x: Array, state: ElementwiseState) -> Array:
+def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
     """+0 where nothing was added."""
-    return backend.where(state.count == 0, backend.full((), 0, backend.dtype(x)), x)
+    return backend.where(totals.count == 0, backend.full((), 0, backend.dtype(x)), x)

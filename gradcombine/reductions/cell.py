@@ -1,0 +1,148 @@
+"""One leaf's accumulator: what the reductions differ in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from gradcombine.backends.protocol import Backend
+from gradcombine.backends.registry import owner
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.weights import Weight
+from gradcombine.types import Array
+
+Accumulator = Any
+"""An array, or a NamedTuple of arrays of one shape."""
+
+
+class Totals(NamedTuple):
+    """What a whole state knows beside its accumulators: the sum of weights, and the number of contributions."""
+
+    weight: Array
+    count: Array
+
+
+class Cell(Protocol):
+    """The monoid on one leaf. `gradcombine.reductions.treewise` lifts it to trees."""
+
+    @property
+    def name(self) -> str:
+        """The reduction's, for error messages."""
+        ...
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The dtype kinds of contributions that it accepts."""
+        ...
+
+    @property
+    def compound(self) -> type | None:
+        """The NamedTuple class of the accumulators, None where they are arrays."""
+        ...
+
+    @property
+    def additive(self) -> bool:
+        """Whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce."""
+        ...
+
+    def running(self, dtype: np.dtype) -> np.dtype:
+        """The dtype of the accumulator's arrays for contributions of ``dtype``."""
+        ...
+
+    def output(self, dtype: np.dtype) -> np.dtype:
+        """The dtype of the result for contributions of ``dtype``."""
+        ...
+
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Accumulator:
+        """The neutral accumulator, placed like ``like``."""
+        ...
+
+    def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, empty: Array) -> Accumulator:
+        """One more contribution; ``empty`` tells whether it is the first."""
+        ...
+
+    def merge(self, backend: Backend, a: Accumulator, b: Accumulator, a_empty: Array, b_empty: Array) -> Accumulator:
+        """Two accumulators become one; the flags say which of them are empty."""
+        ...
+
+    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Array:
+        """The result, of dtype ``output``."""
+        ...
+
+
+def parts(a: Accumulator) -> tuple[Array, ...]:
+    """The arrays of an accumulator."""
+    return tuple(a) if isinstance(a, tuple) else (a,)
+
+
+def described(leaf: Any) -> Backend:
+    """The backend of an array or spec that `gradcombine.tree.flatten` has let through."""
+    backend = owner(leaf)
+    assert backend is not None
+    return backend
+
+
+def dtype_of(array: Array) -> np.dtype:
+    """The NumPy dtype of an array of any framework."""
+    return described(array).dtype(array)
+
+
+@dataclass(frozen=True)
+class Plain:
+    """An accumulator that is one array.
+
+    Attributes:
+      identity: the value of an empty accumulator of a given dtype.
+      combine: ``combine(backend, a, b, a_empty, b_empty)``: two accumulators become one.
+      result: ``result(backend, a, totals)``: the accumulator as it leaves, before it is cast.
+      additive: whether ``combine`` is addition; then contributions are multiplied by their weight as well.
+      settings: of accumulator and result.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    identity: Callable[[np.dtype], Any]
+    combine: Callable[[Backend, Array, Array, Array, Array], Array]
+    result: Callable[[Backend, Array, Totals], Array] = lambda backend, a, totals: a
+    additive: bool = False
+    settings: dtypes.Settings = dtypes.Settings()  # noqa: RUF009 (never changed)
+    compound: type | None = None
+
+    def running(self, dtype: np.dtype) -> np.dtype:
+        return self.settings.running(dtype)
+
+    def output(self, dtype: np.dtype) -> np.dtype:
+        return self.settings.output(dtype)
+
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
+        return backend.full(shape, self.identity(running), running, [like])
+
+    def update(self, backend: Backend, a: Array, x: Array, weight: Weight, empty: Array) -> Array:
+        running = backend.dtype(a)
+        entering = weighted(self.name, backend, x, weight, running) if self.additive else x
+        present = backend.full((), False, np.dtype(np.bool_))
+        return self.combine(backend, a, backend.cast(entering, running), empty, present)
+
+    def merge(self, backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
+        return self.combine(backend, a, b, a_empty, b_empty)
+
+    def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
+        return backend.cast(self.result(backend, a, totals), output)
+
+
+def weighted(operation: str, backend: Backend, x: Array, weight: Weight, running: np.dtype) -> Array:
+    """``weight * x``, rounded once in at least float32.
+
+    Raises:
+      GradCombineError: for an integer leaf and a weight that is not known to be a whole number.
+    """
+    if weight.is_one:
+        return x
+    if dtypes.kind(running) == "integer" and not weight.is_integral(backend):
+        raise GradCombineError(operation, f"an integer weight for a leaf of {running}", "another one")
+    working = dtypes.working(running)
+    return backend.scale(backend.cast(x, working), weight.cast(backend, dtypes.part(working)))

@@ -1,0 +1,234 @@
+"""Lifts a cell, which combines one leaf, to trees: one accumulator a leaf, one weight and one count a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.autograph import ordinary
+from gradcombine.backends.protocol import Backend, Collective
+from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.errors import GradCombineError
+from gradcombine.pairwise import fold_pairwise
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.cell import Accumulator, Cell, Totals, described, dtype_of, parts
+from gradcombine.reductions.weights import Weight, parse
+from gradcombine.types import Array, Order, Reduction, State, Tree
+
+
+class TreewiseState(NamedTuple):
+    """A partial result. Each reduction has a subclass of its own, which tells its states from those of others.
+
+    Attributes:
+      value: the tree of accumulators; None where the parameter has no gradient.
+      weight: real scalar, the sum of weights.
+      count: int32 scalar, the number of contributions whose weight is not 0.
+      output: a tree of empty arrays, each of the dtype of the result; None where that is the accumulator's.
+    """
+
+    value: Tree
+    weight: Array
+    count: Array
+    output: Tree
+
+
+def lift(cell: Cell, state: type[TreewiseState], wire_dtype: Any = None, averages: bool = False) -> Reduction:
+    """The Reduction that applies a cell to every leaf.
+
+    Args:
+      cell: what happens on a leaf.
+      state: the class of the states.
+      wire_dtype: in which replicas exchange floating accumulators; None: as they are.
+      averages: see `Reduction`.
+    """
+    lifted = _Treewise(cell, state, dtypes.parse(wire_dtype))
+    return Reduction(
+        cell.name,
+        lifted.init,
+        lifted.update,
+        lifted.merge,
+        lifted.finalize,
+        lifted.clear,
+        lifted.all_merge,
+        averages,
+    )
+
+
+@dataclass(frozen=True)
+class _Treewise:
+    cell: Cell
+    state: type[TreewiseState]
+    wire_dtype: np.dtype | None
+
+    @ordinary
+    def init(self, like: Tree) -> State:
+        leaves, structure = tree.flatten(self.cell.name, like)
+        backend = resolve(self.cell.name, leaves)
+        made = [self._init_leaf(backend, x, path) for x, path in zip(leaves, structure.paths(), strict=True)]
+        present = [x for x in leaves if not is_absent(x)]
+        reals = [dtypes.part(described(x).dtype(x)) for x in present if dtypes.kind(described(x).dtype(x)) != "integer"]
+        wide = [dtype for dtype in reals if dtype == np.float64]
+        return self.state(
+            tree.unflatten(structure, [value for value, _ in made]),
+            backend.full((), 0, wide[0] if wide else dtypes.FLOAT32, present),
+            backend.full((), 0, dtypes.INT32, present),
+            tree.unflatten(structure, [output for _, output in made]),
+        )
+
+    def _init_leaf(self, backend: Backend, leaf: Any, path: str) -> tuple[Any, Any]:
+        if leaf is None:
+            return None, None
+        shape = described(leaf).shape(leaf)
+        if described(leaf).absent(leaf):
+            return None, backend.full((0, *shape), 0, np.dtype(np.bool_))
+        dtype = described(leaf).dtype(leaf)
+        if dtypes.kind(dtype) not in self.cell.kinds:
+            raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", dtype, path)
+        running, output = self.cell.running(dtype), self.cell.output(dtype)
+        value = self.cell.empty(backend, shape, running, leaf)
+        return value, None if output == running == dtype else backend.full((0, *shape), 0, output)
+
+    @ordinary
+    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+        structure, values, outputs = self._open(state)
+        contributions = tree.flatten_as(self.cell.name, structure, value)
+        backend = resolve(self.cell.name, [*_arrays(values), *contributions, state.count, weight])
+        w = parse(self.cell.name, backend, weight)
+        zero, empty = w.is_zero(backend), state.count == 0
+        updated = [
+            self._update_leaf(backend, *leaf, w, empty)
+            for leaf in zip(values, contributions, outputs, structure.paths(), strict=True)
+        ]
+        if zero is True:
+            return state
+        total = backend.add(state.weight, w.cast(backend, dtype_of(state.weight)))
+        count = state.count + 1
+        if zero is not False:
+            # Masked by where: a contribution of weight 0 may hold NaN.
+            pairs = zip(values, updated, strict=True)
+            updated = [new if new is old else _where(backend, zero, old, new) for old, new in pairs]
+            total, count = backend.where(zero, state.weight, total), backend.where(zero, state.count, count)
+        return self.state(tree.unflatten(structure, updated), total, count, state.output)
+
+    def _update_leaf(self, backend: Backend, a: Any, x: Any, output: Any, path: str, w: Weight, empty: Array) -> Any:
+        name = self.cell.name
+        if is_absent(x):
+            return a
+        if a is None:
+            raise GradCombineError(name, "no gradient, as where the state was made", "an array", path)
+        kept = parts(a)[0]
+        expected, received = described(kept).shape(kept), described(x).shape(x)
+        if expected != received:
+            raise GradCombineError(name, f"shape {expected}", received, path)
+        dtype, running = described(x).dtype(x), dtype_of(kept)
+        made_for = running if output is None else dtype_of(output)
+        if (self.cell.running(dtype), self.cell.output(dtype)) != (running, made_for):
+            raise GradCombineError(name, f"dtype {made_for}, accumulated in {running}", dtype, path)
+        try:
+            return self.cell.update(backend, a, backend.asarray(x), w, empty)
+        except GradCombineError as error:
+            raise GradCombineError(name, error.expected, error.received, path) from None
+
+    @ordinary
+    def merge(self, a: State, b: State) -> State:
+        structure, lefts, _ = self._open(a)
+        _, rights, _ = self._open(b, structure)
+        backend = resolve(self.cell.name, [*_arrays(lefts), *_arrays(rights), a.count, b.count])
+        empties = a.count == 0, b.count == 0
+        values = []
+        for left, right, path in zip(lefts, rights, structure.paths(), strict=True):
+            if _described(left) != _described(right):
+                raise GradCombineError(self.cell.name, f"a state of {_described(left)}", _described(right), path)
+            values.append(None if left is None else self.cell.merge(backend, left, right, *empties))
+        weight = backend.add(a.weight, b.weight)
+        return self.state(tree.unflatten(structure, values), weight, a.count + b.count, a.output)
+
+    @ordinary
+    def finalize(self, state: State) -> Tree:
+        structure, values, outputs = self._open(state)
+        backend = resolve(self.cell.name, [*_arrays(values), state.count])
+        totals = Totals(state.weight, state.count)
+
+        def finish(a: Any, output: Any) -> Any:
+            if a is None:
+                return None if output is None else backend.make_absent(described(output).shape(output)[1:])
+            return self.cell.finish(backend, a, totals, dtype_of(parts(a)[0] if output is None else output))
+
+        return tree.unflatten(structure, map(finish, values, outputs))
+
+    @ordinary
+    def clear(self, state: State) -> State:
+        structure, values, _ = self._open(state)
+        backend = resolve(self.cell.name, [*_arrays(values), state.count])
+
+        def empty(a: Any) -> Any:
+            if a is None:
+                return None
+            kept = parts(a)[0]
+            return self.cell.empty(backend, backend.shape(kept), dtype_of(kept), kept)
+
+        weight, count = (backend.full((), 0, dtype_of(x), [x]) for x in (state.weight, state.count))
+        return self.state(tree.unflatten(structure, map(empty, values)), weight, count, state.output)
+
+    @ordinary
+    def all_merge(self, state: State, collective: Collective, order: Order) -> State:
+        structure, values, _ = self._open(state)
+        arrays = _arrays(values)
+        backend = resolve(self.cell.name, [*arrays, state.count])
+        paths = [path for path, a in zip(structure.paths(), values, strict=True) if a is not None for _ in parts(a)]
+        collective.require_own(self.cell.name, paths, arrays)
+
+        def rebuild(received: Sequence[Array]) -> State:
+            *summed, weight, count = received
+            back = iter([backend.cast(x, dtype_of(old)) for x, old in zip(summed, arrays, strict=True)])
+            filled = [None if a is None else _like(a, [next(back) for _ in parts(a)]) for a in values]
+            return self.state(tree.unflatten(structure, filled), weight, count, state.output)
+
+        bundle = [*(self._to_wire(backend, x) for x in arrays), state.weight, state.count]
+        if self.cell.additive and order == "sequential":
+            return rebuild(collective.all_sum(bundle))
+        gathered = collective.all_gather(bundle)
+        states = (rebuild([stack[rank] for stack in gathered]) for rank in range(collective.size()))
+        return fold_pairwise(self.merge, states)
+
+    def _to_wire(self, backend: Backend, x: Array) -> Array:
+        if self.wire_dtype is None or dtypes.kind(dtype_of(x)) != dtypes.kind(self.wire_dtype):
+            return x
+        return backend.cast(x, self.wire_dtype)
+
+    def _open(
+        self, state: State, structure: tree.Structure | None = None
+    ) -> tuple[tree.Structure, list[Any], list[Any]]:
+        """The structure, the accumulators and the output dtypes of a state of this reduction."""
+        name = self.cell.name
+        if type(state) is not self.state:
+            raise GradCombineError(name, f"a {self.state.__name__}", type(state).__name__)
+        compound = self.cell.compound
+        is_leaf = None if compound is None else (lambda node: isinstance(node, compound))
+        values, found = tree.flatten(name, state.value, is_leaf)
+        if structure is not None and found != structure:
+            raise tree.difference(name, structure, found)
+        return found, values, tree.flatten_as(name, found, state.output)
+
+
+def _where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:
+    return _like(a, [backend.where(condition, x, y) for x, y in zip(parts(a), parts(b), strict=True)])
+
+
+def _like(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
+    return type(a)(*arrays) if isinstance(a, tuple) else arrays[0]
+
+
+def _arrays(values: Sequence[Any]) -> list[Array]:
+    return [array for a in values if a is not None for array in parts(a)]
+
+
+def _described(a: Any) -> str:
+    if a is None:
+        return "no gradient"
+    kept = parts(a)[0]
+    return f"shape {described(kept).shape(kept)} and dtype {dtype_of(kept)}"
