@@ -61,12 +61,14 @@ class Cell(Protocol):
         """The neutral accumulator, placed like ``like``."""
         ...
 
-    def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, empty: Array) -> Accumulator:
-        """One more contribution; ``empty`` tells whether it is the first."""
+    def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Accumulator:
+        """One more contribution to an accumulator that has had ``totals`` so far. Its weight may be 0: masked after."""
         ...
 
-    def merge(self, backend: Backend, a: Accumulator, b: Accumulator, a_empty: Array, b_empty: Array) -> Accumulator:
-        """Two accumulators become one; the flags say which of them are empty."""
+    def merge(
+        self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals
+    ) -> Accumulator:
+        """Two accumulators become one; the totals are what each has had."""
         ...
 
     def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Array:
@@ -121,14 +123,14 @@ class Plain:
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
         return backend.full(shape, self.identity(running), running, [like])
 
-    def update(self, backend: Backend, a: Array, x: Array, weight: Weight, empty: Array) -> Array:
+    def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
         running = backend.dtype(a)
         entering = weighted(self.name, backend, x, weight, running) if self.additive else x
         present = backend.full((), False, np.dtype(np.bool_))
-        return self.combine(backend, a, backend.cast(entering, running), empty, present)
+        return self.combine(backend, a, backend.cast(entering, running), totals.count == 0, present)
 
-    def merge(self, backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
-        return self.combine(backend, a, b, a_empty, b_empty)
+    def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
+        return self.combine(backend, a, b, a_totals.count == 0, b_totals.count == 0)
 
     def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
         return backend.cast(self.result(backend, a, totals), output)

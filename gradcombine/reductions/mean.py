@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from gradcombine.autograph import ordinary
-from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Plain, Totals
-from gradcombine.reductions.sum import add, neutral, require_precision, zero_if_empty
+from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.compensated import Compensated
+from gradcombine.reductions.divide import over_weight
+from gradcombine.reductions.sum import Precision, add, neutral, require_precision
 from gradcombine.reductions.treewise import TreewiseState, lift
-from gradcombine.types import Array, Reduction
+from gradcombine.types import Reduction
 
 
 class MeanState(TreewiseState):
     """Sums of ``w * g``, not divided yet."""
 
 
+class CompensatedMeanState(TreewiseState):
+    """Pairs that sum to those of ``w * g``, not divided yet."""
+
+
 @ordinary
 def mean(
-    precision: Literal["fast"] = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
+    precision: Precision = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
 ) -> Reduction:
     """The weighted mean ``(w_1 g_1 + w_2 g_2 + ...) / (w_1 + w_2 + ...)``, divided once, after all merging.
 
@@ -42,14 +47,7 @@ def mean(
     """
     require_precision("mean", precision)
     settings = dtypes.Settings(dtype, output_dtype)
-    cell = Plain("mean", ("float", "complex"), neutral, add, _divided, additive=True, settings=settings)
+    if precision == "compensated":
+        return lift(Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, averages=True)
+    cell = Plain("mean", ("float", "complex"), neutral, add, over_weight, additive=True, settings=settings)
     return lift(cell, MeanState, wire_dtype, averages=True)
-
-
-def _divided(backend: Backend, total: Array, totals: Totals) -> Array:
-    running = backend.dtype(total)
-    working = dtypes.working(running)
-    weight = backend.cast(totals.weight, dtypes.part(working))
-    divisor = backend.where(totals.count == 0, backend.full((), 1, dtypes.part(working)), weight)
-    quotient = backend.divide(backend.cast(total, working), divisor)
-    return zero_if_empty(backend, backend.cast(quotient, running), totals)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -10,23 +10,32 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Plain, Totals
+from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.compensated import Compensated
+from gradcombine.reductions.divide import zero_if_empty
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
+
+Precision = Literal["fast", "compensated"]
 
 
 class SumState(TreewiseState):
     """Sums of ``w * g``."""
 
 
+class CompensatedSumState(TreewiseState):
+    """Pairs that sum to those of ``w * g``."""
+
+
 @ordinary
 def sum(
-    precision: Literal["fast"] = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
+    precision: Precision = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
 ) -> Reduction:
     """The weighted sum ``w_1 g_1 + w_2 g_2 + ...``.
 
     Args:
-      precision: ``"fast"``: one running value in the accumulator dtype, rounded at each addition.
+      precision: ``"fast"``: one running value in the accumulator dtype, rounded at each addition. ``"compensated"``: a
+        pair, in which the roundings' errors are kept; float and complex leaves.
       dtype: of the accumulators. None: the contributions' own, float32 for narrower floats, 32 bits for narrower
         integers.
       output_dtype: of the result. None: the contributions' own; narrow integers stay as wide as their accumulator.
@@ -46,14 +55,16 @@ def sum(
     """
     require_precision("sum", precision)
     settings = dtypes.Settings(dtype, output_dtype)
+    if precision == "compensated":
+        return lift(Compensated("sum", settings, divides=False), CompensatedSumState, wire_dtype)
     cell = Plain("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, additive=True, settings=settings)
     return lift(cell, SumState, wire_dtype)
 
 
 def require_precision(operation: str, precision: str) -> None:
     """Refuses a precision that no algorithm here has."""
-    if precision != "fast":
-        raise GradCombineError(operation, "precision 'fast'", repr(precision))
+    if precision not in get_args(Precision):
+        raise GradCombineError(operation, f"a precision of {list(get_args(Precision))}", repr(precision))
 
 
 def neutral(dtype: np.dtype) -> Any:
@@ -64,8 +75,3 @@ def neutral(dtype: np.dtype) -> Any:
 def add(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
     """a + b; an empty accumulator holds `neutral`."""
     return backend.add(a, b)
-
-
-def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
-    """+0 where nothing was added."""
-    return backend.where(totals.count == 0, backend.full((), 0, backend.dtype(x)), x)

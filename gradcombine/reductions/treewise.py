@@ -98,9 +98,9 @@ class _Treewise:
         contributions = tree.flatten_as(self.cell.name, structure, value)
         backend = resolve(self.cell.name, [*_arrays(values), *contributions, state.count, weight])
         w = parse(self.cell.name, backend, weight)
-        zero, empty = w.is_zero(backend), state.count == 0
+        zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
         updated = [
-            self._update_leaf(backend, *leaf, w, empty)
+            self._update_leaf(backend, *leaf, w, totals)
             for leaf in zip(values, contributions, outputs, structure.paths(), strict=True)
         ]
         if zero is True:
@@ -114,7 +114,7 @@ class _Treewise:
             total, count = backend.where(zero, state.weight, total), backend.where(zero, state.count, count)
         return self.state(tree.unflatten(structure, updated), total, count, state.output)
 
-    def _update_leaf(self, backend: Backend, a: Any, x: Any, output: Any, path: str, w: Weight, empty: Array) -> Any:
+    def _update_leaf(self, backend: Backend, a: Any, x: Any, output: Any, path: str, w: Weight, totals: Totals) -> Any:
         name = self.cell.name
         if is_absent(x):
             return a
@@ -129,7 +129,7 @@ class _Treewise:
         if (self.cell.running(dtype), self.cell.output(dtype)) != (running, made_for):
             raise GradCombineError(name, f"dtype {made_for}, accumulated in {running}", dtype, path)
         try:
-            return self.cell.update(backend, a, backend.asarray(x), w, empty)
+            return self.cell.update(backend, a, backend.asarray(x), w, totals)
         except GradCombineError as error:
             raise GradCombineError(name, error.expected, error.received, path) from None
 
@@ -138,12 +138,12 @@ class _Treewise:
         structure, lefts, _ = self._open(a)
         _, rights, _ = self._open(b, structure)
         backend = resolve(self.cell.name, [*_arrays(lefts), *_arrays(rights), a.count, b.count])
-        empties = a.count == 0, b.count == 0
+        totals = Totals(a.weight, a.count), Totals(b.weight, b.count)
         values = []
         for left, right, path in zip(lefts, rights, structure.paths(), strict=True):
             if _described(left) != _described(right):
                 raise GradCombineError(self.cell.name, f"a state of {_described(left)}", _described(right), path)
-            values.append(None if left is None else self.cell.merge(backend, left, right, *empties))
+            values.append(None if left is None else self.cell.merge(backend, left, right, *totals))
         weight = backend.add(a.weight, b.weight)
         return self.state(tree.unflatten(structure, values), weight, a.count + b.count, a.output)
 

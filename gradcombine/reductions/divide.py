@@ -1,0 +1,23 @@
+"""Division by the sum of weights."""
+
+from __future__ import annotations
+
+from gradcombine.backends.protocol import Backend
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.cell import Totals
+from gradcombine.types import Array
+
+
+def over_weight(backend: Backend, total: Array, totals: Totals) -> Array:
+    """``total / weight`` in at least float32, correctly rounded; +0 where nothing was added."""
+    running = backend.dtype(total)
+    working = dtypes.working(running)
+    weight = backend.cast(totals.weight, dtypes.part(working))
+    divisor = backend.where(totals.count == 0, backend.full((), 1, dtypes.part(working)), weight)
+    quotient = backend.divide(backend.cast(total, working), divisor)
+    return zero_if_empty(backend, backend.cast(quotient, running), totals)
+
+
+def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
+    """+0 where nothing was added."""
+    return backend.where(totals.count == 0, backend.full((), 0, backend.dtype(x)), x)
