@@ -70,6 +70,9 @@ class JaxBackend:
     def add(self, a: Array, b: Array) -> Array:
         return jnp.add(a, b)
 
+    def total(self, array: Array) -> Array:
+        return jnp.sum(array)
+
     def product(self, a: Array, b: Array) -> Array:
         return jnp.multiply(a, b)
 
@@ -92,6 +95,15 @@ class JaxBackend:
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         return jnp.where(condition, a, b)
+
+    def bitcast(self, array: Array, dtype: np.dtype) -> Array:
+        return lax.bitcast_convert_type(array, dtype)
+
+    def shift_left(self, a: Array, amount: Array | int) -> Array:
+        return jnp.left_shift(a, amount)
+
+    def shift_right(self, a: Array, amount: Array | int) -> Array:
+        return jnp.right_shift(a, amount)
 
     def maximum(self, a: Array, b: Array) -> Array:
         # XLA on CPU may drop a NaN in its own maximum, so the comparison is spelled out.

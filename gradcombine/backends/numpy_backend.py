@@ -56,6 +56,10 @@ class NumpyBackend:
         with np.errstate(all="ignore"):
             return np.add(a, b)
 
+    def total(self, array: Array) -> Array:
+        with np.errstate(all="ignore"):
+            return np.sum(array, dtype=array.dtype)
+
     def product(self, a: Array, b: Array) -> Array:
         with np.errstate(all="ignore"):
             return np.multiply(a, b)
@@ -73,6 +77,15 @@ class NumpyBackend:
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         return np.where(condition, a, b)
+
+    def bitcast(self, array: Array, dtype: np.dtype) -> Array:
+        return np.ascontiguousarray(array).reshape(np.shape(array)).view(dtype)
+
+    def shift_left(self, a: Array, amount: Array | int) -> Array:
+        return np.left_shift(a, np.asarray(amount, np.int32))
+
+    def shift_right(self, a: Array, amount: Array | int) -> Array:
+        return np.right_shift(a, np.asarray(amount, np.int32))
 
     def maximum(self, a: Array, b: Array) -> Array:
         return np.where(a != a, a, np.where(a > b, a, b))

@@ -74,6 +74,10 @@ class Backend(Protocol):
         """a + b, silent on overflow."""
         ...
 
+    def total(self, array: Array) -> Array:
+        """The sum of all elements, a scalar; in an order that the framework chooses."""
+        ...
+
     def product(self, a: Array, b: Array) -> Array:
         """a * b elementwise, silent on overflow; may be fused with a following addition."""
         ...
@@ -88,6 +92,18 @@ class Backend(Protocol):
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         """a where the boolean condition holds, else b."""
+        ...
+
+    def bitcast(self, array: Array, dtype: np.dtype) -> Array:
+        """The same bits read as another dtype of the same width."""
+        ...
+
+    def shift_left(self, a: Array, amount: Array | int) -> Array:
+        """``a << amount`` for int32 and amounts from 0 to 31."""
+        ...
+
+    def shift_right(self, a: Array, amount: Array | int) -> Array:
+        """``a >> amount`` for int32 and amounts from 0 to 31; the sign bit is repeated."""
         ...
 
     def maximum(self, a: Array, b: Array) -> Array:

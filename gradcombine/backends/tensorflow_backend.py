@@ -59,6 +59,9 @@ class TensorflowBackend:
         # across an operation of another kind, and this one passes its buffer on.
         return total if tf.executing_eagerly() else tf.ensure_shape(total, total.shape)
 
+    def total(self, array: Array) -> Array:
+        return tf.reduce_sum(array)
+
     def product(self, a: Array, b: Array) -> Array:
         return tf.multiply(a, b)
 
@@ -80,6 +83,15 @@ class TensorflowBackend:
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         return tf.where(condition, a, b)
+
+    def bitcast(self, array: Array, dtype: np.dtype) -> Array:
+        return tf.bitcast(array, tf.as_dtype(dtype))
+
+    def shift_left(self, a: Array, amount: Array | int) -> Array:
+        return tf.bitwise.left_shift(a, tf.convert_to_tensor(amount, a.dtype))
+
+    def shift_right(self, a: Array, amount: Array | int) -> Array:
+        return tf.bitwise.right_shift(a, tf.convert_to_tensor(amount, a.dtype))
 
     def maximum(self, a: Array, b: Array) -> Array:
         # XLA on CPU drops a NaN in its own maximum, so the comparison is spelled out.

@@ -4,8 +4,9 @@ from gradcombine.reductions.checked import checked
 from gradcombine.reductions.extrema import max, min
 from gradcombine.reductions.first import first, last
 from gradcombine.reductions.mean import mean
+from gradcombine.reductions.moments import moments
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.product import product
 from gradcombine.reductions.sum import sum
 
-__all__ = ["checked", "first", "last", "max", "mean", "min", "per_leaf", "product", "sum"]
+__all__ = ["checked", "first", "last", "max", "mean", "min", "moments", "per_leaf", "product", "sum"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +22,7 @@ Accumulator = Any
 class Totals(NamedTuple):
     """What a whole state knows beside its accumulators: the sum of weights, and the number of contributions."""
 
-    weight: Array
+    weight: Accumulator
     count: Array
 
 
@@ -75,6 +75,31 @@ class Cell(Protocol):
         """The result, of dtype ``output``."""
         ...
 
+    def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Accumulator:
+        """The sum of no weights: a scalar, or a NamedTuple of scalars."""
+        ...
+
+    def add_weight(self, backend: Backend, total: Accumulator, weight: Weight) -> Accumulator:
+        """One more weight."""
+        ...
+
+    def merge_weights(self, backend: Backend, a: Accumulator, b: Accumulator) -> Accumulator:
+        """Two sums of weights become one."""
+        ...
+
+
+class RoundedWeights:
+    """The sum of weights as one running value: exact for integers up to 2**24, else rounded at each addition."""
+
+    def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Array:
+        return backend.full((), 0, dtype, like)
+
+    def add_weight(self, backend: Backend, total: Array, weight: Weight) -> Array:
+        return backend.add(total, weight.cast(backend, backend.dtype(total)))
+
+    def merge_weights(self, backend: Backend, a: Array, b: Array) -> Array:
+        return backend.add(a, b)
+
 
 def parts(a: Accumulator) -> tuple[Array, ...]:
     """The arrays of an accumulator."""
@@ -94,7 +119,7 @@ def dtype_of(array: Array) -> np.dtype:
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(RoundedWeights):
     """An accumulator that is one array.
 
     Attributes:

@@ -9,7 +9,8 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Plain
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import over_weight
-from gradcombine.reductions.sum import Precision, add, neutral, require_precision
+from gradcombine.reductions.exact import Exact
+from gradcombine.reductions.sum import Precision, add, neutral, require_no_accumulator_dtype, require_precision
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Reduction
 
@@ -20,6 +21,10 @@ class MeanState(TreewiseState):
 
 class CompensatedMeanState(TreewiseState):
     """Pairs that sum to those of ``w * g``, not divided yet."""
+
+
+class ExactMeanState(TreewiseState):
+    """Digits of sums of ``w * g``, not divided yet."""
 
 
 @ordinary
@@ -49,5 +54,8 @@ def mean(
     settings = dtypes.Settings(dtype, output_dtype)
     if precision == "compensated":
         return lift(Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, averages=True)
+    if precision == "exact":
+        require_no_accumulator_dtype("mean", dtype, wire_dtype)
+        return lift(Exact("mean", settings, divides=True), ExactMeanState, averages=True)
     cell = Plain("mean", ("float", "complex"), neutral, add, over_weight, additive=True, settings=settings)
     return lift(cell, MeanState, wire_dtype, averages=True)

@@ -13,10 +13,11 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Plain
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import zero_if_empty
+from gradcombine.reductions.exact import Exact
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
 
-Precision = Literal["fast", "compensated"]
+Precision = Literal["fast", "compensated", "exact"]
 
 
 class SumState(TreewiseState):
@@ -27,6 +28,10 @@ class CompensatedSumState(TreewiseState):
     """Pairs that sum to those of ``w * g``."""
 
 
+class ExactSumState(TreewiseState):
+    """Digits of sums of ``w * g``."""
+
+
 @ordinary
 def sum(
     precision: Precision = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
@@ -35,7 +40,8 @@ def sum(
 
     Args:
       precision: ``"fast"``: one running value in the accumulator dtype, rounded at each addition. ``"compensated"``: a
-        pair, in which the roundings' errors are kept; float and complex leaves.
+        pair, in which the roundings' errors are kept; float and complex leaves. ``"exact"``: integers in fixed point,
+        rounded once, at the end; leaves of float32 and narrower floats, up to 4096 contributions.
       dtype: of the accumulators. None: the contributions' own, float32 for narrower floats, 32 bits for narrower
         integers.
       output_dtype: of the result. None: the contributions' own; narrow integers stay as wide as their accumulator.
@@ -57,6 +63,9 @@ def sum(
     settings = dtypes.Settings(dtype, output_dtype)
     if precision == "compensated":
         return lift(Compensated("sum", settings, divides=False), CompensatedSumState, wire_dtype)
+    if precision == "exact":
+        require_no_accumulator_dtype("sum", dtype, wire_dtype)
+        return lift(Exact("sum", settings, divides=False), ExactSumState)
     cell = Plain("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, additive=True, settings=settings)
     return lift(cell, SumState, wire_dtype)
 
@@ -65,6 +74,12 @@ def require_precision(operation: str, precision: str) -> None:
     """Refuses a precision that no algorithm here has."""
     if precision not in get_args(Precision):
         raise GradCombineError(operation, f"a precision of {list(get_args(Precision))}", repr(precision))
+
+
+def require_no_accumulator_dtype(operation: str, dtype: Any, wire_dtype: Any) -> None:
+    """Refuses settings that precision "exact" has no use for: its accumulators are integers."""
+    if dtype is not None or wire_dtype is not None:
+        raise GradCombineError(operation, "no dtype and no wire_dtype for precision 'exact'", repr(dtype or wire_dtype))
 
 
 def neutral(dtype: np.dtype) -> Any:

@@ -25,13 +25,13 @@ class TreewiseState(NamedTuple):
 
     Attributes:
       value: the tree of accumulators; None where the parameter has no gradient.
-      weight: real scalar, the sum of weights.
+      weight: the sum of weights, a real scalar (of an exact reduction, a NamedTuple of scalars).
       count: int32 scalar, the number of contributions whose weight is not 0.
       output: a tree of empty arrays, each of the dtype of the result; None where that is the accumulator's.
     """
 
     value: Tree
-    weight: Array
+    weight: Any
     count: Array
     output: Tree
 
@@ -74,7 +74,7 @@ class _Treewise:
         wide = [dtype for dtype in reals if dtype == np.float64]
         return self.state(
             tree.unflatten(structure, [value for value, _ in made]),
-            backend.full((), 0, wide[0] if wide else dtypes.FLOAT32, present),
+            self.cell.empty_weight(backend, wide[0] if wide else dtypes.FLOAT32, present),
             backend.full((), 0, dtypes.INT32, present),
             tree.unflatten(structure, [output for _, output in made]),
         )
@@ -105,13 +105,13 @@ class _Treewise:
         ]
         if zero is True:
             return state
-        total = backend.add(state.weight, w.cast(backend, dtype_of(state.weight)))
-        count = state.count + 1
+        total, count = self.cell.add_weight(backend, state.weight, w), state.count + 1
         if zero is not False:
             # Masked by where: a contribution of weight 0 may hold NaN.
             pairs = zip(values, updated, strict=True)
             updated = [new if new is old else _where(backend, zero, old, new) for old, new in pairs]
-            total, count = backend.where(zero, state.weight, total), backend.where(zero, state.count, count)
+            total = _where(backend, zero, state.weight, total)
+            count = backend.where(zero, state.count, count)
         return self.state(tree.unflatten(structure, updated), total, count, state.output)
 
     def _update_leaf(self, backend: Backend, a: Any, x: Any, output: Any, path: str, w: Weight, totals: Totals) -> Any:
@@ -144,7 +144,7 @@ class _Treewise:
             if _described(left) != _described(right):
                 raise GradCombineError(self.cell.name, f"a state of {_described(left)}", _described(right), path)
             values.append(None if left is None else self.cell.merge(backend, left, right, *totals))
-        weight = backend.add(a.weight, b.weight)
+        weight = self.cell.merge_weights(backend, a.weight, b.weight)
         return self.state(tree.unflatten(structure, values), weight, a.count + b.count, a.output)
 
     @ordinary
@@ -171,7 +171,8 @@ class _Treewise:
             kept = parts(a)[0]
             return self.cell.empty(backend, backend.shape(kept), dtype_of(kept), kept)
 
-        weight, count = (backend.full((), 0, dtype_of(x), [x]) for x in (state.weight, state.count))
+        weight = self.cell.empty_weight(backend, dtype_of(parts(state.weight)[0]), parts(state.weight))
+        count = backend.full((), 0, dtypes.INT32, [state.count])
         return self.state(tree.unflatten(structure, map(empty, values)), weight, count, state.output)
 
     @ordinary
@@ -183,12 +184,16 @@ class _Treewise:
         collective.require_own(self.cell.name, paths, arrays)
 
         def rebuild(received: Sequence[Array]) -> State:
-            *summed, weight, count = received
-            back = iter([backend.cast(x, dtype_of(old)) for x, old in zip(summed, arrays, strict=True)])
-            filled = [None if a is None else _like(a, [next(back) for _ in parts(a)]) for a in values]
+            back = iter(received)
+
+            def like(a: Accumulator) -> Accumulator:
+                return _like(a, [backend.cast(next(back), dtype_of(x)) for x in parts(a)])
+
+            filled = [None if a is None else like(a) for a in values]
+            weight, count = like(state.weight), next(back)
             return self.state(tree.unflatten(structure, filled), weight, count, state.output)
 
-        bundle = [*(self._to_wire(backend, x) for x in arrays), state.weight, state.count]
+        bundle = [*(self._to_wire(backend, x) for x in arrays), *parts(state.weight), state.count]
         if self.cell.additive and order == "sequential":
             return rebuild(collective.all_sum(bundle))
         gathered = collective.all_gather(bundle)

@@ -1,0 +1,144 @@
+"""Left chains, and what TensorFlow makes of them in its AddN kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any
+
+from gradcombine.autograph import ordinary
+from gradcombine.backends.protocol import Backend
+from gradcombine.errors import GradCombineError
+from gradcombine.legacy.leaves import by_leaf, trees_of
+from gradcombine.reductions import dtypes
+from gradcombine.types import Array, Tree
+
+_BLOCK = 8
+
+
+@ordinary
+def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
+    """The sum from left to right: ``((v_1 + v_2) + v_3) + ...``.
+
+    Args:
+      values: a list of one tree or more, of one structure, with leaves of equal shapes and dtypes. A leaf that is None
+        in all of them is None in the result.
+      dtype: of the running sum. None: the contributions' own.
+
+    Returns:
+      The sum, of the contributions' dtype.
+
+    Raises:
+      GradCombineError: for an empty list, trees that do not match, a leaf that is None in some of them only.
+
+    Bits: those of plain additions in eager Python; of `tf.add_n` under jit_compile; of
+    ``AggregationMethod.EXPERIMENTAL_TREE`` and ``EXPERIMENTAL_ACCUMULATE_N`` where Grappler is off (see `addn_blocks`);
+    and of `jax.lax.psum` over pmap and shard_map, by rank: there bfloat16 is added in float32 and rounded once
+    (``dtype="float32"``), float16 at each addition.
+
+    References: math_ops.accumulate_n and gradients_util._AggregatedGrads in TensorFlow; for psum and XLA, observation
+    alone.
+
+    >>> import numpy as np
+    >>> left_chain([np.float32([1e8]), np.float32([1]), np.float32([-1e8])])
+    array([0.], dtype=float32)
+    """
+    running = dtypes.parse(dtype)
+
+    def summed(backend: Backend, terms: list[Array]) -> Array:
+        own = backend.dtype(terms[0])
+        cast = terms if running is None else [backend.cast(term, running) for term in terms]
+        return backend.cast(chain(backend, cast), own)
+
+    return by_leaf("left_chain", values, summed)
+
+
+@ordinary
+def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reused: int = 0) -> Tree:
+    """The sum as TensorFlow's AddN kernel forms it: ``(block_1 + block_2) + ...``, each block a left chain.
+
+    The first block has n % 8 terms (8 for a remainder of 0, 9 for 1), each later one 8. Up to nine terms are a left
+    chain.
+
+    Args:
+      values: as for `left_chain`.
+      names: in a tf.function, of the graph nodes whose outputs are added, one a tree. Grappler sorts the inputs of an
+        AddN by them, as strings (``"a_10"`` before ``"a_2"``, ``"replica_1/x"`` before rank 0's ``"x"``), and makes
+        one AddN of any chain or tree of additions. None: the terms are added in the order given, as in eager mode.
+      reused: the number (after sorting) of the term that changes places with the first. In a graph the kernel writes
+        into the buffer of the first term that nothing else uses, and begins with it: 0 where that is the first term,
+        or where there is none (arguments, variables and constants are in use).
+
+    Returns:
+      The sum, of the contributions' dtype.
+
+    Raises:
+      GradCombineError: as `left_chain`; for a wrong number of names, or a term that is not there.
+
+    Bits: those of `tf.add_n` on CPU, eager and in a tf.function; of ``tf.gradients`` with any AggregationMethod in a
+    tf.function; of MirroredStrategy with ReductionToOneDevice, by rank; and of ``strategy.reduce`` onto a CPU, whatever
+    the strategy's cross-device operations are.
+
+    References: kernels/aggregate_ops.cc, grappler's arithmetic optimizer, cross_device_ops.ReductionToOneDevice and
+    MirroredStrategy's _reduce_to in TensorFlow.
+
+    >>> import numpy as np
+    >>> terms = [np.float32([x]) for x in (1, 1, 1, 1e8, 1, 1, 1, 1, 1, 1, -1e8)]
+    >>> addn_blocks(terms), left_chain(terms)
+    (array([3.], dtype=float32), array([0.], dtype=float32))
+    """
+    trees = trees_of("addn_blocks", values)
+    if names is not None:
+        if len(names) != len(trees):
+            raise GradCombineError("addn_blocks", f"{len(trees)} names", len(names))
+        trees = [trees[i] for i in sorted(range(len(trees)), key=names.__getitem__)]
+    if not 0 <= reused < len(trees):
+        raise GradCombineError("addn_blocks", f"a reused term from 0 to {len(trees) - 1}", reused)
+    trees[0], trees[reused] = trees[reused], trees[0]
+    return by_leaf("addn_blocks", trees, blocks)
+
+
+@ordinary
+def hierarchical_copy(values: Sequence[Tree]) -> Tree:
+    """The sum of two halves, each by `addn_blocks`: ``addn(v_1 ... v_h) + addn(v_{h+1} ... v_2h)``, h = n // 2.
+
+    Args:
+      values: as for `left_chain`, by rank. The last of an odd number is left out, as TensorFlow leaves it out.
+
+    Returns:
+      The sum, of the contributions' dtype; one tree passes through unchanged.
+
+    Raises:
+      GradCombineError: as `left_chain`.
+
+    Bits: those of an all-reduce in MirroredStrategy's replica context with HierarchicalCopyAllReduce, eager. In a
+    tf.function Grappler makes one AddN of the three: `addn_blocks` over the same 2h ranks.
+
+    References: cross_device_utils.aggregate_gradients_using_hierarchical_copy in TensorFlow.
+
+    >>> import numpy as np
+    >>> hierarchical_copy([np.float32([x]) for x in (1e8, -1e8, 1, 1)])
+    array([2.], dtype=float32)
+    """
+    trees = trees_of("hierarchical_copy", values)
+    half = len(trees) // 2
+
+    def halves(backend: Backend, terms: list[Array]) -> Array:
+        if not half:
+            return terms[0]
+        return backend.add(blocks(backend, terms[:half]), blocks(backend, terms[half : 2 * half]))
+
+    return by_leaf("hierarchical_copy", trees, halves)
+
+
+def chain(backend: Backend, terms: Sequence[Array]) -> Array:
+    """One leaf's `left_chain`."""
+    return reduce(backend.add, terms)
+
+
+def blocks(backend: Backend, terms: Sequence[Array]) -> Array:
+    """One leaf's `addn_blocks`."""
+    # The kernel has functors for 2 to 9 terms, which begin a sum, and one that adds 8 terms to it.
+    first = (len(terms) - 2) % _BLOCK + 2
+    later = range(first, len(terms), _BLOCK)
+    return chain(backend, [chain(backend, terms[i : i + n]) for i, n in [(0, first), *((i, _BLOCK) for i in later)]])

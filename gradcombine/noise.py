@@ -1,0 +1,137 @@
+"""The gradient noise scale: how large a batch is worth its cost."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.autograph import ordinary
+from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions import dtypes
+from gradcombine.types import Array, Tree
+
+_FLOATING = ("float", "complex")
+
+
+class NoiseScale(NamedTuple):
+    """What a window of gradients tells about its noise; scalars.
+
+    Attributes:
+      scale: ``trace / squared_norm``, in examples (in what the weights count): the batch size at which the noise in the
+        mean gradient is as large as the gradient.
+      trace: the trace of the covariance of one example's gradient.
+      squared_norm: the squared norm of the true gradient.
+    """
+
+    scale: Array
+    trace: Array
+    squared_norm: Array
+
+
+@ordinary
+def squared_norm(value: Tree) -> Array:
+    """The sum of the squared magnitudes of all elements, ``|g|**2``.
+
+    Args:
+      value: a tree of float and complex leaves. None is "no gradient" and adds nothing.
+
+    Returns:
+      A scalar, float32; float64 where a leaf is that wide. Narrower leaves are squared in float32.
+
+    Raises:
+      GradCombineError: for a leaf of integers.
+
+    Bits: the order of the additions within a leaf is the framework's, so nothing is promised but where no addition
+    rounds.
+
+    >>> import numpy as np
+    >>> float(squared_norm({"w": np.float32([1, 2]), "b": np.float32(2), "frozen": None}))
+    9.0
+    """
+    leaves, structure = tree.flatten("squared_norm", value)
+    backend = resolve("squared_norm", leaves)
+    sums = []
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        if is_absent(leaf):
+            continue
+        array = backend.asarray(leaf)
+        if dtypes.kind(backend.dtype(array)) not in _FLOATING:
+            raise GradCombineError("squared_norm", "a dtype that is float or complex", backend.dtype(array), path)
+        magnitude = abs(array)
+        magnitude = backend.cast(magnitude, dtypes.working(backend.dtype(magnitude)))
+        sums.append(backend.total(backend.product(magnitude, magnitude)))
+    widest = max((backend.dtype(x) for x in sums), key=lambda dtype: dtype.itemsize, default=dtypes.FLOAT32)
+    total = backend.full((), 0, widest)
+    for x in sums:
+        total = backend.add(total, backend.cast(x, widest))
+    return total
+
+
+@ordinary
+def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count: Array) -> NoiseScale:
+    """The gradient noise scale ``tr(S) / |G|**2``, estimated from gradients of microbatches of any sizes.
+
+    The gradient g_i of b_i examples has the mean G and a covariance S / b_i. With B = sum(b_i) and the weighted mean
+    g = sum(b_i g_i) / B, that makes E[sum(b_i |g_i|**2) / B] = |G|**2 + n tr(S) / B and E[|g|**2] = |G|**2 + tr(S) / B.
+    Solved for the two unknowns, without bias::
+
+        tr(S)  = B (sum(b_i |g_i|**2) / B - |g|**2) / (n - 1)
+        |G|**2 = |g|**2 - tr(S) / B
+
+    With equal sizes over n replicas this is the estimator of McCandlish et al., appendix A.1. All it needs beside the
+    gradients are a few scalars, which ride along in the same pass, over a list, time and replicas, as in the example.
+
+    Args:
+      mean_square: scalar, the weighted mean of the contributions' `squared_norm`.
+      square_of_mean: scalar, the `squared_norm` of the weighted mean gradient.
+      weight: scalar, the sum of the weights: the number of examples.
+      count: scalar, the number of contributions of nonzero weight.
+
+    Returns:
+      A `NoiseScale` of float32 scalars, float64 where ``mean_square`` is that wide. With fewer than two contributions
+      nothing can be told: NaN. The estimates are noisy, and that of ``|G|**2`` may be negative: average ``trace`` and
+      ``squared_norm`` over many windows, and divide then. `gradcombine.reductions.moments` has the same trace element
+      by element: its variance times ``weight / (count - 1)``.
+
+    Raises:
+      GradCombineError: for what is not a real scalar.
+
+    Bits: the same for the same four scalars, in every mode in which division is correctly rounded.
+
+    References: S. McCandlish, J. Kaplan, D. Amodei et al., `An Empirical Model of Large-Batch Training
+    <https://arxiv.org/abs/1812.06162>`_, 2018.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> from gradcombine import reductions
+    >>> mean, total = reductions.mean(), reductions.sum()
+    >>> step = reductions.per_leaf({"grads": mean, "square": mean, "examples": total, "n": total})
+    >>> def contribution(grads, examples):
+    ...     return {"grads": grads, "square": squared_norm(grads), "examples": np.float32(examples), "n": np.int32(1)}
+    >>> acc = gc.accumulate(step, every=3)
+    >>> state = acc.init(contribution({"w": np.zeros(2, np.float32)}, 0))
+    >>> for grads, examples in (([6, 3], 1), ([2, 1], 2), ([4, -1], 1)):
+    ...     state = acc.update(contribution({"w": np.float32(grads)}, examples), state, weight=examples)
+    >>> out = acc.value(gc.merge_replicas(step, state, over=gc.LOCAL))
+    >>> noise = noise_scale(out["square"], squared_norm(out["grads"]), out["examples"], out["n"])
+    >>> float(noise.trace), float(noise.squared_norm), round(float(noise.scale), 3)
+    (9.5, 10.875, 0.874)
+    """
+    given = {"mean_square": mean_square, "square_of_mean": square_of_mean, "weight": weight, "count": count}
+    backend = resolve("noise_scale", given.values())
+    arrays = {name: backend.asarray(x) for name, x in given.items()}
+    for name, x in arrays.items():
+        if backend.shape(x) != () or dtypes.kind(backend.dtype(x)) not in ("float", "integer"):
+            received = f"shape {backend.shape(x)} and dtype {backend.dtype(x)}"
+            raise GradCombineError("noise_scale", f"a real scalar as {name}", received)
+    own = backend.dtype(arrays["mean_square"])
+    dtype = own if own == np.float64 else dtypes.FLOAT32
+    within, between, examples, n = (backend.cast(x, dtype) for x in arrays.values())
+    one, unknown = (backend.full((), fill, dtype) for fill in (1, np.nan))
+    # The squared error of the mean gradient: tr(S) / B.
+    error = backend.divide(backend.add(within, -between), backend.where(n > one, backend.add(n, -one), unknown))
+    trace = backend.scale(error, examples)
+    signal = backend.add(between, -error)
+    return NoiseScale(backend.divide(trace, signal), trace, signal)

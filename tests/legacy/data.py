@@ -1,0 +1,31 @@
+"""Random data whose sum depends on the order, and a comparison of bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "float32": np.float32,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float64": np.float64,
+    "complex64": np.complex64,
+    "int32": np.int32,
+}
+
+
+def normal(n: int, shape: tuple[int, ...] = (513,), dtype: str = "float32", seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    drawn = [rng.normal(size=shape) for _ in range(n)]
+    if dtype == "complex64":
+        drawn = [x + 1j * rng.normal(size=shape) for x in drawn]
+    return [np.asarray(1000 * x if dtype == "int32" else x).astype(DTYPES[dtype]) for x in drawn]
+
+
+def assert_same_bits(received: Any, expected: Any) -> None:
+    a, b = np.atleast_1d(np.asarray(received)), np.atleast_1d(np.asarray(expected))
+    assert (a.shape, a.dtype) == (b.shape, b.dtype)
+    np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))

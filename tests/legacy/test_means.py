@@ -1,0 +1,133 @@
+"""Means, against optax.MultiSteps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import legacy
+from gradcombine.backends.registry import load
+from gradcombine.legacy.means import multiply_add
+from tests.legacy.data import assert_same_bits, normal
+
+SHAPES = [(513,), (33, 7), (1,), (), (2,), (17,)]
+
+
+def multi_steps(values: list[Any], jit: bool) -> Any:
+    """The mean that the inner transformation receives."""
+    import jax
+    import optax
+
+    with jax.numpy_dtype_promotion("standard"):
+        transformation = optax.MultiSteps(optax.identity(), len(values))
+        state, mean = transformation.init(values[0]), None
+        update: Callable[..., Any] = jax.jit(transformation.update) if jit else transformation.update
+        for value in values:
+            mean, state = update(value, state, values[0])
+    return mean
+
+
+@pytest.mark.needs("jax", "optax")
+@pytest.mark.parametrize(("k", "jit"), [(1, True), (2, True), (3, True), (7, True), (20, True), (3, False), (7, False)])
+def test_multi_steps(k: int, jit: bool) -> None:
+    columns = [normal(k, shape, seed=i) for i, shape in enumerate(SHAPES)]
+    values = [list(leaves) for leaves in zip(*columns, strict=True)]
+    for received, expected in zip(multi_steps(values, jit), legacy.welford(values), strict=True):
+        assert_same_bits(received, expected)
+
+
+@pytest.mark.needs("jax", "optax")
+def test_multi_steps_without_compilation() -> None:
+    import jax
+
+    values = [[a, b] for a, b in zip(normal(20), normal(20, (1,)), strict=True)]
+    with jax.disable_jit():
+        found = multi_steps(values, jit=False)
+    for received, expected in zip(found, legacy.welford(values, fused=False), strict=True):
+        assert_same_bits(received, expected)
+    assert (found[0] != legacy.welford(values)[0]).any()
+
+
+@pytest.mark.needs("jax", "optax")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_multi_steps_of_narrow_floats(dtype: str) -> None:
+    values = normal(20, dtype=dtype)
+    assert_same_bits(multi_steps(values, jit=True), legacy.welford(values))
+
+
+def test_welford_is_not_the_textbook_mean() -> None:
+    values = normal(7)
+    textbook = np.zeros_like(values[0])
+    for n, value in enumerate(values, start=1):
+        textbook = textbook + (value - textbook) / np.float32(n)
+    received = legacy.welford(values)
+    others = [textbook, legacy.welford(values, fused=False), gc.mean(values)]
+    assert all((received != other).any() for other in others)
+    np.testing.assert_allclose(received, gc.mean(values), rtol=1e-5, atol=1e-6)
+
+
+def near_ties() -> tuple[np.ndarray, np.ndarray]:
+    """x and y; x / 3 + y is within a hair of a tie in the first third, cancels in the second, is random in the last."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=3000).astype(np.float32)
+    y = (rng.normal(size=3000) * 2.0 ** rng.integers(-30, 30, 3000)).astype(np.float32)
+    # float32(1 / 3) * 3 is 1 + 2**-25, half a unit of y and a hair.
+    x[:1000] = 3 * rng.choice([-1, 1], 1000)
+    y[:1000] = (2**24 + 2 * rng.integers(0, 1000, 1000)) * rng.choice([-1, 1], 1000)
+    y[1000:2000] = -x[1000:2000] * (np.float32(1) / np.float32(3))
+    return x, y
+
+
+def in_numpy(function: Any, *arrays: Any) -> Any:
+    return function(load("numpy"), *arrays)
+
+
+def in_jax(function: Any, *arrays: Any) -> Any:
+    import jax
+
+    return jax.jit(lambda *inner: function(load("jax"), *inner))(*arrays)
+
+
+def in_tensorflow(function: Any, *arrays: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.function(lambda *inner: function(load("tensorflow"), *inner), jit_compile=True, autograph=False)(
+        *map(tf.constant, arrays)
+    )
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        in_numpy,
+        pytest.param(in_jax, marks=pytest.mark.needs("jax")),
+        pytest.param(in_tensorflow, marks=pytest.mark.needs("tensorflow")),
+    ],
+)
+def test_the_fused_multiply_add_is_rounded_once(run: Any) -> None:
+    x, y = near_ties()
+    third = np.float32(1) / np.float32(3)
+    received = np.asarray(run(lambda backend, a, b: multiply_add(backend, a, third, b), x, y))
+    for got, a, b in zip(received, x, y, strict=True):
+        exact = Fraction(float(a)) * Fraction(float(third)) + Fraction(float(b))
+        neighbours = [np.nextafter(got, np.float32(side)) for side in (-np.inf, np.inf)]
+        distance = abs(exact - Fraction(float(got)))
+        assert all(distance <= abs(exact - Fraction(float(other))) for other in neighbours)
+
+
+def test_infinities_and_nan_pass() -> None:
+    values = [np.float32([1, np.inf, -np.inf, np.nan, 3]), np.float32([np.inf, np.inf, np.inf, 1, 5])]
+    np.testing.assert_array_equal(legacy.welford(values), np.float32([np.inf, np.nan, np.nan, np.nan, 4]))
+
+
+def test_mean_of_means() -> None:
+    values, weights = normal(6), [1, 2, 3, 4, 5, 6]
+    expected = gc.mean([gc.mean(values[i : i + 2], weights[i : i + 2]) for i in (0, 2, 4)])
+    received = legacy.mean_of_means(values, 3, weights)
+    assert_same_bits(received, expected)
+    assert not np.allclose(received, gc.mean(values, weights))
