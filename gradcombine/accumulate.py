@@ -111,14 +111,16 @@ def accumulate(
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
         full = ready(state)
         backend = _backend(state)
-        empty = tuple(map(reduction.clear, state.levels))
-        levels = tuple(select(backend, full, a, b) for a, b in zip(empty, state.levels, strict=True))
+        levels = state.levels
+        if backend.concrete(full) is None or full:
+            levels = tuple(select(backend, full, reduction.clear(level), level) for level in levels)
         step = backend.where(full, backend.full((), 0, _INT32), state.step)
         index = backend.where(full, state.index + 1, state.index)
         if depth == 1:
             levels = (reduction.update(levels[0], grads, weight),)
         else:
-            levels = _count_up(backend, reduction, levels, step, reduction.update(empty[0], grads, weight))
+            carry = reduction.update(reduction.clear(levels[0]), grads, weight)
+            levels = _count_up(backend, reduction, levels, step, carry)
         return AccumulateState(levels, step + 1, index)
 
     @ordinary

@@ -169,7 +169,7 @@ def weighted(operation: str, backend: Backend, x: Array, weight: Weight, running
     """
     if weight.is_one:
         return x
-    if dtypes.kind(running) == "integer" and not weight.is_integral(backend):
+    if dtypes.kind(running) == "integer" and not weight.is_integral:
         raise GradCombineError(operation, f"an integer weight for a leaf of {running}", "another one")
     working = dtypes.working(running)
     return backend.scale(backend.cast(x, working), weight.cast(backend, dtypes.part(working)))

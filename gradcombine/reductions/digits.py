@@ -43,6 +43,10 @@ _NEGATIVE = 1 << 14
 """Where slot 0 counts -inf, above the count of +inf; a NaN counts as one of each."""
 
 
+_WRAPPING = np.errstate(all="ignore")
+"""Words wrap around, as meant: NumPy would warn of it where an element is a scalar."""
+
+
 class Digits(NamedTuple):
     """The three slots of every element, int32. All 0: no value, or only zeros."""
 
@@ -61,12 +65,14 @@ class _Decoded(NamedTuple):
     sign: Array
 
 
+@_WRAPPING
 def deposit(backend: Backend, digits: Digits, values: Sequence[Array]) -> Digits:
     """Adds float32 values, all in one pass over the digits."""
     decoded = [_decode(backend, x) for x in values]
     return Digits(*(_deposit(backend, word, decoded, s) for s, word in enumerate(digits)))
 
 
+@_WRAPPING
 def merge(backend: Backend, a: Digits, b: Digits) -> Digits:
     """Adds two sums: in each slot the higher bin stays, and two equal ones are added."""
 
@@ -132,6 +138,7 @@ class Wide(NamedTuple):
     zero: Array
 
 
+@_WRAPPING
 def carry(backend: Backend, digits: Digits) -> Wide:
     """The finite sum in one number: slots put in order, carries propagated, normalised."""
     tags = [word & _TAG for word in digits]
@@ -164,6 +171,7 @@ def carry(backend: Backend, digits: Digits) -> Wide:
     return Wide(high, low, window * 16 - 3 - shifted, negative, zero)
 
 
+@_WRAPPING
 def divide(backend: Backend, wide: Wide, divisor: Array) -> Wide:
     """``wide / divisor`` for a positive, normal float32 scalar, by long division; what remains goes into ``low``."""
     bits = backend.bitcast(divisor, INT32)
@@ -189,6 +197,7 @@ def divide(backend: Backend, wide: Wide, divisor: Array) -> Wide:
     return Wide(high, low, wide.exponent - exponent - shorter, wide.negative, wide.zero)
 
 
+@_WRAPPING
 def to_float32(backend: Backend, wide: Wide, to_odd: bool) -> Array:
     """The nearest float32, ties to even; overflow is infinite, and a zero sum +0.
 
@@ -199,7 +208,7 @@ def to_float32(backend: Backend, wide: Wide, to_odd: bool) -> Array:
     one, none = backend.full((), 1, INT32), backend.full((), 0, INT32)
     # A result below the normal range keeps fewer bits: what it loses joins those below.
     lost = -backend.maximum(-backend.maximum(-wide.exponent, none), backend.full((), -31, INT32))
-    fallen = wide.high & (backend.shift_left(one, lost) - 1)
+    fallen = wide.high & ~backend.shift_left(backend.full((), -1, INT32), lost)
     high = backend.shift_right(_logical_right(backend, wide.high, 1), backend.maximum(lost - 1, none))
     high = backend.where(lost == 0, wide.high, high)
     below = (wide.low | fallen) != 0

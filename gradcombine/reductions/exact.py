@@ -36,8 +36,9 @@ class Exact:
     Every contribution is a multiple of a fixed unit, and integers add in any order. The one rounding is at the end: the
     digits, divided by the exact sum of weights for a mean, to the dtype of the result.
 
-    A whole-number weight multiplies exactly: value and weight are split into parts of 12 bits, whose products float32
-    holds, and each is deposited. Other weights multiply with one rounding to float32.
+    A weight of an integer type multiplies exactly: value and weight are split into parts of 12 bits, whose products
+    float32 holds, and each is deposited. Other weights multiply with one rounding to float32. Subnormal parts and
+    products are 0 in every framework.
     """
 
     name: str
@@ -68,8 +69,8 @@ class Exact:
         wide = digits.carry(backend, a)
         if self.divides:
             wide = digits.divide(backend, wide, _rounded(backend, totals.weight))
-        narrower = output != FLOAT32
-        result = digits.special(backend, a, digits.to_float32(backend, wide, to_odd=narrower))
+        # Rounded to odd first, a second rounding to a narrower format is the only one that counts.
+        result = digits.special(backend, a, digits.to_float32(backend, wide, to_odd=output.itemsize < 4))
         overfull = totals.weight.deposits > digits.CAPACITY
         result = backend.where(overfull, backend.full((), np.nan, FLOAT32), result)
         return backend.cast(result, output)
@@ -94,33 +95,55 @@ def _rounded(backend: Backend, total: ExactWeight) -> Array:
 
 
 def _terms(operation: str, backend: Backend, x: Array, weight: Weight) -> list[Array]:
-    """Float32 values whose exact sum is ``weight * x``; for a weight that is no whole number, its rounded value."""
+    """Float32 values whose exact sum is ``weight * x``; for a weight of a floating type, its rounded value."""
     if weight.is_one:
         return [x]
-    if not weight.is_integral(backend):
-        return [weighted(operation, backend, x, weight, FLOAT32)]
+    products = _products(operation, backend, x, weight)
+    if weight.known is not None:
+        return products
+    # As for a known weight of 1: nothing is multiplied, and subnormal numbers stay.
+    one, zero = weight.array == backend.full((), 1, backend.dtype(weight.array)), backend.full((), 0, FLOAT32)
+    return [backend.where(one, kept, product) for kept, product in zip([x] + [zero] * 5, products, strict=False)]
+
+
+def _products(operation: str, backend: Backend, x: Array, weight: Weight) -> list[Array]:
+    if not weight.whole:
+        scaled = weighted(operation, backend, _flushed(backend, x, _SUBNORMAL), weight, FLOAT32)
+        return [_flushed(backend, scaled, _SMALLEST)]
     bits = backend.bitcast(x, INT32)
     high = backend.bitcast(bits & ~_LOW, FLOAT32)
     # The difference of an infinity and itself is NaN; its high part alone stands for it.
     low = backend.where((bits & 0x7F800000) == 0x7F800000, backend.full((), 0, FLOAT32), backend.add(x, -high))
-    return [backend.product(part, scale) for scale in _weight_parts(backend, weight) for part in (high, low)]
+    halves = [_flushed(backend, part, _SUBNORMAL) for part in (high, low)]
+    products = (backend.product(part, scale) for scale in _weight_parts(backend, weight) for part in halves)
+    return [_flushed(backend, product, _SMALLEST) for product in products]
+
+
+_SMALLEST = 0x00800000
+_SUBNORMAL = _SMALLEST - 1
+
+
+def _flushed(backend: Backend, x: Array, most: int) -> Array:
+    """0 where the magnitude's bits are ``most`` or less: what XLA and TensorFlow do to subnormal operands and results.
+
+    A result counts up to the smallest normal number, since hardware looks for underflow after rounding.
+    """
+    tiny = (backend.bitcast(x, INT32) & 0x7FFFFFFF) <= most
+    return backend.where(tiny, backend.full((), 0, FLOAT32), x)
 
 
 def _weight_parts(backend: Backend, weight: Weight) -> list[Array]:
     """Float32 scalars of at most 12 significant bits whose exact sum is a whole weight; another weight as it is."""
-    if not weight.is_integral(backend):
+    if not weight.whole:
         return [weight.cast(backend, FLOAT32)]
     if weight.known is not None:
         whole = int(weight.known)
         pieces = (((whole >> shift) & _LOW) << shift for shift in range(0, whole.bit_length(), _LOW_BITS))
         return [backend.full((), piece, FLOAT32) for piece in pieces if piece] or [backend.full((), 0, FLOAT32)]
     whole = weight.cast(backend, INT32)
-    shifts = (0, _LOW_BITS, 2 * _LOW_BITS)
-    masked = (whole & (_LOW << shift if shift < 24 else 0x7F000000) for shift in shifts)
-    return [backend.cast(piece, FLOAT32) for piece in masked]
+    masks = (_LOW, _LOW << _LOW_BITS, 0x7F000000)
+    return [backend.cast(whole & mask, FLOAT32) for mask in masks]
 
 
 def _deposits(weight: Weight, backend: Backend) -> int:
-    if weight.is_one or not weight.is_integral(backend):
-        return 1
-    return 2 * len(_weight_parts(backend, weight))
+    return 1 if weight.is_one or not weight.whole else 2 * len(_weight_parts(backend, weight))

@@ -17,10 +17,17 @@ EXPECTED = "a finite weight that is not negative"
 
 
 class Weight(NamedTuple):
-    """A validated weight: its Python value where that is known while tracing, and its array otherwise."""
+    """A validated weight.
+
+    Attributes:
+      known: its value, where that is known while tracing.
+      array: the scalar array, where it is not.
+      whole: whether its type is an integer one, known or not.
+    """
 
     known: float | None
     array: Array
+    whole: bool
 
     @property
     def is_one(self) -> bool:
@@ -32,11 +39,10 @@ class Weight(NamedTuple):
             return self.known == 0
         return self.array == backend.full((), 0, backend.dtype(self.array))
 
-    def is_integral(self, backend: Backend) -> bool:
-        """Whether the weight is a whole number for certain: by its value, or a traced one by its dtype."""
-        if self.known is not None:
-            return self.known.is_integer()
-        return np.dtype(backend.dtype(self.array)).kind in "iu"
+    @property
+    def is_integral(self) -> bool:
+        """Whether the weight is a whole number for certain: by its type, or where it is known by its value."""
+        return self.whole or (self.known is not None and self.known.is_integer())
 
     def cast(self, backend: Backend, dtype: np.dtype) -> Array:
         if self.known is not None:
@@ -56,7 +62,7 @@ def parse(operation: str, backend: Backend, weight: Any) -> Weight:
         known = float(weight)
         if not math.isfinite(known) or known < 0:
             raise GradCombineError(operation, EXPECTED, weight)
-        return Weight(known, None)
+        return Weight(known, None, isinstance(weight, numbers.Integral))
     if owner(weight) is None:
         raise GradCombineError(operation, EXPECTED, type(weight).__name__)
     array = backend.asarray(weight)
@@ -67,7 +73,7 @@ def parse(operation: str, backend: Backend, weight: Any) -> Weight:
     value = backend.concrete(array)
     if value is not None and not (np.isfinite(value) and value >= 0):
         raise GradCombineError(operation, EXPECTED, value)
-    return Weight(None, array)
+    return Weight(None, array, np.dtype(backend.dtype(array)).kind in "iu")
 
 
 def presence(operation: str, backend: Backend, weight: Any) -> Any:

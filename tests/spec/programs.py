@@ -37,9 +37,13 @@ class Combine:
     place: str
     order: str
     names: tuple[str, ...] = tuple(REDUCTIONS)
+    precision: str = "fast"
 
     def __call__(self, env: Env, data: Any) -> Any:
-        return {name: self.one(env, REDUCTIONS[name], data["values"], data["weights"]) for name in self.names}
+        return {name: self.one(env, self.reduction(name), data["values"], data["weights"]) for name in self.names}
+
+    def reduction(self, name: str) -> gc.Reduction:
+        return REDUCTIONS[name] if self.precision == "fast" else getattr(gc.reductions, name)(self.precision)
 
     def one(self, env: Env, reduction: gc.Reduction, values: Any, weights: Any) -> Any:
         order: Any = self.order

@@ -1,0 +1,311 @@
+"""What the precisions of a sum cost and give: ratios to plain additions, bytes, and accuracy.
+
+    python benchmarks/numerics.py [--elements 4000000] [--rounds 9]
+
+A ratio is the time of an update, or of the sum of a list of 8, over that of the plain additions of the same framework
+and mode. All variants of a mode take turns in one process: a ratio is formed in each round, from times taken right
+after one another, and the tables show the median of the rounds and their range. Times themselves are not shown: they
+are the machine's. NumPy and graphs without XLA, where an exact update is slow, run a quarter of the elements in fewer
+rounds.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
+from typing import Annotated, Any, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import gradcombine as gc
+from gradcombine import reductions
+
+LISTED = 8
+REPLICAS = 8
+LENGTHS = (64, 512, 4096)
+WIDTH = 2000
+UPDATES = 4
+"""Of one variant in one turn."""
+NEVER = 2**30
+"""A window that no run fills."""
+
+PRECISIONS = ("fast", "compensated", "exact")
+
+Update = Callable[[Any, Any], Any]
+Total = Callable[[list[Any]], Any]
+
+
+class Mode(NamedTuple):
+    """One framework in one way of running it."""
+
+    name: str
+    array: Callable[[np.ndarray], Any]
+    streaming: Callable[[Update], Update]
+    """Compiles ``update(state, gradient)``; the state may be donated."""
+    listed: Callable[[Total], Callable[[Any, list[Any]], Any]]
+    """Compiles ``total(values)``, to be called with the previous result, whose memory may be used again."""
+    wait: Callable[[Any], Any]
+    slow: bool
+
+
+def _graph(function: Callable[..., Any], xla: bool) -> Callable[..., Any]:
+    return tf.function(function, jit_compile=xla)
+
+
+def _graph_of_list(total: Total, xla: bool) -> Callable[[Any, list[Any]], Any]:
+    compiled = _graph(total, xla)
+    return lambda _, values: compiled(values)
+
+
+def _jit_of_list(total: Total) -> Callable[[Any, list[Any]], Any]:
+    # The first touch of new memory costs several times what the additions do, and not every call is given new memory.
+    return jax.jit(lambda _, values: total(values), donate_argnums=0, keep_unused=True)
+
+
+def _finish(result: Any) -> None:
+    for tensor in tf.nest.flatten(result, expand_composites=True)[:1]:
+        _ = tf.reshape(tensor, [-1])[:1].numpy()
+
+
+MODES = (
+    Mode("NumPy", np.asarray, lambda f: f, lambda f: lambda _, values: f(values), lambda x: None, True),
+    Mode(
+        "JAX jit, donated",
+        jnp.asarray,
+        partial(jax.jit, donate_argnums=0),
+        _jit_of_list,
+        jax.block_until_ready,
+        False,
+    ),
+    Mode("tf.function", tf.constant, partial(_graph, xla=False), partial(_graph_of_list, xla=False), _finish, True),
+    Mode("tf.function, XLA", tf.constant, partial(_graph, xla=True), partial(_graph_of_list, xla=True), _finish, False),
+)
+
+
+class Variant(NamedTuple):
+    """What is timed: ``start()`` makes what ``run`` takes and gives back."""
+
+    start: Callable[[], Any]
+    run: Callable[[Any], Any]
+
+
+def streaming(mode: Mode, gradients: Sequence[np.ndarray], windows: bool) -> dict[str, Variant]:
+    """One more contribution to a running sum, or to one that `gradcombine.accumulate` divides into windows."""
+    given = [mode.array(g) for g in gradients[:2]]
+
+    def variant(update: Update, init: Callable[[], Any]) -> Variant:
+        step = mode.streaming(update)
+
+        def run(state: Any) -> Any:
+            for i in range(UPDATES):
+                state = step(state, given[i % 2])
+            mode.wait(state)
+            return state
+
+        return Variant(init, run)
+
+    def through(precision: Any) -> Variant:
+        reduction = reductions.sum(precision)
+        acc = gc.accumulate(reduction, every=NEVER)
+        if windows:
+            return variant(lambda state, g: acc.update(g, state), lambda: _own(mode, acc.init(given[0])))
+        return variant(reduction.update, lambda: _own(mode, reduction.init(given[0])))
+
+    plain = variant(operator.add, lambda: mode.array(np.zeros_like(gradients[0])))
+    return {"plain": plain, **{precision: through(precision) for precision in PRECISIONS}}
+
+
+def _own(mode: Mode, state: Any) -> Any:
+    """A state whose arrays are no others' too: what is donated twice cannot be donated."""
+    return jax.tree.map(jnp.copy, state) if mode.name.startswith("JAX") else state
+
+
+def listed(mode: Mode, gradients: Sequence[np.ndarray]) -> dict[str, Variant]:
+    """The sum of a list, all at once."""
+    given = [mode.array(g) for g in gradients]
+
+    def variant(total: Total) -> Variant:
+        compiled = mode.listed(total)
+
+        def run(result: Any) -> Any:
+            result = compiled(result, given)
+            mode.wait(result)
+            return result
+
+        return Variant(lambda: mode.array(np.zeros_like(gradients[0])), run)
+
+    def through(precision: Any) -> Variant:
+        return variant(lambda values: gc.combine(reductions.sum(precision), values))
+
+    return {
+        "plain": variant(lambda values: reduce(operator.add, values)),
+        "fast": variant(gc.add_n),
+        "compensated": through("compensated"),
+        "exact": through("exact"),
+    }
+
+
+PLACES = {
+    "sum(p).update": partial(streaming, windows=False),
+    "accumulate(sum(p)).update": partial(streaming, windows=True),
+    f"combine(sum(p), {LISTED} arrays)": listed,
+}
+
+
+class Timed(NamedTuple):
+    """The rounds' ratios to plain additions, by variant."""
+
+    place: str
+    mode: str
+    elements: int
+    ratios: dict[str, list[float]]
+
+
+def measure(elements: int, rounds: int) -> Iterator[Timed]:
+    """Every place and mode in turn, and in each the variants in turn, round by round."""
+    rng = np.random.default_rng(0)
+    gradients = [rng.standard_normal(elements, np.float32) for _ in range(LISTED)]
+    for place, variants_of in PLACES.items():
+        for mode in MODES:
+            n, turns = (elements // 4, max(2, rounds // 3)) if mode.slow else (elements, rounds)
+            variants = variants_of(mode, [g[:n] for g in gradients])
+            states = {name: variant.run(variant.start()) for name, variant in variants.items()}  # compiles
+            ratios: dict[str, list[float]] = {name: [] for name in variants if name != "plain"}
+            for turn in range(turns):
+                times = {}
+                # None of them is always first, or always after the slowest.
+                for name, variant in sorted(variants.items(), reverse=turn % 2 == 1):
+                    begun = time.perf_counter()
+                    states[name] = variant.run(states[name])
+                    times[name] = time.perf_counter() - begun
+                for name, own in ratios.items():
+                    own.append(times[name] / times["plain"])
+            yield Timed(place, mode.name, n, ratios)
+
+
+class Recorder:
+    """`gradcombine.LOCAL`, which keeps account of the bytes that it is handed per element of a leaf."""
+
+    def __init__(self, elements: int) -> None:
+        self.elements, self.exchanges = elements, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gc.LOCAL, name)
+
+    def all_sum(self, arrays: Sequence[Any]) -> list[Any]:
+        return self._exchange("all_sum", arrays)
+
+    def all_gather(self, arrays: Sequence[Any]) -> list[Any]:
+        return self._exchange("all_gather", arrays)
+
+    def _exchange(self, name: str, arrays: Sequence[Any]) -> list[Any]:
+        self.exchanges.append((name, _bytes(arrays, self.elements)))
+        return getattr(gc.LOCAL, name)(arrays)
+
+
+def _bytes(arrays: Any, elements: int) -> float:
+    """Bytes per element of a leaf; the scalars of a state are left out."""
+    return sum(x.nbytes for x in jax.tree.leaves(arrays) if x.size >= elements) / elements
+
+
+def sizes() -> Iterator[tuple[str, ...]]:
+    """Bytes of state and of wire per element, counted in the arrays themselves."""
+    like = np.zeros(1000, np.float32)
+    for precision, order in (("fast", "sequential"), ("fast", "tree"), ("compensated", "tree"), ("exact", "tree")):
+        reduction = reductions.sum(precision)
+        recorder = Recorder(like.size)
+        state = reduction.update(reduction.init(like), like)
+        gc.merge_replicas(reduction, state, over=recorder, order=order)
+        exchanges = " + ".join(f"{name} of {size:g}" for name, size in recorder.exchanges)
+        received = sum(_received(name, size) for name, size in recorder.exchanges)
+        label = f"{precision}, order '{order}'" if precision == "fast" else precision
+        yield label, f"{_bytes(state, like.size):g}", exchanges, f"{received:g}"
+
+
+def _received(name: str, size: float) -> float:
+    """What one of the replicas receives: of a ring all-reduce 2 (R - 1) / R, of an all-gather R - 1 times the bytes."""
+    return size * (REPLICAS - 1) * (2 / REPLICAS if name == "all_sum" else 1)
+
+
+def accuracy(length: int) -> Iterator[tuple[str, ...]]:
+    """Errors against `math.fsum`, which is the exact sum to 2**-29 of a float32 ulp here."""
+    values = np.random.default_rng(length).standard_normal((length, WIDTH)).astype(np.float32)
+    exact = np.array([math.fsum(column) for column in values.T])
+    rounded = exact.astype(np.float32)
+    ulp = np.spacing(np.abs(rounded)).astype(np.float64)
+    for label, precision, order in (
+        ("fast, order 'sequential'", "fast", "sequential"),
+        ("fast, order 'tree'", "fast", "tree"),
+        ("compensated", "compensated", "sequential"),
+        ("exact", "exact", "sequential"),
+    ):
+        result = gc.combine(reductions.sum(precision), list(values), order=order)
+        off = np.abs(result - exact) / ulp
+        yield str(length), label, f"{off.max():,.1f}", f"{100 * np.mean(result == rounded):.1f} %"
+
+
+def _described(ratios: list[float]) -> str:
+    return f"{_short(statistics.median(ratios))} ({_short(min(ratios))}-{_short(max(ratios))})"
+
+
+def _short(ratio: float) -> str:
+    return f"{ratio:.0f}" if ratio >= 20 else f"{ratio:.2f}" if ratio < 10 else f"{ratio:.1f}"
+
+
+def main(
+    elements: Annotated[int, typer.Option(help="Elements of a gradient.", min=4)] = 4_000_000,
+    rounds: Annotated[int, typer.Option(help="Rounds; fewer where an update is slow.", min=1)] = 9,
+) -> None:
+    """Prints what the precisions of a sum cost and give: ratios to plain additions, bytes, and accuracy."""
+    console = Console()
+    devices = (
+        f"JAX on {jax.default_backend()}, TensorFlow on {'gpu' if tf.config.list_physical_devices('GPU') else 'cpu'}"
+    )
+    costs = Table(
+        "call, p: precision",
+        "mode",
+        "elements",
+        *PRECISIONS,
+        title=f"Time over plain additions: median (range); {devices}",
+    )
+    bytes_of = Table(
+        "precision",
+        "state",
+        "one replica hands in",
+        f"receives, of {REPLICAS} replicas",
+        title="Bytes per float32 element",
+    )
+    errors = Table(
+        "N", "precision", "largest error, ulp", "correctly rounded", title=f"Sums of N normal numbers, {WIDTH} elements"
+    )
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task("measuring", total=len(PLACES) * len(MODES) + len(LENGTHS))
+        for timed in measure(elements, rounds):
+            costs.add_row(timed.place, timed.mode, f"{timed.elements:,}", *map(_described, timed.ratios.values()))
+            progress.advance(task)
+        for row in sizes():
+            bytes_of.add_row(*row)
+        for length in LENGTHS:
+            for row in accuracy(length):
+                errors.add_row(*row)
+            progress.advance(task)
+    for table in (costs, bytes_of, errors):
+        console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

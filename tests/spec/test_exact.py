@@ -1,0 +1,286 @@
+"""Exact and compensated sums: bits that do not move, and errors that keep to their bounds, in every mode."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gradcombine as gc
+from gradcombine import reductions, tree
+from tests.spec import exact, modes
+from tests.spec.data import FLOATS, SHAPES, contributions, deal
+from tests.spec.programs import Combine, rows
+
+NAMES = ("sum", "mean")
+
+
+def true_value(name: str, data: Any, leaf: str) -> np.ndarray:
+    """The exact result, rounded once. Values within nine exponents of each other lose no digit."""
+    weights = [Fraction(float(w)) for w in data["weights"]]
+    columns = data["values"][leaf].reshape(len(weights), -1).T
+
+    def one(column: np.ndarray) -> float:
+        products = [exact.term("sum", x, w)[0] for x, w in zip(column, weights, strict=True)]
+        total = sum(products, Fraction(0))
+        if name == "mean":
+            total = total / exact.round_to(sum(weights, Fraction(0))) if any(weights) else Fraction(0)
+        return float(exact.round_to(total))
+
+    return np.float32([one(column) for column in columns]).reshape(SHAPES[leaf])
+
+
+def check(results: Any, data: Any) -> None:
+    for name in NAMES:
+        assert results[name]["none"] is None
+        for leaf in SHAPES:
+            expected = true_value(name, data, leaf)
+            np.testing.assert_array_equal(results[name][leaf], expected, err_msg=f"{name} of {leaf}", strict=True)
+
+
+def shuffled(data: Any, seed: int) -> Any:
+    chosen = np.random.default_rng(seed).permutation(len(data["weights"]))
+    values = {name: None if x is None else x[chosen] for name, x in data["values"].items()}
+    return {"values": values, "weights": data["weights"][chosen]}
+
+
+@pytest.mark.parametrize("place", ["list", "time"])
+@settings(max_examples=6)
+@given(data=contributions(6, FLOATS), seed=st.integers(0, 99))
+def test_any_order_gives_the_correctly_rounded_sum(mode: modes.Mode, place: str, data: Any, seed: int) -> None:
+    (results,) = mode.run(Combine(place, "sequential", NAMES, "exact"), [shuffled(data, seed)])
+    check(results, data)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@settings(max_examples=4)
+@given(data=contributions(8, FLOATS), seed=st.integers(0, 99))
+def test_any_division_over_replicas_gives_it_too(replicated: modes.Mode, replicas: int, data: Any, seed: int) -> None:
+    program = Combine("time x replicas", "sequential", NAMES, "exact")
+    for results in replicated.run(program, deal(shuffled(data, seed), replicas)):
+        check(results, data)
+
+
+class Stream:
+    """The sum, the mean by traced whole weights, and the digits themselves."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __call__(self, env: modes.Env, data: Any) -> Any:
+        total, mean = reductions.sum("exact"), reductions.mean("exact")
+        states = total.init(data["x"][0]), mean.init(data["x"][0])
+        for i in range(self.n):
+            x = data["x"][i]
+            states = total.update(states[0], x), mean.update(states[1], x, data["weights"][i])
+        slots = states[0].value
+        return {"sum": total.finalize(states[0]), "mean": mean.finalize(states[1]), "slots": tuple(slots)}
+
+
+STREAM = Stream(5)
+
+
+def patterns(n: int, size: int) -> dict[str, np.ndarray]:
+    """Data of every kind, of shape (n, size)."""
+    rng = np.random.default_rng(n)
+    normal = rng.normal(size=(n, size)).astype(np.float32)
+    bits = rng.integers(0, 2**32, (n, size), dtype=np.uint32).view(np.float32)
+    cancelling = normal.copy()
+    cancelling[n // 2 : 2 * (n // 2)] = -normal[: n // 2]
+    cancelling[0] *= np.float32(1e-4)
+    return {
+        "every exponent": np.where(np.isfinite(bits), bits, np.float32(1)),
+        "normal": normal,
+        "one magnitude": (1 + rng.random((n, size))).astype(np.float32),
+        "cancelling": cancelling,
+        "subnormal": (rng.integers(-(2**24), 2**24, (n, size)) * 2.0**-149).astype(np.float32),
+        "sixteen decades": (rng.normal(size=(n, size)) * 10.0 ** rng.integers(-8, 9, (n, size))).astype(np.float32),
+    }
+
+
+@pytest.mark.parametrize("kind", patterns(2, 2))
+def test_all_modes_have_the_same_digits(mode: modes.Mode, kind: str) -> None:
+    """Subnormal numbers and every exponent included, which plain sums do not promise."""
+    x = patterns(5, 512)[kind]
+    data = {"x": x, "weights": np.int32([1, 5000, 3, 0, 2**20 + 1])}
+    (result,) = mode.run(STREAM, [data])
+    (reference,) = modes.get("numpy").run(STREAM, [data])
+    for name in ("sum", "mean"):
+        np.testing.assert_array_equal(exact.bits(result[name]), exact.bits(reference[name]))
+    for word, expected in zip(result["slots"], reference["slots"], strict=True):
+        np.testing.assert_array_equal(word, expected)
+
+
+def folded(x: np.ndarray, grouping: np.random.Generator | None = None) -> Any:
+    """The state after all rows of x: in their order, or shuffled and merged in random groups."""
+    reduction = reductions.sum("exact")
+    empty = reduction.init(x[0])
+    if grouping is None:
+        state = empty
+        for row in x:
+            state = reduction.update(state, row)
+        return state
+    groups = np.array_split(grouping.permutation(x), min(len(x), int(grouping.integers(1, 9))))
+    states = [folded(group) for group in groups if len(group)]
+    while len(states) > 1:
+        i, j = sorted(grouping.choice(len(states), 2, replace=False))
+        states = [s for k, s in enumerate(states) if k not in (i, j)] + [reduction.merge(states[j], states[i])]
+    return states[0]
+
+
+@pytest.mark.parametrize("kind", patterns(2, 2))
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 64, 512, 4096])
+def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
+    """Random permutations and merge trees leave every bit; the error is below (n - 1) 2**-32 max |x| + ulp / 2."""
+    size = 64 if n <= 64 else 8
+    x = patterns(n, size)[kind]
+    state = folded(x)
+    result = reductions.sum("exact").finalize(state)
+    for seed in range(3):
+        other = folded(x, np.random.default_rng(seed))
+        for a, b in zip(state.value, other.value, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for column, received in zip(x.T, result, strict=True):
+        total = sum((Fraction(float(v)) for v in column), Fraction(0))
+        lost = (n - 1) * Fraction(1, 2**32) * Fraction(float(np.abs(column).max()))
+        if not math.isfinite(received):
+            assert abs(total) + lost >= Fraction(float(np.finfo(np.float32).max))
+            continue
+        half = Fraction(float(np.spacing(np.abs(received)))) / 2
+        assert abs(Fraction(float(received)) - total) <= lost + half
+
+
+INF, NAN, MOST = np.inf, np.nan, float(np.finfo(np.float32).max)
+SPECIAL = {
+    "+inf": ([1, INF, 2], INF),
+    "-inf": ([-INF, 1, -INF], -INF),
+    "both": ([INF, 1, -INF], NAN),
+    "NaN": ([1, NAN, INF], NAN),
+    "overflow": ([MOST, MOST, 1], INF),
+    "no overflow after all": ([MOST, MOST, -MOST], MOST),
+    "-0": ([-0.0, -0.0, -0.0], 0.0),
+    "cancelled": ([1.5, -1.5, -0.0], 0.0),
+    "subnormal": ([2.0**-149, 2.0**-149, -(2.0**-148) + 2.0**-140], 2.0**-140),
+    "into the subnormal": ([2.0**-126, -(2.0**-127), 2.0**-149], 2.0**-127 + 2.0**-149),
+}
+
+
+def specials(env: modes.Env, data: Any) -> Any:
+    return gc.combine(reductions.sum("exact"), [data[0], data[1], data[2]])
+
+
+def test_specials(mode: modes.Mode) -> None:
+    columns = np.float32([values for values, _ in SPECIAL.values()])
+    (result,) = mode.run(specials, [columns.T])
+    np.testing.assert_array_equal(exact.bits(result), exact.bits(np.float32([e for _, e in SPECIAL.values()])))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_floats_are_rounded_once(mode: modes.Mode, dtype: str) -> None:
+    """The sum of these lies just above a tie of the narrow format, by less than float32 could tell."""
+    narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    precision = exact.PRECISION[dtype]
+    values = [1.0, 2.0**-precision, 2.0**-14, 2.0**-14]
+    wide = np.array([[v, -v] for v in values]).astype(narrow)
+    (result,) = mode.run(summed, [wide])
+    total = sum((Fraction(float(v)) for v in wide[:, 0]), Fraction(0))
+    assert result.dtype == narrow
+    expected = float(exact.round_to(total, dtype))
+    np.testing.assert_array_equal(result.astype(np.float64), [expected, -expected])
+
+
+def summed(env: modes.Env, data: Any) -> Any:
+    return gc.combine(reductions.sum("exact"), [data[i] for i in range(4)])
+
+
+@pytest.mark.needs("jax", "tensorflow")
+def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> None:
+    """MirroredStrategy on 4 replicas, shard_map on 2, and a NumPy loop that is saved and restored on its way."""
+    rng = np.random.default_rng(7)
+    data = {
+        "values": {"w": rng.normal(size=(16, 5)).astype(np.float32), "scalar": rng.normal(size=16).astype(np.float32)},
+        "weights": rng.integers(1, 500, 16).astype(np.float32),
+    }
+    program = Combine("time x replicas", "sequential", ("mean",), "exact")
+    found = []
+    for name, replicas in (("tf_mirrored", 4), ("jax_shard_map", 2)):
+        dealt = deal(shuffled(data, replicas), replicas)
+        found += [result["mean"] for result in modes.get(name).run(program, dealt)]
+    acc = gc.accumulate(reductions.mean("exact"), every=16)
+    order = rng.permutation(16)
+    state = acc.init({name: x[0] for name, x in data["values"].items()})
+    for i in order:
+        state = acc.update({name: x[i] for name, x in data["values"].items()}, state, data["weights"][i])
+        leaves, structure = tree.flatten("test", state)
+        saved = [None if x is None else (x.tobytes(), x.dtype, x.shape) for x in leaves]
+        loaded = (None if x is None else np.frombuffer(x[0], x[1]).reshape(x[2]) for x in saved)
+        state = tree.unflatten(structure, loaded)
+    loop = acc.value(state)
+    for result in found:
+        for leaf in ("w", "scalar"):
+            np.testing.assert_array_equal(exact.bits(result[leaf]), exact.bits(loop[leaf]))
+
+
+@pytest.mark.parametrize("weights", [[3, 1, 5], [2**24 + 1, 3, 2**30 + 7], [4097, 4096, 2**31 - 1]])
+def test_whole_weights_multiply_exactly(mode: modes.Mode, weights: list[int]) -> None:
+    """Token counts of any size, where float32 would round the weight, the product and the sum of weights."""
+    x = np.float32([[1.1, -3.3e7], [2.7, 1.3], [-0.3, 7.7e-3]])
+    (result,) = mode.run(weighted_mean, [{"x": x, "weights": np.int32(weights)}])
+    known = gc.combine(reductions.mean("exact"), list(x), weights)
+    total = exact.round_to(Fraction(sum(weights)))
+    for column, received, other in zip(x.T, result, known, strict=True):
+        products = sum(Fraction(float(v)) * w for v, w in zip(column, weights, strict=True))
+        assert float(received) == float(other) == float(exact.round_to(products / total))
+
+
+def weighted_mean(env: modes.Env, data: Any) -> Any:
+    return gc.combine(reductions.mean("exact"), rows(data["x"]), rows(data["weights"]))
+
+
+def test_more_than_the_digits_hold_is_nan_and_never_a_wrong_number() -> None:
+    reduction = reductions.sum("exact")
+    state = reduction.init(np.float32([0]))
+    for _ in range(4096):
+        state = reduction.update(state, np.float32([1]))
+    assert reduction.finalize(state) == 4096
+    assert np.isnan(reduction.finalize(reduction.update(state, np.float32([1]))))
+    assert np.isnan(reduction.finalize(reduction.merge(state, state)))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_a_wider_output_holds_the_rounded_float32(dtype: Any) -> None:
+    total = gc.combine(reductions.sum("exact", output_dtype=dtype), [np.float32([0.1])] * 3)
+    assert total.dtype == dtype
+    assert total[0] == np.float32(exact.round_to(3 * Fraction(float(np.float32(0.1)))))
+
+
+def test_64_bit_floats_are_refused() -> None:
+    with pytest.raises(gc.GradCombineError, match=r"sum: .*float32 or a narrower float for precision 'exact'"):
+        gc.combine(reductions.sum("exact"), [np.ones(2)])
+
+
+COMPENSATED = Combine("list", "sequential", NAMES, "compensated")
+
+
+@settings(max_examples=8)
+@given(data=contributions(6, FLOATS))
+def test_compensated_sums_keep_to_their_bound(mode: modes.Mode, data: Any) -> None:
+    """Off by at most u |S| + gamma(n - 1)**2 sum |x|, and the same bits in every mode."""
+    (results,) = mode.run(COMPENSATED, [data])
+    (reference,) = modes.get("numpy").run(COMPENSATED, [data])
+    u, n = Fraction(1, 2**24), len(data["weights"])
+    gamma = n * u / (1 - n * u)
+    for leaf in SHAPES:
+        for name in NAMES:
+            np.testing.assert_array_equal(exact.bits(results[name][leaf]), exact.bits(reference[name][leaf]))
+        columns = data["values"][leaf].reshape(n, -1).T
+        for column, received in zip(columns, results["sum"][leaf].ravel(), strict=True):
+            terms = [exact.term("sum", x, w)[0] for x, w in zip(column, data["weights"], strict=True)]
+            total, size = sum(terms, Fraction(0)), sum(map(abs, terms), Fraction(0))
+            assert abs(Fraction(float(received)) - total) <= u * abs(total) + gamma**2 * size
