@@ -43,11 +43,11 @@ class Backend(Protocol):
         ...
 
     def dtype(self, leaf: Any) -> np.dtype:
-        """The NumPy dtype (ml_dtypes for bfloat16 and float8) of an array or spec."""
+        """The NumPy dtype (ml_dtypes for bfloat16 and float8) of an array or spec, of this framework or NumPy's."""
         ...
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
-        """The static shape of an array or spec."""
+        """The static shape of an array or spec, of this framework or NumPy's."""
         ...
 
     def concrete(self, array: Array) -> np.ndarray | None:

@@ -29,9 +29,11 @@ class TensorflowBackend:
         return tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
 
     def dtype(self, leaf: Any) -> np.dtype:
-        return np.dtype(leaf.dtype.as_numpy_dtype)
+        return np.dtype(leaf.dtype.as_numpy_dtype) if self.owns(leaf) else NUMPY.dtype(leaf)
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
+        if not self.owns(leaf):
+            return NUMPY.shape(leaf)
         if not leaf.shape.is_fully_defined():
             raise GradCombineError("tensorflow", "a static shape", leaf.shape)
         return tuple(leaf.shape)
@@ -54,16 +56,13 @@ class TensorflowBackend:
         return tf.cast(array, tf.as_dtype(dtype))
 
     def add(self, a: Array, b: Array) -> Array:
-        total = tf.add(a, b)
-        # Grappler rewrites a tree or chain of additions in a graph into one AddN, which adds in another order; but not
-        # across an operation of another kind, and this one passes its buffer on.
-        return total if tf.executing_eagerly() else tf.ensure_shape(total, total.shape)
+        return _in_order(tf.add(a, b))
 
     def total(self, array: Array) -> Array:
         return tf.reduce_sum(array)
 
     def product(self, a: Array, b: Array) -> Array:
-        return tf.multiply(a, b)
+        return _in_order(tf.multiply(a, b))
 
     def scale(self, array: Array, weight: Array) -> Array:
         if array.dtype.is_complex:
@@ -109,6 +108,15 @@ class TensorflowBackend:
             tf.debugging.Assert(tf.reduce_all(condition), [str(GradCombineError(operation, expected, received))])
         elif not np.all(value):
             raise GradCombineError(operation, expected, received)
+
+
+def _in_order(result: Array) -> Array:
+    """Keeps Grappler from reordering operations of one kind in a graph.
+
+    It rewrites a tree or chain of additions into one AddN, which adds in another order, and moves constants through a
+    chain of products; but not across an operation of another kind, and this one passes its buffer on.
+    """
+    return result if tf.executing_eagerly() else tf.ensure_shape(result, result.shape)
 
 
 class TfReplicas:
