@@ -29,3 +29,11 @@ def assert_same_bits(received: Any, expected: Any) -> None:
     a, b = np.atleast_1d(np.asarray(received)), np.atleast_1d(np.asarray(expected))
     assert (a.shape, a.dtype) == (b.shape, b.dtype)
     np.testing.assert_array_equal(a.view(np.uint8), b.view(np.uint8))
+
+
+def assert_same_sum(received: Any, other: Any, terms: Any) -> None:
+    """Two float32 sums of n terms in any order are at most ``2 gamma(n - 1) sum |x|`` apart (Higham, 2002, 4.2)."""
+    n = len(terms) - 1
+    gamma = n * 2.0**-24 / (1 - n * 2.0**-24)
+    bound = 2 * gamma * np.abs(np.float64(terms)).sum(axis=0)
+    assert (np.abs(np.float64(received) - other) <= bound).all()
