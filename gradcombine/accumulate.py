@@ -180,6 +180,10 @@ def _count_up(
     carrying: Array = backend.full((), True, np.dtype(np.bool_))
     for i, level in enumerate(levels):
         last = i == len(levels) - 1
+        known = backend.concrete(carrying)
+        if known is not None and not known:
+            counted.append(level)
+            continue
         merged = reduction.merge(level, carry)
         if last:
             counted.append(select(backend, carrying, merged, level))
