@@ -15,17 +15,22 @@ from hypothesis import settings
 REQUIRED = frozenset(filter(None, os.environ.get("GRADCOMBINE_REQUIRE", "").split(",")))
 """Frameworks whose tests may not be left out."""
 
-INSTALLED = frozenset(name for name in ("jax", "tensorflow", "optax", "sklearn") if importlib.util.find_spec(name))
+FRAMEWORKS = ("jax", "tensorflow", "optax", "keras", "flax", "equinox", "sklearn")
+INSTALLED = frozenset(name for name in FRAMEWORKS if importlib.util.find_spec(name))
 
 NEEDED_AT_IMPORT = {
     "gradcombine/backends/jax_backend.py": {"jax"},
     "gradcombine/backends/tensorflow_backend.py": {"tensorflow"},
-    "gradcombine/integrations/optax.py": {"jax", "optax"},
-    "gradcombine/integrations/tensorflow.py": {"tensorflow"},
+    "gradcombine/integrations/jax": {"jax", "optax"},
+    "gradcombine/integrations/keras": {"tensorflow", "keras", "jax"},
+    "gradcombine/integrations/optax": {"jax", "optax"},
+    "gradcombine/integrations/tensorflow": {"tensorflow"},
     "gradcombine/verify": {"jax", "tensorflow", "sklearn"},
-    "tests/integrations/test_optax": {"jax", "optax"},
-    "tests/integrations/test_tensorflow": {"tensorflow"},
-    "tests/integrations/strategies.py": {"tensorflow"},
+    "tests/integrations/jax": {"jax", "optax", "flax", "equinox"},
+    "tests/integrations/keras": {"tensorflow", "keras", "jax"},
+    "tests/integrations/optax": {"jax", "optax"},
+    "tests/integrations/tensorflow": {"tensorflow"},
+    "tests/multi_process": {"jax", "tensorflow"},
     "tests/verify": {"jax", "tensorflow", "sklearn"},
     "examples": {"jax", "tensorflow", "optax", "sklearn"},
 }

@@ -1,4 +1,4 @@
-"""TensorFlow training loops: a step over variables that accumulates, all-reduces and applies at the boundary."""
+"""A training step over variables that accumulates, all-reduces and applies at the boundary."""
 
 from __future__ import annotations
 

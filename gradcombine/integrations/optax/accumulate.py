@@ -1,4 +1,4 @@
-"""optax: accumulation over microbatches and replicas as gradient transformations."""
+"""Accumulation over microbatches and replicas, around an optax transformation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.accumulate import window as whole
 from gradcombine.backends.protocol import Collective
-from gradcombine.combine import require_order, require_reduction
 from gradcombine.errors import GradCombineError
+from gradcombine.integrations.optax.checks import require_collective
 from gradcombine.reductions import dtypes
 from gradcombine.types import AccumulateState, Array, Order, Reduction, Tree
 
@@ -101,7 +101,7 @@ def accumulate(
     reduction = gc.reductions.mean() if reduction is None else reduction
     acc = gc.accumulate(reduction, every, order=order, max_every=max_every)
     length_at = every if callable(every) else lambda index: operator.index(every)
-    _require_collective("accumulate", over)
+    require_collective("accumulate", over)
     if not isinstance(inner, optax.GradientTransformation):
         raise GradCombineError("accumulate", "an optax.GradientTransformation", type(inner).__name__)
     wrapped = optax.with_extra_args_support(inner)
@@ -149,52 +149,6 @@ def accumulate(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def all_reduce(
-    reduction: Reduction | None = None, *, over: Collective, order: Order = "sequential"
-) -> optax.GradientTransformationExtraArgs:
-    """Combines the updates of all replicas, at every step.
-
-    Args:
-      reduction: from `gradcombine.reductions`; None: their mean.
-      over, order: as for `gradcombine.all_reduce`.
-
-    Returns:
-      A transformation without state. Its ``update`` takes ``weight=``, this replica's, as an extra argument.
-
-    Raises:
-      GradCombineError: as `gradcombine.all_reduce`.
-
-    Bits: those of `gradcombine.all_reduce`.
-
-    References: `optax.GradientTransformationExtraArgs
-    <https://optax.readthedocs.io/en/latest/api/transformations.html>`_.
-
-    >>> import gradcombine as gc, jax, jax.numpy as jnp, optax
-    >>> from gradcombine.integrations.optax import all_reduce
-    >>> tx = optax.chain(all_reduce(over=gc.jax_axis("data")), optax.sgd(1.0))
-    >>> def step(grads, examples):
-    ...     return tx.update(grads, tx.init(grads), weight=examples)[0]
-    >>> jax.vmap(step, axis_name="data")(jnp.float32([1, 5]), jnp.float32([3, 1])).tolist()
-    [-2.0, -2.0]
-    """
-    reduction = gc.reductions.mean() if reduction is None else reduction
-    require_reduction("all_reduce", reduction)
-    require_order("all_reduce", order)
-    _require_collective("all_reduce", over)
-
-    def init(params: optax.Params) -> optax.EmptyState:
-        del params
-        return optax.EmptyState()
-
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: Any = None, *, weight: Any = 1.0, **extra_args: Any
-    ) -> tuple[optax.Updates, optax.OptState]:
-        del params, extra_args
-        return gc.all_reduce(reduction, updates, over=over, weight=weight, order=order), state
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
 def _own(over: Collective, window: AccumulateState) -> AccumulateState:
     """The window, typed as this replica's own from the start, so that a scan may carry it under check_vma."""
     arrays, structure = jax.tree.flatten(window.levels)
@@ -237,8 +191,3 @@ def _agreed(flush: Any, over: Collective) -> Any:
     if not isinstance(flush, Tracer):
         return bool(flush)
     return over.all_sum([flush.astype(np.int32)])[0] > 0
-
-
-def _require_collective(operation: str, over: Any) -> None:
-    if not hasattr(over, "all_gather"):
-        raise GradCombineError(operation, "a collective: LOCAL or jax_axis(name)", repr(over))

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from tests.integrations.strategies import (
+from tests.integrations.tensorflow.strategies import (
     STRATEGIES,
     exact_mean,
     feed,

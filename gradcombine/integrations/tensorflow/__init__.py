@@ -1,0 +1,5 @@
+"""TensorFlow: the algebra in training loops over variables."""
+
+from gradcombine.integrations.tensorflow.step import AccumulatedStep
+
+__all__ = ["AccumulatedStep"]
