@@ -110,11 +110,10 @@ def test_complex_gradients_keep_their_imaginary_part(mode: str) -> None:
     assert outputs[0]["w"].dtype == outputs[1]["w"].dtype == np.complex64
 
 
-@pytest.mark.parametrize(
-    "every",
-    [2, np.int64(2), np.array(2), jnp.int32(2), lambda index: 2],
-    ids=["int", "np.int64", "np.array", "jax.Array", "function"],
-)
+EVERY = {"int": 2, "np.int64": np.int64(2), "np.array": np.array(2), "jax.Array": jnp.int32(2), "function": lambda _: 2}
+
+
+@pytest.mark.parametrize("every", EVERY.values(), ids=EVERY)
 def test_every_is_any_integer(every: Any) -> None:
     assert firsts(run(accumulate(NEGATE, every), PARAMS, vectors(2, 4), "jit")[0]) == [0, -3]
 
