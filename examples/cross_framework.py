@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.verify.ulp import equal_bits
+from gradcombine.verify import equal_bits
 
 
 def recorded() -> tuple[list[dict[str, np.ndarray]], list[int]]:

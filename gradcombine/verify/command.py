@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import gradcombine
-from gradcombine.verify import devices
-from gradcombine.verify.report import show, write_json
+from gradcombine.verify.suite import devices
+from gradcombine.verify.suite.report import show, write_json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 
@@ -54,7 +54,7 @@ def verify(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading JAX and TensorFlow", total=None)
         devices.prepare()
-        from gradcombine.verify import run  # imports JAX, which reads what prepare has set
+        from gradcombine.verify.suite import run  # imports JAX, which reads what prepare has set
 
         def started(step: str, steps: int) -> None:
             begun = progress.tasks[0].total is not None

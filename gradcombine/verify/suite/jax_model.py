@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcombine.verify.digits import Batch
+from gradcombine.verify.suite.digits import Batch
 
 
 def _loss(parameters: dict[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:

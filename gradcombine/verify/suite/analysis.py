@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradcombine.verify import exact
-from gradcombine.verify.digits import CLASSES, PIXELS, Batch
+from gradcombine.verify.suite import exact
+from gradcombine.verify.suite.digits import CLASSES, PIXELS, Batch
 
 U = float(exact.U)
 

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.types import Order, Tree
-from gradcombine.verify import places
-from gradcombine.verify.places import Case, Contributions
+from gradcombine.verify.suite import places
+from gradcombine.verify.suite.places import Case, Contributions
 
 
 def cases(counts: Sequence[int]) -> Iterator[Case]:

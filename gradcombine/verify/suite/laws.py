@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine.types import Tree
-from gradcombine.verify import exact, numpy_rows, places
-from gradcombine.verify.findings import BITS, BOUND, Finding
-from gradcombine.verify.places import Case, Contributions
+from gradcombine.verify.suite import exact, numpy_rows, places
+from gradcombine.verify.suite.findings import BITS, BOUND, Finding
+from gradcombine.verify.suite.places import Case, Contributions
 from gradcombine.verify.ulp import equal_bits, ulp_distance
 
 

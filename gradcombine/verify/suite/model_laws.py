@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.verify import digits, exact
-from gradcombine.verify.analysis import analyse, analyse_mean
-from gradcombine.verify.digits import Batch
-from gradcombine.verify.findings import BOUND, OUTSIDE, Finding
-from gradcombine.verify.laws import distances
-from gradcombine.verify.places import Contributions
+from gradcombine.verify.suite import digits, exact
+from gradcombine.verify.suite.analysis import analyse, analyse_mean
+from gradcombine.verify.suite.digits import Batch
+from gradcombine.verify.suite.findings import BOUND, OUTSIDE, Finding
+from gradcombine.verify.suite.laws import distances
+from gradcombine.verify.suite.places import Contributions
 from gradcombine.verify.ulp import equal_bits
 
 Gradients = dict[str, np.ndarray]

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from gradcombine.verify import digits
-from gradcombine.verify.analysis import analyse, analyse_mean
+from gradcombine.verify.suite import digits
+from gradcombine.verify.suite.analysis import analyse, analyse_mean
 
 BATCHES = list(digits.cut(digits.load(), digits.SIZES[:4]))
 PARAMETERS = digits.initial_parameters()

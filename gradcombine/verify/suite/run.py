@@ -6,7 +6,7 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 
-from gradcombine.verify import (
+from gradcombine.verify.suite import (
     digits,
     fault,
     jax_model,
@@ -18,10 +18,10 @@ from gradcombine.verify import (
     tensorflow_rows,
     train,
 )
-from gradcombine.verify.digits import Batch
-from gradcombine.verify.findings import BITS, Finding, Report
-from gradcombine.verify.model_laws import Gradients, Measure
-from gradcombine.verify.places import Case, Contributions
+from gradcombine.verify.suite.digits import Batch
+from gradcombine.verify.suite.findings import BITS, Finding, Report
+from gradcombine.verify.suite.model_laws import Gradients, Measure
+from gradcombine.verify.suite.places import Case, Contributions
 
 COUNTS = (1, 2, 4, 8)
 """The numbers of replicas."""

@@ -15,7 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gradcombine.verify.findings import BOUND, Finding, Report
+from gradcombine.verify.suite.findings import BOUND, Finding, Report
 from gradcombine.verify.ulp import NAN_DISTANCE
 
 TITLES = {

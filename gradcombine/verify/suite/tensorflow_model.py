@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcombine.verify.digits import PIXELS, Batch
+from gradcombine.verify.suite.digits import PIXELS, Batch
 
 _IMAGES, _LABELS = tf.TensorSpec([None, PIXELS], tf.float32), tf.TensorSpec([None], tf.int32)
 

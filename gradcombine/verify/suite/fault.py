@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gradcombine.verify import numpy_rows
-from gradcombine.verify.places import Case, Contributions
+from gradcombine.verify.suite import numpy_rows
+from gradcombine.verify.suite.places import Case, Contributions
 
 
 def flip_lowest_bit(case: Case, given: Contributions) -> Contributions:

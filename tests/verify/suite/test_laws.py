@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from gradcombine.verify import fault, numpy_rows
-from gradcombine.verify.findings import BITS, BOUND
-from gradcombine.verify.laws import Judge, promised
-from gradcombine.verify.places import LIST, REPLICAS, TIME, TIME_AND_REPLICAS, Case, Contributions
+from gradcombine.verify.suite import fault, numpy_rows
+from gradcombine.verify.suite.findings import BITS, BOUND
+from gradcombine.verify.suite.laws import Judge, promised
+from gradcombine.verify.suite.places import LIST, REPLICAS, TIME, TIME_AND_REPLICAS, Case, Contributions
 
 RANDOM = np.random.default_rng(0)
 GIVEN = Contributions(

@@ -11,11 +11,11 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.types import Tree
-from gradcombine.verify import digits, exact, jax_model, tensorflow_model
-from gradcombine.verify.analysis import analyse_mean
-from gradcombine.verify.digits import Batch
-from gradcombine.verify.findings import BOUND, Finding
-from gradcombine.verify.places import MEAN
+from gradcombine.verify.suite import digits, exact, jax_model, tensorflow_model
+from gradcombine.verify.suite.analysis import analyse_mean
+from gradcombine.verify.suite.digits import Batch
+from gradcombine.verify.suite.findings import BOUND, Finding
+from gradcombine.verify.suite.places import MEAN
 
 WINDOWS, EVERY, LEARNING_RATE = 16, 4, 1.0
 

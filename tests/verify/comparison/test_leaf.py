@@ -1,0 +1,100 @@
+"""One leaf against another: distances, counts and elements, whole and in pieces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradcombine import GradCombineError
+from gradcombine.verify import NAN_DISTANCE, LeafDifference, ulp_distance
+from gradcombine.verify.comparison import Element, Meter
+
+FLOATS = st.floats(width=32)
+
+
+def measured(a: Any, b: Any, pieces: int = 1) -> LeafDifference:
+    a, b = np.asarray(a), np.asarray(b)
+    meter = Meter("leaf", a.shape, a.dtype, b.dtype)
+    for x, y in zip(np.array_split(a.reshape(-1), pieces), np.array_split(b.reshape(-1), pieces), strict=True):
+        meter.add(x, y)
+    return meter.result()
+
+
+@given(pairs=st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=40), pieces=st.integers(1, 7))
+def test_pieces_give_what_the_whole_gives(pairs: list[tuple[float, float]], pieces: int) -> None:
+    a, b = (np.float32(side) for side in zip(*pairs, strict=True))
+    found, whole = measured(a, b, pieces), measured(a, b)
+    ulps = ulp_distance(a, b)
+    assert found.max_ulp == whole.max_ulp == int(ulps.max())
+    assert found.ulp_counts == whole.ulp_counts == lengths(ulps)
+    assert found.median_ulp == whole.median_ulp == rounded(int(np.sort(ulps)[(len(ulps) - 1) // 2]))
+    assert (found.nans, found.infs) == tuple(
+        tuple(int(count(side).sum()) for side in (a, b)) for count in (np.isnan, np.isinf)
+    )
+    different = a.view(np.uint32) != b.view(np.uint32)
+    assert found.equal_bits == (not different.any())
+    if different.any():
+        assert found.first is not None and found.worst is not None
+        assert found.first.at == int(np.argmax(different))
+        assert int(ulps[found.worst.at]) == found.max_ulp
+
+
+def lengths(ulps: np.ndarray) -> tuple[int, ...]:
+    known = [int(x).bit_length() for x in ulps if x != NAN_DISTANCE]
+    return (*(known.count(n) for n in range(max(known, default=0) + 1)), int((ulps == NAN_DISTANCE).sum()))
+
+
+def rounded(ulp: int) -> int:
+    return ulp if ulp < 1024 or ulp == NAN_DISTANCE else 1 << (ulp.bit_length() - 1)
+
+
+def test_relative_difference_and_cosine() -> None:
+    found = measured(np.float32([3, 4, np.inf]), np.float32([4, 3, 1]))
+    assert found.relative == 1 / 4
+    assert found.cosine == 24 / 25
+    assert measured(np.zeros(3), np.zeros(3)).cosine == 1
+    assert math.isnan(measured(np.zeros(3), np.ones(3)).cosine)
+    assert measured(np.ones(3), np.zeros(3)).relative == math.inf
+
+
+def test_the_signs_of_zeros_are_different_bits_but_no_distance() -> None:
+    found = measured(np.float32([0, 1]), np.float32([-0.0, 1]))
+    assert (found.equal_bits, found.max_ulp) == (False, 0)
+    assert found.first == found.worst == Element(0, 0.0, -0.0)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "ulp"),
+    [
+        (np.float32([1.0]), np.array([1.0078125], ml_dtypes.bfloat16), 1),
+        (np.float64([1.0]), np.float32([1.0000001]), 1),
+        (np.int64([2**63 - 1]), np.int64([-(2**63)]), 2**64 - 1),
+        (np.bool_([True]), np.bool_([False]), 1),
+        (np.complex64([1 + 2j]), np.complex64([1 + 2.0000005j]), 2),
+        (np.array([1.0], ml_dtypes.float8_e4m3fn), np.array([1.0], ml_dtypes.float8_e4m3fn), 0),
+    ],
+)
+def test_every_kind_of_number_has_a_distance(a: Any, b: Any, ulp: int) -> None:
+    assert measured(a, b).max_ulp == ulp
+
+
+def test_an_empty_leaf_is_equal() -> None:
+    assert measured(np.zeros((0, 3)), np.zeros((0, 3))).equal_bits
+
+
+def test_kinds_without_a_common_measure_are_refused() -> None:
+    with pytest.raises(GradCombineError, match=r"compare: leaf leaf: expected two leaves that are float, received"):
+        measured(np.float32([1]), np.int32([1]))
+
+
+def test_missing_elements_are_noticed() -> None:
+    meter = Meter("leaf", (3,), np.dtype(np.float32), np.dtype(np.float32))
+    meter.add(np.float32([1]), np.float32([1]))
+    with pytest.raises(GradCombineError, match="expected 3 elements, received 1"):
+        meter.result()
