@@ -10,10 +10,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import gradcombine
+from gradcombine.verify.diff.command import diff_command
+from gradcombine.verify.packages import hint, missing
 from gradcombine.verify.suite import devices
 from gradcombine.verify.suite.report import show, write_json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app.command("diff")(diff_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -47,6 +50,9 @@ def verify(
 
     Exit status 1 if a row does not keep what it promises.
     """
+    lacking = missing(("jax", "tensorflow", "sklearn"))
+    if lacking:
+        raise typer.BadParameter(hint(lacking))
     if json is not None and not json.resolve().parent.is_dir():
         raise typer.BadParameter(f"{json.parent} is not a directory", param_hint="--json")
     console = Console()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 
-NEEDED = ("rich", "typer", "sklearn", "jax", "tensorflow")
+from gradcombine.verify.packages import hint, missing
+
+NEEDED = ("rich", "typer")
 
 
 def main() -> None:
     """Runs the command line, or says in one line what it lacks."""
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        hint = "install gradcombine[verify], for instance: pip install 'gradcombine[verify]'"
-        sys.exit(f"gradcombine: {', '.join(missing)} not found; {hint}")
+    lacking = missing(NEEDED)
+    if lacking:
+        sys.exit(f"gradcombine: {hint(lacking)}")
     from gradcombine.verify.command import app  # names typer and rich, which are known to be there by now
 
     app()

@@ -1,0 +1,121 @@
+"""Pairs of leaves: by rule, by name, by shape, by values."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable
+from typing import NamedTuple
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.dumps import Dump
+from gradcombine.verify.mapping import alignment
+from gradcombine.verify.mapping.alignment import Axes
+from gradcombine.verify.mapping.names import canonical
+from gradcombine.verify.mapping.rules import NO_RULES, Rules
+
+ALIKE = 0.9
+"""The least cosine at which two leaves are taken for the same one by their values alone."""
+
+
+class Pair(NamedTuple):
+    """Two leaves that are the same one.
+
+    Attributes:
+      a, b: their names.
+      axes: the order of b's axes that gives a; None where they are in a's order.
+      reason: how the pair was found: ``"rule"``, ``"name"``, ``"similar name"``, ``"shape"`` or ``"values"``.
+    """
+
+    a: str
+    b: str
+    axes: Axes | None
+    reason: str
+
+
+class Matching(NamedTuple):
+    """All pairs, and the leaves without a counterpart."""
+
+    pairs: tuple[Pair, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+
+def match(a: Dump, b: Dump, rules: Rules = NO_RULES) -> Matching:
+    """Pairs the leaves of two dumps.
+
+    In this order, each step for what those before have left over: the rules; equal names; names that are alike but
+    for the habits of a framework (`names.canonical`), if only one leaf of each dump has such a name; shapes, transposed
+    or not, that only one leaf of each dump has; values, the closest first. Where two leaves may be transposed, the
+    values tell.
+
+    Raises:
+      GradCombineError: for a rule that names a leaf that is not there, or of another shape.
+    """
+    pairs: list[Pair] = []
+    rest_a, rest_b = dict(a), {name: entry for name, entry in b.items() if not rules.ignores(name)}
+
+    def pair(left: str, right: str, reason: str, axes: Axes | None = None) -> None:
+        pairs.append(Pair(left, right, axes, reason))
+        rest_a.pop(left)
+        rest_b.pop(right)
+
+    for name in list(rest_a):
+        found = rules.find(name)
+        if found is None:
+            continue
+        rule, other = found
+        if other is None:
+            rest_a.pop(name)
+        elif other not in rest_b:
+            raise GradCombineError("diff", f"a leaf {other} in the second dump, as a rule says", "none", name)
+        else:
+            pair(name, other, "rule", _ruled(a, b, name, other, rule.transpose))
+
+    def by(key: Callable[[Dump, str], Hashable], reason: str) -> None:
+        for left, right in _unique(rest_a, rest_b, key):
+            if alignment.possible(a[left].shape, b[right].shape):
+                pair(left, right, reason, alignment.axes(a[left], b[right]))
+
+    by(lambda dump, name: name, "name")
+    by(lambda dump, name: canonical(name), "similar name")
+    by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
+    for left, right, axes in _closest(rest_a, rest_b):
+        pair(left, right, "values", axes)
+    position = {name: i for i, name in enumerate(a)}
+    return Matching(tuple(sorted(pairs, key=lambda found: position[found.a])), tuple(rest_a), tuple(rest_b))
+
+
+def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes | None:
+    shapes = a[left].shape, b[right].shape
+    if axes is None and alignment.possible(*shapes):
+        return alignment.axes(a[left], b[right])
+    if axes is None or len(axes) != len(shapes[1]) or tuple(shapes[1][i] for i in axes) != shapes[0]:
+        raise GradCombineError("diff", f"a leaf that fits {right} of shape {shapes[1]}", f"shape {shapes[0]}", left)
+    return axes
+
+
+def _unique(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) -> Iterable[tuple[str, str]]:
+    """The pairs of one leaf each with the same key, where no other leaf has it."""
+    counts = Counter(key(a, name) for name in a), Counter(key(b, name) for name in b)
+    others = {key(b, name): name for name in b}
+    return [
+        (name, others[key(a, name)]) for name in a if counts[0][key(a, name)] == 1 and counts[1].get(key(a, name)) == 1
+    ]
+
+
+def _closest(a: Dump, b: Dump) -> Iterable[tuple[str, str, Axes | None]]:
+    """Pairs by value, the most alike first; among equals, in the order of the dumps."""
+    groups: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, entry in b.items():
+        groups[tuple(sorted(entry.shape))].append(name)
+    candidates = []
+    for i, (left, entry) in enumerate(a.items()):
+        for j, right in enumerate(groups[tuple(sorted(entry.shape))]):
+            if alignment.possible(entry.shape, b[right].shape):
+                found = alignment.best(entry, b[right])
+                candidates.append((-found.cosine, abs(i - j), i, j, left, right, found.axes))
+    taken: set[tuple[str, str]] = set()
+    for negative, _, _, _, left, right, axes in sorted(candidates, key=lambda found: found[:4]):
+        if -negative >= ALIKE and ("a", left) not in taken and ("b", right) not in taken:
+            taken |= {("a", left), ("b", right)}
+            yield left, right, axes

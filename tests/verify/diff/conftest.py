@@ -1,0 +1,89 @@
+"""One small model's parameters, as each framework's own writer saves them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorflow as tf
+from safetensors.numpy import save_file
+
+Arrays = dict[str, Any]
+
+
+def parameters() -> Arrays:
+    """Two layers as a nested dict of NumPy arrays; square and oblong kernels, and two biases of one shape."""
+    rng = np.random.default_rng(3)
+    return {
+        "dense_0": {
+            "kernel": rng.normal(size=(5, 4)).astype(np.float32),
+            "bias": rng.normal(size=4).astype(np.float32),
+        },
+        "dense_1": {
+            "kernel": rng.normal(size=(4, 4)).astype(np.float32),
+            "bias": rng.normal(size=4).astype(np.float32),
+        },
+        "scale": np.float32(0.5).reshape(()),
+    }
+
+
+def flat(tree: Arrays, separator: str = "/") -> Arrays:
+    found = {}
+    for name, value in tree.items():
+        inner = flat(value, separator) if isinstance(value, dict) else {"": value}
+        found |= {f"{name}{separator}{key}".removesuffix(separator): array for key, array in inner.items()}
+    return found
+
+
+def npz(path: Path, tree: Arrays) -> Path:
+    np.savez(path / "dump.npz", **flat(tree))
+    return path / "dump.npz"
+
+
+def compressed(path: Path, tree: Arrays) -> Path:
+    np.savez_compressed(path / "small.npz", **flat(tree))
+    return path / "small.npz"
+
+
+def safetensors(path: Path, tree: Arrays) -> Path:
+    save_file({name: np.ascontiguousarray(x) for name, x in flat(tree).items()}, path / "dump.safetensors")
+    return path / "dump.safetensors"
+
+
+def orbax(path: Path, tree: Arrays) -> Path:
+    arrays = {
+        k: {n: jnp.asarray(x) for n, x in v.items()} if isinstance(v, dict) else jnp.asarray(v) for k, v in tree.items()
+    }
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path.resolve() / "orbax", {"params": arrays})
+    return path / "orbax"
+
+
+def tensorflow(path: Path, tree: Arrays) -> Path:
+    variables = {
+        k: {n: tf.Variable(x) for n, x in v.items()} if isinstance(v, dict) else tf.Variable(v) for k, v in tree.items()
+    }
+    return Path(tf.train.Checkpoint(**variables).write(str(path / "checkpoint")))
+
+
+WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {
+    "npz": npz,
+    "compressed": compressed,
+    "safetensors": safetensors,
+    "orbax": orbax,
+    "tensorflow": tensorflow,
+}
+
+
+@pytest.fixture(params=WRITERS)
+def write(request: pytest.FixtureRequest) -> Callable[[Path, Arrays], Path]:
+    return WRITERS[request.param]
+
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -1,0 +1,104 @@
+"""`gradcombine diff` as it is called."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from gradcombine.verify.command import app
+
+
+def run(*arguments: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["diff", *map(str, arguments)], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> tuple[Path, Path]:
+    kernel, bias = np.arange(1, 7, dtype=np.float32).reshape(2, 3), np.float32([1, 2])
+    np.savez(tmp_path / "a.npz", kernel=kernel, bias=bias)
+    off = kernel.copy()
+    off[1, 2] = np.nextafter(off[1, 2], np.float32(9), dtype=np.float32)
+    np.savez(tmp_path / "b.npz", kernel=off, bias=bias)
+    return tmp_path / "a.npz", tmp_path / "b.npz"
+
+
+def test_equal_dumps_pass(dumps: tuple[Path, Path]) -> None:
+    code, output = run(dumps[0], dumps[0])
+    assert code == 0
+    assert "The 2 leaves (8 elements) pass." in output
+
+
+def test_a_difference_fails_and_is_shown(dumps: tuple[Path, Path]) -> None:
+    code, output = run(*dumps)
+    assert code == 1
+    for text in ("kernel", "1 ulp", "6 | 6", "1 leaves have equal bits", "1 of 2 leaves do not pass"):
+        assert text in output
+
+
+@pytest.mark.parametrize(("option", "value"), [("--max-ulp", 1), ("--rtol", 1e-6)])
+def test_an_allowance_passes(dumps: tuple[Path, Path], option: str, value: float) -> None:
+    assert run(*dumps, option, value)[0] == 0
+    assert run(*dumps, option, 0)[0] == 1
+
+
+def test_nan_is_no_small_relative_difference(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", x=np.float32([1, np.nan]))
+    np.savez(tmp_path / "b.npz", x=np.float32([1, 2]))
+    assert run(tmp_path / "a.npz", tmp_path / "b.npz", "--rtol", 1)[0] == 1
+
+
+def test_json_holds_every_leaf(dumps: tuple[Path, Path], tmp_path: Path) -> None:
+    run(*dumps, "--json", tmp_path / "out.json")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert (found["passes"], found["elements"]) == (False, 8)
+    assert [leaf["a"] for leaf in found["leaves"]] == ["kernel", "bias"]
+    assert found["leaves"][0]["worst"] == {"at": 5, "a": 6.0, "b": float(np.nextafter(np.float32(6), np.float32(9)))}
+
+
+def test_a_page_stands_alone(dumps: tuple[Path, Path], tmp_path: Path) -> None:
+    np.savez(tmp_path / "c.npz", **{"<script>": np.ones(2)}, kernel=np.ones((2, 3)))
+    run(dumps[0], tmp_path / "c.npz", "--html", tmp_path / "out.html")
+    text = (tmp_path / "out.html").read_text()
+    assert "&lt;script&gt;" in text and "<script" not in text
+    assert text.count("data:image/svg+xml;base64,") == 1
+    assert "http" not in text.replace("http://www.w3.org", "")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> tuple[Path, Path]:
+    """Two runs of four steps; from the third on, one leaf is apart."""
+    for side in ("a", "b"):
+        (tmp_path / side).mkdir()
+        for step in range(4):
+            w = np.float32([1, 2]) + np.float32(1e-6 * (side == "b" and step >= 2) * step)
+            np.savez(tmp_path / side / f"step_{step:05}.npz", w=w, v=np.ones(3))
+    return tmp_path / "a", tmp_path / "b"
+
+
+def test_runs_are_compared_step_by_step(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    code, output = run(*runs, "--html", tmp_path / "out.html", "--json", tmp_path / "out.json")
+    assert code == 1
+    assert "The first step that differs is 2" in output
+    assert "Heat map" in (tmp_path / "out.html").read_text()
+    steps = json.loads((tmp_path / "out.json").read_text())["steps"]
+    assert [steps[str(step)]["passes"] for step in range(4)] == [True, True, False, False]
+    assert run(runs[0], runs[0])[0] == 0
+
+
+def test_a_missing_step_does_not_pass(runs: tuple[Path, Path]) -> None:
+    (runs[1] / "step_00003.npz").unlink()
+    code, output = run(*runs, "--max-ulp", 100)
+    assert code == 1
+    assert "steps only in A: 3" in output
+
+
+def test_what_cannot_be_read_is_another_status(dumps: tuple[Path, Path], tmp_path: Path) -> None:
+    code, output = run(dumps[0], tmp_path / "none.npz")
+    assert code == 2
+    assert "which does not exist" in output

@@ -1,0 +1,116 @@
+"""Which leaf is which: by rule, name, shape and values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcombine import GradCombineError
+from gradcombine.verify.diff import diff
+from gradcombine.verify.dumps.entry import Dump, from_array
+from gradcombine.verify.mapping import Rules, match, read_rules
+
+RNG = np.random.default_rng(5)
+KERNELS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(3)]
+
+
+def dump(arrays: dict[str, Any]) -> Dump:
+    return {name: from_array(name, lambda x=x: x, x.shape, x.dtype) for name, x in arrays.items()}
+
+
+def pairs(a: dict[str, Any], b: dict[str, Any], rules: Rules | None = None) -> list[tuple[Any, ...]]:
+    return [tuple(pair) for pair in match(dump(a), dump(b), rules or Rules()).pairs]
+
+
+def test_equal_names_come_first() -> None:
+    a, b = {"x": KERNELS[0], "y": KERNELS[1]}, {"y": KERNELS[0], "x": KERNELS[1]}
+    assert pairs(a, b) == [("x", "x", None, "name"), ("y", "y", None, "name")]
+
+
+def test_habits_of_frameworks_are_seen_through() -> None:
+    a = {"params/Dense_0/kernel": KERNELS[0], "params/Dense_1/kernel": KERNELS[1]}
+    b = {"model.dense.0.weight": KERNELS[2], "model.dense.1.weight": KERNELS[2]}
+    assert [pair[:2] for pair in pairs(a, b)] == list(zip(a, b, strict=True))
+
+
+def test_transposed_kernels_are_found() -> None:
+    a, b = {"w": KERNELS[0], "v": KERNELS[1][:, :3]}, {"w": KERNELS[0].T, "v": KERNELS[1][:, :3].T}
+    assert pairs(a, b) == [("w", "w", (1, 0), "name"), ("v", "v", (1, 0), "name")]
+    assert diff(dump(a), dump(b)).passes
+
+
+def test_convolution_kernels_are_turned() -> None:
+    kernel = RNG.normal(size=(3, 3, 2, 5)).astype(np.float32)
+    found = pairs({"conv": kernel}, {"conv": kernel.transpose(3, 2, 0, 1)})
+    assert found == [("conv", "conv", (2, 3, 1, 0), "name")]
+
+
+def test_a_shape_that_is_there_once_tells() -> None:
+    a, b = {"in": np.ones((3, 2)), "out": np.ones(2)}, {"p": np.zeros(2), "q": np.zeros((3, 2))}
+    assert [pair[:2] + pair[3:] for pair in pairs(a, b)] == [("in", "q", "shape"), ("out", "p", "shape")]
+
+
+def test_values_tell_the_rest() -> None:
+    """Shuffled, renamed, transposed and slightly off."""
+    a = {f"a{i}": kernel for i, kernel in enumerate(KERNELS)}
+    b = {f"layer_{'xyz'[i]}": (KERNELS[i] * np.float32(1.001)).T for i in (2, 0, 1)}
+    assert pairs(a, b) == [(f"a{i}", f"layer_{'xyz'[i]}", (1, 0), "values") for i in range(3)]
+
+
+def test_what_is_unlike_stays_alone() -> None:
+    found = match(dump({"a": KERNELS[0], "b": KERNELS[1]}), dump({"c": KERNELS[2], "d": -KERNELS[0]}))
+    assert (found.pairs, found.only_a, found.only_b) == ((), ("a", "b"), ("c", "d"))
+
+
+def test_zeros_pair_in_order() -> None:
+    a, b = ({f"{side}{i}": np.zeros(3) for i in range(3)} for side in ("left", "right"))
+    assert [pair[:2] for pair in pairs(dict(a), dict(b))] == [(f"left{i}", f"right{i}") for i in range(3)]
+
+
+RULES = r"""
+ignore_a = ["opt.*"]
+ignore_b = ["step"]
+
+[[rule]]
+a = 'layers/(\d)/w'
+b = 'h_\1'
+transpose = [1, 0]
+"""
+
+
+def test_rules_go_before_all(tmp_path: Path) -> None:
+    (tmp_path / "rules.toml").write_text(RULES)
+    a = {"layers/0/w": KERNELS[0], "layers/1/w": KERNELS[1], "opt/m": KERNELS[2]}
+    b = {"h_0": KERNELS[1], "h_1": KERNELS[0].T, "step": KERNELS[2]}
+    found = match(dump(a), dump(b), read_rules(tmp_path / "rules.toml"))
+    assert [tuple(pair) for pair in found.pairs] == [
+        ("layers/0/w", "h_0", (1, 0), "rule"),
+        ("layers/1/w", "h_1", (1, 0), "rule"),
+    ]
+    assert not found.only_a and not found.only_b
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1", "ignore_a, ignore_b and"),
+        ("[[rule]]\na = 'x'", "rule 1 with a, b"),
+        ("[[rule]]\na = '('\nb = 'x'", "a regular expression"),
+        ("[[rule]]\na = 'x'\nb = 'y'\ntranspose = [0, 2]", "an order of axes"),
+        ("[[rule]", "a TOML file"),
+    ],
+)
+def test_bad_rules_are_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "rules.toml").write_text(text)
+    with pytest.raises(GradCombineError, match=message):
+        read_rules(tmp_path / "rules.toml")
+
+
+@pytest.mark.parametrize(("name", "message"), [("no", "a leaf no in the second dump"), ("v", "that fits v of shape")])
+def test_rules_that_do_not_fit_are_named(tmp_path: Path, name: str, message: str) -> None:
+    (tmp_path / "rules.toml").write_text(f"[[rule]]\na = 'w'\nb = '{name}'")
+    with pytest.raises(GradCombineError, match=message):
+        match(dump({"w": KERNELS[0]}), dump({"v": np.ones(3)}), read_rules(tmp_path / "rules.toml"))
