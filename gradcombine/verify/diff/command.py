@@ -38,7 +38,7 @@ def diff_command(
     try:
         passes = _run(console, (a, b), Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules(), json, html)
     except GradCombineError as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False)
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if passes else 1)
 

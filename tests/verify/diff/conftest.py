@@ -20,16 +20,14 @@ Arrays = dict[str, Any]
 def parameters() -> Arrays:
     """Two layers as a nested dict of NumPy arrays; square and oblong kernels, and two biases of one shape."""
     rng = np.random.default_rng(3)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
     return {
-        "dense_0": {
-            "kernel": rng.normal(size=(5, 4)).astype(np.float32),
-            "bias": rng.normal(size=4).astype(np.float32),
-        },
-        "dense_1": {
-            "kernel": rng.normal(size=(4, 4)).astype(np.float32),
-            "bias": rng.normal(size=4).astype(np.float32),
-        },
-        "scale": np.float32(0.5).reshape(()),
+        "dense_0": {"kernel": normal(5, 4), "bias": normal(4)},
+        "dense_1": {"kernel": normal(4, 4), "bias": normal(4)},
+        "scale": np.array(0.5, np.float32),
     }
 
 
@@ -39,6 +37,10 @@ def flat(tree: Arrays, separator: str = "/") -> Arrays:
         inner = flat(value, separator) if isinstance(value, dict) else {"": value}
         found |= {f"{name}{separator}{key}".removesuffix(separator): array for key, array in inner.items()}
     return found
+
+
+def mapped(convert: Callable[[Any], Any], tree: Arrays) -> Arrays:
+    return {name: mapped(convert, x) if isinstance(x, dict) else convert(x) for name, x in tree.items()}
 
 
 def npz(path: Path, tree: Arrays) -> Path:
@@ -52,24 +54,18 @@ def compressed(path: Path, tree: Arrays) -> Path:
 
 
 def safetensors(path: Path, tree: Arrays) -> Path:
-    save_file({name: np.ascontiguousarray(x) for name, x in flat(tree).items()}, path / "dump.safetensors")
+    save_file({name: np.array(x, order="C") for name, x in flat(tree).items()}, path / "dump.safetensors")
     return path / "dump.safetensors"
 
 
 def orbax(path: Path, tree: Arrays) -> Path:
-    arrays = {
-        k: {n: jnp.asarray(x) for n, x in v.items()} if isinstance(v, dict) else jnp.asarray(v) for k, v in tree.items()
-    }
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(path.resolve() / "orbax", {"params": arrays})
+        checkpointer.save(path.resolve() / "orbax", {"params": mapped(jnp.asarray, tree)})
     return path / "orbax"
 
 
 def tensorflow(path: Path, tree: Arrays) -> Path:
-    variables = {
-        k: {n: tf.Variable(x) for n, x in v.items()} if isinstance(v, dict) else tf.Variable(v) for k, v in tree.items()
-    }
-    return Path(tf.train.Checkpoint(**variables).write(str(path / "checkpoint")))
+    return Path(tf.train.Checkpoint(**mapped(tf.Variable, tree)).write(str(path / "checkpoint")))
 
 
 WRITERS: dict[str, Callable[[Path, Arrays], Path]] = {

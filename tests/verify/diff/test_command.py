@@ -66,7 +66,7 @@ def test_a_page_stands_alone(dumps: tuple[Path, Path], tmp_path: Path) -> None:
     run(dumps[0], tmp_path / "c.npz", "--html", tmp_path / "out.html")
     text = (tmp_path / "out.html").read_text()
     assert "&lt;script&gt;" in text and "<script" not in text
-    assert text.count("data:image/svg+xml;base64,") == 1
+    assert text.count("data:image/svg+xml;base64,") == 2
     assert "http" not in text.replace("http://www.w3.org", "")
 
 
