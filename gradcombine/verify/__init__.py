@@ -1,15 +1,18 @@
 """Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework by itself."""
 
 from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equal_bits, assert_within_ulp, compare
+from gradcombine.verify.origin import Explanation, explain
 from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
 __all__ = [
     "NAN_DISTANCE",
     "Comparison",
+    "Explanation",
     "LeafDifference",
     "assert_equal_bits",
     "assert_within_ulp",
     "compare",
     "equal_bits",
+    "explain",
     "ulp_distance",
 ]

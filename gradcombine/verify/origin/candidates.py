@@ -1,0 +1,156 @@
+"""Every way to a result that is tried: an order, an accumulator's precision, and what is scaled when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import gradcombine as gc
+from gradcombine import tree
+from gradcombine.backends.registry import load
+from gradcombine.legacy import left_chain, mean_of_means, welford
+from gradcombine.legacy.means import multiply_add
+from gradcombine.types import Tree
+from gradcombine.verify.origin.orders import Order, blocks, orders, turns
+
+ACCUMULATORS: tuple[Any, ...] = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
+
+
+class Candidate(NamedTuple):
+    """One way to combine the contributions.
+
+    Attributes:
+      order: of the additions.
+      accumulator: the dtype that they are rounded to.
+      scaling: what becomes of weights and of the number of contributions.
+      run: the result, in the accumulator's dtype or in the contributions' own.
+    """
+
+    order: str
+    accumulator: str
+    scaling: str
+    run: Callable[[], Tree]
+
+    def __str__(self) -> str:
+        return f"{self.scaling}, added {self.order}, in {self.accumulator}"
+
+
+def candidates(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]) -> Iterator[Candidate]:
+    """All candidates for float contributions; the likely ones first.
+
+    Args:
+      trees: NumPy trees of one structure, in their order.
+      weights: one a tree, if there were any.
+      ranks: numbers of replicas that may have shared them.
+    """
+    known = dict(orders(len(trees), ranks))
+    for dtype in map(np.dtype, ACCUMULATORS):
+        cast = [as_dtype(x, dtype) for x in trees]
+        for name, order in known.items():
+            for scaling, run in _scaled(order, cast, weights, dtype):
+                yield Candidate(name, str(dtype), scaling, run)
+    yield from _precise(trees, weights)
+    yield from _means(trees, weights, ranks)
+
+
+def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
+    """The tree in another dtype."""
+
+    def cast(x: np.ndarray) -> np.ndarray:
+        with np.errstate(over="ignore"):
+            return x.astype(dtype)
+
+    return mapped(cast, value)
+
+
+def mapped(function: Callable[..., Any], *trees: Tree) -> Tree:
+    """The function of every leaf; None stays."""
+    leaves, structure = tree.flatten("explain", trees[0])
+    others = [tree.flatten_as("explain", structure, other) for other in trees[1:]]
+    rows = zip(leaves, *others, strict=True)
+    return tree.unflatten(structure, [None if row[0] is None else np.asarray(function(*row)) for row in rows])
+
+
+def _scaled(
+    order: Order, trees: Sequence[Tree], weights: Sequence[float] | None, dtype: np.dtype
+) -> Iterator[tuple[str, Callable[[], Tree]]]:
+    count, one = dtype.type(len(trees)), dtype.type(1)
+
+    def scaled(factors: Sequence[Any]) -> list[Tree]:
+        return [mapped(partial(np.multiply, factor), x) for factor, x in zip(factors, trees, strict=True)]
+
+    total = cache(lambda: order(trees))
+    yield "sum", total
+    yield "sum / n", lambda: _quiet(np.true_divide, total(), count)
+    yield "sum * (1 / n)", lambda: _quiet(np.multiply, total(), one / count)
+    yield "sum of each / n", lambda: order([_quiet(np.true_divide, x, count) for x in trees])
+    yield "sum of each * (1 / n)", lambda: order(scaled([one / count] * len(trees)))
+    if weights is None:
+        return
+    rounded = [dtype.type(w) for w in weights]
+    units = dtype.type(sum(weights))
+    weighted = cache(lambda: order(scaled(rounded)))
+    yield "weighted sum", weighted
+    yield "weighted sum / total weight", lambda: _quiet(np.true_divide, weighted(), units)
+    yield "weighted sum * (1 / total weight)", lambda: _quiet(np.multiply, weighted(), one / units)
+    yield "sum of each * (weight / total weight)", lambda: order(scaled([w / units for w in rounded]))
+    yield "weighted sum / n", lambda: _quiet(np.true_divide, weighted(), count)
+    if dtype == np.float32 and order is left_chain:
+        yield "weighted sum, fused multiply-adds", lambda: _fused(trees, rounded)
+        fused = "weighted sum, fused multiply-adds, / total weight"
+        yield fused, lambda: _quiet(np.true_divide, _fused(trees, rounded), units)
+
+
+def _precise(trees: Sequence[Tree], weights: Sequence[float] | None) -> Iterator[Candidate]:
+    """gradcombine's own precisions, and its orders for what they do not take."""
+    for precision in ("compensated", "exact"):
+        for scaling, reduction, own in (
+            ("sum", gc.reductions.sum(precision), None),
+            ("sum / n", gc.reductions.mean(precision), None),
+            ("weighted sum", gc.reductions.sum(precision), weights),
+            ("weighted sum / total weight", gc.reductions.mean(precision), weights),
+        ):
+            if own is not None or not scaling.startswith("weighted"):
+                run = partial(gc.combine, reduction, list(trees), own)
+                yield Candidate(
+                    "in any order" if precision == "exact" else "one after another", precision, scaling, run
+                )
+
+
+def _means(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]) -> Iterator[Candidate]:
+    """Means that are no scaled sums."""
+    fused, plain = "Welford's mean (optax.MultiSteps)", "Welford's mean, no fused multiply-adds"
+    yield Candidate("one after another", "float32", fused, partial(welford, list(trees)))
+    yield Candidate("one after another", "float32", plain, partial(welford, list(trees), fused=False))
+    for number in ranks:
+        if number < 2 or len(trees) % number or number == len(trees):
+            continue
+        for how, split in (("in blocks", blocks), ("in turn", turns)):
+            dealt = [x for own in split(trees, number) for x in own]
+            name = f"by rank over {number} ranks, dealt {how}"
+            yield Candidate(name, "float32", "mean of means", partial(mean_of_means, dealt, number))
+            if weights is not None:
+                own = [w for part in split(list(weights), number) for w in part]
+                run = partial(mean_of_means, dealt, number, own)
+                yield Candidate(name, "float32", "mean of weighted means", run)
+
+
+def _quiet(operation: Any, value: Tree, scalar: Any) -> Tree:
+    def apply(x: np.ndarray) -> np.ndarray:
+        with np.errstate(all="ignore"):
+            return operation(x, scalar)
+
+    return mapped(apply, value)
+
+
+def _fused(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
+    """acc = w * x + acc with one rounding, as XLA contracts it."""
+    backend = load("numpy")
+    total = mapped(np.zeros_like, trees[0])
+    for x, weight in zip(trees, weights, strict=True):
+        total = mapped(lambda a, b, w=weight: multiply_add(backend, a, w, b), x, total)
+    return total

@@ -1,0 +1,159 @@
+"""Every candidate is found again from its result, and so are the frameworks' own results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine import GradCombineError
+from gradcombine.verify import explain
+from gradcombine.verify.origin.candidates import candidates
+
+RNG = np.random.default_rng(11)
+TREES = [
+    {
+        "kernel": RNG.normal(size=(23, 30)).astype(np.float32),
+        "bias": RNG.normal(size=70).astype(np.float32),
+        "none": None,
+    }
+    for _ in range(12)
+]
+WEIGHTS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
+RANKS = (2, 3, 4, 6)
+
+
+def numbers(count: int, weighted: bool) -> Sequence[Any]:
+    return TREES[:count], WEIGHTS[:count] if weighted else None, RANKS
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("count", [2, 6])
+def test_every_candidate_is_found_again(count: int, weighted: bool) -> None:
+    """It is among the matches of its own result, and all matches do give that result."""
+    trees, weights, ranks = numbers(count, weighted)
+    tried = list(candidates(trees, weights, ranks))
+    assert len({str(candidate) for candidate in tried}) == len(tried)
+    results = {str(candidate): candidate.run() for candidate in tried}
+    for name in list(results)[:: max(1, len(results) // 8)]:
+        found = explain(trees, results[name], weights, ranks=ranks)
+        matches = [str(verdict.candidate) for verdict in found.matches]
+        assert name in matches
+        for other in matches:
+            wanted = results[name]["kernel"]
+            np.testing.assert_array_equal(results[other]["kernel"].astype(wanted.dtype), wanted)
+
+
+def test_few_candidates_give_the_same_result() -> None:
+    """The orders and scalings are told apart: otherwise an explanation would say nothing."""
+    trees, weights, ranks = numbers(6, True)
+    results = [
+        candidate.run()["kernel"].astype(np.float64).tobytes() for candidate in candidates(trees, weights, ranks)
+    ]
+    assert len(set(results)) > 0.7 * len(results)
+
+
+def one(name: str) -> list[Any]:
+    return [x[name] for x in TREES]
+
+
+def add_n() -> Any:
+    return tf.add_n(one("kernel"))
+
+
+def multi_steps() -> Any:
+    tx = optax.MultiSteps(optax.sgd(-1.0), 12)
+    with jax.numpy_dtype_promotion("standard"):
+        state = tx.init(one("kernel")[0])
+        for g in one("kernel"):
+            updates, state = tx.update(jnp.asarray(g), state)
+    return updates
+
+
+def psum() -> Any:
+    shards = np.stack([np.stack(one("kernel")[rank * 3 : rank * 3 + 3]) for rank in range(4)])
+
+    def own(x: Any) -> Any:
+        return jax.lax.psum(x[0] + x[1] + x[2], "data")
+
+    return jax.pmap(own, axis_name="data", devices=jax.devices()[:4])(shards)[0]
+
+
+def scan_in_bfloat16() -> Any:
+    def step(total: Any, x: Any) -> Any:
+        return total + x.astype(jnp.bfloat16), None
+
+    return jax.lax.scan(step, jnp.zeros((23, 30), jnp.bfloat16), np.stack(one("kernel")))[0]
+
+
+def mean_of_reciprocals() -> Any:
+    """As a training loop that scales each microbatch's loss by 1 / k."""
+    return sum(jnp.asarray(g) * np.float32(1 / 12) for g in one("kernel"))
+
+
+def token_mean() -> Any:
+    return gc.mean([tf.constant(x) for x in one("kernel")], WEIGHTS)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (add_n, "sum, added AddN (tf.add_n on CPU), in float32"),
+        (multi_steps, "Welford's mean (optax.MultiSteps), added one after another, in float32"),
+        (psum, "sum, added psum by rank over 4 ranks, dealt in blocks, in float32"),
+        (scan_in_bfloat16, "sum, added one after another, in bfloat16"),
+        (mean_of_reciprocals, "sum of each * (1 / n), added one after another, in float32"),
+        (token_mean, "weighted sum / total weight, added one after another, in float32"),
+    ],
+)
+def test_the_real_thing_is_recognised(make: Callable[[], Any], expected: str) -> None:
+    found = explain(one("kernel"), make(), WEIGHTS, ranks=RANKS)
+    assert str(found.matches[0].candidate) == expected
+    assert str(found).startswith(f"the result is, to the bit: {expected}")
+
+
+def test_what_no_order_gives_is_said_with_the_nearest() -> None:
+    result = gc.add_n(TREES)
+    result["kernel"][0, 0] = np.nextafter(result["kernel"][0, 0], np.float32(9))
+    found = explain(TREES, result, ranks=RANKS)
+    assert found.matches == ()
+    assert str(found).startswith("no known order gives this result; the nearest is: sum, added one after another")
+    assert "99.9% of the elements equal, the largest distance 1 ulp" in str(found)
+
+
+def test_the_sign_of_a_zero_counts() -> None:
+    """A chain that starts from +0 loses it, and no candidate does."""
+    zeros = [np.float32([-0.0, 1]), np.float32([-0.0, 2])]
+    assert explain(zeros, np.float32([-0.0, 3])).matches
+    assert not explain(zeros, np.float32([0.0, 3])).matches[:1] or "exact" in str(explain(zeros, np.float32([0.0, 3])))
+
+
+def test_a_narrower_result_is_compared_as_such() -> None:
+    """bfloat16 gradients, summed in float32 and rounded once."""
+    result = gc.add_n(TREES)["kernel"].astype(ml_dtypes.bfloat16)
+    assert (
+        str(explain(one("kernel"), result, ranks=()).matches[0].candidate) == "sum, added one after another, in float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (([], np.ones(2)), "one contribution or more"),
+        (([np.ones(2)], np.ones(2), [1, 2]), "expected 1 weights, received 2"),
+        (([np.ones(3)], np.ones(2)), r"the result's shape, \(2,\)"),
+        (([np.int32([1])], np.ones(1)), "a float array, received int32"),
+        (([{"a": np.ones(1)}], {"b": np.ones(1)}), "expected the structure"),
+    ],
+)
+def test_bad_input_is_named(arguments: Any, message: str) -> None:
+    with pytest.raises(GradCombineError, match=message):
+        explain(*arguments)
