@@ -11,12 +11,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import gradcombine
 from gradcombine.verify.diff.command import diff_command
+from gradcombine.verify.origin.command import explain_command
 from gradcombine.verify.packages import hint, missing
 from gradcombine.verify.suite import devices
 from gradcombine.verify.suite.report import show, write_json
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command("diff")(diff_command)
+app.command("explain")(explain_command)
 
 
 def _show_version(wanted: bool) -> None:

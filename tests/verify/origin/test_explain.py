@@ -43,7 +43,7 @@ def test_every_candidate_is_found_again(count: int, weighted: bool) -> None:
     tried = list(candidates(trees, weights, ranks))
     assert len({str(candidate) for candidate in tried}) == len(tried)
     results = {str(candidate): candidate.run() for candidate in tried}
-    for name in list(results)[:: max(1, len(results) // 8)]:
+    for name in list(results)[:: max(1, len(results) // 4)]:
         found = explain(trees, results[name], weights, ranks=ranks)
         matches = [str(verdict.candidate) for verdict in found.matches]
         assert name in matches
@@ -115,7 +115,7 @@ def token_mean() -> Any:
     ],
 )
 def test_the_real_thing_is_recognised(make: Callable[[], Any], expected: str) -> None:
-    found = explain(one("kernel"), make(), WEIGHTS, ranks=RANKS)
+    found = explain(one("kernel"), make(), WEIGHTS, ranks=(4,))
     assert str(found.matches[0].candidate) == expected
     assert str(found).startswith(f"the result is, to the bit: {expected}")
 

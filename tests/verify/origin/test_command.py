@@ -1,0 +1,55 @@
+"""`gradcombine explain` as it is called."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import gradcombine as gc
+from gradcombine.verify.command import app
+
+
+def run(*arguments: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["explain", *map(str, arguments)], env={"COLUMNS": "200"})
+    return done.exit_code, done.output
+
+
+@pytest.fixture
+def dumps(tmp_path: Path) -> list[Path]:
+    rng = np.random.default_rng(2)
+    trees = [{"w": rng.normal(size=300).astype(np.float32)} for _ in range(5)]
+    for i, tree in enumerate(trees):
+        np.savez(tmp_path / f"g{i}.npz", **tree)
+    np.savez(tmp_path / "mean.npz", **gc.mean(trees, weights=[1, 2, 3, 4, 5]))
+    np.savez(tmp_path / "other.npz", w=np.ones(300, np.float32))
+    return [tmp_path / f"g{i}.npz" for i in range(5)]
+
+
+def test_an_order_is_found(dumps: list[Path]) -> None:
+    code, output = run(*dumps, "--result", dumps[0].with_name("mean.npz"), "--weights", "1,2,3,4,5", "--ranks", "5")
+    assert code == 0
+    assert "the result is, to the bit: weighted sum / total weight, added one after another, in float32" in output
+
+
+def test_no_order_is_another_status(dumps: list[Path]) -> None:
+    code, output = run(*dumps, "--result", dumps[0].with_name("other.npz"), "--ranks", "5")
+    assert code == 1
+    assert "no known order gives this result" in output
+
+
+@pytest.mark.parametrize("weights", ["1,2", "a,b,c,d,e"])
+def test_wrong_weights_are_named(dumps: list[Path], weights: str) -> None:
+    code, output = run(*dumps, "--result", dumps[0].with_name("mean.npz"), "--weights", weights)
+    assert code == 2
+    assert "explain: expected" in output
+
+
+def test_a_missing_leaf_is_named(dumps: list[Path], tmp_path: Path) -> None:
+    np.savez(tmp_path / "two.npz", w=np.ones(300), v=np.ones(3))
+    code, output = run(*dumps, "--result", tmp_path / "two.npz")
+    assert code == 2
+    assert "the result's leaf v in g0.npz" in output
