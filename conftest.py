@@ -15,7 +15,7 @@ from hypothesis import settings
 REQUIRED = frozenset(filter(None, os.environ.get("GRADCOMBINE_REQUIRE", "").split(",")))
 """Frameworks whose tests may not be left out."""
 
-FRAMEWORKS = ("jax", "tensorflow", "optax", "keras", "flax", "equinox", "sklearn")
+FRAMEWORKS = ("jax", "tensorflow", "optax", "keras", "flax", "equinox", "orbax", "safetensors", "sklearn")
 INSTALLED = frozenset(name for name in FRAMEWORKS if importlib.util.find_spec(name))
 
 NEEDED_AT_IMPORT = {
@@ -25,12 +25,14 @@ NEEDED_AT_IMPORT = {
     "gradcombine/integrations/keras": {"tensorflow", "keras", "jax"},
     "gradcombine/integrations/optax": {"jax", "optax"},
     "gradcombine/integrations/tensorflow": {"tensorflow"},
+    "gradcombine/statefile/safetensors_format.py": {"safetensors"},
     "gradcombine/verify": {"jax", "tensorflow", "sklearn"},
     "tests/integrations/jax": {"jax", "optax", "flax", "equinox"},
     "tests/integrations/keras": {"tensorflow", "keras", "jax"},
     "tests/integrations/optax": {"jax", "optax"},
     "tests/integrations/tensorflow": {"tensorflow"},
     "tests/multi_process": {"jax", "tensorflow"},
+    "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},
     "tests/verify": {"jax", "tensorflow", "sklearn"},
     "examples": {"jax", "tensorflow", "optax", "sklearn"},
 }

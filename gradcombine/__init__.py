@@ -1,6 +1,6 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
-from gradcombine import reductions
+from gradcombine import reductions, replicated
 from gradcombine.accumulate import Accumulator, accumulate
 from gradcombine.combine import add_n, combine, mean, tree_sum
 from gradcombine.errors import GradCombineError
@@ -23,6 +23,7 @@ __all__ = [
     "mean",
     "merge_replicas",
     "reductions",
+    "replicated",
     "tf_replicas",
     "tree_sum",
 ]

@@ -2,17 +2,22 @@
 
 from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equal_bits, assert_within_ulp, compare
 from gradcombine.verify.origin import Explanation, explain
+from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
 from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
 __all__ = [
     "NAN_DISTANCE",
     "Comparison",
+    "Divergence",
     "Explanation",
     "LeafDifference",
+    "Recorder",
     "assert_equal_bits",
     "assert_within_ulp",
     "compare",
     "equal_bits",
     "explain",
+    "first_divergence",
+    "record",
     "ulp_distance",
 ]

@@ -42,7 +42,7 @@ class StepReport(NamedTuple):
 def is_steps(path: str | Path) -> bool:
     """Whether a path is a directory of dumps, and not a dump itself."""
     path = Path(path)
-    return path.is_dir() and detect(path) is None and bool(_steps(path))
+    return path.is_dir() and detect(path) is None and bool(dumps_by_step(path))
 
 
 def diff_steps(
@@ -63,7 +63,7 @@ def diff_steps(
     Raises:
       GradCombineError: as `diff`; and for two dumps of one step in a directory.
     """
-    left, right = _steps(Path(a)), _steps(Path(b))
+    left, right = dumps_by_step(Path(a)), dumps_by_step(Path(b))
     both = [step for step in left if step in right]
     reports = {}
     for i, step in enumerate(both):
@@ -74,7 +74,14 @@ def diff_steps(
     return StepReport(reports, *only)
 
 
-def _steps(directory: Path) -> dict[int, Path]:
+def dumps_by_step(directory: Path) -> dict[int, Path]:
+    """The dumps of a directory, by the last number in their names.
+
+    Raises:
+      GradCombineError: for two dumps of one step, and for what is no directory.
+    """
+    if not directory.is_dir():
+        raise GradCombineError("diff", "a directory of dumps", str(directory))
     found: dict[int, Path] = {}
     for path in sorted(directory.iterdir()):
         numbers = _NUMBER.findall(path.name.partition(".")[0])

@@ -1,0 +1,174 @@
+"""Where the components of a variable are: one on each replica of a program, or all along a leading axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.autograph import ordinary
+from gradcombine.backends.protocol import Backend, Collective
+from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.combine import combine
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions.dtypes import INT32
+from gradcombine.replicas import all_reduce
+from gradcombine.types import Array, Order, Reduction, Tree
+
+BOOL = np.dtype(np.bool_)
+
+
+class Layout(Protocol):
+    """What a variable asks of its components' place."""
+
+    def size(self) -> int:
+        """The number of replicas."""
+        ...
+
+    def rank(self, backend: Backend, like: Array) -> Array:
+        """The number of the replica that holds a component, int32, of a shape that broadcasts against ``like``."""
+        ...
+
+    def shape(self, operation: str, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
+        """The shape of one value, from what holds the components."""
+        ...
+
+    def spread(self, backend: Backend, value: Array) -> Array:
+        """One value as the component of every replica."""
+        ...
+
+    def one(self, component: Array) -> Array:
+        """One value, from components that are all equal."""
+        ...
+
+    def own(self, components: list[Array]) -> list[Array]:
+        """Marks components as each replica's own, where the framework keeps account of that."""
+        ...
+
+    def reduce(self, reduction: Reduction, components: Tree) -> Tree:
+        """The components combined: one value."""
+        ...
+
+    def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
+        """The replicas' values combined: one component a replica."""
+        ...
+
+
+@dataclass(frozen=True)
+class PerReplica:
+    """A component on each replica that runs the program; every function is called on all of them, in step."""
+
+    over: Collective
+    order: Order
+
+    def size(self) -> int:
+        return self.over.size()
+
+    def rank(self, backend: Backend, like: Array) -> Array:
+        return self.over.rank()
+
+    def shape(self, operation: str, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
+        return backend.shape(component)
+
+    def spread(self, backend: Backend, value: Array) -> Array:
+        return value
+
+    def one(self, component: Array) -> Array:
+        return component
+
+    def own(self, components: list[Array]) -> list[Array]:
+        try:
+            return self.over.vary(components)
+        except GradCombineError:  # Outside of the axis, where a state may be made, there is nothing to keep account of.
+            return components
+
+    def reduce(self, reduction: Reduction, components: Tree) -> Tree:
+        return self.all_reduce(reduction, components)
+
+    def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
+        self.size()  # refuses a call from outside of the replicas
+        leaves, structure = tree.flatten(reduction.name, values)
+        # Components may be NumPy's still, as they were made; replicas exchange arrays of the rank's framework.
+        backend = resolve(reduction.name, [*leaves, self.over.rank()])
+        arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
+        return all_reduce(reduction, tree.unflatten(structure, arrays), over=self.over, order=self.order)
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """All components of ``replicas`` replicas, along a new first axis."""
+
+    replicas: int
+    order: Order = "sequential"
+
+    def __repr__(self) -> str:
+        return f"stacked({self.replicas})"
+
+    def size(self) -> int:
+        return self.replicas
+
+    def rank(self, backend: Backend, like: Array) -> Array:
+        ones = (1,) * (len(backend.shape(like)) - 1)
+        return backend.asarray(np.arange(self.replicas, dtype=INT32).reshape(self.replicas, *ones))
+
+    def shape(self, operation: str, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
+        shape = backend.shape(component)
+        if shape[:1] != (self.replicas,):
+            raise GradCombineError(
+                operation, f"{self.replicas} components along the first axis", f"shape {shape}", path
+            )
+        return shape[1:]
+
+    def spread(self, backend: Backend, value: Array) -> Array:
+        row = value[None]
+        return backend.where(backend.full((self.replicas, *backend.shape(value)), True, BOOL), row, row)
+
+    def one(self, component: Array) -> Array:
+        return component[0]
+
+    def own(self, components: list[Array]) -> list[Array]:
+        return components
+
+    def reduce(self, reduction: Reduction, components: Tree) -> Tree:
+        leaves, structure = tree.flatten(reduction.name, components)
+
+        def of(rank: int) -> Tree:
+            return tree.unflatten(structure, [leaf if is_absent(leaf) else leaf[rank] for leaf in leaves])
+
+        return combine(reduction, [of(rank) for rank in range(self.replicas)], order=self.order)
+
+    def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
+        leaves, structure = tree.flatten(reduction.name, self.reduce(reduction, values))
+        backend = resolve(reduction.name, leaves)
+        return tree.unflatten(structure, [x if is_absent(x) else self.spread(backend, x) for x in leaves])
+
+
+@ordinary
+def stacked(replicas: int) -> Stacked:
+    """All replicas of a variable in one program: components along a new first axis, in place of a collective.
+
+    For NumPy, which has no replicas of its own; for looking at the components from outside, as TensorFlow's
+    cross-replica context does; and for arrays whose first axis is sharded over devices.
+
+    Args:
+      replicas: their number, 1 or more.
+
+    >>> from gradcombine import replicated
+    >>> replicated.stacked(4)
+    stacked(4)
+    """
+    if isinstance(replicas, bool) or not isinstance(replicas, (int, np.integer)) or replicas < 1:
+        raise GradCombineError("replicated.stacked", "a number of replicas, 1 or more", repr(replicas))
+    return Stacked(int(replicas))
+
+
+def layout(over: Any, order: Order) -> Layout:
+    """The layout that ``over`` names."""
+    if isinstance(over, Stacked):
+        return Stacked(over.replicas, order)
+    if not hasattr(over, "all_gather"):
+        expected = "a collective, LOCAL, jax_axis(name) or tf_replicas(), or replicated.stacked(n)"
+        raise GradCombineError("replicated.variable", expected, repr(over))
+    return PerReplica(over, order)

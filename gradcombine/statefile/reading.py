@@ -1,0 +1,97 @@
+"""States from a file."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.registry import resolve
+from gradcombine.combine import require_reduction
+from gradcombine.errors import GradCombineError
+from gradcombine.statefile import header as headers
+from gradcombine.statefile import stored
+from gradcombine.statefile.container import Reader, array_name, decoding, format_of, refused
+from gradcombine.statefile.header import Header
+from gradcombine.statefile.layout import Layout, difference, layout, template
+from gradcombine.types import Reduction, State, Tree
+
+
+def read_header(operation: str, path: str | os.PathLike[str]) -> Header:
+    """The header alone."""
+    with format_of(operation, path).opened(Path(path)) as reader, decoding(Path(path)):
+        return headers.decode(reader.text())
+
+
+def read(
+    operation: str, path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None = None
+) -> list[State]:
+    """One state a replica; see `gradcombine.statefile.load`."""
+    require_reduction(operation, reduction)
+    with format_of(operation, path).opened(Path(path)) as reader:
+        with decoding(Path(path)):
+            header = headers.decode(reader.text())
+        if header.reduction != reduction.name:
+            raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
+        if replicas is not None and header.replicas != replicas:
+            raise refused(f"{replicas} replica (load_replicas takes several)", header.replicas)
+        empty = template(operation, reduction, like, header.levels)
+        wanted = layout(operation, empty)
+        _require_layout(wanted, header)
+        with decoding(Path(path)):
+            columns = _read(reader, header, wanted)
+    # What stands for "no gradient" is that of ``like``; nothing else is taken from the empty state.
+    spare, structure = tree.flatten(operation, empty)
+    backend = resolve(operation, tree.flatten(operation, like)[0])
+    numpy = backend.name == "numpy"
+
+    def state(column: list[Any]) -> State:
+        whole = (x if a is None else a for a, x in zip(column, spare, strict=True))
+        return tree.unflatten(structure, [x if x is None or numpy else backend.asarray(x) for x in whole])
+
+    return [state(column) for column in columns]
+
+
+def _require_layout(wanted: Layout, header: Header) -> None:
+    for path in [*wanted.kinds, *header.kinds]:
+        expected, received = wanted.kinds.get(path), header.kinds.get(path)
+        if expected != received:
+            raise GradCombineError("statefile.load", str(expected), str(received), path or "(root)")
+    found = {leaf.path: leaf for leaf in header.leaves}
+    for path in [*wanted.leaves, *found]:
+        if path not in found:
+            raise GradCombineError("statefile.load", "a leaf, as in like", "none in the file", path)
+        if path not in wanted.leaves:
+            raise GradCombineError("statefile.load", "no leaf, as in like", "one in the file", path)
+        leaf, described = found[path], wanted.leaves[path]
+        expected = (None, None) if described is None else (described[0].name, described[1])
+        received = (leaf.dtype, leaf.shape)
+        if expected != received and not (_marks_absence(*expected) and _marks_absence(*received)):
+            raise difference("statefile.load", path, expected, received)
+
+
+def _marks_absence(dtype: str | None, shape: tuple[int, ...] | None) -> bool:
+    """Whether a leaf is None, or the empty array that stands for a JAX float0."""
+    return shape is None or (dtype == "bool" and shape[:1] == (0,))
+
+
+def _read(reader: Reader, header: Header, wanted: Layout) -> list[list[Any]]:
+    """The leaves of every replica, in the order of the wanted layout; None where there is nothing to read."""
+    numbers = {leaf.path: i for i, leaf in enumerate(header.leaves)}
+    written = [i for i, leaf in enumerate(header.leaves) if leaf.dtype is not None]
+    if reader.names() != {array_name(rank, i) for rank in range(header.replicas) for i in written}:
+        raise refused("the arrays that the header names", "others")
+
+    def array(rank: int, path: str, described: tuple[np.dtype, tuple[int, ...]] | None) -> np.ndarray | None:
+        number = numbers[path]
+        if described is None or header.leaves[number].dtype is None:
+            return None
+        found = reader.array(array_name(rank, number), *stored.stored_as(*described))
+        if stored.digest(found) != header.leaves[number].sha256[rank]:
+            raise GradCombineError("statefile.load", "bytes that match their checksum", "others: damaged", path)
+        return stored.from_stored(found, *described)
+
+    return [[array(rank, *leaf) for leaf in wanted.leaves.items()] for rank in range(header.replicas)]

@@ -1,0 +1,162 @@
+"""The states of N replicas as those of M."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradcombine.accumulate import require_state, window
+from gradcombine.autograph import ordinary
+from gradcombine.backends.registry import resolve
+from gradcombine.combine import require_reduction
+from gradcombine.errors import GradCombineError
+from gradcombine.pairwise import fold_pairwise
+from gradcombine.types import AccumulateState, Array, Reduction, State
+
+_OPERATION = "statefile.resize"
+
+
+@ordinary
+def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, every: int | None = None) -> list[State]:
+    """The states of N replicas as those of M: every contribution and every weight is in one of them.
+
+    The part of rank r goes to rank ``r * M // N``. Parts that meet there are merged in the canonical order; a replica
+    that gets none starts empty.
+
+    A window of ``every`` microbatches on N replicas has ``N * every`` contributions. On M replicas it has
+    ``every' = N * every / M`` microbatches (rounded up), and its position becomes ``step' = N * step // M``. So it is
+    full after ``every' - step'`` more calls; places that these calls have beyond the contributions that are missing
+    take weight 0. Saved after microbatch 3 of 8 on 4 replicas, it needs ``16 - 6 = 10`` more calls on 2 replicas, and
+    none of their 20 places is left over.
+
+    Args:
+      reduction: the one that made the states.
+      states: one a replica, by rank: of the reduction, or of `gradcombine.accumulate`, all at the same position.
+      replicas: M, 1 or more.
+      every: the window length ``every'`` of an accumulator of order ``"tree"`` that goes on, or its ``max_every``; it
+        sizes the binary counter. None: as follows from the old one, where N / M is a power of two.
+
+    Returns:
+      M states of the same kind, by rank. One that had no part to merge is made of the arrays that were passed in.
+
+    Raises:
+      GradCombineError: for no states, states at different positions or with different levels, of different kinds or of
+        another reduction, and for windows of order ``"tree"`` that need ``every``.
+
+    Bits: `sum` and `mean` of precision ``"exact"``, integers, `min` and `max` end with the bits of a run that was never
+    broken, for any N and M. Order ``"tree"`` with N / M a power of two: the nodes of one level are merged rank by rank,
+    so the windows are still balanced trees: those of M replicas that had, level by level from the highest, the
+    contributions of each old rank in turn. With any other N and M, and in order ``"sequential"``, the roundings are
+    grouped anew.
+
+    To end with the bits of the N replicas in order ``"tree"``, let M replicas hold N / M states each, and resize when
+    the windows are full: they are blocks of the canonical tree then, where ``every`` is a power of two. As all of this
+    may be done inside of compiled code, positions are compared only where their values are known.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> from gradcombine import reductions, statefile
+    >>> mean = reductions.mean()
+    >>> old, params = gc.accumulate(mean, every=8), np.float32(0)
+    >>> states = [old.update(np.float32(rank), old.init(params), weight=rank) for rank in range(4)]
+    >>> left, right = statefile.resize(mean, states, 2)
+    >>> int(left.step), float(old.value(left)), float(old.value(right))
+    (2, 1.0, 2.5999999046325684)
+    """
+    require_reduction(_OPERATION, reduction)
+    parts = _list(states)
+    count = _integer("1 replica or more", replicas)
+    groups: list[list[State]] = [[] for _ in range(count)]
+    for rank, part in enumerate(parts):
+        groups[rank * count // len(parts)].append(part)
+    if not any(isinstance(part, AccumulateState) for part in parts):
+        return [_merged(reduction, group, parts[0]) for group in groups]
+    _require_alike(parts)
+    first = parts[0]
+    step, index = first.step * len(parts) // count, first.index
+    if count == len(parts) and every is None:
+        return parts
+    shift = _power(len(parts), count)
+    depth = _depth(len(first.levels), shift, every)
+    if shift is not None and depth == len(first.levels) + shift >= len(first.levels):
+        levelled = [_level_by_level(reduction, group, first, shift) for group in groups]
+    else:
+        levelled = [_on_top(reduction, group, first, depth) for group in groups]
+    return [AccumulateState(levels, step, index) for levels in levelled]
+
+
+def _level_by_level(
+    reduction: Reduction, group: list[AccumulateState], like: AccumulateState, shift: int
+) -> tuple[State, ...]:
+    """A node of 2**i contributions from each of 2**shift replicas is one of 2**(i + shift)."""
+    columns = zip(*(part.levels for part in group), strict=True)
+    empty = tuple(reduction.clear(like.levels[0]) for _ in range(shift))
+    return (*empty, *(fold_pairwise(reduction.merge, column) for column in columns))
+
+
+def _on_top(reduction: Reduction, group: list[AccumulateState], like: AccumulateState, depth: int) -> tuple[State, ...]:
+    """Whole windows in the highest level, where they stay until the end."""
+    merged = _merged(reduction, [window(reduction, part) for part in group], like.levels[0])
+    return (*(reduction.clear(like.levels[0]) for _ in range(depth - 1)), merged)
+
+
+def _merged(reduction: Reduction, group: list[State], like: State) -> State:
+    return fold_pairwise(reduction.merge, group) if group else reduction.clear(like)
+
+
+def _depth(levels: int, shift: int | None, every: int | None) -> int:
+    if every is not None:
+        return _integer("a window length of 1 or more", every).bit_length()
+    if levels == 1:
+        return 1
+    if shift is None or levels + shift < 1:
+        expected = "every, for order 'tree' where the old window's length does not tell the new one's"
+        raise GradCombineError(_OPERATION, expected, "None")
+    return levels + shift
+
+
+def _power(old: int, new: int) -> int | None:
+    """The logarithm of ``old / new``, where that is a power of two."""
+    large, small = max(old, new), min(old, new)
+    ratio = large // small
+    if ratio * small != large or ratio & (ratio - 1):
+        return None
+    return (ratio.bit_length() - 1) * (1 if old >= new else -1)
+
+
+def _require_alike(states: list[Any]) -> None:
+    for state in states:
+        require_state(state)
+        if len(state.levels) != len(states[0].levels):
+            raise GradCombineError(_OPERATION, f"{len(states[0].levels)} levels on every replica", len(state.levels))
+    backend = resolve(_OPERATION, [position for state in states for position in (state.step, state.index)])
+    for name in ("step", "index"):
+        known = [backend.concrete(getattr(state, name)) for state in states]
+        for value in known:
+            _require_equal(name, known[0], value)
+
+
+def _require_equal(name: str, expected: Array, received: Array) -> None:
+    for value in (expected, received):
+        if value is not None and np.shape(value) != ():
+            raise GradCombineError(_OPERATION, "a scalar position, of one replica", f"shape {np.shape(value)}", name)
+    if expected is not None and received is not None and expected != received:
+        raise GradCombineError(_OPERATION, f"{int(expected)} on every replica", int(received), f".{name}")
+
+
+def _list(states: Any) -> list[Any]:
+    if not isinstance(states, (list, tuple)) or hasattr(states, "_fields") or not states:
+        raise GradCombineError(_OPERATION, "a list of states, one a replica", type(states).__name__)
+    return list(states)
+
+
+def _integer(expected: str, number: Any) -> int:
+    try:
+        value = 0 if isinstance(number, bool) else operator.index(number)
+    except TypeError:
+        value = 0
+    if value < 1:
+        raise GradCombineError(_OPERATION, expected, repr(number))
+    return value

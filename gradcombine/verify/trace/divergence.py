@@ -1,0 +1,118 @@
+"""The first place where two traces part: the step, then what introduced it, then the leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.diff import Allowed, Row, diff
+from gradcombine.verify.diff.measure import EQUAL_BITS
+from gradcombine.verify.diff.steps import dumps_by_step
+from gradcombine.verify.dumps import Dump, open_dump
+from gradcombine.verify.mapping import Rules
+from gradcombine.verify.mapping.rules import NO_RULES
+from gradcombine.verify.trace.record import STAGES
+
+CAUSES = {
+    "inputs": "the inputs: the data, its order, or the parameters before the step",
+    "gradients": "the gradients: the model, its loss, or its kernels, from the same inputs",
+    "combined": "the combine: weights, order or precision, from the same gradients",
+    "updates": "the optimizer: its settings, its state or its schedule, from the same combined gradient",
+    "params": "the application of the updates, from the same updates",
+}
+"""What a stage that parts first says."""
+
+
+class Divergence(NamedTuple):
+    """Where two runs part.
+
+    Attributes:
+      step: the first step that differs.
+      stage: the first stage of it that differs.
+      row: its worst leaf; None where the runs have no such leaf in common.
+      introduced_by: what stands between this stage and the last one that is equal.
+      unrecorded: stages before this one that a run lacks, so that they may be the cause.
+    """
+
+    step: int
+    stage: str
+    row: Row | None
+    introduced_by: str
+    unrecorded: tuple[str, ...]
+
+    def __str__(self) -> str:
+        text = f"step {self.step}: introduced by {self.introduced_by}"
+        if self.row is not None:
+            found = self.row.found
+            text += f"; worst leaf {found.name}, {found.max_ulp:,} ulp, {found.relative:.1e} relative"
+        if self.unrecorded:
+            text += f"; not recorded before it: {', '.join(self.unrecorded)}"
+        return text
+
+
+def first_divergence(
+    a: str | Path,
+    b: str | Path,
+    *,
+    allowed: Allowed | Mapping[str, Allowed] = EQUAL_BITS,
+    rules: Rules = NO_RULES,
+) -> Divergence | None:
+    """Finds the first step, and in it the first stage, in which two traces differ by more than is allowed.
+
+    Args:
+      a, b: directories that `record` has written, of one framework or two; leaves are matched as in `gradcombine diff`.
+      allowed: what may differ; or for each stage by its name, and then nothing in stages that are not named. Two
+        frameworks' kernels round differently: give ``gradients`` a relative allowance, and all that follows.
+      rules: which leaf is which, for names that begin with their stage.
+
+    Returns:
+      None where all steps that both have are alike; else a `Divergence`, which prints as a sentence.
+
+    Raises:
+      GradCombineError: for a directory without a trace, traces without a common step, and as `diff`.
+
+    >>> import tempfile, numpy as np
+    >>> from gradcombine.verify import first_divergence, record
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     for run, rate in (("a", 0.5), ("b", 0.5), ("c", 0.25)):
+    ...         with record(f"{place}/{run}") as recorder:
+    ...             for step in range(3):
+    ...                 recorder(step, combined={"w": np.ones(2)}, updates={"w": -rate**step * np.ones(2)})
+    ...     print(first_divergence(f"{place}/a", f"{place}/b"))
+    ...     print(first_divergence(f"{place}/a", f"{place}/c").step)
+    None
+    1
+    """
+    left, right = (dumps_by_step(path) for path in (Path(a), Path(b)))
+    both = [step for step in left if step in right]
+    if not both:
+        raise GradCombineError(
+            "first_divergence", "two traces with a common step", f"{len(left)} and {len(right)} steps"
+        )
+    for step in both:
+        found = _in_step(step, open_dump(left[step]), open_dump(right[step]), allowed, rules)
+        if found is not None:
+            return found
+    return None
+
+
+def _in_step(step: int, a: Dump, b: Dump, allowed: Allowed | Mapping[str, Allowed], rules: Rules) -> Divergence | None:
+    unrecorded = []
+    for stage in STAGES:
+        left, right = _stage(a, stage), _stage(b, stage)
+        if not left or not right:
+            unrecorded.append(stage)
+            continue
+        limit = allowed if isinstance(allowed, Allowed) else allowed.get(stage, EQUAL_BITS)
+        report = diff(left, right, allowed=limit, rules=rules)
+        if not report.passes:
+            row = next((row for row in report.rows if not row.passes), None)
+            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded))
+        unrecorded = []
+    return None
+
+
+def _stage(dump: Dump, stage: str) -> Dump:
+    return {name: entry for name, entry in dump.items() if name.startswith(f"{stage}/") or name == stage}

@@ -1,0 +1,147 @@
+"""Runs one case of the model on two replicas: stacked in NumPy, in JAX, or under a strategy of TensorFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+import gradcombine as gc
+from gradcombine import GradCombineError, replicated
+from tests.replicated.observed import Case
+from tests.replicated.replay import Place, replay
+
+Program = Callable[[Callable[[Any], Any]], dict[str, Any]]
+"""``program(own)``: what one replica runs; ``own(values)`` is its value of one a replica. Returns arrays."""
+
+ONE_VALUE = ("cross", "SUM", "MEAN")
+"""What of an outcome is one value for all replicas."""
+
+
+def numpy_stacked(case: Case) -> dict[str, Any]:
+    def over_first_axis(reduction: Any, value: Any) -> Any:
+        return gc.combine(reduction, list(value))
+
+    place = Place(lambda values: values, over_first_axis, lambda function, state: function(state))
+    try:
+        variable = replicated.variable(case.aggregation, case.synchronization, over=replicated.stacked(2))
+    except GradCombineError:
+        return {"raises": True}
+    return _plain(replay(case, variable, place))
+
+
+def jax_vmap(case: Case) -> dict[str, Any]:
+    import jax
+
+    def run(program: Program) -> Any:
+        return jax.vmap(lambda rank: program(partial(_row, rank)), axis_name="data", axis_size=2)(np.arange(2))
+
+    return _on_replicas(case, run, gc.jax_axis("data"), _jax_cond)
+
+
+def jax_pmap(case: Case) -> dict[str, Any]:
+    import jax
+
+    def run(program: Program) -> Any:
+        mapped = jax.pmap(lambda rank: program(partial(_row, rank)), axis_name="data", devices=jax.devices()[:2])
+        return mapped(np.arange(2))
+
+    return _on_replicas(case, run, gc.jax_axis("data"), _jax_cond)
+
+
+def jax_shard_map(case: Case) -> dict[str, Any]:
+    """With check_vma, which keeps account of what varies over the axis."""
+    import jax
+    from jax.sharding import AxisType, PartitionSpec
+
+    def run(program: Program) -> Any:
+        mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+        def block(ranks: Any) -> Any:
+            return jax.tree.map(lambda x: x[None], program(partial(_row, ranks[0])))
+
+        spec = PartitionSpec("data")
+        return jax.jit(jax.shard_map(block, mesh=mesh, in_specs=spec, out_specs=spec))(np.arange(2))
+
+    def reduce(reduction: Any, value: Any) -> Any:
+        # A read of what is written to all replicas is typed as the same on all of them, which all_reduce refuses.
+        if "data" not in jax.typeof(value).manual_axis_type.varying:
+            value = jax.lax.pcast(value, "data", to="varying")
+        return gc.all_reduce(reduction, value, over=gc.jax_axis("data"))
+
+    return _on_replicas(case, run, gc.jax_axis("data"), _jax_cond, reduce)
+
+
+def tf_mirrored(case: Case) -> dict[str, Any]:
+    """As the case was observed: eager, or in a tf.function."""
+    import tensorflow as tf
+
+    strategy = tf_strategy(2)
+
+    def run(program: Program) -> Any:
+        def on_one() -> Any:
+            rank = tf.distribute.get_replica_context().replica_id_in_sync_group
+            return program(lambda values: tf.constant(values)[rank])
+
+        def both() -> Any:
+            rows = strategy.run(on_one)
+            return tf.nest.map_structure(strategy.experimental_local_results, rows)
+
+        return tf.function(both)() if case.column == "tf_function" else both()
+
+    def cond(function: Any, state: Any) -> Any:
+        return tf.cond(tf.constant(True), lambda: function(state), lambda: state)
+
+    return _on_replicas(case, run, gc.tf_replicas(), cond)
+
+
+@cache
+def tf_strategy(replicas: int) -> Any:
+    import tensorflow as tf
+
+    devices = [f"CPU:{i}" for i in range(replicas)]
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
+
+
+def _on_replicas(
+    case: Case, run: Callable[[Program], dict[str, Any]], over: Any, cond: Any, reduce: Any = None
+) -> dict[str, Any]:
+    try:
+        variable = replicated.variable(case.aggregation, case.synchronization, over=over)
+    except GradCombineError:
+        return {"raises": True}
+    known: dict[str, Any] = {}
+
+    def program(own: Any) -> dict[str, Any]:
+        found = replay(case, variable, Place(own, reduce or partial(gc.all_reduce, over=over), cond))
+        known.update({name: x for name, x in found.items() if isinstance(x, (bool, str))})
+        return {name: x for name, x in found.items() if name not in known}
+
+    rows = _plain(run(program))
+    for name in ONE_VALUE:
+        if name in rows:
+            first, second = rows[name]
+            assert first == second, name
+            rows[name] = first
+    return known | rows
+
+
+def _row(rank: Any, values: Any) -> Any:
+    import jax.numpy as jnp
+
+    return jnp.asarray(values)[rank]
+
+
+def _jax_cond(function: Any, state: Any) -> Any:
+    import jax
+
+    return jax.lax.cond(jax.numpy.asarray(True), function, lambda before: before, state)
+
+
+def _plain(found: dict[str, Any]) -> dict[str, Any]:
+    def row(x: Any) -> Any:
+        return x if isinstance(x, (bool, str)) else np.asarray(x).tolist()
+
+    return {name: [row(y) for y in x] if isinstance(x, (list, tuple)) else row(x) for name, x in found.items()}

@@ -1,0 +1,142 @@
+"""The model inside JAX's transformations."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import replicated
+
+pytestmark = pytest.mark.needs("jax")
+
+AXIS = gc.jax_axis("data")
+REPLICAS = 4
+X = np.float32([[1, 2], [3, 5], [4, 7], [8, 6]])
+
+
+def _mesh() -> Any:
+    import jax
+    from jax.sharding import AxisType
+
+    return jax.make_mesh((REPLICAS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:REPLICAS])
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+def test_a_loop_under_check_vma(aggregation: str, synchronization: str) -> None:
+    """The state's type is the same before and after a write; ON_WRITE leaves as one replicated array."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    variable = replicated.variable(aggregation, synchronization, over=AXIS)
+
+    def block(x: Any) -> Any:
+        state = variable.init(jax.numpy.zeros(2))
+        state, _ = jax.lax.scan(lambda s, _: (variable.assign_add(s, x[0]), None), state, None, length=3)
+        return state.value if synchronization == "on_write" else variable.cross.read(state)
+
+    spec = PartitionSpec("data")
+    out = jax.jit(jax.shard_map(block, mesh=_mesh(), in_specs=spec, out_specs=PartitionSpec()))(X)
+    expected = {"sum": [48, 60], "mean": [12, 15], "only_first_replica": [3, 6]}
+    assert out.tolist() == expected[aggregation]
+
+
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+def test_a_loop_of_assignments_under_check_vma(synchronization: str) -> None:
+    """What is assigned is the same on all replicas; the state stays of the type that it was made with."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    variable = replicated.variable("mean", synchronization, over=AXIS)
+
+    def block(x: Any) -> Any:
+        state = variable.init(jax.numpy.zeros(()))
+        state, _ = jax.lax.scan(lambda s, y: (variable.cross.assign(s, y), None), state, jax.numpy.arange(3.0))
+        state, _ = jax.lax.scan(lambda s, _: (variable.assign_add(s, 2.0), None), state, None, length=2)
+        return x + variable.cross.read(state)
+
+    spec = PartitionSpec("data")
+    out = jax.jit(jax.shard_map(block, mesh=_mesh(), in_specs=spec, out_specs=spec))(X)
+    assert out.tolist() == (X + 6).tolist()
+
+
+def test_made_outside_of_the_axis() -> None:
+    import jax
+
+    variable = replicated.variable("sum", "on_read", over=AXIS)
+    state = variable.init({"n": np.float32([10, 20])})
+
+    @partial(jax.pmap, axis_name="data", in_axes=(None, 0), devices=jax.devices()[:REPLICAS])
+    def step(state: Any, x: Any) -> Any:
+        state = variable.assign_add(state, {"n": x})
+        return state, variable.cross.read(state)
+
+    state, read = step(state, X)
+    assert state.value["n"].tolist() == (X + np.float32([10, 20])).tolist()
+    assert read["n"].tolist() == [[56, 100]] * REPLICAS
+
+
+def test_stacked_and_sharded() -> None:
+    """The components along an axis that is sharded over devices: one array, one program."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    variable = replicated.variable("mean", "on_read", over=replicated.stacked(REPLICAS))
+    sharding = NamedSharding(_mesh(), PartitionSpec("data"))
+    state = jax.device_put(variable.init(jax.numpy.zeros(2)), sharding)
+    state = jax.jit(variable.assign_add)(state, jax.device_put(X, sharding))
+    assert state.value.sharding.is_equivalent_to(sharding, 2)
+    assert jax.jit(variable.cross.read)(state).tolist() == [4, 5]
+
+
+@pytest.mark.parametrize("aggregation", ["sum", "mean", "only_first_replica"])
+@pytest.mark.parametrize("synchronization", ["on_write", "on_read"])
+def test_stacked_has_the_bits_of_replicas(aggregation: str, synchronization: str) -> None:
+    """In the canonical order: NumPy with all components, and JAX with one on each replica."""
+    import jax
+
+    values = np.random.default_rng(0).standard_normal((3, REPLICAS, 5)).astype(np.float32)
+
+    def program(variable: Any, x: Any, y: Any, z: Any) -> Any:
+        state = variable.assign_add(variable.init(np.full(5, 0.1, np.float32)), x)
+        state = variable.assign_sub(state, y)
+        if (aggregation, synchronization) != ("sum", "on_read"):
+            state = variable.cross.assign_add(state, np.float32([0.3] * 5))
+        state = variable.assign_add(state, z)
+        return variable.read(state), variable.cross.read(state)
+
+    whole = replicated.variable(aggregation, synchronization, over=replicated.stacked(REPLICAS), order="tree")
+    one = replicated.variable(aggregation, synchronization, over=AXIS, order="tree")
+    components, read = program(whole, *values)
+    rows, reads = jax.jit(jax.vmap(partial(program, one), axis_name="data"))(*values)
+    np.testing.assert_array_equal(_bits(rows), _bits(components))
+    np.testing.assert_array_equal(_bits(reads), _bits(np.stack([read] * REPLICAS)))
+
+
+def test_outside_of_the_axis_a_write_is_refused() -> None:
+    variable = replicated.variable("sum", over=AXIS)
+    with pytest.raises(gc.GradCombineError, match=r"jax_axis\('data'\): expected an axis"):
+        variable.assign_add(variable.init(np.float32(1)), np.float32(1))
+
+
+def test_a_value_that_is_summed_already_is_refused() -> None:
+    """Under check_vma: what is known to be the same on all replicas cannot be one replica's contribution."""
+    import jax
+    from jax.sharding import PartitionSpec
+
+    variable = replicated.variable("sum", over=AXIS)
+
+    def block(x: Any) -> Any:
+        return variable.assign_add(variable.init({"w": x[0] * 0}), {"w": jax.lax.psum(x[0], "data")}).value
+
+    spec = PartitionSpec("data")
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected a value of each replica's own"):
+        jax.shard_map(block, mesh=_mesh(), in_specs=spec, out_specs=spec)(X)
+
+
+def _bits(x: Any) -> np.ndarray:
+    return np.asarray(x).view(np.uint32)

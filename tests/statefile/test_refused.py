@@ -1,0 +1,177 @@
+"""Files that are whole, but not what was asked for; and states that cannot be saved."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions, statefile
+from tests.statefile.states import Layer, contents
+
+F32 = np.zeros(2, np.float32)
+LIKE = {"a": F32, "b": [F32, None]}
+SAVED = gc.accumulate(reductions.mean(), every=4, order="tree").init(LIKE)
+
+OTHERS = {
+    "reduction": (reductions.sum(), LIKE, "expected states of 'sum', received states of 'mean'"),
+    "precision": (reductions.mean("exact"), LIKE, "leaf .levels[0]: expected ExactMeanState, received MeanState"),
+    "compensated": (reductions.mean("compensated"), LIKE, "expected CompensatedMeanState, received MeanState"),
+    "accumulator": (
+        reductions.mean(dtype="float64"),
+        LIKE,
+        "leaf .levels[0].value['a']: expected float64 of shape (2,), received float32 of shape (2,)",
+    ),
+    "output": (
+        reductions.mean(output_dtype="float16"),
+        LIKE,
+        "leaf .levels[0].output['a']: expected float16 of shape (0, 2), received no gradient",
+    ),
+    "shape": (
+        reductions.mean(),
+        {**LIKE, "a": np.zeros((2, 1), np.float32)},
+        "leaf .levels[0].value['a']: expected float32 of shape (2, 1), received float32 of shape (2,)",
+    ),
+    "dtype": (
+        reductions.mean(),
+        {**LIKE, "a": np.zeros(2, ml_dtypes.bfloat16)},
+        "leaf .levels[0].output['a']: expected bfloat16 of shape (0, 2), received no gradient",
+    ),
+    "a leaf more": (
+        reductions.mean(),
+        {**LIKE, "c": F32},
+        "leaf .levels[0].value['c']: expected a leaf, as in like, received none in the file",
+    ),
+    "a leaf less": (
+        reductions.mean(),
+        {"a": F32, "b": [F32]},
+        "leaf .levels[0].value['b'][1]: expected no leaf, as in like, received one in the file",
+    ),
+    "a gradient": (
+        reductions.mean(),
+        {"a": F32, "b": [F32, F32]},
+        "leaf .levels[0].value['b'][1]: expected float32 of shape (2,), received no gradient",
+    ),
+    "no gradient": (
+        reductions.mean(),
+        {"a": None, "b": [F32, None]},
+        "leaf .levels[0].value['a']: expected no gradient, received float32 of shape (2,)",
+    ),
+    "a named tuple": (reductions.mean(), {"a": F32, "b": Layer(F32, None)}, "expected Layer, received None"),
+}
+
+
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_state_of_another_kind(tmp_path: Path, name: str, suffix: str) -> None:
+    statefile.save(tmp_path / f"a{suffix}", reductions.mean(), SAVED)
+    reduction, like, message = OTHERS[name]
+    with pytest.raises(gc.GradCombineError) as caught:
+        statefile.load(tmp_path / f"a{suffix}", reduction, like)
+    assert message in str(caught.value)
+
+
+def test_containers_with_the_same_paths_are_the_same(tmp_path: Path) -> None:
+    """A tuple for a list, an OrderedDict in another order: each framework has containers of its own."""
+    statefile.save(tmp_path / "a.npz", reductions.mean(), SAVED)
+    like = OrderedDict(b=(F32, None), a=F32)
+    loaded = statefile.load(tmp_path / "a.npz", reductions.mean(), like)
+    assert contents(loaded) == contents(gc.accumulate(reductions.mean(), every=4, order="tree").init(like))
+
+
+def test_booleans_are_not_taken_for_absent(tmp_path: Path) -> None:
+    first, boolean = reductions.first(), np.zeros(3, np.bool_)
+    for saved, wanted in ((boolean, None), (None, boolean)):
+        statefile.save(tmp_path / "a.npz", first, first.init({"a": saved}))
+        with pytest.raises(gc.GradCombineError, match="no gradient"):
+            statefile.load(tmp_path / "a.npz", first, {"a": wanted})
+
+
+def test_members_of_per_leaf_are_compared(tmp_path: Path) -> None:
+    like = {"a": F32, "b": F32}
+    saved = reductions.per_leaf({"a": reductions.min(), "b": reductions.max()})
+    other = reductions.per_leaf({"a": reductions.max(), "b": reductions.min()})
+    statefile.save(tmp_path / "a.npz", saved, saved.init(like))
+    with pytest.raises(gc.GradCombineError, match=r"leaf \.parts\[0\]: expected MaxState, received MinState"):
+        statefile.load(tmp_path / "a.npz", other, like)
+
+
+def test_a_file_of_several_replicas_is_not_one_state(tmp_path: Path) -> None:
+    statefile.save_replicas(tmp_path / "a.npz", reductions.mean(), [SAVED, SAVED])
+    with pytest.raises(gc.GradCombineError, match=r"expected 1 replica \(load_replicas takes several\), received 2"):
+        statefile.load(tmp_path / "a.npz", reductions.mean(), LIKE)
+
+
+STACKED = reductions.mean().init(LIKE)._replace(weight=np.zeros(3, np.float32), count=np.zeros(3, np.int32))
+NOT_SAVED: dict[str, tuple[Any, str]] = {
+    "of another reduction": (reductions.sum().init(LIKE), "expected a MeanState, received SumState"),
+    "a tree": (LIKE, "expected a MeanState, received dict"),
+    "a stacked position": (SAVED._replace(step=np.zeros(3, np.int32)), "leaf .step: expected int32 of shape ()"),
+    "a wide position": (SAVED._replace(index=np.int64(0)), "received int64 of shape ()"),
+    "stacked parts": (STACKED, "leaf .weight: expected float32 of shape (), received float32 of shape (3,)"),
+    "a level of another kind": (SAVED._replace(levels=(1, 2, 3)), "expected a MeanState, received ndarray"),
+    "an object": (SAVED._replace(step=object()), "received object"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_SAVED)
+def test_what_cannot_be_saved_leaves_the_old_file(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.npz"
+    statefile.save(path, reductions.mean(), SAVED)
+    before = path.read_bytes()
+    state, message = NOT_SAVED[name]
+    with pytest.raises(gc.GradCombineError) as caught:
+        statefile.save(path, reductions.mean(), state)
+    assert message in str(caught.value)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("states", [[], SAVED, "states", None])
+def test_replicas_are_a_list(tmp_path: Path, states: Any) -> None:
+    with pytest.raises(gc.GradCombineError, match="expected a list of states, one a replica"):
+        statefile.save_replicas(tmp_path / "a.npz", reductions.mean(), states)
+
+
+def test_replicas_are_alike(tmp_path: Path) -> None:
+    other = gc.accumulate(reductions.mean(), every=4, order="tree").init({**LIKE, "a": np.zeros(3, np.float32)})
+    with pytest.raises(gc.GradCombineError, match=r"expected states of one structure, .* received another at rank 1"):
+        statefile.save_replicas(tmp_path / "a.npz", reductions.mean(), [SAVED, other])
+
+
+def test_paths(tmp_path: Path) -> None:
+    for name in ("a", "a.pkl", "a.npz.gz"):
+        with pytest.raises(gc.GradCombineError, match=r"expected a path that ends in \.npz or \.safetensors"):
+            statefile.save(tmp_path / name, reductions.mean(), SAVED)
+    with pytest.raises(FileNotFoundError):
+        statefile.save(tmp_path / "no" / "a.npz", reductions.mean(), SAVED)
+    for suffix in (".npz", ".safetensors"):
+        with pytest.raises(FileNotFoundError):
+            statefile.load(tmp_path / f"no{suffix}", reductions.mean(), LIKE)
+
+
+def test_a_reduction_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(gc.GradCombineError, match="mean, not called"):
+        statefile.save(tmp_path / "a.npz", reductions.mean, SAVED)  # pyright: ignore[reportArgumentType]
+
+
+def test_without_safetensors_npz_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.partition(".")[0] == "safetensors":
+            raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
+        return real(name, *args, **kwargs)
+
+    monkeypatch.delitem(sys.modules, "gradcombine.statefile.safetensors_format", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(gc.GradCombineError, match=r"pip install 'gradcombine\[safetensors\]'"):
+        statefile.save(tmp_path / "a.safetensors", reductions.mean(), SAVED)
+    statefile.save(tmp_path / "a.npz", reductions.mean(), SAVED)
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.npz"]

@@ -1,0 +1,138 @@
+"""What was saved is what is loaded, to the bit, and goes on as if it had never left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions, statefile
+from tests.statefile.states import CASES, FLOATS, SUFFIXES, accumulated, contents, contribution
+
+ORDERS = ("sequential", "tree")
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_partial_window_goes_on_from_a_file(tmp_path: Path, name: str, order: Any, suffix: str) -> None:
+    case, path = CASES[name], tmp_path / f"window{suffix}"
+    state = accumulated(case, order, range(5))
+    statefile.save(path, case.reduction, state)
+    loaded = statefile.load(path, case.reduction, case.like)
+    assert contents(loaded) == contents(state)
+    unbroken = accumulated(case, order, range(5, 11), state=state)
+    assert contents(accumulated(case, order, range(5, 11), state=loaded)) == contents(unbroken)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("updates", [0, 1, 3])
+def test_a_state_without_a_window(tmp_path: Path, name: str, updates: int, suffix: str) -> None:
+    case, path = CASES[name], tmp_path / f"state{suffix}"
+    state = case.reduction.init(case.like)
+    for seed in range(updates):
+        state = case.reduction.update(state, contribution(case.like, seed), 2)
+    statefile.save(path, case.reduction, state)
+    assert contents(statefile.load(path, case.reduction, case.like)) == contents(state)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("updates", [0, 4, 5])
+def test_empty_and_full_windows_and_their_number(tmp_path: Path, updates: int, suffix: str) -> None:
+    case, path = CASES["mean"], tmp_path / f"window{suffix}"
+    state = accumulated(case, "tree", range(updates), every=4)
+    statefile.save(path, case.reduction, state)
+    loaded = statefile.load(path, case.reduction, case.like)
+    assert (int(loaded.step), int(loaded.index)) == [(0, 0), (4, 0), (1, 1)][[0, 4, 5].index(updates)]
+    assert contents(loaded) == contents(state)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_bit_of_every_float_is_kept(tmp_path: Path, suffix: str) -> None:
+    """NaN payloads, signs of zeros and subnormal numbers: all patterns of 16 bits."""
+    patterns, total = np.arange(2**16, dtype=np.uint16), reductions.first()
+    value = {"half": patterns.view(np.float16), "wide": (patterns.astype(np.uint32) << 16 | 0x1234).view(np.float32)}
+    state = total.init(value)._replace(value=value)
+    state = state._replace(value={**value, "half": value["half"].astype(np.float32)})
+    statefile.save(tmp_path / f"bits{suffix}", total, state)
+    assert contents(statefile.load(tmp_path / f"bits{suffix}", total, value)) == contents(state)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_states_of_several_replicas(tmp_path: Path, suffix: str) -> None:
+    case, path = CASES["per_leaf"], tmp_path / f"windows{suffix}"
+    states = [accumulated(case, "tree", range(rank, rank + 3)) for rank in range(4)]
+    statefile.save_replicas(path, case.reduction, states)
+    loaded = statefile.load_replicas(path, case.reduction, case.like)
+    assert [contents(state) for state in loaded] == [contents(state) for state in states]
+    assert len({str(contents(state)) for state in loaded}) == 4
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_the_same_state_gives_the_same_file(tmp_path: Path, suffix: str) -> None:
+    case = CASES["exact mean"]
+    for name in "ab":
+        statefile.save(tmp_path / f"{name}{suffix}", case.reduction, accumulated(case, "tree", range(3)))
+    assert (tmp_path / f"a{suffix}").read_bytes() == (tmp_path / f"b{suffix}").read_bytes()
+
+
+def test_a_layout_in_memory_does_not_matter(tmp_path: Path) -> None:
+    """Fortran order, strides and the other byte order are values like any."""
+    total, value = reductions.sum(), np.arange(12, dtype=np.float32).reshape(3, 4)
+    state = total.update(total.init(value), value)
+    for i, other in enumerate([np.asfortranarray(value), np.repeat(value, 2, 0)[::2], value.astype(">f4")]):
+        statefile.save(tmp_path / f"{i}.npz", total, state._replace(value=other))
+        assert contents(statefile.load(tmp_path / f"{i}.npz", total, value)) == contents(state)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_a_header_says_what_is_in_the_file(tmp_path: Path, suffix: str) -> None:
+    case, path = CASES["exact mean"], tmp_path / f"window{suffix}"
+    statefile.save(path, case.reduction, accumulated(case, "tree", range(3)))
+    header = statefile.inspect(path)
+    assert (header.reduction, header.replicas, header.levels) == ("mean", 1, 4)
+    assert header.gradcombine == gc.__version__
+    assert header.kinds[""] == "AccumulateState" and header.kinds[".levels[3]"] == "ExactMeanState"
+    leaves = {leaf.path: (leaf.dtype, leaf.shape) for leaf in header.leaves}
+    assert leaves[".step"] == ("int32", ())
+    assert leaves[".levels[0].value['layers'][0].kernel.slot0"] == ("int32", (2, 3))
+    assert leaves[".levels[0].value['layers'][0].bias"] == (None, None)
+    assert leaves[".levels[0].output['layers'][1][0]"] == ("bfloat16", (0,))
+
+
+def test_another_program_can_read_an_npz_file_as_documented(tmp_path: Path) -> None:
+    total = reductions.sum(output_dtype="bfloat16", dtype="bfloat16")
+    value = {"w": np.float32([1.5, -2])}
+    statefile.save(tmp_path / "sum.npz", total, total.update(total.init(value), value))
+    code = (
+        "import sys, json, numpy as np, ml_dtypes\n"
+        "with np.load(sys.argv[1]) as file:\n"
+        "    _, text = file['header'].tobytes().decode().split('\\n')\n"
+        "    for i, leaf in enumerate(json.loads(text)['leaves']):\n"
+        "        if leaf['path'] == \".value['w']\":\n"
+        "            print(leaf['dtype'], file[f'0.{i}'].view(leaf['dtype'])[..., 0].tolist())\n"
+    )
+    script = [sys.executable, "-c", code, str(tmp_path / "sum.npz")]
+    done = subprocess.run(script, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "bfloat16 [1.5, -2.0]\n"
+
+
+def test_importing_the_package_does_not_import_safetensors() -> None:
+    code = "import sys, gradcombine.statefile; print('safetensors' in sys.modules, 'jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "False False\n"
+
+
+def test_saving_leaves_the_state_as_it_was(tmp_path: Path) -> None:
+    state = accumulated(CASES["mean"], "sequential", range(2))
+    before = contents(state)
+    statefile.save(tmp_path / "a.npz", CASES["mean"].reduction, state)
+    assert contents(state) == before
+    assert statefile.load(tmp_path / "a.npz", CASES["mean"].reduction, FLOATS).step.flags.writeable

@@ -1,0 +1,187 @@
+"""Traces of eager, compiled and replicated steps, and where two of them part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine import GradCombineError
+from gradcombine.verify import first_divergence, record
+from gradcombine.verify.diff import Allowed
+from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.trace import CAUSES, STAGES
+
+XS = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+def arrays(path: Path, step: int) -> dict[str, np.ndarray]:
+    return {name: entry.whole() for name, entry in open_dump(path / f"step_{step:08}.npz").items()}
+
+
+def in_numpy(recorder: Any) -> None:
+    params = np.zeros(3, np.float32)
+    for step, x in enumerate(XS):
+        grads = {"w": x * x, "none": None}
+        params = params - grads["w"]
+        recorder(step, inputs={"x": x}, gradients=grads, params=[params])
+
+
+def in_jit(recorder: Any) -> None:
+    @jax.jit
+    def train(step: Any, params: Any, x: Any) -> Any:
+        grads = {"w": x * x, "none": None}
+        params = params - grads["w"]
+        recorder(step, inputs={"x": x}, gradients=grads, params=[params])
+        return params
+
+    params = jnp.zeros(3)
+    for step, x in enumerate(XS):
+        params = train(jnp.int32(step), params, x)
+
+
+def in_scan(recorder: Any) -> None:
+    def train(carry: Any, x: Any) -> Any:
+        step, params = carry
+        grads = {"w": x * x, "none": None}
+        params = params - grads["w"]
+        recorder(step, inputs={"x": x}, gradients=grads, params=[params])
+        return (step + 1, params), None
+
+    jax.jit(lambda xs: jax.lax.scan(train, (jnp.int32(0), jnp.zeros(3)), xs))(XS)
+
+
+def in_function(recorder: Any) -> None:
+    params = tf.Variable(tf.zeros(3))
+
+    @tf.function
+    def train(step: Any, x: Any) -> None:
+        grads = {"w": x * x, "none": None}
+        params.assign_sub(grads["w"])
+        recorder(step, inputs={"x": x}, gradients=grads, params=[params])
+
+    for step, x in enumerate(XS):
+        train(tf.constant(step), tf.constant(x))
+
+
+RUNS = {"numpy": in_numpy, "jit": in_jit, "scan": in_scan, "tf.function": in_function}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_every_step_is_written_as_it_was(run: Any, tmp_path: Path) -> None:
+    with record(tmp_path) as recorder:
+        run(recorder)
+    assert len(list(tmp_path.iterdir())) == 4
+    total = np.zeros(3, np.float32)
+    for step, x in enumerate(XS):
+        total = total - x * x
+        found = arrays(tmp_path, step)
+        assert set(found) == {"inputs/x", "gradients/w", "params/0"}
+        np.testing.assert_array_equal(found["inputs/x"], x)
+        np.testing.assert_array_equal(found["gradients/w"], x * x)
+        np.testing.assert_array_equal(found["params/0"], total)
+
+
+def test_two_frameworks_leave_the_same_trace(tmp_path: Path) -> None:
+    for name, run in RUNS.items():
+        with record(tmp_path / name) as recorder:
+            run(recorder)
+        assert first_divergence(tmp_path / "numpy", tmp_path / name) is None
+
+
+def test_chosen_steps_are_written_alone(tmp_path: Path) -> None:
+    with record(tmp_path, steps=range(1, 4, 2)) as recorder:
+        in_jit(recorder)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000001.npz", "step_00000003.npz"]
+
+
+def test_stages_of_one_step_may_come_apart(tmp_path: Path) -> None:
+    with record(tmp_path) as recorder:
+        recorder(0, gradients=np.ones(2))
+        recorder(0, params=np.zeros(2))
+    assert set(arrays(tmp_path, 0)) == {"gradients", "params"}
+
+
+def test_bfloat16_stays_what_it_is(tmp_path: Path) -> None:
+    with record(tmp_path) as recorder:
+        recorder(0, gradients=jnp.ones(2, jnp.bfloat16))
+    assert arrays(tmp_path, 0)["gradients"].dtype == jnp.bfloat16
+
+
+def test_replicas_must_agree(tmp_path: Path) -> None:
+    """The combined gradient is the same on all replicas, and is written once; each one's own is refused."""
+    grads = np.arange(4, dtype=np.float32)
+
+    def step(recorder: Any, combine: bool) -> None:
+        def own(g: Any) -> Any:
+            total = gc.all_reduce(gc.reductions.sum(), g, gc.jax_axis("data")) if combine else g
+            recorder(0, combined=total)
+            return total
+
+        jax.pmap(own, axis_name="data", devices=jax.devices()[:4])(grads)
+
+    with record(tmp_path / "same") as recorder:
+        step(recorder, combine=True)
+    assert arrays(tmp_path / "same", 0)["combined"] == 6
+    with pytest.raises(GradCombineError, match="the same values on all replicas"), record(tmp_path / "own") as recorder:
+        step(recorder, combine=False)
+
+
+def write(path: Path, changed: str | None = None, at: int = 2) -> Path:
+    """A run in which one stage, and all that follow from it, are off from a step on."""
+    with record(path) as recorder:
+        for step in range(4):
+            off = changed is not None and step >= at
+            values = {
+                stage: {"layer": {"w": np.float32([1, step, 3]), "b": np.float32(2).reshape(())}} for stage in STAGES
+            }
+            for stage in STAGES[STAGES.index(changed) :] if off and changed else ():
+                values[stage]["layer"]["w"] = np.float32([1, step, 3.0001])
+            recorder(step, **values)
+    return path
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_first_stage_that_parts_is_named(stage: str, tmp_path: Path) -> None:
+    found = first_divergence(write(tmp_path / "a"), write(tmp_path / "b", stage))
+    assert found is not None and found.row is not None
+    assert (found.step, found.stage, found.introduced_by) == (2, stage, CAUSES[stage])
+    assert found.row.found.name == f"{stage}/layer/w"
+    assert found.unrecorded == ()
+    assert f"step 2: introduced by {CAUSES[stage]}" in str(found)
+
+
+def test_an_allowance_by_stage(tmp_path: Path) -> None:
+    """Two frameworks' kernels round differently: gradients may, updates may not be apart."""
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", "gradients")
+    allowed = {"gradients": Allowed(relative=1e-3), "combined": Allowed(relative=1e-3)}
+    found = first_divergence(a, b, allowed=allowed)
+    assert found is not None and found.stage == "updates"
+    assert first_divergence(a, b, allowed=Allowed(relative=1e-3)) is None
+
+
+def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
+    for name, value in (("a", 1), ("b", 2)):
+        with record(tmp_path / name) as recorder:
+            recorder(0, inputs=np.ones(2), updates=np.float32([value]))
+    found = first_divergence(tmp_path / "a", tmp_path / "b")
+    assert found is not None and found.unrecorded == ("gradients", "combined")
+    assert "not recorded before it: gradients, combined" in str(found)
+
+
+def test_bad_input_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "a")
+    with pytest.raises(GradCombineError, match="a directory without a trace"):
+        record(tmp_path / "a")
+    with pytest.raises(GradCombineError, match=r"stages of inputs, gradients, .*, received loss"):
+        record(tmp_path / "c")(0, loss=np.ones(1))
+    with pytest.raises(GradCombineError, match="a common step"):
+        first_divergence(tmp_path / "a", tmp_path / "c")
+    with pytest.raises(GradCombineError, match="a directory of dumps"):
+        first_divergence(tmp_path / "a", tmp_path / "nowhere")
