@@ -1,5 +1,6 @@
 """What a combination means: each function here makes a `Reduction`."""
 
+from gradcombine.reductions.adasum import adasum
 from gradcombine.reductions.checked import checked
 from gradcombine.reductions.extrema import max, min
 from gradcombine.reductions.first import first, last
@@ -9,4 +10,4 @@ from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.product import product
 from gradcombine.reductions.sum import sum
 
-__all__ = ["checked", "first", "last", "max", "mean", "min", "moments", "per_leaf", "product", "sum"]
+__all__ = ["adasum", "checked", "first", "last", "max", "mean", "min", "moments", "per_leaf", "product", "sum"]

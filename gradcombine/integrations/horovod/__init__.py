@@ -1,0 +1,6 @@
+"""For programs written for Horovod: its local gradient aggregation, and its all-reduce over gradcombine's replicas."""
+
+from gradcombine.integrations.horovod.aggregation import LocalGradientAggregation
+from gradcombine.integrations.horovod.all_reduce import AllReduce
+
+__all__ = ["AllReduce", "LocalGradientAggregation"]

@@ -1,0 +1,242 @@
+"""Horovod's local gradient aggregation: an all-reduce once in several backward passes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from gradcombine import reductions
+from gradcombine.accumulate import accumulate
+from gradcombine.autograph import ordinary
+from gradcombine.backends.registry import load
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.horovod import sparse
+from gradcombine.integrations.horovod.errors import HorovodError, sparse_over_several_passes
+from gradcombine.integrations.horovod.graph import after, branch, completed, converted
+from gradcombine.integrations.horovod.state import WindowVariables, specs_of
+from gradcombine.types import Reduction
+
+Mode = Literal["eager", "graph"]
+
+
+class LocalGradientAggregation(tf.Module):
+    """Adds up the gradients of several backward passes, and combines them over ranks and applies them at the last one.
+
+    The two methods stand in for those of Horovod's LocalGradientAggregationHelper (mode ``"graph"``) and
+    LocalGradientAggregationHelperEager (mode ``"eager"``). Both modes run eagerly, in a tf.function and in a tf.Graph
+    of TensorFlow 1; they differ in what is returned between boundaries.
+
+    Args:
+      backward_passes_per_step: k, the number of backward passes from one boundary to the next. 1: every gradient is
+        combined at once, sparse ones included.
+      allreduce: ``allreduce(gradients, variables) -> gradients``, of equally long lists without None: `AllReduce`, or
+        Horovod's own.
+      sparse_as_dense: whether tf.IndexedSlices become dense. If not, they are refused for k > 1.
+      average_aggregated_gradients: whether the result is divided by k.
+      mode: what a pass before the boundary returns. ``"graph"``: its own gradients. ``"eager"``: the sums so far. None:
+        as Horovod chooses, ``"graph"`` where this is made in a graph.
+      size: of the process set, an integer or a function, by which the gradients of local variables are divided. None:
+        ``allreduce.size()``.
+      scale_local_gradients: whether they are divided.
+      reduction: how the passes are combined; None: their sum, accumulated in at least float32.
+
+    Raises:
+      GradCombineError: for k <= 0 and sparse gradients, with Horovod's texts; for lists that do not match; for k > 1 in
+        a tf.function under a strategy of several replicas, where tf.distribute allows no collective in a conditional
+        (`gradcombine.integrations.tensorflow.AccumulatedStep` accumulates there). The window is whole then, also after
+        an error of ``allreduce`` in eager execution: the same pass may be tried again.
+
+    Bits: the sums are those of `gradcombine.accumulate`; quotients are correctly rounded on CPU.
+
+    A gradient that is None in all passes so far is None in the result. One that is None in some adds nothing there, and
+    stands as zeros where the pass's own gradients are returned. The number of gradients, their shapes and their dtypes
+    are settled by the first call, which makes the variables.
+
+    References: `Horovod with TensorFlow <https://horovod.readthedocs.io/en/stable/tensorflow.html>`_,
+    ``backward_passes_per_step``.
+
+    >>> import tensorflow as tf
+    >>> w = tf.Variable([1.0])
+    >>> aggregation = LocalGradientAggregation(2, lambda gradients, variables: [10 * g for g in gradients])
+    >>> [aggregation.compute_gradients([tf.constant([x])], [w])[0].numpy().item() for x in (1.0, 2.0, 5.0)]
+    [1.0, 30.0, 5.0]
+    >>> int(aggregation.counter)
+    1
+    """
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce: Callable[[list[Any], list[Any]], Sequence[Any]],
+        sparse_as_dense: bool = False,
+        average_aggregated_gradients: bool = False,
+        *,
+        mode: Mode | None = None,
+        size: int | Callable[[], Any] | None = None,
+        scale_local_gradients: bool = True,
+        reduction: Reduction | None = None,
+    ) -> None:
+        super().__init__()
+        self._k = _passes(backward_passes_per_step)
+        if mode not in (None, "eager", "graph"):
+            raise GradCombineError("LocalGradientAggregation", "mode 'eager', 'graph' or None", repr(mode))
+        self._graph_mode = mode == "graph" or (mode is None and not tf.executing_eagerly())
+        self._allreduce, self._size = allreduce, size
+        self._sparse_as_dense, self._average = sparse_as_dense, average_aggregated_gradients
+        self._scale_local = scale_local_gradients
+        self._local: set[Any] = set()
+        self._accumulator = accumulate(reductions.sum() if reduction is None else reduction, self._k)
+        self._window: WindowVariables | None = None
+        self._seen: set[int] = set()
+        self._written: list[tf.Operation] = []
+
+    @property
+    def counter(self) -> tf.Tensor:
+        """The passes since the last boundary, an int32 scalar; 0 right after it."""
+        if self._window is None:
+            return tf.constant(0)
+        return tf.math.floormod(self._window.read().step, self._k)
+
+    @ordinary
+    def register_local_var(self, variable: Any) -> None:
+        """Leaves a variable out of the all-reduce: each rank keeps its own gradient, divided by the number of ranks."""
+        self._local.add(_key(variable))
+
+    @ordinary
+    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """One backward pass.
+
+        Args:
+          grads: this pass's gradients: tensors, tf.IndexedSlices or None.
+          vars: their variables.
+
+        Returns:
+          At a boundary the combined sums of the window's passes; before it what ``mode`` says.
+        """
+        gradients, variables = list(grads), list(vars)
+        if len(gradients) != len(variables):
+            raise GradCombineError("compute_gradients", f"{len(variables)} gradients", len(gradients))
+        if self._sparse_as_dense:
+            gradients = [sparse.dense(x) if sparse.is_sparse(x) else x for x in gradients]
+        if self._k == 1:
+            return self._combined(gradients, variables)
+        for i, gradient in enumerate(gradients):
+            if sparse.is_sparse(gradient):
+                raise sparse_over_several_passes(f"[{i}]")
+        _require_no_conditional_collective()
+        window = self._opened(gradients, variables)
+        state = self._accumulator.update(gradients, window.read(), 1)
+        seen = self._seen | {i for i, x in enumerate(gradients) if x is not None}
+        sums = self._accumulator.value(state)
+        own = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]
+        between = own if self._graph_mode else sums
+        chosen = sorted(seen)
+        picked = branch(
+            self._accumulator.ready(state),
+            lambda: self._combined([sums[i] for i in chosen], [variables[i] for i in chosen]),
+            lambda: [between[i] for i in chosen],
+        )
+        # Written last: where the all-reduce fails, the window is as it was.
+        with after(picked):
+            self._written = window.write(state)
+        self._seen = seen
+        found = dict(zip(chosen, completed(picked, self._written), strict=True))
+        return [found.get(i) for i in range(len(gradients))]
+
+    @ordinary
+    def apply_gradients(
+        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> tf.Tensor:
+        """Applies at a boundary; on other passes only counts.
+
+        Args:
+          apply_grads_closure: called at a boundary (and before the first pass).
+          optimizer: whose ``iterations``, if it has them, grow by 1 on other passes.
+          *args: not used; taken because Horovod's method takes the gradients.
+          **kwargs: ``global_step``, if it is given, grows by 1 on other passes.
+
+        Returns:
+          Whether the closure was called, a boolean scalar; in a tf.Graph, what has to be run.
+        """
+
+        def only_count() -> list[Any]:
+            counters = getattr(optimizer, "iterations", None), kwargs.get("global_step")
+            return [x.assign_add(tf.ones((), x.dtype)) for x in counters if x is not None]
+
+        with after(self._written):
+            boundary = tf.equal(self.counter, 0)
+            return branch(
+                boundary, lambda: _done(True, converted(apply_grads_closure)()), lambda: _done(False, only_count())
+            )
+
+    def _opened(self, gradients: list[Any], variables: list[Any]) -> WindowVariables:
+        if self._window is None:
+            specs = specs_of(gradients, variables)
+            with tf.init_scope():
+                self._window = WindowVariables(self._accumulator.init(specs))
+        return self._window
+
+    def _combined(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+        """All-reduced, but for local variables; divided as asked for. None stays in its place."""
+        local = [_key(variable) in self._local for variable in variables]
+        combined = list(gradients)
+        shared = [i for i, x in enumerate(gradients) if x is not None and not local[i]]
+        if shared:
+            reduced = converted(self._allreduce)([gradients[i] for i in shared], [variables[i] for i in shared])
+            if len(reduced) != len(shared):
+                raise GradCombineError("compute_gradients", f"{len(shared)} gradients of allreduce", len(reduced))
+            for i, x in zip(shared, reduced, strict=True):
+                combined[i] = x
+        if self._scale_local and any(local):
+            combined = [_over(x, self._ranks()) if own else x for x, own in zip(combined, local, strict=True)]
+        return [_over(x, self._k) for x in combined] if self._average else combined
+
+    def _ranks(self) -> Any:
+        size = getattr(self._allreduce, "size", None) if self._size is None else self._size
+        if size is None:
+            raise GradCombineError("compute_gradients", "a size, for the gradients of local variables", "None")
+        return size() if callable(size) else size
+
+
+def _passes(k: Any) -> int:
+    try:
+        passes = operator.index(k)
+    except TypeError:
+        raise GradCombineError("LocalGradientAggregation", "an integer backward_passes_per_step", repr(k)) from None
+    if passes <= 0:
+        text = "backward_passes_per_step must be > 0"
+        raise HorovodError(text, "LocalGradientAggregation", "backward_passes_per_step of 1 or more", k)
+    return passes
+
+
+def _key(variable: Any) -> Any:
+    return variable.ref() if hasattr(variable, "ref") else id(variable)
+
+
+def _over(gradient: Any, divisor: Any) -> Any:
+    """``gradient / divisor``, correctly rounded; 1 divides nothing."""
+    if gradient is None or (isinstance(divisor, int) and divisor == 1):
+        return gradient
+    if sparse.is_sparse(gradient):
+        return sparse.with_values(gradient, _over(gradient.values, divisor))
+    backend = load("tensorflow")
+    dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)
+    return backend.divide(gradient, backend.cast(tf.convert_to_tensor(divisor), dtype))
+
+
+def _done(applied: bool, results: Any) -> tf.Tensor:
+    (said,) = completed([tf.constant(applied)], [x for x in tf.nest.flatten(results) if x is not None])
+    return said
+
+
+def _require_no_conditional_collective() -> None:
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1 or tf.executing_eagerly():
+        return
+    expected = "an eager call (or AccumulatedStep): tf.distribute allows no collective in a conditional"
+    received = f"one in a tf.function, on {context.num_replicas_in_sync} replicas"
+    raise GradCombineError("compute_gradients", expected, received)

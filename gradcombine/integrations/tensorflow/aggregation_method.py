@@ -1,0 +1,106 @@
+"""What tf.gradients does with the terms of one gradient, by tf.AggregationMethod."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import tensorflow as tf
+
+from gradcombine import legacy
+from gradcombine.autograph import ordinary
+from gradcombine.errors import GradCombineError
+
+Execution = Literal["function", "graph", "xla"]
+
+_NAMES = {"add_n": 0, "tree": 1, "accumulate_n": 2}
+
+
+class NotATensorError(GradCombineError, TypeError):
+    """For a term that is no tensor: a TypeError too, as TensorFlow raises."""
+
+
+@ordinary
+def aggregate(
+    terms: Sequence[Any],
+    method: int | str | None = None,
+    execution: Execution = "function",
+    names: Sequence[str] | None = None,
+) -> Any:
+    """The gradient that ``tf.gradients(..., aggregation_method=method)`` makes of the terms of one tensor.
+
+    ============================  =================  ==============  ============
+    method                        ``"function"``     ``"graph"``     ``"xla"``
+    ============================  =================  ==============  ============
+    ADD_N, DEFAULT, ``"add_n"``   blocks of eight    blocks          left chain
+    EXPERIMENTAL_TREE,            blocks of eight    left chain      left chain
+    ``"tree"``
+    EXPERIMENTAL_ACCUMULATE_N,    blocks of eight    left chain      left chain
+    ``"accumulate_n"``
+    ============================  =================  ==============  ============
+
+    Args:
+      terms: tensors or tf.IndexedSlices of one shape and dtype, in the order in which tf.gradients is given ``ys``, or
+        finds the uses of ``x``. None is left out.
+      method: a value of tf.AggregationMethod, or one of `gradcombine.add_n`'s names. None: ADD_N.
+      execution: ``"function"``: a tf.function, where Grappler makes one AddN of every chain of additions and sorts its
+        terms by name. ``"graph"``: a session without Grappler. ``"xla"``: ``jit_compile=True``.
+      names: for ``"function"``, of the nodes that make the terms, as for `gradcombine.legacy.addn_blocks`; None: they
+        are sorted already.
+
+    Returns:
+      None for no terms; one term as it is; IndexedSlices, one after another, where all are; else a dense sum.
+
+    Raises:
+      GradCombineError: for an unknown method or execution, and terms that do not match; for what is no tensor, one that
+        is a TypeError as well.
+
+    Bits: those of TensorFlow 2.21 on CPU, where no term's buffer is reused (see `gradcombine.legacy.addn_blocks`).
+    For an order that no compiler changes, call `gradcombine.add_n`.
+
+    References: `tf.AggregationMethod <https://www.tensorflow.org/api_docs/python/tf/AggregationMethod>`_.
+
+    >>> import tensorflow as tf
+    >>> terms = [tf.constant(x) for x in (1.0, 1.0, 1.0, 1e8, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -1e8)]
+    >>> for execution in ("graph", "xla"):
+    ...     print(aggregate(terms, tf.AggregationMethod.ADD_N, execution).numpy())
+    3.0
+    0.0
+    """
+    order = _order(_number(method), execution, names)
+    present = [term for term in terms if term is not None]
+    for i, term in enumerate(terms):
+        if term is not None and not isinstance(term, (tf.Tensor, tf.IndexedSlices)):
+            raise NotATensorError("aggregate", "a tensor, IndexedSlices or None", type(term).__name__, f"[{i}]")
+    if len(present) < 2:
+        return present[0] if present else None
+    if all(isinstance(term, tf.IndexedSlices) for term in present):
+        return _joined(present)
+    return order([tf.convert_to_tensor(term) for term in present])
+
+
+def _number(method: Any) -> int:
+    number = 0 if method is None else _NAMES.get(method, method)
+    if isinstance(number, bool) or number not in (0, 1, 2):
+        raise GradCombineError("aggregate", f"a tf.AggregationMethod value, or one of {list(_NAMES)}", repr(method))
+    return number
+
+
+def _order(number: int, execution: str, names: Sequence[str] | None) -> Callable[[Sequence[Any]], Any]:
+    if execution not in ("function", "graph", "xla"):
+        raise GradCombineError("aggregate", "execution 'function', 'graph' or 'xla'", repr(execution))
+    if names is not None and execution != "function":
+        raise GradCombineError("aggregate", "no names: terms are sorted in a function only", repr(execution))
+    if execution == "function":
+        return partial(legacy.addn_blocks, names=names)
+    return legacy.addn_blocks if (number, execution) == (0, "graph") else legacy.left_chain
+
+
+def _joined(slices: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:
+    """All slices one after another; indices of two widths become int64."""
+    indices = [x.indices for x in slices]
+    if len({x.dtype for x in indices}) > 1:
+        indices = [tf.cast(x, tf.int64) for x in indices]
+    values = tf.concat([x.values for x in slices], axis=0)
+    return tf.IndexedSlices(values, tf.concat(indices, axis=0), slices[0].dense_shape)

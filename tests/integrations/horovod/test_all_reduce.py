@@ -1,0 +1,252 @@
+"""Horovod's all-reduce over real replicas of both frameworks, against plain arithmetic on small integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine.integrations.horovod import AllReduce, LocalGradientAggregation
+
+RANKS = 4
+OPS: dict[str, Callable[[list[float]], float]] = {
+    "average": lambda xs: sum(xs) / len(xs),
+    "sum": sum,
+    "min": min,
+    "max": max,
+    "product": math.prod,
+}
+
+
+@cache
+def strategy() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(RANKS)], tf.distribute.ReductionToOneDevice())
+
+
+def on_tensorflow(function: Callable[[Any, Any], Any], ranks: Any, compiled: bool = True) -> list[Any]:
+    """``function(collective, rank's arrays)`` on each replica."""
+
+    def body(arrays: Any) -> Any:
+        return function(gc.tf_replicas(), arrays)
+
+    given = strategy().experimental_distribute_values_from_function(
+        lambda context: tf.nest.map_structure(tf.constant, ranks[context.replica_id_in_sync_group])
+    )
+    call: Any = tf.function(lambda x: strategy().run(body, (x,))) if compiled else lambda x: strategy().run(body, (x,))
+    received = call(given)
+
+    def own(rank: int) -> Any:
+        return tf.nest.map_structure(lambda x: strategy().experimental_local_results(x)[rank], received)
+
+    return [own(rank) for rank in range(RANKS)]
+
+
+def on_jax(function: Callable[[Any, Any], Any], ranks: Any) -> list[Any]:
+    stacked = jax.tree.map(lambda *xs: np.stack(xs), *ranks)
+    mapped = jax.pmap(lambda x: function(gc.jax_axis("rank"), x), "rank", devices=jax.devices()[:RANKS])
+    received = mapped(stacked)
+    return [jax.tree.map(lambda x, rank=rank: np.asarray(x)[rank], received) for rank in range(RANKS)]
+
+
+FRAMEWORKS = {"tensorflow": on_tensorflow, "jax": on_jax}
+GRADIENTS = [[np.float32([2 * r - 2, r + 1]), np.float32(r - 4)] for r in range(RANKS)]
+SETS = {"all": None, "some": [3, 0, 2]}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("ranks", SETS)
+def test_each_op(framework: str, ranks: str) -> None:
+    """Those who are not in the process set get their own back; None is in its place on every rank."""
+    members = SETS[ranks] or range(RANKS)
+
+    def function(over: Any, gradients: Any) -> Any:
+        made = {op: AllReduce(over, op, process_set=SETS[ranks]) for op in OPS}  # pyright: ignore[reportArgumentType]
+        results = {op: reduce([gradients[0], None, gradients[1]]) for op, reduce in made.items()}
+        assert all(result[1] is None and made[op].size() == len(members) for op, result in results.items())
+        return {op: [result[0], result[2]] for op, result in results.items()}
+
+    for rank, result in enumerate(FRAMEWORKS[framework](function, GRADIENTS)):
+        for op, rule in OPS.items():
+            for i, received in enumerate(result[op]):
+                elements = np.stack([GRADIENTS[m][i] for m in members]).reshape(len(members), -1).T
+                combined = np.float32([rule([float(x) for x in xs]) for xs in elements]).reshape(received.shape)
+                expected = combined if rank in members else GRADIENTS[rank][i]
+                np.testing.assert_array_equal(np.asarray(received), expected, err_msg=op, strict=True)
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_adasum_adds_what_is_orthogonal_and_averages_what_is_parallel(framework: str) -> None:
+    rows = np.float32([[2, 0, 0], [6, 0, 0], [0, 3, 0], [0, 0, 5]])
+
+    def function(over: Any, gradients: Any) -> Any:
+        return AllReduce(over, "adasum")(gradients), AllReduce(over, "adasum", process_set=[0, 3])(gradients)
+
+    for rank, (whole, part) in enumerate(FRAMEWORKS[framework](function, [[row] for row in rows])):
+        np.testing.assert_array_equal(whole[0], np.float32([4, 3, 5]))
+        np.testing.assert_array_equal(part[0], np.float32([2, 0, 5]) if rank in (0, 3) else rows[rank])
+
+
+FACTORS = {
+    "prescale": ("sum", {"prescale_factor": 0.5}, 0.5),
+    "postscale": ("max", {"postscale_factor": 4.0}, 4),
+    "negative prescale turns the order": ("max", {"prescale_factor": -1.0}, None),
+    "predivide": ("average", {"gradient_predivide_factor": 8.0}, 1),
+    "all": ("average", {"gradient_predivide_factor": 2.0, "prescale_factor": 0.5, "postscale_factor": 8.0}, 4),
+}
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_factors(framework: str) -> None:
+    def function(over: Any, gradients: Any) -> Any:
+        return {case: AllReduce(over, op, **kw)(gradients)[0] for case, (op, kw, _) in FACTORS.items()}  # pyright: ignore[reportArgumentType]
+
+    columns = np.stack([g[0] for g in GRADIENTS]).T
+    for result in FRAMEWORKS[framework](function, [[g[0]] for g in GRADIENTS]):
+        for case, (op, _, factor) in FACTORS.items():
+            rule, scale = (min, -1) if factor is None else (OPS[op], factor)
+            expected = np.float32([rule([float(x) for x in xs]) * scale for xs in columns])
+            np.testing.assert_array_equal(np.asarray(result[case]), expected, err_msg=case)
+
+
+class Counted:
+    """A collective of one rank that counts exchanges and keeps their dtypes."""
+
+    def __init__(self) -> None:
+        self.exchanges: list[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(gc.LOCAL, name)
+
+    def all_sum(self, arrays: Any) -> Any:
+        self.exchanges.append([str(x.dtype) for x in arrays])
+        return list(arrays)
+
+    def all_gather(self, arrays: Any) -> Any:
+        self.exchanges.append([str(x.dtype) for x in arrays])
+        return [x[None] for x in arrays]
+
+
+@pytest.mark.parametrize("op", ["average", "sum", "product", "adasum"])
+def test_one_exchange_of_the_compressed_gradients(op: Any) -> None:
+    """2049 needs twelve bits, and float16 has eleven. Integers are not compressed."""
+    over: Any = Counted()
+    integers = [] if op in ("average", "adasum") else [np.int32([2049])]
+    received = AllReduce(over, op, compression="float16")([np.float32([2049, 1]), *integers, np.float32([3])])
+    assert [x.dtype for x in received] == [np.float32, *(x.dtype for x in integers), np.float32]
+    assert [x.tolist() for x in received] == [[2048, 1], *(x.tolist() for x in integers), [3]]
+    (exchanged,) = over.exchanges
+    assert exchanged[: len(received)] == ["float16", *(str(x.dtype) for x in integers), "float16"]
+
+
+def sparse_of(rank: int) -> tf.IndexedSlices:
+    """rank + 1 rows: another number on each rank."""
+    values = tf.reshape(tf.range(2.0 * (rank + 1)), (rank + 1, 2)) + float(rank)
+    return tf.IndexedSlices(values, tf.range(rank + 1) % 3, tf.constant([3, 2]))
+
+
+def dense_of(rank: int) -> np.ndarray:
+    dense = np.zeros((3, 2), np.float32)
+    np.add.at(dense, np.arange(rank + 1) % 3, np.arange(2 * (rank + 1)).reshape(rank + 1, 2) + rank)
+    return dense
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("ranks", SETS)
+def test_sparse_gradients_are_gathered(ranks: str, compiled: bool) -> None:
+    members = sorted(SETS[ranks] or range(RANKS))
+
+    def function(over: Any, arrays: Any) -> Any:
+        rows = tf.IndexedSlices(arrays["values"], arrays["indices"], tf.constant([3, 2]))
+        made = {op: AllReduce(over, op, process_set=SETS[ranks]) for op in ("sum", "average")}  # pyright: ignore[reportArgumentType]
+        results = {op: reduce([arrays["dense"], rows]) for op, reduce in made.items()}
+        densely = AllReduce(over, "sum", sparse_as_dense=True, process_set=SETS[ranks])([rows])
+        return {
+            "indices": results["sum"][1].indices,
+            "average": results["average"][1].values,
+            "sum": results["sum"][1].values,
+            "dense": results["sum"][0],
+            "as dense": densely[0],
+        }
+
+    slices = [sparse_of(rank) for rank in range(RANKS)]
+    given = [{"values": x.values, "indices": x.indices, "dense": np.float32(rank)} for rank, x in enumerate(slices)]
+    for rank, result in enumerate(on_tensorflow(function, given, compiled)):
+        sources = members if rank in members else [rank]
+        values = np.concatenate([slices[r].values for r in sources])
+        np.testing.assert_array_equal(result["indices"], np.concatenate([slices[r].indices for r in sources]))
+        np.testing.assert_array_equal(result["sum"], values)
+        divided = values / np.float32(len(members)) if rank in members else values
+        np.testing.assert_array_equal(result["average"], divided)
+        assert result["dense"].numpy() == sum(sources)
+        np.testing.assert_array_equal(result["as dense"], sum(dense_of(r) for r in sources))
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_local_aggregation_on_replicas(average: bool) -> None:
+    """Each replica adds up its own passes; at the boundary all have the sum of all, a local variable its own part."""
+    with strategy().scope():
+        shared, local = tf.Variable(tf.zeros(2)), tf.Variable(0.0)
+    aggregation = LocalGradientAggregation(
+        2, AllReduce(gc.tf_replicas(), "sum"), average_aggregated_gradients=average, mode="eager"
+    )
+    aggregation.register_local_var(local)
+    passes = []
+    for n in range(4):
+        given = [[g[0] * np.float32(n + 1), g[1]] for g in GRADIENTS]
+        passes.append(
+            on_tensorflow(lambda _, x: aggregation.compute_gradients(x, [shared, local]), given, compiled=False)
+        )
+    divisor = 2 if average else 1
+    for rank in range(RANKS):
+        own, alone = GRADIENTS[rank]
+        total = sum(g[0] for g in GRADIENTS)
+        expected = [[own, alone], [3 * total / divisor, 2 * alone / RANKS / divisor]]
+        expected += [[3 * own, alone], [7 * total / divisor, 2 * alone / RANKS / divisor]]
+        for received, wanted in zip(passes, expected, strict=True):
+            for x, y in zip(received[rank], wanted, strict=True):
+                np.testing.assert_array_equal(x, np.float32(y))
+
+
+def test_no_collective_in_a_conditional_of_a_replica() -> None:
+    aggregation = LocalGradientAggregation(2, AllReduce(gc.tf_replicas()), mode="eager")
+    with strategy().scope():
+        variable = tf.Variable(0.0)
+    with pytest.raises(gc.GradCombineError, match="on 4 replicas"):
+        on_tensorflow(lambda _, x: aggregation.compute_gradients(x, [variable]), [[g[1]] for g in GRADIENTS])
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "op": ({"op": "mean"}, "an op of"),
+    "predivide": ({"op": "sum", "gradient_predivide_factor": 2.0}, "not supported with op != Average"),
+    "predivide by 0": ({"gradient_predivide_factor": 0.0}, "finite factors"),
+    "factor": ({"prescale_factor": math.nan}, "finite factors"),
+    "compressed maxima": ({"op": "max", "compression": "float16"}, "no compression for 'max'"),
+    "no ranks": ({"process_set": []}, "different ranks"),
+    "a rank twice": ({"process_set": [0, 0]}, "different ranks"),
+    "a negative rank": ({"process_set": [-1]}, "different ranks"),
+    "a rank too high": ({"process_set": [1]}, "ranks below 1"),
+    "order": ({"order": "ring"}, "order 'sequential' or 'tree'"),
+    "scaled integers": ({"op": "sum", "prescale_factor": 2.0}, r"leaf \[1\]: expected no factors"),
+    "sparse maxima": ({"op": "max"}, r"leaf \[2\]: expected dense gradients for 'max'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input(case: str) -> None:
+    settings, text = BAD[case]
+    gradients = [tf.constant(1.0), tf.constant(1), sparse_of(0)]
+    with pytest.raises(gc.GradCombineError, match=text):
+        AllReduce(gc.LOCAL, **settings)(gradients)
+
+
+def test_the_text_for_predivision() -> None:
+    with pytest.raises(gc.GradCombineError) as caught:
+        AllReduce(gc.LOCAL, "sum", gradient_predivide_factor=2.0)
+    assert str(caught.value) == "gradient_predivide_factor not supported with op != Average"

@@ -1,0 +1,267 @@
+"""The adaptive sum, in every mode: the bits of its rounded rule where dot products are exact, elsewhere its bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+import gradcombine as gc
+from gradcombine.pairwise import fold_pairwise
+from tests.spec import exact, modes
+from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, WEIGHTS, contributions, deal
+from tests.spec.programs import Combine, rows
+
+ADASUM = gc.reductions.adasum()
+ORDERS = ("sequential", "tree")
+Vector = tuple[Fraction, ...]
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """Data and result as for `Combine`, of one reduction."""
+
+    place: str
+    order: str
+    reduction: gc.Reduction = ADASUM
+
+    def __call__(self, env: modes.Env, data: Any) -> Any:
+        return Combine(self.place, self.order).one(env, self.reduction, data["values"], data["weights"])
+
+
+PAIRWISE = Adaptive("list", "tree")
+
+
+def everywhere(env: modes.Env, data: Any) -> Any:
+    """List and time in both orders, compiled as one program."""
+    return {f"{place} {order}": Adaptive(place, order)(env, data) for place in ("list", "time") for order in ORDERS}
+
+
+def vector(values: Any) -> Vector:
+    return tuple(Fraction(float(x)) for x in np.ravel(values))
+
+
+def power_of_two(a: Vector) -> Fraction:
+    return Fraction(2) ** (math.frexp(float(sum(map(abs, a))))[1] - 1)
+
+
+def exact_dot(a: Vector, b: Vector) -> Fraction:
+    """The dot product of one element, rounded; or of several, all of whose partial sums have to be exact."""
+    if len(a) == 1:
+        return exact.round_to(a[0] * b[0])
+    products = [x * y for x, y in zip(a, b, strict=True)]
+    grid = min((abs(p) for p in products if p), default=Fraction(1))
+    unit = Fraction(2) ** (math.frexp(float(grid))[1] - 24)
+    assert all((p / unit).denominator == 1 for p in products)
+    unit = math.gcd(*(int(p / unit) for p in products)) * unit
+    assert not unit or sum(map(abs, products)) / unit <= 2**24
+    return sum(products, Fraction(0))
+
+
+def rounded(a: Vector, b: Vector) -> Vector:
+    """adasum(a, b), rounded to float32 after each operation."""
+    if not any(a) or not any(b):
+        return a if any(a) else b
+    r = exact.round_to
+    units = power_of_two(a), power_of_two(b)
+    scaled = [tuple(x / unit for x in v) for v, unit in zip((a, b), units, strict=True)]
+    dot = exact_dot(*scaled)
+    shares = [r(dot / exact_dot(v, v)) * other / 2 for v, other in zip(scaled, reversed(units), strict=True)]
+    left, right = ([r(x * share) for x in v] for v, share in zip(scaled, shares, strict=True))
+    return tuple(r(r(x - p) + r(y - q)) for x, p, y, q in zip(a, left, b, right, strict=True))
+
+
+def expected_of(values: Sequence[Any], weights: Sequence[Any], order: str, blocks: int = 1) -> np.ndarray:
+    """``order`` within each block, the canonical tree over blocks."""
+    size, shape = len(values) // blocks, np.shape(values[0])
+    nothing = (Fraction(0),) * math.prod(shape)
+    vectors = [vector(x) if w else nothing for x, w in zip(values, weights, strict=True)]
+
+    def fold(block: Sequence[Vector]) -> Vector:
+        return fold_pairwise(rounded, block) if order == "tree" else reduce(rounded, block)
+
+    whole = fold_pairwise(rounded, [fold(vectors[i : i + size]) for i in range(0, len(vectors), size)])
+    return np.float32([float(x) for x in whole]).reshape(shape)
+
+
+def check(received: Any, expected: np.ndarray) -> None:
+    """Equal numbers; of a zero, the sign is not looked at."""
+    assert (received.dtype, received.shape) == (np.float32, expected.shape)
+    np.testing.assert_array_equal(received, expected)
+
+
+@settings(max_examples=4)
+@given(data=contributions(3, FLOATS))
+def test_one_element_has_the_bits_of_the_rounded_rule(mode: modes.Mode, data: Any) -> None:
+    only = {"values": {"scalar": data["values"]["scalar"], "none": None}, "weights": data["weights"]}
+    (results,) = mode.run(everywhere, [only])
+    for where, result in results.items():
+        assert result["none"] is None
+        check(result["scalar"], expected_of(only["values"]["scalar"], data["weights"], where.split()[1]))
+
+
+@settings(max_examples=6)
+@given(data=contributions(2, EXACT, EXACT_WEIGHTS))
+def test_exact_dot_products_give_the_same_bits_everywhere(mode: modes.Mode, data: Any) -> None:
+    (result,) = mode.run(PAIRWISE, [data])
+    for leaf in ("w", "scalar"):
+        check(result[leaf], expected_of(data["values"][leaf], data["weights"], "tree"))
+
+
+def both_orders(env: modes.Env, data: Any) -> Any:
+    return {order: Adaptive("list", order)(env, data) for order in ORDERS}
+
+
+# Parallel, then orthogonal: the result of every merge but the last has exact dot products with what follows.
+PARALLEL_PAIRS = np.float32([[2, 0, 2], [2, 0, 2], [0, 4, 0], [0, 8, 0]])
+
+
+def test_four_vectors(mode: modes.Mode) -> None:
+    """Averages of what is parallel, sums of what is orthogonal. A chain is not a tree."""
+    data = {"values": {"w": PARALLEL_PAIRS}, "weights": np.float32([1, 3, 0.5, 1])}
+    (results,) = mode.run(both_orders, [data])
+    ruled = {order: expected_of(PARALLEL_PAIRS, np.ones(4), order) for order in ORDERS}
+    assert ruled["tree"].tolist() == [2, 6, 2] != ruled["sequential"].tolist()
+    for order, result in results.items():
+        check(result["w"], ruled[order])
+
+
+def test_replicas_are_merged_in_the_tree(replicated: modes.Mode) -> None:
+    """In order "sequential" too."""
+    data = {"values": {"w": PARALLEL_PAIRS}, "weights": np.ones(4, np.float32)}
+    for result in replicated.run(Adaptive("replicas", "sequential"), deal(data, 4)):
+        check(result["w"], np.float32([2, 6, 2]))
+
+
+@settings(max_examples=4)
+@given(data=contributions(4, FLOATS))
+def test_time_and_replicas(replicated: modes.Mode, data: Any) -> None:
+    """Order "tree" does not depend on the number of replicas; order "sequential" is a chain on each of them."""
+    only = {"values": {"scalar": data["values"]["scalar"]}, "weights": data["weights"]}
+    for order, blocks in (("tree", 1), ("sequential", 2)):
+        expected = expected_of(only["values"]["scalar"], only["weights"], order, blocks)
+        for result in replicated.run(Adaptive("time x replicas", order), deal(only, 2)):
+            check(result["scalar"], expected)
+
+
+def true_adasum(a: Vector, b: Vector) -> list[Fraction]:
+    dot, a_norm, b_norm = (sum(x * y for x, y in zip(v, w, strict=True)) for v, w in ((a, b), (a, a), (b, b)))
+    return [(1 - dot / (2 * a_norm)) * x + (1 - dot / (2 * b_norm)) * y for x, y in zip(a, b, strict=True)]
+
+
+def bound(a: Vector, b: Vector) -> list[float]:
+    """How far each element may be off, for dot products added in any order: as the docstring states it."""
+    u, n = 2.0**-24, len(a)
+    g = n * u / (1 - n * u)
+    factor = (1 + (1 + g) * (1 + u) / (1 - g) - 1) * (1 + u) ** 3 - 1
+    ratio = math.sqrt(sum(x * x for x in b) / sum(x * x for x in a))
+    return [
+        factor * (abs(x) + abs(y) + (abs(x) * ratio + abs(y) / ratio) / 2)
+        for x, y in zip(map(float, a), map(float, b), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("exponent", [0, 60, -60])
+def test_the_error_keeps_its_bound(mode: modes.Mode, exponent: int) -> None:
+    """Also where squares overflow or underflow in float32; and b is a thousand times as long as a."""
+    rng = np.random.default_rng(0)
+    values = np.float32(rng.normal(size=(2, 7, 33)) * [[[1]], [[1000]]] + 0.5) * np.float32(2.0**exponent)
+    (result,) = mode.run(PAIRWISE, [{"values": {"w": values}, "weights": np.ones(2, np.float32)}])
+    a, b = map(vector, values)
+    for received, exactly, allowed in zip(vector(result["w"]), true_adasum(a, b), bound(a, b), strict=True):
+        assert abs(received - exactly) <= allowed
+
+
+def laws(env: modes.Env, data: Any) -> Any:
+    """For each law, the two states that must be equal, finalized."""
+    values, weights = rows(data["values"]), rows(data["weights"])
+    empty, merge, update = ADASUM.init(values[0]), ADASUM.merge, ADASUM.update
+    a, b = (update(empty, value, weight) for value, weight in zip(values, weights, strict=True))
+    both = merge(a, b)
+    nan, zero = ({n: None if x is None else x * np.float32(y) for n, x in values[0].items()} for y in (np.nan, 0))
+    pairs = {
+        "commutative": (both, merge(b, a)),
+        "update is merge": (both, update(a, values[1], weights[1])),
+        "neutral on the left": (merge(empty, both), both),
+        "neutral on the right": (merge(both, empty), both),
+        "zeros leave the other": (update(both, zero, 1), both),
+        "weight 0, traced": (update(both, nan, weights[0] * 0), both),
+        "weight 0, known": (update(both, nan, 0), both),
+        "None adds nothing": (update(both, dict.fromkeys(values[0]), 1), both),
+        "the weight's size": (update(a, values[1], 7), update(a, values[1], 1)),
+        "cleared": (ADASUM.clear(both), empty),
+    }
+    return {law: [ADASUM.finalize(state) for state in pair] for law, pair in pairs.items()}
+
+
+@settings(max_examples=5)
+@given(data=contributions(2, FLOATS, WEIGHTS))
+def test_laws(mode: modes.Mode, data: Any) -> None:
+    clean = {"w": np.nan_to_num(data["values"]["w"]), "none": None}
+    (result,) = mode.run(laws, [{"values": clean, "weights": data["weights"]}])
+    for law, (left, right) in result.items():
+        assert left["none"] is right["none"] is None
+        np.testing.assert_array_equal(exact.bits(left["w"]), exact.bits(right["w"]), err_msg=law)
+
+
+SPECIAL = {
+    "zeros": ([0, 0], [-0.0, 3], [-0.0, 3]),
+    "zeros after": ([-0.0, np.inf], [0, 0], [-0.0, np.inf]),
+    "subnormals count as zeros": ([1e-40, 0], [1, 2], [1, 2]),
+    "infinity": ([np.inf, 1], [1, 2], [np.nan, np.nan]),
+    "nan": ([1, 2], [1, np.nan], [np.nan, np.nan]),
+    "overflow of the sum": ([3e38, 3e38], [1, 2], [np.nan, np.nan]),
+    "far apart": ([2.0**-60, 0], [0, 2.0**60], [2.0**-60, 2.0**60]),
+    "opposite": ([1, -2], [-1, 2], [0, 0]),
+}
+
+
+@pytest.mark.parametrize("case", SPECIAL)
+def test_special_values(mode: modes.Mode, case: str) -> None:
+    *values, expected = (np.float32(x) for x in SPECIAL[case])
+    data = {"values": {"w": np.stack(values)}, "weights": np.ones(2, np.float32)}
+    (result,) = mode.run(PAIRWISE, [data])
+    np.testing.assert_array_equal(exact.bits(result["w"]), exact.bits(expected))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> None:
+    """In bfloat16, squares of 300 would be rounded, and in float16 they overflow."""
+    kind = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}[dtype]
+    values = np.array([[300, 0], [300, 300]]).astype(kind)
+    (result,) = mode.run(PAIRWISE, [{"values": {"w": values}, "weights": np.ones(2, np.float32)}])
+    assert result["w"].dtype == kind
+    expected = [float(exact.round_to(x, dtype)) for x in rounded(*map(vector, values))]
+    np.testing.assert_array_equal(np.float64(result["w"]), expected)
+
+
+WIDE = gc.reductions.adasum()
+ON_A_NARROW_WIRE = gc.reductions.adasum(wire_dtype="bfloat16")
+
+
+def test_float64_keeps_its_own_width() -> None:
+    a, b = np.float64([3, 1e-9]), np.float64([4, 0])
+    (x, y) = gc.combine(WIDE, [a, b])
+    (true_x, true_y) = map(float, true_adasum(vector(a), vector(b)))
+    assert abs(x - true_x) <= 8 * 2.0**-53 * 7 and abs(y - true_y) <= 8 * 2.0**-53 * 1e-9
+
+
+def test_the_wire_dtype(replicated: modes.Mode) -> None:
+    """257 needs nine bits, and bfloat16 has eight: the ranks exchange 256, which is orthogonal to 0 and 2."""
+    data = {"values": {"w": np.float32([[257, 0], [0, 2]])}, "weights": np.ones(2, np.float32)}
+    for result in replicated.run(Adaptive("replicas", "tree", ON_A_NARROW_WIRE), deal(data, 2)):
+        check(result["w"], np.float32([256, 2]))
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.complex64])
+def test_only_real_floats(dtype: Any) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"adasum: leaf \['n'\]: expected a dtype that is float"):
+        gc.combine(ADASUM, [{"n": np.ones(2, dtype)}])
