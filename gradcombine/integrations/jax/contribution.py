@@ -1,0 +1,180 @@
+"""What one microbatch contributes: its gradient, its loss, its weight, and what else the loss returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradcombine import reductions
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import load
+from gradcombine.combine import require_order, require_reduction
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.axes import own
+from gradcombine.integrations.jax.loss import Form, LossOutput, opened
+from gradcombine.integrations.jax.microbatches import examples
+from gradcombine.reductions.weights import parse
+from gradcombine.types import Order, Reduction, Tree
+
+
+class Contribution(NamedTuple):
+    """One microbatch of one replica.
+
+    Attributes:
+      parts: a dict of "grads", "value", "weight" (to be summed) and, where the loss has one, "aux".
+      weight: of the other parts.
+      carry: for the next microbatch; None where nothing is carried.
+      form: how the loss returned its value.
+    """
+
+    parts: dict[str, Tree]
+    weight: Any
+    carry: Tree
+    form: Form
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A loss, the roles of its arguments, and how contributions to its gradient are combined.
+
+    The attributes are the arguments of `value_and_grad` and `train_step` of these names.
+    """
+
+    operation: str
+    loss: Callable[..., Any]
+    argnums: int | Sequence[int]
+    batch_argnums: int | Sequence[int] | None
+    rng_argnum: int | None
+    carry_argnum: int | None
+    has_aux: bool
+    weight: Callable[..., Any] | None
+    reduction: Reduction
+    aux_reduction: Tree | None
+    over: Collective
+    order: Order
+    differentiate: bool = True
+
+    def __post_init__(self) -> None:
+        require_reduction(self.operation, self.reduction)
+        require_order(self.operation, self.order)
+        if not hasattr(self.over, "all_gather"):
+            raise self.error("a collective: LOCAL or jax_axis(name)", repr(self.over))
+        for name, function in (("loss", self.loss), ("weight", self.weight)):
+            if not callable(function) and not (name == "weight" and function is None):
+                raise self.error(f"a function as {name}", repr(function))
+        roles = [*self._taken(), *_positions(self.batch_argnums)]
+        if not all(_is_position(role) for role in roles) or len(set(roles)) != len(roles):
+            raise self.error("argument positions, integers from 0, each with one role", roles)
+
+    def error(self, expected: str, received: Any, path: str = "") -> GradCombineError:
+        return GradCombineError(self.operation, expected, received, path)
+
+    def batch_positions(self, args: Sequence[Any]) -> list[int]:
+        """Where the batch is: where it was said to be, or wherever no argument has another role."""
+        taken = self._taken()
+        found = _positions(self.batch_argnums) or [i for i in range(len(args)) if i not in taken]
+        needed = max([*found, *taken]) + 1
+        if needed > len(args):
+            raise self.error(f"{needed} positional arguments or more", len(args))
+        return found
+
+    def combined(self, has_aux: bool) -> Reduction:
+        """The reduction of the parts of a `Contribution`."""
+        # Marked as an average, a member of per_leaf gets the weight itself, as it does outside of one.
+        average = reductions.mean() if self.reduction.averages else reductions.sum()._replace(averages=True)
+        members = {
+            "grads": self.reduction._replace(averages=True),
+            "value": average,
+            "weight": reductions.sum(),
+        }
+        if has_aux:
+            members["aux"] = average if self.aux_reduction is None else self.aux_reduction
+        return reductions.per_leaf(members)
+
+    def contribution(
+        self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None = None
+    ) -> Contribution:
+        """Computes one microbatch.
+
+        Args:
+          args, kwargs: of the loss, the batch arguments those of this microbatch.
+          default_weight: where neither the loss nor the argument ``weight`` says it. None: the number of examples.
+        """
+        parameters = _positions(self.argnums)
+        called = [own(self.over, arg) if i in parameters else arg for i, arg in enumerate(args)]
+        (value, rest, form), grads = self._differentiated(called, kwargs)
+        if self.carry_argnum is not None and rest.carry is None:
+            raise self.error("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
+        if self.carry_argnum is None and rest.carry is not None:
+            raise self.error("carry_argnum, for a loss that returns a carry", None)
+        weight = self._weight(args, rest.weight, default_weight)
+        backend = load("jax")
+        total = parse(self.operation, backend, weight).cast(backend, np.dtype(np.float32))
+        parts = {"grads": grads, "value": jnp.asarray(value), "weight": total}
+        if jax.tree.leaves(rest.aux):
+            parts["aux"] = jax.tree.map(jnp.asarray, rest.aux)
+        return Contribution(parts, weight, jax.tree.map(jnp.asarray, rest.carry), form)
+
+    def _differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, LossOutput, Form], Tree]:
+        def scalar_and_rest(*args: Any, **kwargs: Any) -> Any:
+            output, form = self._opened(self.loss(*args, **kwargs))
+            return output.value, (output._replace(value=None), form)
+
+        if self.differentiate:
+            (value, rest), grads = jax.value_and_grad(scalar_and_rest, self.argnums, has_aux=True)(*args, **kwargs)
+            return (value, *rest), grads
+        result = self.loss(*args, **kwargs)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self.error("a function that returns (value, gradients), for differentiate=False", _described(result))
+        output, form = self._opened(result[0])
+        leaves = jax.tree_util.tree_leaves_with_path(result[1])
+        paths = [jax.tree_util.keystr(path) for path, _ in leaves]
+        self.over.require_own(self.operation, paths, [leaf for _, leaf in leaves])
+        return (output.value, output, form), result[1]
+
+    def _opened(self, output: Any) -> tuple[LossOutput, Form]:
+        bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
+        if (bare != self.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
+            wanted = "(value, aux)" if self.has_aux else "a scalar (or (value, aux), with has_aux=True)"
+            raise self.error(f"a loss that returns {wanted} or a LossOutput", _described(output))
+        output, form = opened(output, self.has_aux)
+        kind, shape = jnp.result_type(output.value), jnp.shape(output.value)
+        if shape != () or not jnp.issubdtype(kind, jnp.floating):
+            raise self.error("a loss that is a real floating scalar", f"{kind} of shape {shape}")
+        return output, form
+
+    def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
+        if returned is not None and self.weight is not None:
+            raise self.error("a weight that the loss returns or one of the argument weight", "both")
+        if returned is not None:
+            return returned
+        if self.weight is not None:
+            return self.weight(*(args[i] for i in self.batch_positions(args)))
+        if not self.reduction.averages:
+            return 1
+        if default_weight is not None:
+            return default_weight
+        return examples(self.operation, tuple(args[i] for i in self.batch_positions(args)))
+
+    def _taken(self) -> list[int]:
+        """The positions that have a role other than the batch."""
+        return [*_positions(self.argnums), *_positions(self.rng_argnum), *_positions(self.carry_argnum)]
+
+
+def _positions(role: int | Sequence[int] | None) -> list[int]:
+    if role is None:
+        return []
+    return list(role) if isinstance(role, Sequence) else [role]
+
+
+def _is_position(role: Any) -> bool:
+    return isinstance(role, int) and not isinstance(role, bool) and role >= 0
+
+
+def _described(value: Any) -> str:
+    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, tuple) else "")

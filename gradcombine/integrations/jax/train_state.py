@@ -1,0 +1,93 @@
+"""The state of a training step, and the pure functions over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.types import AccumulateState, Array, Tree
+
+
+class TrainState(NamedTuple):
+    """The state of `train_step`.
+
+    Attributes:
+      window: the microbatches so far. ``window.levels`` is each replica's own, and empty where every call is a whole
+        window; ``step`` and ``index`` are the same on all replicas.
+      opt_state: the optimizer's.
+      carry: what the next microbatch gets in the place ``carry_argnum``, each replica's own; None without one.
+    """
+
+    window: AccumulateState
+    opt_state: Any
+    carry: Tree
+
+
+class StepMetrics(NamedTuple):
+    """What a call of `train_step` tells about the window that it has applied; zeros where it has applied none.
+
+    Attributes:
+      applied: boolean scalar, whether the optimizer has run.
+      value: the loss, combined as the gradients are.
+      weight: the sum of weights, float32.
+      aux: combined by ``aux_reduction``. None where the loss returns none.
+    """
+
+    applied: Array
+    value: Array
+    weight: Array
+    aux: Tree
+
+
+class StepFunctions(NamedTuple):
+    """A training step as pure functions, not compiled.
+
+    Attributes:
+      init: ``init(params, *example, carry=None) -> state``.
+      function: ``function(params, state, *args, **kwargs) -> params, state, metrics``.
+      flush: ``flush(params, state) -> params, state, metrics``.
+    """
+
+    init: Callable[..., TrainState]
+    function: Callable[..., tuple[Tree, TrainState, StepMetrics]]
+    flush: Callable[[Tree, TrainState], tuple[Tree, TrainState, StepMetrics]]
+
+
+def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Any]) -> list[Any]:
+    """The positional arguments of the loss: those of the step, with the carry in its place among them."""
+    called = [params, *args]
+    if objective.carry_argnum is not None:
+        called.insert(objective.carry_argnum, carry)
+    return called
+
+
+def owned(values: Tree) -> Tree:
+    """Copies: a donated buffer may belong to one argument only, and some optimizers begin with the parameters."""
+    return jax.tree.map(jnp.copy, values)
+
+
+def is_bound(objective: Objective) -> bool:
+    """Whether the axis of the replicas is bound: outside of the mapped function it is not."""
+    try:
+        objective.over.size()
+    except GradCombineError:
+        return False
+    return True
+
+
+def require_carry(objective: Objective, carry: Tree) -> None:
+    """Refuses a carry that nothing takes, and a missing one."""
+    if (carry is None) != (objective.carry_argnum is None):
+        expected = "no carry" if objective.carry_argnum is None else "step.init(params, carry=...), for carry_argnum"
+        raise objective.error(expected, "none" if carry is None else type(carry).__name__)
+
+
+def require_train_state(objective: Objective, state: Any) -> None:
+    """Refuses what is not a `TrainState`."""
+    if not isinstance(state, TrainState):
+        raise objective.error("a TrainState, from step.init(params)", type(state).__name__)

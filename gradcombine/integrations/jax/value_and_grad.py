@@ -1,0 +1,118 @@
+"""The gradient of a batch that is computed in microbatches and on replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import gradcombine as gc
+from gradcombine.backends.protocol import Collective
+from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.loss import closed
+from gradcombine.integrations.jax.microbatches import require_count
+from gradcombine.integrations.jax.window import scan_window
+from gradcombine.types import Order, Reduction, Tree
+
+
+def value_and_grad(
+    loss: Callable[..., Any],
+    microbatches: int,
+    *,
+    argnums: int | Sequence[int] = 0,
+    batch_argnums: int | Sequence[int] | None = None,
+    rng_argnum: int | None = None,
+    carry_argnum: int | None = None,
+    has_aux: bool = False,
+    weight: Callable[..., Any] | None = None,
+    reduction: Reduction | None = None,
+    aux_reduction: Tree | None = None,
+    over: Collective = gc.LOCAL,
+    order: Order = "sequential",
+    interleaved: bool = False,
+) -> Callable[..., tuple[Any, Tree]]:
+    """`jax.value_and_grad` in microbatches: less memory for activations, and one exchange of gradients a call.
+
+    The batch arguments are divided along their first axis, the microbatches run one after another in a scan, and the
+    replicas exchange their sums once, after it. With G the gradient and w the weight of a microbatch, the result is::
+
+        sum(w * G) / sum(w)    over all microbatches of all replicas, divided once
+
+    A weight that counts what the loss is a mean over (examples, tokens) makes this the gradient of the whole batch,
+    however its examples and tokens fall into microbatches and replicas; the mean of the microbatches' means is not.
+
+    Args:
+      loss: ``loss(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating scalar,
+        ``(scalar, aux)`` with ``has_aux``, or a `LossOutput`.
+      microbatches: how many; n examples are divided into microbatches of ceil(n / microbatches). The last one is
+        smaller where n is not divisible. It is compiled by itself, and no example is padded.
+      argnums: the arguments to differentiate by.
+      batch_argnums: the arguments to divide, trees of arrays with one first axis of n examples. None: all positional
+        arguments that have no other role. What is not divided, keyword arguments too, goes to each microbatch whole.
+      rng_argnum: the argument that is a random key. Microbatch i of m on replica r gets ``fold_in(key, r * m + i)``;
+        the key itself has to be the same on all replicas.
+      carry_argnum: the argument that is threaded through the microbatches, as batch statistics are. The loss returns
+        the next one as ``LossOutput.carry``. Replicas carry their own: `gradcombine.all_reduce` combines them.
+      has_aux: as for jax.value_and_grad.
+      weight: ``weight(*batch)`` of one microbatch, a scalar, of its batch arguments alone. A loss may return the weight
+        instead, in a `LossOutput`. None: the number of examples; 1 where all microbatches have the same number, and
+        where ``reduction`` is no average.
+      reduction: of the gradients, from `gradcombine.reductions`; None: their mean. The value is combined by a mean with
+        the same weights, by a sum where ``reduction`` is no average.
+      aux_reduction: for ``aux``: a reduction, or a tree of them that aux begins with, as for
+        `gradcombine.reductions.per_leaf`: ``{"loss": mean(), "tokens": sum(), "amax": max(), "logits": last()}``. None:
+        as for the value.
+      over: the replicas that share the parameters: `gradcombine.LOCAL`, or `gradcombine.jax_axis` inside pmap, vmap or
+        shard_map. Parameters are marked as each replica's own, so that shard_map's check_vma sums nothing by itself.
+      order: as for `gradcombine.accumulate` over microbatches, and for `gradcombine.merge_replicas` over replicas.
+      interleaved: divide so that microbatch i holds the examples i, i + m, i + 2m, ... For a batch that jit has sharded
+        over devices: each microbatch is then spread over all of them as the batch is.
+
+    Returns:
+      A function of the arguments of ``loss``. It returns ``(value, grads)``, the value in the form that ``loss``
+      returns it, combined. On replicas, all get the same, but for the carry.
+
+    Raises:
+      GradCombineError: for a number of microbatches or a position that is none, batch arguments of different lengths, a
+        loss that returns something else, a weight from two sides; and as `gradcombine.combine`, for instance for
+        integers in ``aux`` without an ``aux_reduction`` for them.
+
+    Bits: those of `gradcombine.combine` over the microbatches' gradients with these weights; over replicas, those of
+    `gradcombine.merge_replicas`. Narrow floats are accumulated in float32.
+
+    Sums and means of float32 over replicas, with their weights and counts, are one all-reduce of XLA; a max or a last
+    in ``aux_reduction`` adds an all-gather, order ``"tree"`` gathers all.
+
+    References: `jax.value_and_grad <https://docs.jax.dev/en/latest/_autosummary/jax.value_and_grad.html>`_;
+    `optax.microbatching <https://optax.readthedocs.io/en/latest/api/microbatching.html>`_.
+
+    >>> import jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import value_and_grad
+    >>> def loss(w, x, mask):
+    ...     return jnp.sum(w * x * mask) / jnp.sum(mask)
+    >>> x, mask = jnp.float32([1, 2, 3, 8]), jnp.float32([1, 1, 1, 0])
+    >>> value_and_grad(loss, 2, weight=lambda x, mask: mask.sum())(jnp.float32(10), x, mask)
+    (Array(20., dtype=float32), Array(2., dtype=float32))
+    """
+    objective = Objective(
+        "value_and_grad",
+        loss,
+        argnums,
+        batch_argnums,
+        rng_argnum,
+        carry_argnum,
+        has_aux,
+        weight,
+        gc.reductions.mean() if reduction is None else reduction,
+        aux_reduction,
+        over,
+        order,
+    )
+    count = require_count("value_and_grad", microbatches)
+
+    @wraps(loss)
+    def combined(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        values, carry, form = scan_window(objective, count, interleaved, args, kwargs)
+        return closed(form, values, carry), values["grads"]
+
+    return combined

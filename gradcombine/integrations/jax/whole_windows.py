@@ -1,0 +1,57 @@
+"""A training step whose calls bring whole windows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradcombine.integrations.jax.axes import own
+from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.optimize import optimize
+from gradcombine.integrations.jax.train_state import (
+    StepFunctions,
+    StepMetrics,
+    TrainState,
+    is_bound,
+    loss_arguments,
+    owned,
+    require_carry,
+    require_train_state,
+)
+from gradcombine.integrations.jax.window import scan_window
+from gradcombine.types import AccumulateState, Tree
+
+
+def whole_windows(
+    objective: Objective,
+    optimizer: optax.GradientTransformationExtraArgs,
+    microbatches: int,
+    interleaved: bool,
+) -> StepFunctions:
+    """All microbatches of a window in one call, in a scan; then the replicas exchange, and the optimizer runs."""
+
+    def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
+        require_carry(objective, carry)
+        carry = own(objective.over, owned(carry)) if is_bound(objective) else owned(carry)
+        window = AccumulateState((), jnp.zeros((), np.int32), jnp.zeros((), np.int32))
+        return TrainState(window, owned(optimizer.init(params)), carry)
+
+    def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
+        require_train_state(objective, state)
+        window = state.window
+        called = loss_arguments(objective, params, state.carry, args)
+        objective.batch_positions(called)
+        if objective.rng_argnum is not None:
+            called[objective.rng_argnum] = jax.random.fold_in(called[objective.rng_argnum], window.index)
+        values, carry, _ = scan_window(objective, microbatches, interleaved, called, kwargs)
+        params, opt_state, told = optimize(optimizer, params, state.opt_state, values)
+        return params, TrainState(window._replace(index=window.index + 1), opt_state, carry), told
+
+    def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
+        raise objective.error("flush of a step with every: a call with microbatches leaves no partial window", "one")
+
+    return StepFunctions(init, function, flush)

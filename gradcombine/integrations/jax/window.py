@@ -1,0 +1,88 @@
+"""A whole window in one call: a scan over its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gradcombine as gc
+from gradcombine.accumulate import window as whole
+from gradcombine.integrations.jax.axes import align, aligned, own
+from gradcombine.integrations.jax.contribution import Contribution, Objective
+from gradcombine.integrations.jax.exchange import OneExchange
+from gradcombine.integrations.jax.loss import Form
+from gradcombine.integrations.jax.microbatches import divide
+from gradcombine.types import AccumulateState, Reduction, Tree
+
+
+class Combined(NamedTuple):
+    """A window, combined over microbatches and replicas.
+
+    Attributes:
+      values: the parts of a `Contribution`, combined.
+      carry: of the last microbatch.
+      form: how the loss returned its value.
+    """
+
+    values: dict[str, Tree]
+    carry: Tree
+    form: Form
+
+
+def scan_window(
+    objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Combined:
+    """Combines the microbatches of a batch, one after another, and then the replicas, by one exchange."""
+    positions = objective.batch_positions(args)
+    batch = divide(objective.operation, tuple(args[i] for i in positions), microbatches, interleaved)
+    uneven = batch.rest is not None
+
+    def contribution(examples: Tree, number: Any, carry: Tree) -> Contribution:
+        called = list(args)
+        for i, x in zip(positions, examples, strict=True):
+            called[i] = x
+        if objective.carry_argnum is not None:
+            called[objective.carry_argnum] = carry
+        if objective.rng_argnum is not None:
+            called[objective.rng_argnum] = jax.random.fold_in(args[objective.rng_argnum], first + number)
+        # Microbatches of one size weigh the same, and 1 is no multiplication.
+        return objective.contribution(called, kwargs, None if uneven else 1)
+
+    first = objective.over.rank() * np.int32(batch.total) if objective.rng_argnum is not None else 0
+    carry = None if objective.carry_argnum is None else jax.tree.map(jnp.asarray, args[objective.carry_argnum])
+    one = jax.tree.map(lambda x: x[0], batch.stacked)
+    spec = jax.eval_shape(partial(contribution, number=jnp.int32(0)), one, carry=carry)
+    if not aligned(carry, spec.carry):
+        carry = align(carry, spec.carry)
+        spec = jax.eval_shape(partial(contribution, number=jnp.int32(0)), one, carry=carry)
+    reduction = objective.combined("aux" in spec.parts)
+    acc = gc.accumulate(reduction, batch.total, order=objective.order)
+    state = jax.tree.map(jnp.asarray, acc.init(spec.parts))
+    state = align(state, jax.eval_shape(acc.update, spec.parts, state, spec.weight))
+    state = state._replace(levels=own(objective.over, state.levels))
+
+    def body(before: tuple[AccumulateState, Tree], x: tuple[Tree, Any]) -> tuple[tuple[AccumulateState, Tree], None]:
+        state, carry = before
+        added = contribution(*x, carry)
+        return (acc.update(added.parts, state, added.weight), added.carry), None
+
+    if batch.full == 1:
+        (state, carry), _ = body((state, carry), (one, jnp.int32(0)))
+    else:
+        numbers = jnp.arange(batch.full, dtype=jnp.int32)
+        (state, carry), _ = jax.lax.scan(body, (state, carry), (batch.stacked, numbers))
+    if uneven:
+        added = contribution(batch.rest, jnp.int32(batch.full), carry)
+        state, carry = acc.update(added.parts, state, added.weight), added.carry
+    return Combined(merged(objective, reduction, state), carry, spec.form)
+
+
+def merged(objective: Objective, reduction: Reduction, state: AccumulateState) -> dict[str, Tree]:
+    """The combined parts of a window, merged over the replicas by one exchange and then divided."""
+    over = OneExchange(objective.over)
+    return reduction.finalize(gc.merge_replicas(reduction, whole(reduction, state), over=over, order=objective.order))

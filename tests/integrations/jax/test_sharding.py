@@ -1,0 +1,146 @@
+"""The global view: jit over NamedShardings, without an axis name. Windows lie where the parameters lie."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine import reductions
+
+SPECS = {"rows": P("data"), "columns": P(None, "model"), "both": P("data", "model"), "whole": P()}
+REDUCTIONS = {
+    "mean": reductions.mean(),
+    "compensated": reductions.mean("compensated"),
+    "exact": reductions.sum("exact"),
+    "max": reductions.max(),
+    "moments": reductions.moments(),
+}
+WAYS = pytest.mark.parametrize("name", list(REDUCTIONS))
+ORDERS = pytest.mark.parametrize("order", ["sequential", "tree"])
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+
+
+def params(over: jax.sharding.Mesh) -> dict[str, jax.Array]:
+    """Of one shape, so that nothing but the leaf itself tells their shardings apart."""
+    return {name: jax.device_put(jnp.full((8, 8), 0.5), NamedSharding(over, spec)) for name, spec in SPECS.items()}
+
+
+def specs_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def placed(state: Any, like: dict[str, jax.Array]) -> None:
+    """Each array of the parameters' shape is sharded as its own parameter; at least one stands for each of them."""
+    seen = set()
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        if x.shape == (8, 8):
+            (name,) = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+            assert x.sharding.is_equivalent_to(like[name].sharding, 2), (path, x.sharding)
+            seen.add(name)
+    assert seen == set(like)
+
+
+@WAYS
+@ORDERS
+def test_a_state_lies_where_the_parameters_lie(name: str, order: Any) -> None:
+    like = params(mesh())
+    acc = gc.accumulate(REDUCTIONS[name], every=3, order=order)
+    specs = specs_of(like)
+    for made in (acc.init(like), acc.init(specs), jax.jit(lambda: acc.init(specs))()):
+        placed(made, like)
+
+
+def test_explicit_axes_carry_the_sharding_through_jit() -> None:
+    over = mesh(AxisType.Explicit)
+    with jax.set_mesh(over):
+        like = params(over)
+        acc = gc.accumulate(REDUCTIONS["mean"], every=3)
+        state = jax.jit(acc.init)(like)
+        placed(state, like)
+        placed(jax.jit(acc.update)(like, state), like)
+
+
+def collectives(compiled: Any) -> list[str]:
+    """The collective operations of a compiled program, in alphabetical order."""
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    return sorted(re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text()))
+
+
+@pytest.mark.parametrize(
+    ("name", "order"), [("mean", "sequential"), ("mean", "tree"), ("compensated", "sequential"), ("max", "sequential")]
+)
+def test_updates_and_values_stay_there_and_move_nothing(name: str, order: Any) -> None:
+    like = params(mesh())
+    acc = gc.accumulate(REDUCTIONS[name], every=2, order=order)
+    update = jax.jit(acc.update, donate_argnums=1)
+    state = acc.init(like)
+    assert collectives(update.lower(like, state).compile()) == []
+    for i in range(3):
+        state = update(jax.tree.map(lambda x, i=i: x + i, like), state)
+        placed(state, like)
+    value = jax.jit(acc.value)
+    assert collectives(value.lower(state).compile()) == []
+    placed(value(state), like)
+
+
+def loss(weights: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    hidden = x
+    for name in sorted(weights):
+        hidden = hidden @ weights[name]
+    return hidden.sum()
+
+
+def windows(combine: Callable[[Any], Any]) -> Any:
+    """A window of four microbatches in one program: scanned over, the batch sharded over 'data'."""
+
+    def step(weights: Any, xs: Any) -> Any:
+        return combine(lambda x: jax.grad(loss)(weights, x))(weights, xs)
+
+    return step
+
+
+def ours(grads_of: Any) -> Any:
+    acc = gc.accumulate(reductions.sum(), every=4)
+
+    def run(weights: Any, xs: Any) -> Any:
+        state, _ = jax.lax.scan(lambda state, x: (acc.update(grads_of(x), state), None), acc.init(weights), xs)
+        return acc.value(state)
+
+    return run
+
+
+def by_hand(grads_of: Any) -> Any:
+    def run(weights: Any, xs: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, weights)
+        return jax.lax.scan(lambda total, x: (jax.tree.map(jnp.add, total, grads_of(x)), None), zeros, xs)[0]
+
+    return run
+
+
+def test_a_window_inside_one_program_adds_no_collective_to_those_of_the_gradient() -> None:
+    over = mesh()
+    weights = params(over)
+    xs = np.random.default_rng(0).integers(-4, 5, (4, 16, 8)).astype(np.float32)
+    xs = jax.device_put(xs, NamedSharding(over, P(None, "data")))
+    programs = [jax.jit(windows(combine)).lower(weights, xs).compile() for combine in (ours, by_hand)]
+    found = [collectives(program) for program in programs]
+    assert found[0] == found[1]
+    assert found[0] != []
+    mine, theirs = (program(weights, xs) for program in programs)
+    for name, value in mine.items():
+        np.testing.assert_array_equal(value, theirs[name])
+        # Powers of two and small integers: exact, in any order.
+        expected = jax.grad(lambda w: sum(loss(w, np.asarray(x)) for x in xs))(jax.device_get(weights))[name]
+        np.testing.assert_array_equal(value, expected)

@@ -1,0 +1,258 @@
+"""Training steps on one replica: the bits of `gradcombine.combine` and the optimizer, donation, windows and errors."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations.jax import LossOutput, train_step
+from gradcombine.verify.ulp import equal_bits
+
+pytestmark = pytest.mark.needs("jax")
+
+NEGATE = optax.sgd(1.0)
+X = np.random.default_rng(0).standard_normal((8, 2, 4)).astype(np.float32)
+"""Eight microbatches of two examples."""
+
+
+@pytest.fixture
+def standard_promotion() -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+OPTAX_PROMOTES = pytest.mark.usefixtures("standard_promotion")
+"""optax's own arithmetic mixes integers and floats; everything else here runs under strict promotion."""
+
+
+def linear(params: Any, x: Any) -> Any:
+    """The gradient is the mean of x over examples, over 4: for two examples it rounds once, in any program."""
+    return jnp.mean(params["w"][None] * x)
+
+
+gradient = jax.jit(jax.grad(linear))
+
+
+def start(dtype: Any = np.float32) -> Any:
+    return {"w": jnp.ones(4, dtype), "frozen": None}
+
+
+def run(step: Any, params: Any, batches: Any, flush: bool = False) -> tuple[Any, Any, list[Any]]:
+    state, told = step.init(params), []
+    for batch in batches:
+        params, state, metrics = step(params, state, batch)
+        told.append(metrics)
+    if flush:
+        params, state, metrics = step.flush(params, state)
+        told.append(metrics)
+    return params, state, told
+
+
+@OPTAX_PROMOTES
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("form", ["every", "microbatches"])
+def test_an_update_is_that_of_the_optimizer_on_the_combined_gradients(order: Any, form: str) -> None:
+    # Halves and ones: the optimizer's own arithmetic has no product to be fused.
+    optimizer = optax.sgd(1.0, momentum=0.5)
+    step = train_step(linear, optimizer, **{form: 4}, order=order)
+    batches = list(X) if form == "every" else [X[:4].reshape(8, 4), X[4:].reshape(8, 4)]
+    params, state, told = run(step, start(), batches)
+    applied = [False, False, False, True] * 2 if form == "every" else [True, True]
+    assert [bool(metrics.applied) for metrics in told] == applied
+
+    @jax.jit
+    def update(params: Any, inner: Any, grads: Any) -> Any:
+        updates, inner = optimizer.update(grads, inner, params)
+        return optax.apply_updates(params, updates), inner
+
+    expected, inner = start(), optimizer.init(start())
+    for window in (X[:4], X[4:]):
+        grads = gc.combine(reductions.mean(), [gradient(expected, x) for x in window], order=order)
+        expected, inner = update(expected, inner, grads)
+    assert jax.tree.all(jax.tree.map(equal_bits, (params, state.opt_state), (expected, inner)))
+
+
+def ones(*values: float, dtype: Any = np.float32) -> list[Any]:
+    """Microbatches of one example, whose gradient is a quarter of the value."""
+    return [jnp.full((1, 4), value, dtype) for value in values]
+
+
+def weights(params: Any) -> float:
+    (value,) = set(np.asarray(params["w"], np.float64).tolist())
+    return value
+
+
+def test_metrics_tell_of_the_window_that_was_applied() -> None:
+    step = train_step(linear, NEGATE, every=2)
+    params, state, told = run(step, start(), ones(2, 6, 8, 4))
+    # A loss of 2, 6, then with weights of 1 - 4/4 = 0: 0, 0.
+    assert [(float(m.value), float(m.weight), bool(m.applied)) for m in told] == [
+        (0, 0, False),
+        (4, 2, True),
+        (0, 0, False),
+        (0, 2, True),
+    ]
+    assert told[0].aux is None
+    assert weights(params) == 0 - 6 / 4
+    assert (int(state.window.step), int(state.window.index)) == (2, 1)
+
+
+def test_the_weight_is_the_number_of_examples_unless_it_is_given() -> None:
+    batches = [jnp.full((3, 4), 4.0), jnp.full((1, 4), 8.0)]
+    assert weights(run(train_step(linear, NEGATE, every=2), start(), batches)[0]) == 1 - 20 / 4 / 4
+    equal = train_step(linear, NEGATE, every=2, weight=lambda x: 1)
+    assert weights(run(equal, start(), batches)[0]) == 1 - 12 / 2 / 4
+
+
+def test_nan_does_not_outlive_its_window() -> None:
+    fixed = optax.stateless(lambda updates, params: jax.tree.map(lambda g: jnp.where(g == g, -g, 0), updates))
+    params, _, told = run(train_step(linear, fixed, every=2), start(), ones(np.nan, 1, 2, 4))
+    assert weights(params) == 1 - 3 / 4
+    assert np.isnan(told[1].value) and float(told[3].value) == 3
+
+
+def test_flush_applies_what_a_partial_window_holds_by_its_true_weight() -> None:
+    step = train_step(linear, NEGATE, every=4)
+    params, state, told = run(step, start(), ones(2, 4), flush=True)
+    assert (weights(params), bool(told[-1].applied), float(told[-1].weight)) == (1 - 3 / 4, True, 2)
+    params, state, again = step.flush(params, state)
+    assert (weights(params), bool(again.applied), float(again.weight)) == (1 - 3 / 4, False, 0)
+    for x in ones(4, 4, 4, 4):
+        params, state, metrics = step(params, state, x)
+    assert (weights(params), bool(metrics.applied), int(state.window.index)) == (0.25 - 1, True, 1)
+    params, state, metrics = step.flush(params, state)
+    assert (weights(params), bool(metrics.applied)) == (-0.75, False)
+
+
+def test_a_flush_of_nothing_changes_nothing() -> None:
+    params, state, told = run(train_step(linear, NEGATE, every=4), start(), [], flush=True)
+    assert (weights(params), bool(told[0].applied), int(state.window.step)) == (1, False, 0)
+
+
+def test_every_may_depend_on_the_window() -> None:
+    step = train_step(linear, NEGATE, every=lambda index: index + 1)
+    _, _, told = run(step, start(), ones(*range(6)))
+    assert [bool(m.applied) for m in told] == [True, False, True, False, False, True]
+
+
+def test_one_trace_serves_all_steps() -> None:
+    traces: list[int] = []
+
+    def loss(params: Any, x: Any) -> Any:
+        traces.append(1)
+        return linear(params, x)
+
+    step = train_step(loss, NEGATE, every=2)
+    run(step, start(), list(X))
+    assert (len(traces), step.compiled._cache_size()) == (1, 1)
+
+
+@OPTAX_PROMOTES
+def test_everything_is_donated_and_nothing_twice() -> None:
+    # schedule_free begins with the parameters themselves in its state.
+    step = train_step(linear, optax.contrib.schedule_free_sgd(0.1), every=2)
+    params = start()
+    state = step.init(params)
+    before = jax.tree.leaves((params, state))
+    params, state, _ = step(params, state, X[0])
+    big = [leaf for leaf in before if leaf.size > 1]
+    assert len(big) >= 3 and all(leaf.is_deleted() for leaf in big)
+
+
+def memory(form: str, leaves: int = 8, size: int = 2**16) -> tuple[int, Any]:
+    """The bytes of one leaf, and XLA's account of a step; the gradient is as large as the parameters."""
+    params = {f"w{i}": jnp.ones(size + i) for i in range(leaves)}
+
+    def loss(params: Any, x: Any) -> Any:
+        return sum(jnp.sum(w) for w in jax.tree.leaves(params)) * jnp.mean(x)
+
+    step = train_step(loss, optax.adam(0.1), **{form: 4})
+    return 4 * size, step.compiled.lower(params, step.init(params), X[:, 0, 0]).compile().memory_analysis()
+
+
+@OPTAX_PROMOTES
+def test_a_window_costs_one_accumulator_tree_and_a_call_the_mean_of_one_leaf() -> None:
+    leaf, every = memory("every")
+    # Parameters, two moments and the window, all of them updated in place.
+    assert 8 * 4 * leaf < every.argument_size_in_bytes < 8 * 4 * leaf + 4096
+    assert 8 * 4 * leaf < every.alias_size_in_bytes
+    assert every.temp_size_in_bytes < 1.1 * leaf
+    _, whole = memory("microbatches")
+    # The window lives inside the call.
+    assert 8 * 3 * leaf < whole.alias_size_in_bytes < 8 * 3 * leaf + 4096
+    assert 8 * leaf < whole.temp_size_in_bytes < 9.1 * leaf
+
+
+@pytest.mark.parametrize("form", ["every", "microbatches"])
+def test_narrow_gradients_are_accumulated_in_float32(form: str) -> None:
+    step = train_step(linear, NEGATE, **{form: 64}, reduction=reductions.sum())
+    # A sum of 64 times a quarter of 1 + 2**-7, exact in float32; a bfloat16 sum stops growing by its last bit.
+    value = 1 + 2.0**-7
+    batches = ones(*[value] * 64, dtype=jnp.bfloat16)
+    params, state, _ = run(step, start(jnp.bfloat16), batches if form == "every" else [jnp.concatenate(batches)])
+    assert params["w"].dtype == jnp.bfloat16
+    assert weights(params) == float(jnp.bfloat16(1 - float(jnp.bfloat16(16 * value))))
+    if form == "every":
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.window.levels) if leaf.size == 4} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize("narrow", [jnp.bfloat16, np.float16])
+def test_a_gradient_function_may_return_narrower_gradients(narrow: Any) -> None:
+    def given(params: Any, x: Any) -> Any:
+        return jnp.bfloat16(3), {"w": x[0], "frozen": None}
+
+    step = train_step(given, NEGATE, every=2, differentiate=False)
+    params, _, told = run(step, start(), ones(2, 4, dtype=narrow))
+    assert (weights(params), params["w"].dtype, float(told[-1].value)) == (-2, np.float32, 3)
+
+
+def noisy(params: Any, seen: Any, key: Any, x: Any) -> Any:
+    drawn = jax.random.bits(key, (), np.uint32)
+    aux = {"largest": jnp.max(x), "examples": jnp.int32(x.shape[0])}
+    return LossOutput(linear(params, x), x.shape[0], aux, seen.at[1:].set(seen[:-1]).at[0].set(drawn))
+
+
+@pytest.mark.parametrize("form", ["every", "microbatches"])
+def test_keys_carry_and_aux(form: str) -> None:
+    by = {"largest": reductions.max(), "examples": reductions.sum()}
+    step = train_step(noisy, NEGATE, **{form: 2}, carry_argnum=1, rng_argnum=2, aux_reduction=by)
+    params, key = start(), jax.random.key(5)
+    batches = ones(1, 7, 3, 5) if form == "every" else [jnp.concatenate(ones(1, 7)), jnp.concatenate(ones(3, 5))]
+    state = step.init(params, key, batches[0], carry=jnp.zeros(4, np.uint32))
+    told = []
+    for x in batches:
+        params, state, metrics = step(params, state, key, x)
+        told += [metrics] if metrics.applied else []
+    assert [jax.tree.map(float, m.aux) for m in told] == [{"largest": 7, "examples": 2}, {"largest": 5, "examples": 2}]
+    # The same key on every call, and yet another one for each microbatch.
+    keys = [jax.random.fold_in(jax.random.fold_in(key, window), i) for window in range(2) for i in range(2)]
+    drawn = [int(jax.random.bits(key, (), np.uint32)) for key in keys]
+    assert state.carry.tolist() == drawn[::-1]
+    assert len(set(drawn)) == 4
+
+
+def test_the_optimizer_sees_the_combined_loss() -> None:
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any) -> Any:
+        return jax.tree.map(lambda g: jnp.full_like(g, value), updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+    params, _, _ = run(train_step(linear, optax.chain(optimizer), every=2), start(), ones(2, 6))
+    assert weights(params) == 1 + 4
+
+
+def test_a_step_runs_in_a_scan() -> None:
+    step = train_step(linear, NEGATE, every=2)
+
+    def body(carry: Any, x: Any) -> Any:
+        params, state, metrics = step.function(*carry, x)
+        return (params, state), metrics.applied
+
+    (params, _), applied = jax.jit(lambda c, xs: jax.lax.scan(body, c, xs))(
+        (start(), step.init(start())), jnp.stack(ones(2, 6, 4, 4))
+    )
+    assert (weights(params), applied.tolist()) == (1 - 1 - 1, [False, True, False, True])

@@ -1,0 +1,92 @@
+"""What training steps refuse, and that a failed call damages nothing."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradcombine as gc
+from gradcombine.integrations.jax import train_step
+
+pytestmark = pytest.mark.needs("jax")
+
+NEGATE = optax.sgd(1.0)
+X = np.ones((1, 2, 4), np.float32)
+
+
+def start() -> Any:
+    return {"w": jnp.ones(4), "frozen": None}
+
+
+def linear(params: Any, x: Any) -> Any:
+    return jnp.mean(params["w"][None] * x)
+
+
+def bad_state() -> Any:
+    return optax.EmptyState()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "expected a window length that is an integer of 1 or more"),
+        ({"every": 2.5}, "received 2.5"),
+        ({"microbatches": 0}, "expected a number of microbatches"),
+        ({"every": 2, "microbatches": 2}, "expected every or microbatches, received both"),
+        ({"optimizer": optax.sgd}, "expected an optax.GradientTransformation, received function"),
+        ({"every": lambda index: 2, "order": "tree"}, "expected max_every"),
+        ({"over": None}, "expected a collective"),
+        ({"carry_argnum": 0}, "expected argument positions"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(gc.GradCombineError, match=message):
+        train_step(**({"loss": linear, "optimizer": NEGATE} | options))
+
+
+@pytest.mark.parametrize(
+    ("options", "state", "message"),
+    [
+        ({}, bad_state, "expected a TrainState, from step.init.*, received EmptyState"),
+        (
+            {"has_aux": True, "loss": lambda p, x: (linear(p, x), x[0])},
+            None,
+            "expected a state made by step.init.*, received one made without aux",
+        ),
+        ({"loss": lambda p, x: p["w"]}, None, "expected a loss that is a real floating scalar"),
+        ({"weight": lambda x: -1}, None, "expected a finite weight that is not negative, received -1"),
+        (
+            {"differentiate": False},
+            None,
+            r"expected a function that returns \(value, gradients\), for differentiate=False",
+        ),
+        (
+            {"differentiate": False, "loss": lambda p, x: (jnp.float32(0), {"w": x})},
+            None,
+            r"expected the structure .*frozen.*, received",
+        ),
+    ],
+)
+def test_a_failed_call_damages_no_state(options: dict[str, Any], state: Any, message: str) -> None:
+    step = train_step(**({"loss": linear, "optimizer": NEGATE, "every": 2} | options))
+    params = start()
+    given = step.init(params) if state is None else state()
+    with pytest.raises(gc.GradCombineError, match=message):
+        step(params, given, X[0])
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((params, given)))
+
+
+def test_a_carry_is_asked_for_and_refused() -> None:
+    with pytest.raises(gc.GradCombineError, match="expected no carry, received int"):
+        train_step(linear, NEGATE).init(start(), carry=3)
+    with pytest.raises(gc.GradCombineError, match=r"expected step.init\(params, carry=...\), for carry_argnum"):
+        train_step(linear, NEGATE, carry_argnum=1).init(start())
+
+
+def test_whole_windows_have_nothing_to_flush() -> None:
+    step = train_step(linear, NEGATE, microbatches=2)
+    with pytest.raises(gc.GradCombineError, match="expected flush of a step with every"):
+        step.flush(start(), step.init(start()))

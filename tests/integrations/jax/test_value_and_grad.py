@@ -1,0 +1,225 @@
+"""Gradients in microbatches, on one replica: the bits of `gradcombine.combine`, and the roles of arguments."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.verify.ulp import equal_bits
+
+pytestmark = pytest.mark.needs("jax")
+
+X = np.random.default_rng(0).standard_normal((10, 4)).astype(np.float32)
+W = {"w": jnp.ones(4), "frozen": None}
+
+
+def linear(params: Any, x: Any) -> Any:
+    """The gradient is the mean of x over examples, over 4: for one or two examples it rounds once, in any program."""
+    return jnp.mean(params["w"][None] * x)
+
+
+gradient = jax.jit(jax.grad(linear))
+
+
+def parts_of(x: Any, size: int) -> list[Any]:
+    return [x[i : i + size] for i in range(0, len(x), size)]
+
+
+CASES = pytest.mark.parametrize(
+    ("n", "microbatches", "size"), [(8, 4, 2), (8, 8, 1), (2, 1, 2), (3, 8, 1), (7, 4, 2), (5, 3, 2), (6, 4, 2)]
+)
+
+
+@CASES
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_the_bits_are_those_of_combine(n: int, microbatches: int, size: int, order: Any) -> None:
+    parts = parts_of(X[:n], size)
+    weights = [len(x) for x in parts] if n % size else None
+    expected = gc.combine(reductions.mean(), [gradient(W, x) for x in parts], weights, order)
+    value, grads = jax.jit(value_and_grad(linear, microbatches, order=order))(W, X[:n])
+    assert equal_bits(grads["w"], expected["w"])
+    assert grads["frozen"] is None
+    np.testing.assert_allclose(value, X[:n].mean(dtype=np.float64), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "reduction",
+    [reductions.sum(), reductions.mean("exact"), reductions.mean("compensated"), reductions.max()],
+    ids=["sum", "exact", "compensated", "max"],
+)
+def test_other_reductions(reduction: gc.Reduction) -> None:
+    parts = parts_of(X[:7], 2)
+    weights = [len(x) for x in parts] if reduction.averages else None
+    expected = gc.combine(reduction, [gradient(W, x) for x in parts], weights)
+    _, grads = jax.jit(value_and_grad(linear, 4, reduction=reduction))(W, X[:7])
+    assert equal_bits(grads["w"], expected["w"])
+
+
+def test_a_sum_takes_the_weights_that_are_given() -> None:
+    summed = value_and_grad(linear, 2, reduction=reductions.sum(), weight=lambda x: x.shape[0])
+    value, grads = summed({"w": jnp.ones(4)}, jnp.float32([[4] * 4, [8] * 4, [1] * 4]))
+    assert (float(value), grads["w"].tolist()) == (13.0, [13 / 4] * 4)
+
+
+TOKENS = np.float32([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0], [1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0]])
+TEXT = np.float32([[1, 2, 3, 4, 5, 9], [6, 2, np.nan, 0, 0, 0], [3, 0, 0, 0, 0, 0], [np.nan] * 6])
+"""Nine tokens, the sum of which is 35; a row of padding makes a microbatch of NaN."""
+
+
+def token_mean(w: Any, text: Any, mask: Any) -> Any:
+    return jnp.sum(w * jnp.where(mask > 0, text, 0)) / jnp.sum(mask)
+
+
+def weighing(w: Any, text: Any, mask: Any) -> Any:
+    return LossOutput(token_mean(w, text, mask), weight=jnp.sum(mask))
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_the_mean_over_tokens_is_that_of_the_full_batch(microbatches: int) -> None:
+    batch = jnp.float32(9), TEXT, TOKENS
+    value, grad = jax.jit(value_and_grad(token_mean, microbatches, weight=lambda _, mask: mask.sum()))(*batch)
+    assert (value, grad) == (np.float32(9 * 35 / 9), np.float32(35 / 9))
+    output, same = jax.jit(value_and_grad(weighing, microbatches))(*batch)
+    assert (output.value, output.weight, same) == (value, 9, grad)
+    assert (output.aux, output.carry) == (None, None)
+    unweighted, _ = value_and_grad(token_mean, microbatches)(*batch)
+    assert unweighted != value
+
+
+def told(w: Any, x: Any) -> Any:
+    aux = {"mean": x.mean(), "sum": jnp.int32(x.shape[0]), "max": x.max(), "last": x[-1], "spread": x.mean()}
+    return jnp.mean(w * x), aux
+
+
+def test_aux_is_combined_leaf_by_leaf() -> None:
+    by = {
+        "mean": reductions.mean(),
+        "sum": reductions.sum(),
+        "max": reductions.max(),
+        "last": reductions.last(),
+        "spread": reductions.moments(),
+    }
+    x = jnp.float32([1, 7, 3, 5, 9])
+    (value, aux), _ = jax.jit(value_and_grad(told, 3, has_aux=True, aux_reduction=by))(jnp.float32(1), x)
+    moments = aux.pop("spread")
+    assert jax.tree.map(float, aux) == {"mean": 5.0, "sum": 5.0, "max": 9.0, "last": 9.0}
+    assert aux["sum"].dtype == np.int32
+    # Three microbatch means 4, 4, 9 of weights 2, 2, 1.
+    assert (float(value), float(moments.mean), float(moments.variance)) == (5.0, 5.0, 4.0)
+
+
+def test_aux_is_averaged_by_default_and_integers_ask_for_a_reduction() -> None:
+    f = value_and_grad(lambda w, x: (jnp.mean(w * x), {"x": x[0]}), 3, has_aux=True)
+    assert float(f(jnp.float32(1), jnp.float32([1, 7, 3, 5, 9]))[0][1]["x"]) == np.float32((2 * 1 + 2 * 3 + 9) / 5)
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['sum'\]: expected a dtype that is float or complex"):
+        value_and_grad(told, 3, has_aux=True)(jnp.float32(1), X[:, 0])
+
+
+def drawing(w: Any, seen: Any, key: Any, x: Any) -> Any:
+    i, keys = seen
+    return LossOutput(jnp.mean(w * x), carry=(i + 1, keys.at[i].set(jax.random.key_data(key))))
+
+
+@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "raw"])
+def test_each_microbatch_has_a_key_of_its_own_and_the_carry_goes_through_all(key: Any) -> None:
+    keys = jnp.zeros((4, 2), np.uint32)
+    f = jax.jit(value_and_grad(drawing, 4, carry_argnum=1, rng_argnum=2))
+    output, _ = f(jnp.float32(1), (jnp.int32(0), keys), key, X[:7, 0])
+    count, keys = output.carry
+    assert int(count) == 4
+    expected = [jax.random.key_data(jax.random.fold_in(key, i)) for i in range(4)]
+    np.testing.assert_array_equal(keys, expected)
+    assert len({tuple(row) for row in np.asarray(keys).tolist()}) == 4
+
+
+def test_batch_statistics_are_those_of_the_last_microbatch() -> None:
+    def loss(w: Any, running: Any, x: Any) -> Any:
+        return LossOutput(jnp.mean(w * x), carry=running / 2 + x.mean())
+
+    output, _ = value_and_grad(loss, 3, carry_argnum=1)(jnp.float32(1), jnp.float32(8), jnp.float32([2, 4, 6, 8, 1]))
+    assert float(output.carry) == ((8 / 2 + 3) / 2 + 7) / 2 + 1
+
+
+def test_arguments_keep_their_roles() -> None:
+    def loss(scale: Any, w: Any, batch: Any, b: Any, *, power: Any) -> Any:
+        return jnp.mean(scale * (w["w"] * batch["x"] + batch["y"][:, 0] + b) ** power)
+
+    f = value_and_grad(loss, 2, argnums=(1, 3), batch_argnums=2)
+    args = (
+        jnp.float32(2),
+        {"w": jnp.float32(3)},
+        {"x": jnp.float32([1, 2, 3, 4]), "y": jnp.ones((4, 1))},
+        jnp.float32(1),
+    )
+    assert f(*args, power=1) == jax.value_and_grad(loss, (1, 3))(*args, power=1)
+
+
+def test_interleaved_microbatches_hold_every_mth_example() -> None:
+    def last(w: Any, x: Any) -> Any:
+        return jnp.mean(w * x), x
+
+    f = value_and_grad(last, 3, has_aux=True, aux_reduction=reductions.last(), interleaved=True)
+    (_, x), grad = f(jnp.float32(1), jnp.arange(6.0))
+    assert (x.tolist(), float(grad)) == ([2, 5], 2.5)
+
+
+def test_narrow_gradients_are_accumulated_in_float32() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.sum(w * x)
+
+    f = jax.jit(value_and_grad(loss, 300, reduction=reductions.sum(output_dtype=np.float32)))
+    value, grad = f(jnp.bfloat16(1), jnp.ones((300,), jnp.bfloat16))
+    assert (float(value), float(grad), grad.dtype) == (300.0, 300.0, np.float32)
+    _, mean = jax.jit(value_and_grad(loss, 300))(jnp.bfloat16(1), jnp.ones((300,), jnp.bfloat16))
+    assert (float(mean), mean.dtype) == (1.0, jnp.bfloat16)
+
+
+def test_the_loss_is_traced_as_often_for_many_microbatches_as_for_few() -> None:
+    def traces(microbatches: int) -> int:
+        seen: list[int] = []
+        jax.make_jaxpr(value_and_grad(lambda w, x: (seen.append(1), linear(w, x))[1], microbatches))(W, X[:8])
+        return len(seen)
+
+    assert 0 < traces(8) == traces(2)
+
+
+ONE = jnp.float32(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "args", "message"),
+    [
+        ({"microbatches": 0}, (), "expected a number of microbatches that is an integer of 1 or more, received 0"),
+        ({"microbatches": 2.0}, (), "received 2.0"),
+        ({"loss": 3}, (), "expected a function as loss, received 3"),
+        ({"weight": 3}, (), "expected a function as weight, received 3"),
+        ({"reduction": reductions.mean}, (), "expected a Reduction, .*, received mean, not called"),
+        ({"over": "data"}, (), "expected a collective: LOCAL or jax_axis"),
+        ({"order": "ring"}, (), "expected order 'sequential' or 'tree'"),
+        ({"rng_argnum": 0}, (), r"expected argument positions, .* received \[0, 0\]"),
+        ({"argnums": -1}, (), "expected argument positions"),
+        ({}, (ONE,), "expected a batch argument with an array, received none"),
+        ({"batch_argnums": 2}, (ONE, X), "expected 3 positional arguments or more, received 2"),
+        ({}, (ONE, X, ONE), r"leaf \[1\]: expected a batch argument with a first axis of examples, received a scalar"),
+        ({}, (ONE, X, X[:3]), r"leaf \[1\]: expected 10 examples, as in \[0\], received 3"),
+        ({}, (ONE, X[:0]), "expected a batch of one example or more, received an empty one"),
+        ({"loss": lambda w, x: w * x}, (ONE, X[:, 0]), r"real floating scalar, received float32 of shape \(5,\)"),
+        ({"loss": lambda w, x: jnp.int32(1)}, (ONE, X), "real floating scalar, received int32"),
+        ({"has_aux": True}, (ONE, X), r"expected a loss that returns \(value, aux\) or a LossOutput, received"),
+        ({"loss": lambda w, x: (w, x)}, (ONE, X), "expected a loss that returns a scalar .* received tuple of 2"),
+        ({"loss": lambda w, x: LossOutput(w, 1), "weight": len}, (ONE, X), "received both"),
+        ({"loss": lambda w, x: LossOutput(w, -1)}, (ONE, X), "a finite weight that is not negative, received -1"),
+        ({"weight": lambda x: x}, (ONE, X), r"expected a weight of shape \(\)"),
+        ({"loss": lambda w, x: LossOutput(w, carry=w)}, (ONE, X), "expected carry_argnum, for a loss that returns"),
+        ({"carry_argnum": 2}, (ONE, X, ONE), r"expected a loss that returns LossOutput\(carry=...\), for carry_argnum"),
+    ],
+)
+def test_bad_input(options: dict[str, Any], args: tuple[Any, ...], message: str) -> None:
+    settings = {"loss": lambda w, *batch: w, "microbatches": 2} | options
+    with pytest.raises(gc.GradCombineError, match=f"value_and_grad.*{message}"):
+        value_and_grad(**settings)(*args)

@@ -1,0 +1,215 @@
+"""Sharded accumulation: the values of the whole one, a part on each replica, and what both move and hold."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations.jax import zero
+
+N, K = 4, 3
+OVER = gc.jax_axis("data")
+LIKE = {
+    "w": jax.ShapeDtypeStruct((3, 5), jnp.float32),
+    "half": jax.ShapeDtypeStruct((8,), jnp.bfloat16),
+    "b": jax.ShapeDtypeStruct((), jnp.float32),
+    "none": None,
+}
+"""Leaves that do not divide by the number of replicas, one that does, and a scalar."""
+
+RNG = np.random.default_rng(0)
+GRADS = {
+    name: RNG.integers(-8, 9, (N, K, *spec.shape)).astype(spec.dtype) for name, spec in LIKE.items() if spec is not None
+}
+TOKENS = np.float32([[1, 3, 0], [2, 2, 4], [0, 5, 3], [4, 4, 4]])
+"""32 in all, so that every sum and quotient is exact."""
+
+
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
+
+
+def mapped(way: str, program: Callable[..., Any]) -> Callable[..., Any]:
+    """``program`` on each replica's data; results that are the same on all, by value or by type."""
+    if way == "pmap":
+        return lambda *data: jax.tree.map(lambda x: x[-1], jax.pmap(program, axis_name="data")(*data))
+    if way == "vmap":
+        return lambda *data: jax.tree.map(lambda x: x[-1], jax.jit(jax.vmap(program, axis_name="data"))(*data))
+
+    def one(*blocks: Any) -> Any:
+        return program(*jax.tree.map(lambda x: x[0], blocks))
+
+    check_vma = way == "shard_map"
+    return jax.jit(jax.shard_map(one, mesh=mesh(), in_specs=P("data"), out_specs=P(), check_vma=check_vma))
+
+
+WAYS = pytest.mark.parametrize("way", ["pmap", "vmap", "shard_map", "shard_map_unchecked"])
+
+
+def window(reduction: Any) -> Callable[..., Any]:
+    """Scans over a replica's microbatches; the shards, gathered."""
+    acc = gc.accumulate(zero.scattered(reduction, OVER), every=K)
+
+    def program(grads: Any, tokens: Any) -> Any:
+        def step(state: Any, x: Any) -> Any:
+            return acc.update({**x[0], "none": None}, state, x[1]), None
+
+        state, _ = jax.lax.scan(step, acc.init(LIKE), (grads, tokens))
+        return zero.gather(acc.value(state), LIKE, OVER)
+
+    return program
+
+
+@WAYS
+@pytest.mark.parametrize("name", ["sum", "mean"])
+def test_gathered_shards_are_the_whole_window(way: str, name: str) -> None:
+    result = mapped(way, window(getattr(reductions, name)()))(GRADS, TOKENS)
+    assert result["none"] is None
+    for leaf, grads in GRADS.items():
+        weights = TOKENS.reshape(N, K, *([1] * (grads.ndim - 2)))
+        total = (grads.astype(np.float32) * weights).sum((0, 1))
+        expected = (total if name == "sum" else total / TOKENS.sum()).astype(LIKE[leaf].dtype)
+        assert result[leaf].dtype == LIKE[leaf].dtype
+        np.testing.assert_array_equal(result[leaf], expected)
+
+
+@WAYS
+def test_a_contribution_of_weight_0_is_masked(way: str) -> None:
+    """One replica's last microbatch holds NaN and counts nothing; the others' do."""
+    grads = {name: x.copy() for name, x in GRADS.items()}
+    for x in grads.values():
+        x[0, 2] = np.nan
+    plain, masked = (mapped(way, window(reductions.mean()))(data, TOKENS) for data in (GRADS, grads))
+    for leaf in GRADS:
+        np.testing.assert_array_equal(masked[leaf], plain[leaf])
+
+
+@WAYS
+def test_shards_are_rows_of_the_flat_leaf(way: str) -> None:
+    values = {"w": np.arange(15, dtype=np.float32).reshape(3, 5), "none": None, "b": np.float32(7)}
+
+    def program(rank: Any) -> Any:
+        parts = zero.shard(jax.tree.map(jnp.asarray, values), OVER)
+        assert parts["none"] is None
+        stacks = OVER.all_gather([parts["w"], parts["b"]])
+        return stacks, zero.gather(parts, values, OVER)
+
+    (w, b), whole = mapped(way, program)(np.arange(N))
+    np.testing.assert_array_equal(w, np.append(np.arange(15), 0).reshape(4, 4))
+    np.testing.assert_array_equal(b, [[7], [0], [0], [0]])
+    np.testing.assert_array_equal(whole["w"], values["w"])
+    assert whole["b"] == 7
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parameters_that_are_sharded_over_another_axis(check_vma: bool) -> None:
+    """And windows of several rows of replicas ('replica'), merged over them at the end."""
+    axes = ("replica", "data", "model")
+    devices = jax.make_mesh((2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    inner = gc.jax_axis("data")
+    reduction = zero.scattered(reductions.mean(), inner)
+
+    def program(w: Any, x: Any) -> Any:
+        own = jax.lax.pcast(w, ("replica", "data"), to="varying") if check_vma else w
+        state = reduction.init(own)
+        for i in range(2):
+            state = reduction.update(state, jax.grad(lambda w, i=i: (x[i] @ w).sum())(own))
+        state = reduction.all_merge(state, gc.jax_axis("replica"), "sequential")
+        return zero.gather(reduction.finalize(state), w, inner)
+
+    specs = {"in_specs": (P(None, "model"), P(None, ("replica", "data"))), "out_specs": P(None, "model")}
+    run = jax.jit(jax.shard_map(program, mesh=devices, check_vma=check_vma, **specs))
+    x = RNG.integers(-4, 5, (2, 4, 3)).astype(np.float32)
+    np.testing.assert_array_equal(run(np.ones((3, 6), np.float32), x), np.stack([x.sum((0, 1)) / 8] * 6, axis=1))
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: zero.scattered(reductions.mean("exact"), OVER), "scattered: expected reductions.sum"),
+        (lambda: zero.scattered(reductions.max(), OVER), "scattered: expected reductions.sum"),
+        (lambda: zero.scattered(reductions.mean(), gc.LOCAL), "scattered: expected a collective of gradcombine.jax"),
+        (lambda: zero.shard(np.ones(2), gc.LOCAL), "shard: expected a collective of gradcombine.jax_axis"),
+    ],
+)
+def test_what_cannot_be_scattered_is_refused(call: Callable[[], Any], match: str) -> None:
+    with pytest.raises(gc.GradCombineError, match=match):
+        call()
+
+
+def test_a_window_that_is_summed_already_is_not_merged_again() -> None:
+    def program(x: Any) -> Any:
+        reduction = zero.scattered(reductions.sum(), OVER)
+        return gc.merge_replicas(reduction, reduction.update(reduction.init(x), x), over=OVER).value
+
+    with pytest.raises(gc.GradCombineError, match=r"sum: expected another axis than jax_axis\('data'\)"):
+        mapped("vmap", program)(np.ones((N, 2), np.float32))
+
+
+def test_a_shard_of_another_leaf_is_refused() -> None:
+    def program(x: Any) -> Any:
+        return zero.gather({"w": x}, {"w": np.zeros(9, np.float32)}, OVER)
+
+    with pytest.raises(gc.GradCombineError, match=r"gather: leaf \['w'\]: expected a shard of shape \(3,\)"):
+        mapped("vmap", program)(np.ones((N, 2), np.float32))
+
+
+SIZES = [jax.ShapeDtypeStruct((40_000,), jnp.float32), jax.ShapeDtypeStruct((1000,), jnp.float32)]
+"""One that travels alone, one that goes into a bucket. (On CPU, XLA sends bfloat16 as float32.)"""
+
+
+def moved(compiled: Any) -> int:
+    """The bytes that the collectives of a compiled program send over a ring, for each device; scalars aside."""
+    total = 0
+    for shapes, kind in re.findall(r" = (.*?) (all-reduce|all-gather|reduce-scatter)\(", compiled.as_text()):
+        for dims in re.findall(r"[fs]32\[([\d,]+)\]", shapes):
+            received = 4 * math.prod(int(d) for d in dims.split(","))
+            # An all-gather's result is whole, a reduce-scatter's is a part; an all-reduce is one of each.
+            factor = {"all-reduce": 2 * (N - 1) / N, "all-gather": (N - 1) / N, "reduce-scatter": N - 1}[kind]
+            total += round(received * factor)
+    return total
+
+
+@pytest.mark.parametrize("choice", ["all_reduce", "reduce_scatter"])
+def test_costs_are_those_of_the_compiled_program(choice: str) -> None:
+    reduction = reductions.mean()
+    cost = zero.exchange_costs(reduction, SIZES, every=1, replicas=N)[choice]
+    sharded = choice == "reduce_scatter"
+    acc = gc.accumulate(zero.scattered(reduction, OVER) if sharded else reduction, every=1)
+
+    def program(grads: Any) -> Any:
+        state = acc.update(grads, acc.init(grads))
+        if sharded:
+            return zero.gather(acc.value(state), SIZES, OVER)
+        return acc.value(gc.merge_replicas(reduction, state, over=OVER))
+
+    def held(grads: Any) -> Any:
+        return acc.init(grads).levels[0].value
+
+    specs = {"mesh": mesh(), "in_specs": P("data"), "check_vma": False}
+    stacked = [jax.ShapeDtypeStruct((N * x.shape[0],), x.dtype) for x in SIZES]
+    compiled = jax.jit(jax.shard_map(program, out_specs=P(), **specs)).lower(stacked).compile()
+    # Beside the gradients travels the sum of weights, one float32, in the same bucket or alone.
+    assert abs(moved(compiled) - cost.sent) <= 8
+    state = jax.jit(jax.shard_map(held, out_specs=P("data"), **specs)).lower(stacked).compile()
+    # The analysis counts one device, and the table of the tuple's two buffers.
+    assert 0 <= state.memory_analysis().output_size_in_bytes - cost.accumulators <= 64
+
+
+def test_costs_count_windows_and_replicas() -> None:
+    costs = zero.exchange_costs(reductions.sum(), {"w": LIKE["w"], "half": LIKE["half"], "none": None}, 8, 4)
+    # 15 float32, and 8 bfloat16 that accumulate in float32: padded to 16 and 8.
+    assert costs["all_reduce"] == zero.ExchangeCost(sent=2 * 3 * (15 + 8) * 4 // 4, accumulators=(15 + 8) * 4)
+    assert costs["reduce_scatter"].accumulators == (4 + 2) * 4
+    assert costs["reduce_scatter"].sent == 3 * (8 * (4 + 2) * 4 + 4 * 4 + 2 * 2)
