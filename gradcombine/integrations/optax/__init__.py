@@ -2,5 +2,17 @@
 
 from gradcombine.integrations.optax.accumulate import AccumulateUpdatesState, accumulate
 from gradcombine.integrations.optax.all_reduce import all_reduce
+from gradcombine.integrations.optax.multi_steps import MultiSteps, MultiStepsState
+from gradcombine.integrations.optax.skip import SkipState, skip_large, skip_large_updates, skip_not_finite
 
-__all__ = ["AccumulateUpdatesState", "accumulate", "all_reduce"]
+__all__ = [
+    "AccumulateUpdatesState",
+    "MultiSteps",
+    "MultiStepsState",
+    "SkipState",
+    "accumulate",
+    "all_reduce",
+    "skip_large",
+    "skip_large_updates",
+    "skip_not_finite",
+]

@@ -9,18 +9,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.core import Tracer
 
 import gradcombine as gc
-from gradcombine import tree
 from gradcombine.accumulate import window as whole
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
+from gradcombine.integrations.optax.agree import any_replica, require_flag
 from gradcombine.integrations.optax.checks import require_collective
-from gradcombine.reductions import dtypes
-from gradcombine.types import AccumulateState, Array, Order, Reduction, Tree
+from gradcombine.integrations.optax.contribution import cast_as, gradients_like, keep_dtypes, weight_unless, widen
+from gradcombine.integrations.optax.placeholder import init_for
+from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
+from gradcombine.types import AccumulateState, Array, Order, Reduction
 
 
 class AccumulateUpdatesState(NamedTuple):
@@ -29,12 +30,14 @@ class AccumulateUpdatesState(NamedTuple):
     Attributes:
       window: the microbatches so far. ``window.levels`` is each replica's own, all else is the same on all replicas.
       inner: the state of the inner transformation.
-      applied: boolean scalar, whether the last update ended a window, so that the inner transformation ran.
+      applied: boolean scalar, whether the inner transformation ran in the last update.
+      skip: a `SkipState` with a skip function, else (). Its ``detail`` is each replica's own too.
     """
 
     window: AccumulateState
     inner: Any
     applied: Array
+    skip: Any = ()
 
 
 def accumulate(
@@ -42,7 +45,8 @@ def accumulate(
     every: int | Callable[[Array], Any],
     *,
     reduction: Reduction | None = None,
-    over: Collective = gc.LOCAL,
+    over: Collective | None = None,
+    skip: Skip | None = None,
     order: Order = "sequential",
     max_every: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -56,7 +60,14 @@ def accumulate(
       inner: the transformation to run, an optimizer for instance.
       every, order, max_every: as for `gradcombine.accumulate`.
       reduction: from `gradcombine.reductions`; None: their mean.
-      over: the replicas that share the parameters: `gradcombine.LOCAL` or `gradcombine.jax_axis`.
+      over: the replicas that share the parameters: `gradcombine.jax_axis`, or `gradcombine.LOCAL`; None: the latter.
+      skip: which microbatches to leave out: `skip_not_finite()`, `skip_large(max_norm)` or any function
+        ``(updates, gradient_step, params) -> (boolean scalar, detail)``. It sees this replica's gradients as they
+        arrive. Where it says so on any replica, the microbatch is left out on all of them, agreed by one small exchange
+        an update. One that is left out has weight 0 and still is a step of its window: so windows end with the same
+        microbatches as without it, at a batch's, an epoch's or a checkpoint's end, and schedules stay in step with the
+        data, while the mean is over what was kept. A window of which nothing was kept does not run ``inner``: neither
+        momentum nor decay acts on a gradient that was not there. (`MultiSteps` waits for ``every`` good ones instead.)
 
     Returns:
       A transformation. Its ``init(params)`` makes an `AccumulateUpdatesState`; a parameter that never has a gradient is
@@ -101,17 +112,24 @@ def accumulate(
     reduction = gc.reductions.mean() if reduction is None else reduction
     acc = gc.accumulate(reduction, every, order=order, max_every=max_every)
     length_at = every if callable(every) else lambda index: operator.index(every)
-    require_collective("accumulate", over)
+    replicas = gc.LOCAL if over is None else over
+    require_collective("accumulate", replicas)
     if not isinstance(inner, optax.GradientTransformation):
         raise GradCombineError("accumulate", "an optax.GradientTransformation", type(inner).__name__)
+    if skip is not None and not callable(skip):
+        raise GradCombineError("accumulate", "a skip function, or None", repr(skip))
     wrapped = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> AccumulateUpdatesState:
-        window = jax.tree.map(jnp.asarray, acc.init(params))
+        like = gradients_like(params)
+        window = jax.tree.map(jnp.asarray, init_for(acc.init, like))
+        skipped = ()
+        if skip is not None:
+            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail("accumulate", skip, like))
         # Outside of the mapped function the axis is not bound, and there is nothing to mark.
         with contextlib.suppress(GradCombineError):
-            window = _own(over, window)
-        return AccumulateUpdatesState(window, wrapped.init(params), jnp.asarray(False))
+            window, skipped = _own(replicas, window, skipped)
+        return AccumulateUpdatesState(window, wrapped.init(params), jnp.asarray(False), skipped)
 
     def update(
         updates: optax.Updates,
@@ -122,72 +140,62 @@ def accumulate(
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AccumulateUpdatesState]:
-        if not isinstance(state, AccumulateUpdatesState):
-            raise GradCombineError("accumulate", "an AccumulateUpdatesState", type(state).__name__)
-        contribution, given = _widen(reduction, updates, jax.eval_shape(acc.value, state.window), over)
-        window = _own(over, acc.update(contribution, state.window, weight))
+        before = _checked(state, skip)
+        contribution, given = widen(reduction, updates, jax.eval_shape(acc.value, before.window), replicas)
+        left_out, detail = False, ()
+        if skip is not None:
+            index = jnp.where(acc.ready(before.window), before.window.index + 1, before.window.index)
+            left_out, detail = decide("accumulate", skip, updates, index, params)
+        flushed, left_out = any_replica([require_flag("accumulate", "flush", flush), left_out], replicas)
+        window = acc.update(contribution, before.window, weight_unless("accumulate", left_out, weight))
+        skipped, empty = (), False
+        if skip is not None:
+            skipped = _count(before.skip, left_out, detail)
+            empty = skipped.in_a_row >= window.step
+        window, skipped = _own(replicas, window, skipped)
         # A flushed window counts as full: the next update begins another.
         length = jnp.asarray(length_at(window.index), window.step.dtype)
-        step = jnp.where(_agreed(flush, over), jnp.maximum(window.step, length), window.step)
-        window = window._replace(step=step)
-        applied = acc.ready(window)
+        window = window._replace(step=jnp.where(flushed, jnp.maximum(window.step, length), window.step))
+        applied = acc.ready(window) if skip is None else jnp.logical_and(acc.ready(window), ~empty)
 
         # The window is only read in the conditional: a buffer that passes through one is copied.
         def apply() -> tuple[optax.Updates, Any]:
-            merged = gc.merge_replicas(reduction, whole(reduction, window), over=over, order=order)
-            return wrapped.update(_cast(reduction.finalize(merged), given), state.inner, params, **extra_args)
+            merged = gc.merge_replicas(reduction, whole(reduction, window), over=replicas, order=order)
+            gradients = cast_as(reduction.finalize(merged), given)
+            result, inner_state = wrapped.update(gradients, before.inner, params, **extra_args)
+            return result, keep_dtypes(inner_state, before.inner)
 
         def wait() -> tuple[optax.Updates, Any]:
-            return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), state.inner
+            return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), before.inner
 
         if isinstance(applied, Tracer):
             result, inner_state = jax.lax.cond(applied, apply, wait)
         else:
             result, inner_state = apply() if applied else wait()
-        return result, AccumulateUpdatesState(window, inner_state, jnp.asarray(applied))
+        return result, AccumulateUpdatesState(window, inner_state, jnp.asarray(applied), skipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _own(over: Collective, window: AccumulateState) -> AccumulateState:
-    """The window, typed as this replica's own from the start, so that a scan may carry it under check_vma."""
-    arrays, structure = jax.tree.flatten(window.levels)
-    return window._replace(levels=jax.tree.unflatten(structure, over.vary(arrays)))
+def _own(over: Collective, window: AccumulateState, skipped: Any) -> tuple[AccumulateState, Any]:
+    """What is this replica's own, typed so from the start, so that a scan may carry it under check_vma."""
+    own = (window.levels, skipped.detail if isinstance(skipped, SkipState) else ())
+    arrays, structure = jax.tree.flatten(own)
+    levels, detail = jax.tree.unflatten(structure, over.vary(arrays))
+    marked = skipped._replace(detail=detail) if isinstance(skipped, SkipState) else skipped
+    return window._replace(levels=levels), marked
 
 
-def _widen(reduction: Reduction, updates: Tree, made_for: Tree, over: Collective) -> tuple[Tree, Tree]:
-    """The updates in the dtypes that the window was made for, and specs of what the reduction gives to the updates."""
-    specs, structure = tree.flatten("accumulate", made_for)
-    leaves = tree.flatten_as("accumulate", structure, updates)
-    own = [x for x in zip(structure.paths(), leaves, specs, strict=True) if x[1] is not None and x[2] is not None]
-    over.require_own("accumulate", [path for path, _, _ in own], [leaf for _, leaf, _ in own])
-    given = jax.eval_shape(lambda: reduction.finalize(reduction.init(updates)))
-    outputs = tree.flatten_as("accumulate", structure, given)
-
-    def widen(leaf: Any, output: Any, spec: Any) -> Any:
-        if leaf is None or spec is None or output.dtype == spec.dtype:
-            return leaf
-        wider = dtypes.kind(leaf.dtype) == dtypes.kind(spec.dtype) and np.can_cast(leaf.dtype, spec.dtype)
-        return leaf.astype(spec.dtype) if wider else leaf
-
-    return tree.unflatten(structure, map(widen, leaves, outputs, specs)), given
+def _count(state: SkipState, left_out: Any, detail: Any) -> SkipState:
+    skipped = jnp.where(left_out, state.skipped + 1, state.skipped)
+    return SkipState(skipped, jnp.where(left_out, state.in_a_row + 1, 0), detail)
 
 
-def _cast(values: Tree, given: Tree) -> Tree:
-    """The values in the given dtypes; a leaf without one keeps its own."""
-    leaves, structure = tree.flatten("accumulate", values)
-    specs = tree.flatten_as("accumulate", structure, given)
-    pairs = zip(leaves, specs, strict=True)
-    cast = (x if x is None or spec is None else x.astype(spec.dtype) for x, spec in pairs)
-    return tree.unflatten(structure, cast)
-
-
-def _agreed(flush: Any, over: Collective) -> Any:
-    """Whether any replica flushes: were the replicas to differ, some would wait in a collective for ever."""
-    if isinstance(flush, (bool, np.bool_)):
-        return flush
-    if not isinstance(flush, (np.ndarray, jax.Array)) or flush.dtype != np.bool_ or flush.shape != ():
-        raise GradCombineError("accumulate", "flush as a boolean scalar", repr(flush))
-    if not isinstance(flush, Tracer):
-        return bool(flush)
-    return over.all_sum([flush.astype(np.int32)])[0] > 0
+def _checked(state: Any, skip: Skip | None) -> AccumulateUpdatesState:
+    """The state, refused if it is another transformation's."""
+    if not isinstance(state, AccumulateUpdatesState):
+        raise GradCombineError("accumulate", "an AccumulateUpdatesState", type(state).__name__)
+    if isinstance(state.skip, SkipState) != (skip is not None):
+        expected = "a state made without a skip function" if skip is None else "a state made with a skip function"
+        raise GradCombineError("accumulate", expected, type(state.skip).__name__)
+    return state

@@ -18,14 +18,7 @@ pytestmark = pytest.mark.needs("jax")
 NEGATE = optax.sgd(1.0)
 
 
-@pytest.fixture
-def standard_promotion() -> Any:
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 OPTAX_PROMOTES = pytest.mark.usefixtures("standard_promotion")
-"""optax's own arithmetic mixes integers and floats; everything else here runs under strict promotion."""
 
 
 def run(tx: Any, params: Any, grads: list[Any], mode: str = "eager", **extra: list[Any]) -> tuple[list[Any], Any]:

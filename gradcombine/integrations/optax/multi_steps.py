@@ -1,0 +1,203 @@
+"""A drop-in for optax.MultiSteps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import gradcombine as gc
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.optax.contribution import gradients_like
+from gradcombine.integrations.optax.skip import Skip, decide, first_detail
+from gradcombine.integrations.optax.window_rules import OptaxOrder, Sums, WindowRule
+from gradcombine.types import AccumulateState, Array, Tree
+
+MultiStepsState = optax.MultiStepsState
+"""optax's own: states and checkpoints are exchanged as they are."""
+
+
+class MultiSteps:
+    """Accumulates gradients over windows of k microbatches, with the interface and the states of optax.MultiSteps.
+
+    The last microbatch of a window gives the window's mean (or sum) to ``opt``; all others, and those that are left
+    out, return zeros. Where it differs from optax.MultiSteps:
+
+    - ``opt`` runs at the boundary alone, not on every microbatch with its result masked.
+    - A NaN or an infinity stays in its window. There, all later windows are NaN.
+    - Complex gradients keep their imaginary part.
+    - `has_updated` is false after a microbatch that was left out. There, it stays true after an update.
+    - k may be a NumPy or JAX integer. There, a TypeError.
+    - k = 0 is an error. There, no update ever happens, and nothing says so.
+    - `gradient_transformation` takes extra arguments.
+    - Gradients may be None where they have none this once.
+
+    Args:
+      opt: the transformation to run.
+      every_k_schedule: k, an integer of 1 or more, or a function of ``gradient_step`` (int32 scalar) that returns one.
+      use_grad_mean: whether ``opt`` gets the mean, else the sum. Both in the dtypes of the gradients.
+      should_skip_update_fn: ``(updates, gradient_step, params) -> (boolean scalar, skip_state)``. A microbatch for
+        which it is true leaves everything but ``skip_state`` unchanged: a window always has k others.
+      accumulator_dtype: of ``acc_grads``; of complex leaves, that of their parts. None: the parameters' own.
+      compat: the arithmetic of optax.MultiSteps, bit by bit, see below.
+
+    The state is an ``optax.MultiStepsState``, and ``acc_grads`` has the structure and the dtypes of optax's (a complex
+    leaf's is complex). It holds the sum of the window so far, and after an update still that of the window which
+    ended, until the next microbatch. With ``compat`` it holds the running mean, or the sum, and zeros after an update,
+    as in optax. So a state that optax made between two windows can be taken over as it is; one from the middle of a
+    window as it is with ``compat``, else by `adopt`.
+
+    ``skip_state`` is what the skip function returned. Where that is () or a dict without ``should_skip``, ``compat``
+    leaves it as it is, and `has_updated` cannot tell; otherwise the decision is kept in a dict, as ``should_skip``.
+
+    Raises:
+      GradCombineError: for a k that is 0, negative or no integer, and for a transformation or a function that is none.
+        In ``update``: for a skip function that returns anything else; without ``compat``, for gradients that do not
+        match the state, and for a mean of integers.
+
+    Bits: without ``compat`` those of `gradcombine.combine` with `gradcombine.reductions.mean` or ``sum``. With
+    ``compat`` those of optax.MultiSteps, updates and states at every step, eagerly and under jit, given the gradients
+    as arguments. The zeros that it returns between updates may be negative ones there. In a scan without a skip
+    function XLA rounds optax's own update of a leaf of one element otherwise than under jit, by a last digit with Adam;
+    this class keeps to the bits that both have under jit.
+
+    References: `optax.MultiSteps
+    <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html#optax.MultiSteps>`_.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.optax import MultiSteps
+    >>> tx = MultiSteps(optax.sgd(1.0), every_k_schedule=2)
+    >>> state = tx.init({"w": jnp.zeros(2)})
+    >>> updates, state = tx.update({"w": jnp.float32([1, 2])}, state)
+    >>> updates["w"].tolist(), bool(tx.has_updated(state))
+    ([0.0, 0.0], False)
+    >>> updates, state = tx.update({"w": jnp.float32([3, 4])}, state)
+    >>> updates["w"].tolist(), bool(tx.has_updated(state))
+    ([-2.0, -3.0], True)
+    """
+
+    def __init__(
+        self,
+        opt: optax.GradientTransformation,
+        every_k_schedule: int | Callable[[Array], Any],
+        use_grad_mean: bool = True,
+        should_skip_update_fn: Skip | None = None,
+        accumulator_dtype: Any = jnp.float32,
+        *,
+        compat: bool = False,
+    ) -> None:
+        if not isinstance(opt, optax.GradientTransformation):
+            raise GradCombineError("MultiSteps", "an optax.GradientTransformation", type(opt).__name__)
+        if should_skip_update_fn is not None and not callable(should_skip_update_fn):
+            raise GradCombineError("MultiSteps", "a skip function, or None", repr(should_skip_update_fn))
+        try:
+            self._ready = gc.accumulate(gc.reductions.sum(), every_k_schedule).ready
+        except GradCombineError as error:
+            raise GradCombineError("MultiSteps", error.expected, error.received) from None
+        self._opt = optax.with_extra_args_support(opt)
+        self._skip = should_skip_update_fn
+        self._compat, self._use_grad_mean = compat, use_grad_mean
+        dtype = None if accumulator_dtype is None else jax.dtypes.canonicalize_dtype(accumulator_dtype)
+        self._rule: WindowRule = (OptaxOrder if compat else Sums)(use_grad_mean, dtype)
+
+    @property
+    def inner_opt(self) -> optax.GradientTransformationExtraArgs:
+        """The transformation that was given."""
+        return self._opt
+
+    def init(self, params: optax.Params) -> optax.MultiStepsState:
+        """The state before the first microbatch."""
+        like = gradients_like(params)
+        detail: Any = ()
+        if self._skip is not None:
+            detail = self._kept(jnp.asarray(False), first_detail("MultiSteps", self._skip, like))
+        return MultiStepsState(jnp.int32(0), jnp.int32(0), self._opt.init(params), self._rule.init(like), detail)
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: Any,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.MultiStepsState]:
+        """One microbatch: zeros and the next state, or at the boundary what the transformation returns.
+
+        Args:
+          updates: gradients.
+          state: from `init`, from the last call, or one of optax.MultiSteps.
+          params: the parameters, where the transformation asks for them.
+          **extra_args: for the transformation, which gets those of the window's last microbatch.
+        """
+        mini_step, gradient_step = jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)
+        emit = jnp.asarray(self._ready(AccumulateState(((),), mini_step + 1, gradient_step)))
+        skip, detail = None, ()
+        if self._skip is not None:
+            skip, returned = decide("MultiSteps", self._skip, updates, gradient_step, params)
+            detail = self._kept(skip, returned)
+            emit = emit & ~skip
+        window, kept = self._rule.add(updates, state.acc_grads, mini_step, emit)
+
+        # The window is only read in the conditional: a buffer that passes through one is copied.
+        def apply() -> tuple[optax.Updates, Any]:
+            def transform(gradients: Tree) -> tuple[Tree, Any]:
+                return self._opt.update(gradients, state.inner_opt_state, params=params, **extra_args)
+
+            return self._rule.boundary(window, updates, state.inner_opt_state, emit, transform)
+
+        def wait() -> tuple[optax.Updates, Any]:
+            return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), state.inner_opt_state
+
+        result, inner = jax.lax.cond(emit, apply, wait)
+        counted = jnp.where(emit, 0, mini_step + 1)
+        if skip is not None:
+            kept = jax.tree.map(lambda old, new: jnp.where(skip, old, new), state.acc_grads, kept)
+            counted = jnp.where(skip, mini_step, counted)
+        return result, MultiStepsState(counted, jnp.where(emit, gradient_step + 1, gradient_step), inner, kept, detail)
+
+    def has_updated(self, state: optax.MultiStepsState) -> Array:
+        """Whether the last microbatch ended a window, a boolean scalar."""
+        updated = jnp.logical_and(jnp.equal(state.mini_step, 0), jnp.greater(state.gradient_step, 0))
+        said = _said(state.skip_state)
+        if said is None or np.shape(said) != np.shape(updated):
+            return updated
+        return jnp.logical_and(updated, ~said)
+
+    def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
+        """The pair of functions, for `optax.chain` and its like."""
+        return optax.GradientTransformationExtraArgs(self.init, self.update)
+
+    def adopt(self, state: optax.MultiStepsState) -> optax.MultiStepsState:
+        """Takes over a state of optax.MultiSteps with the same arguments, also from the middle of a window.
+
+        Args:
+          state: one that optax.MultiSteps made, or this class with ``compat``.
+
+        Returns:
+          The state for this object: zeros where no window has begun, whatever an earlier one has left there, and else,
+          unless ``compat``, each running mean times the number of its gradients.
+        """
+        n = jnp.asarray(state.mini_step)
+        scaled = self._use_grad_mean and not self._compat
+
+        def adopted(acc: Array) -> Array:
+            return jnp.where(n == 0, jnp.zeros_like(acc), acc * n.astype(acc.dtype) if scaled else acc)
+
+        return state._replace(acc_grads=jax.tree.map(adopted, state.acc_grads))
+
+    def _kept(self, skip: Array, detail: Tree) -> Tree:
+        """The skip function's state, with the decision in it where it is `has_updated` that needs it."""
+        if self._compat or _said(detail) is not None or not (isinstance(detail, Mapping) or detail == ()):
+            return detail
+        return {**(detail or {}), "should_skip": skip}
+
+
+def _said(skip_state: Any) -> Any:
+    """The decision that a skip state tells of, None where it does not."""
+    said = (
+        skip_state.get("should_skip") if isinstance(skip_state, Mapping) else getattr(skip_state, "should_skip", None)
+    )
+    return said if getattr(said, "dtype", None) == np.bool_ else None

@@ -1,0 +1,168 @@
+"""Microbatches that are left out: not finite, or too large."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from gradcombine.errors import GradCombineError
+from gradcombine.types import Array, Tree
+
+Skip: TypeAlias = Callable[[Tree, Array, Tree], tuple[Array, Any]]
+"""``skip(updates, gradient_step, params) -> (left_out, detail)``, as optax.MultiSteps has it: ``left_out`` is a boolean
+scalar, ``detail`` any tree of arrays, of the same structure and dtypes at every call. ``gradient_step`` is the number
+of the window, an int32 scalar; ``params`` may be None."""
+
+
+class SkipState(NamedTuple):
+    """What `accumulate` keeps of its skip function's decisions.
+
+    Attributes:
+      skipped: int32 scalar, the microbatches left out since the state was made.
+      in_a_row: int32 scalar, how many of these were the last ones without a good one in between.
+      detail: what the skip function returned last beside its decision. It is each replica's own; the counts are the
+        same on all replicas.
+    """
+
+    skipped: Array
+    in_a_row: Array
+    detail: Any
+
+
+_NOT_GIVEN = object()
+
+
+def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, params: Tree = None) -> Any:
+    """Leaves out a microbatch that holds an infinity or a NaN.
+
+    It is the skip function itself, as ``optax.skip_not_finite`` is; called without arguments it returns itself, so that
+    it reads like `skip_large`.
+
+    Args:
+      updates: gradients, of any float, complex or integer dtype; not given: the function is returned.
+      gradient_step, params: not looked at.
+
+    Returns:
+      A boolean scalar, and a dict of ``should_skip``, the same scalar, and ``num_not_finite``, the number of such
+      elements, an int32 scalar.
+
+    References: `optax.skip_not_finite
+    <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html#optax.skip_not_finite>`_.
+
+    >>> import jax.numpy as jnp
+    >>> from gradcombine.integrations.optax import skip_not_finite
+    >>> left_out, detail = skip_not_finite()({"w": jnp.float32([1, jnp.nan, jnp.inf])}, 0, None)
+    >>> bool(left_out), int(detail["num_not_finite"])
+    (True, 2)
+    """
+    del gradient_step, params
+    if updates is _NOT_GIVEN:
+        return skip_not_finite
+    counts = [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in jax.tree.leaves(updates)]
+    count = sum(counts, jnp.int32(0))
+    return count > 0, {"should_skip": count > 0, "num_not_finite": count}
+
+
+def skip_large(max_norm: Any) -> Skip:
+    """Leaves out a microbatch whose gradients' Euclidean norm, over all leaves, is above a bound or NaN.
+
+    Args:
+      max_norm: a number above 0, or a function of the window's number (an int32 scalar) that returns one.
+
+    Returns:
+      The skip function. Its detail is a dict of ``should_skip`` and ``norm``, a float32 scalar, formed in float32 (in
+      float64 for leaves of float64).
+
+    Raises:
+      GradCombineError: for a ``max_norm`` that is neither a function nor a number above 0.
+
+    >>> import jax.numpy as jnp
+    >>> from gradcombine.integrations.optax import skip_large
+    >>> left_out, detail = skip_large(4.5)({"w": jnp.float32([3, 4])}, 0, None)
+    >>> bool(left_out), float(detail["norm"])
+    (True, 5.0)
+    """
+    if not callable(max_norm):
+        try:
+            known = float(max_norm)
+        except (TypeError, ValueError):
+            known = 0.0
+        if not known > 0:
+            raise GradCombineError("skip_large", "a norm above 0, or a function of the window's number", repr(max_norm))
+
+    def skip(updates: Tree, gradient_step: Any, params: Tree = None) -> tuple[Array, Any]:
+        del params
+        bound = max_norm(gradient_step) if callable(max_norm) else max_norm
+        norm = jnp.sqrt(_norm_squared(updates))
+        left_out = ~(norm <= jnp.asarray(bound, norm.dtype))
+        return left_out, {"should_skip": left_out, "norm": norm}
+
+    return skip
+
+
+def skip_large_updates(
+    updates: Tree, gradient_step: Any, params: Tree, max_squared_norm: Any
+) -> tuple[Array, dict[str, Array]]:
+    """Leaves out gradients whose squared norm is not below a bound: ``optax.skip_large_updates``, for `MultiSteps`.
+
+    Args:
+      updates: gradients, of any float or complex dtype.
+      gradient_step, params: not looked at.
+      max_squared_norm: the bound, a number; bound by ``functools.partial``.
+
+    Returns:
+      A boolean scalar, true also where the norm is NaN, and a dict of ``should_skip`` and ``norm_squared``, which is
+      formed in at least float32: squares of narrower floats do not overflow.
+
+    References: `optax.skip_large_updates
+    <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html#optax.skip_large_updates>`_.
+
+    >>> import functools, jax.numpy as jnp
+    >>> skip = functools.partial(skip_large_updates, max_squared_norm=25.0)
+    >>> bool(skip({"w": jnp.float32([3, 4])}, 0, None)[0])
+    True
+    """
+    del gradient_step, params
+    squared = _norm_squared(updates)
+    left_out = ~(squared < jnp.asarray(max_squared_norm, squared.dtype))
+    return left_out, {"should_skip": left_out, "norm_squared": squared}
+
+
+def decide(operation: str, skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tuple[Array, Any]:
+    """Calls a skip function.
+
+    Returns:
+      Its decision, a boolean scalar array, and its detail.
+
+    Raises:
+      GradCombineError: where it returned anything else.
+    """
+    returned = skip(updates, gradient_step, params)
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        raise GradCombineError(operation, "a skip function that returns (boolean scalar, state)", repr(returned))
+    left_out = jnp.asarray(returned[0])
+    if (left_out.dtype, left_out.shape) != (jnp.bool_, ()):
+        received = f"dtype {left_out.dtype} and shape {left_out.shape}"
+        raise GradCombineError(operation, "a skip function that returns a boolean scalar first", received)
+    return left_out, jax.tree.map(jnp.asarray, returned[1])
+
+
+def first_detail(operation: str, skip: Skip, params: Tree) -> Any:
+    """The detail of a skip function before the first microbatch: that of gradients which are all zero."""
+    return decide(operation, skip, jax.tree.map(jnp.zeros_like, params), jnp.int32(0), params)[1]
+
+
+def _norm_squared(updates: Tree) -> Array:
+    squares = [jnp.sum(_square(leaf)) for leaf in jax.tree.leaves(updates)]
+    dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in squares) else jnp.float32
+    return jnp.sum(jnp.stack([x.astype(dtype) for x in squares])) if squares else jnp.zeros((), dtype)
+
+
+def _square(leaf: Array) -> Array:
+    if jnp.iscomplexobj(leaf):
+        return jnp.square(leaf.real) + jnp.square(leaf.imag)
+    wide = leaf if leaf.dtype in (jnp.float32, jnp.float64) else leaf.astype(jnp.float32)
+    return jnp.square(wide)

@@ -1,0 +1,243 @@
+"""MultiSteps beside optax.MultiSteps: the interface is the same, and each defect is shown there and gone here."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradcombine as gc
+from gradcombine.integrations.optax import MultiSteps, MultiStepsState, skip_large_updates, skip_not_finite
+
+pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
+
+NEGATE = optax.sgd(1.0)
+PARAMS = {"w": jnp.zeros(2)}
+BOTH = pytest.mark.parametrize("compat", [False, True], ids=["sums", "compat"])
+
+
+def run(tx: Any, grads: Any, params: Any = None, **extra: Any) -> tuple[list[Any], list[Any], list[bool]]:
+    """The first element of each step's updates, the states, and what `has_updated` says of them."""
+    params = PARAMS if params is None else params
+    state, firsts, states = tx.init(params), [], []
+    update = jax.jit(functools.partial(tx.update, **extra))
+    for grad in grads:
+        updates, state = update({"w": jnp.full_like(params["w"], grad)}, state, params)
+        firsts.append(updates["w"][0].item())
+        states.append(state)
+    return firsts, states, [bool(tx.has_updated(s)) for s in states] if hasattr(tx, "has_updated") else []
+
+
+@BOTH
+@pytest.mark.parametrize(("mean", "expected"), [(True, [0, -4, 0, -3]), (False, [0, -8, 0, -6])])
+def test_a_window_and_its_state(compat: bool, mean: bool, expected: list[float]) -> None:
+    firsts, states, updated = run(MultiSteps(NEGATE, 2, mean, compat=compat), [2, 6, 8, -2])
+    theirs, their_states, their_updated = run(optax.MultiSteps(NEGATE, 2, mean), [2, 6, 8, -2])
+    assert firsts == theirs == expected
+    assert updated == their_updated == [False, True, False, True]
+    for ours, other in zip(states, their_states, strict=True):
+        assert jax.tree.structure(ours) == jax.tree.structure(other)
+        assert jax.tree.map(lambda x: x.dtype, ours) == jax.tree.map(lambda x: x.dtype, other)
+        assert (ours.mini_step, ours.gradient_step) == (other.mini_step, other.gradient_step)
+    assert [s.acc_grads["w"][0].item() for s in states] == ([2, 0, 8, 0] if compat else [2, 8, 8, 6])
+
+
+def test_the_interface() -> None:
+    tx = MultiSteps(NEGATE, every_k_schedule=2, use_grad_mean=True, should_skip_update_fn=None, accumulator_dtype=None)
+    assert tx.inner_opt.init is NEGATE.init
+    assert MultiStepsState is optax.MultiStepsState
+    assert isinstance(tx.gradient_transformation(), optax.GradientTransformationExtraArgs)
+    assert tx.init({"w": jnp.zeros(2, jnp.bfloat16)}).acc_grads["w"].dtype == jnp.float32
+
+
+@BOTH
+def test_a_nan_stays_in_its_window(compat: bool) -> None:
+    grads = [np.nan, 1, 2, 4, np.inf, 1, 3, 5]
+    ours, _, _ = run(MultiSteps(NEGATE, 2, compat=compat), grads)
+    theirs, _, _ = run(optax.MultiSteps(NEGATE, 2), grads)
+    assert np.isnan(theirs[3:]).all()
+    assert not np.isfinite(ours[1]) and not np.isfinite(ours[5])
+    assert [x for x in ours if np.isfinite(x)] == [0, 0, -3, 0, 0, -4]
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:Casting from complex to real:DeprecationWarning")  # optax's own
+def test_complex_gradients_keep_their_imaginary_part(compat: bool) -> None:
+    params, grads = {"w": jnp.zeros(2, np.complex64)}, [1 + 2j, 3 - 4j]
+    ours, states, _ = run(MultiSteps(NEGATE, 2, compat=compat), grads, params)
+    assert ours == [0, -2 + 1j]
+    assert states[0].acc_grads["w"].dtype == np.complex64
+    theirs = optax.MultiSteps(NEGATE, 2)
+    assert theirs.init(params).acc_grads["w"].dtype == np.float32
+    assert run(theirs, grads, params)[0][1] != -2 + 1j
+
+
+@BOTH
+@pytest.mark.parametrize("skip", [optax.skip_not_finite, skip_not_finite, skip_not_finite(), "tuple", "dict", "empty"])
+def test_has_updated_is_false_after_a_microbatch_that_was_left_out(compat: bool, skip: Any) -> None:
+    grads = [2, 4, np.nan, 6, np.nan, 8]
+    if isinstance(skip, str):
+        detail: Any = {"tuple": optax.ScaleByScheduleState(jnp.int32(7)), "dict": {"a": jnp.int32(7)}, "empty": ()}[
+            skip
+        ]
+        function = lambda updates, step, params: (jnp.isnan(updates["w"]).any(), detail)  # noqa: E731
+    else:
+        function, detail = skip, None
+    tx = MultiSteps(NEGATE, 2, True, function, compat=compat)
+    firsts, states, updated = run(tx, grads)
+    theirs, their_states, their_updated = run(optax.MultiSteps(NEGATE, 2, True, function), grads)
+    assert firsts == theirs == [0, -3, 0, 0, 0, -7]
+    assert their_updated == [False, True, True, False, False, True]
+    # What a state does not tell, `has_updated` cannot know.
+    silent = skip == "tuple" or (isinstance(skip, str) and compat)
+    assert updated == (their_updated if silent else [False, True, False, False, False, True])
+    if detail:
+        kept = states[0].skip_state
+        assert (kept["a"] if skip == "dict" else kept.count) == 7
+    if compat or not isinstance(skip, str) or skip == "tuple":
+        assert jax.tree.structure(states) == jax.tree.structure(their_states)
+
+
+INTEGERS = {"np.int64": np.int64(2), "np.array": np.array(2), "jax.Array": jnp.int32(2)}
+
+
+@BOTH
+@pytest.mark.parametrize("k", INTEGERS.values(), ids=INTEGERS)
+def test_k_may_be_any_integer(compat: bool, k: Any) -> None:
+    with pytest.raises(TypeError):
+        run(optax.MultiSteps(NEGATE, k), [2, 4])
+    assert run(MultiSteps(NEGATE, k, compat=compat), [2, 4])[0] == [0, -3]
+
+
+@BOTH
+def test_k_may_depend_on_the_window(compat: bool) -> None:
+    grads, k = [2, 4, 6, 1, 2, 6, 7], lambda gradient_step: gradient_step + 1
+    firsts, _, updated = run(MultiSteps(NEGATE, k, compat=compat), grads)
+    theirs, _, their_updated = run(optax.MultiSteps(NEGATE, k), grads)
+    assert firsts == theirs == [-2, 0, -5, 0, 0, -3, 0]
+    assert updated == their_updated
+
+
+def test_k_0_is_refused() -> None:
+    assert not any(run(optax.MultiSteps(NEGATE, 0), [1, 2, 3])[2])
+    for k in (0, -1, True, 2.5):
+        with pytest.raises(gc.GradCombineError, match="MultiSteps: expected a window length that is an integer"):
+            MultiSteps(NEGATE, k)  # pyright: ignore[reportArgumentType]
+
+
+def scaled_by_value() -> optax.GradientTransformationExtraArgs:
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **extra: Any) -> Any:
+        return jax.tree.map(lambda g: g * value, updates), state
+
+    return optax.GradientTransformationExtraArgs(optax.init_empty_state, update)
+
+
+@BOTH
+def test_extra_arguments_pass_through_gradient_transformation(compat: bool) -> None:
+    theirs = optax.chain(optax.MultiSteps(scaled_by_value(), 2).gradient_transformation())
+    with pytest.raises(TypeError, match="value"):
+        run(theirs, [2, 4], value=jnp.float32(5))
+    ours = optax.chain(MultiSteps(scaled_by_value(), 2, compat=compat).gradient_transformation())
+    assert run(ours, [2, 4], value=jnp.float32(5))[0] == [0, 15]
+    assert run(MultiSteps(scaled_by_value(), 2, compat=compat), [2, 4], value=jnp.float32(5))[0] == [0, 15]
+
+
+@BOTH
+def test_the_inner_transformation_runs_at_the_boundary_alone(compat: bool) -> None:
+    def runs(multi_steps: Any) -> int:
+        calls: list[int] = []
+
+        def count(updates: Any, state: Any, params: Any = None) -> Any:
+            jax.debug.callback(lambda: calls.append(1))
+            return updates, state
+
+        run(multi_steps(optax.GradientTransformation(optax.init_empty_state, count), 3), range(6))
+        jax.effects_barrier()
+        return len(calls)
+
+    assert runs(optax.MultiSteps) == 6
+    assert runs(functools.partial(MultiSteps, compat=compat)) == 2
+
+
+def test_the_mean_is_that_of_combine() -> None:
+    grads = list(np.random.default_rng(0).normal(size=7).astype(np.float32))
+    for mean, reduction in ((True, gc.reductions.mean()), (False, gc.reductions.sum())):
+        firsts, _, _ = run(MultiSteps(NEGATE, 7, mean), grads)
+        assert firsts[-1] == -gc.combine(reduction, grads).item()
+
+
+def test_300_ones_in_bfloat16() -> None:
+    params = {"w": jnp.zeros(2, jnp.bfloat16)}
+    tx = MultiSteps(NEGATE, 300, False)
+    grads = {"w": jnp.ones((300, 2), jnp.bfloat16)}
+    _, updates = jax.lax.scan(lambda s, g: tx.update(g, s, params)[::-1], tx.init(params), grads)
+    assert updates["w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(updates["w"].astype(np.float32)[-1], [-300, -300])
+
+
+@BOTH
+@pytest.mark.parametrize("done", [1, 2, 3])
+def test_a_state_that_optax_made_is_taken_over(compat: bool, done: int) -> None:
+    """After 1 and 3 microbatches in the middle of a window, after 2 between two, with a NaN left behind by optax."""
+    grads = [np.nan if done == 2 else 8, 2, 6, 4]
+    _, states, _ = run(optax.MultiSteps(NEGATE, 2), grads[:done])
+    tx = MultiSteps(NEGATE, 2, compat=compat)
+    state, firsts = tx.adopt(states[-1]), []
+    for grad in grads[done:]:
+        updates, state = tx.update({"w": jnp.full(2, grad, np.float32)}, state, PARAMS)
+        firsts.append(updates["w"][0].item())
+    assert firsts == [0, -5, 0, -5][done:]
+
+
+def test_a_gradient_missing_at_the_boundary_does_not_lose_its_window() -> None:
+    tx = MultiSteps(NEGATE, 2)
+    state = tx.init(PARAMS)
+    _, state = tx.update({"w": jnp.full(2, 6.0)}, state, PARAMS)
+    updates, _ = tx.update({"w": None}, state, PARAMS)
+    assert updates["w"].tolist() == [-3, -3]
+
+
+def test_the_state_keeps_its_dtypes() -> None:
+    """An inner state that is promoted is cast back, as optax does."""
+
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, state * np.float32(1.5)
+
+    inner = optax.GradientTransformation(lambda params: jnp.ones((), jnp.bfloat16), update)
+    assert run(MultiSteps(inner, 2), [2, 4])[1][-1].inner_opt_state.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda u, s, p: (jnp.zeros(2, bool), ()), "expected a skip function that returns a boolean scalar first"),
+        (lambda u, s, p: (jnp.int32(0), ()), "received dtype int32"),
+        (lambda u, s, p: jnp.asarray(False), "expected a skip function that returns \\(boolean scalar, state\\)"),
+        ("nan", "expected a skip function, or None, received 'nan'"),
+    ],
+)
+def test_bad_skip_functions(function: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiSteps(NEGATE, 2, should_skip_update_fn=function).init(PARAMS)
+
+
+def test_a_mean_of_integers_and_another_optimizer_are_refused() -> None:
+    with pytest.raises(gc.GradCombineError, match="expected a dtype that is float or complex, received int32"):
+        MultiSteps(NEGATE, 2).init({"w": jnp.zeros(2, jnp.int32)})
+    with pytest.raises(gc.GradCombineError, match=r"expected an optax.GradientTransformation, received function"):
+        MultiSteps(optax.sgd, 2)  # pyright: ignore[reportArgumentType]
+
+
+def test_skip_large_updates_has_the_rule_of_optax() -> None:
+    for bound in (24.0, 25.0, 26.0):
+        ours, theirs = (
+            f({"w": jnp.float32([3, 4])}, 0, None, bound) for f in (skip_large_updates, optax.skip_large_updates)
+        )
+        assert jax.tree.map(lambda x: (x.dtype, x.item()), ours) == jax.tree.map(lambda x: (x.dtype, x.item()), theirs)
+    squares = jnp.full(2, 300, np.float16)
+    assert optax.skip_large_updates({"w": squares}, 0, None, 1e6)[0]  # 300 squared is beyond float16
+    assert not skip_large_updates({"w": squares}, 0, None, 1e6)[0]
+    assert skip_large_updates({"w": jnp.complex64([3 + 4j])}, 0, None, 25.0)[0]
