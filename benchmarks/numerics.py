@@ -225,14 +225,18 @@ def _bytes(arrays: Any, elements: int) -> float:
 def sizes() -> Iterator[tuple[str, ...]]:
     """Bytes of state and of wire per element, counted in the arrays themselves."""
     like = np.zeros(1000, np.float32)
-    for precision, order in (("fast", "sequential"), ("fast", "tree"), ("compensated", "tree"), ("exact", "tree")):
-        reduction = reductions.sum(precision)
+    for label, reduction, order in (
+        ("fast, order 'sequential'", reductions.sum(), "sequential"),
+        ("fast, order 'tree'", reductions.sum(), "tree"),
+        ("compensated", reductions.sum("compensated"), "tree"),
+        ("exact", reductions.sum("exact"), "tree"),
+        ("exact, more than 4096 terms", reductions.sum("exact", max_terms=2**26), "tree"),
+    ):
         recorder = Recorder(like.size)
         state = reduction.update(reduction.init(like), like)
         gc.merge_replicas(reduction, state, over=recorder, order=order)
         exchanges = " + ".join(f"{name} of {size:g}" for name, size in recorder.exchanges)
         received = sum(_received(name, size) for name, size in recorder.exchanges)
-        label = f"{precision}, order '{order}'" if precision == "fast" else precision
         yield label, f"{_bytes(state, like.size):g}", exchanges, f"{received:g}"
 
 

@@ -63,6 +63,8 @@ def combine(
     if order == "tree":
         nodes = (reduction.update(empty, value, weight) for value, weight in zip(trees, scales, strict=True))
         return reduction.finalize(fold_pairwise(reduction.merge, nodes))
+    if reduction.update_many is not None:
+        return reduction.finalize(reduction.update_many(empty, trees, scales))
     state: State = empty
     for value, weight in zip(trees, scales, strict=True):
         state = reduction.update(state, value, weight)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradcombine.backends.protocol import Split
 from gradcombine.backends.registry import loaded, owner
 from gradcombine.errors import GradCombineError
@@ -43,6 +45,7 @@ class Structure:
 
 
 LEAF = Structure()
+_NUMPY_LEAVES = (np.ndarray, np.generic, bool, int, float, complex)
 
 
 def flatten(operation: str, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
@@ -150,7 +153,9 @@ def _split(node: Any) -> Split | None:
         return Split(keys, tuple(node), tuple if isinstance(node, tuple) else list)
     if isinstance(node, dict):
         return _split_dict(node)
-    if owner(node) is not None:
+    backend = owner(node)
+    # A registered node that wraps an array, as flax.nnx.Variable does, has a dtype and a shape as well.
+    if backend is not None and (backend.name != "numpy" or isinstance(node, _NUMPY_LEAVES)):
         return None
     for backend in loaded():
         split = backend.split(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 Array: TypeAlias = Any
@@ -31,6 +31,8 @@ class Reduction(NamedTuple):
       all_merge: ``all_merge(state, collective, order) -> state``, ``merge`` over the states of all replicas.
       averages: whether the result is per unit of weight (a mean). `per_leaf` hands its weight to such reductions;
         the others learn from it only whether the contribution is present.
+      update_many: ``update_many(state, values, weights) -> state``: the state of one ``update`` after another, to the
+        bit, in less time; None for reductions that have no such way.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Reduction(NamedTuple):
     clear: Callable[[State], State]
     all_merge: Callable[[State, Any, Order], State]
     averages: bool = False
+    update_many: Callable[[State, Sequence[Tree], Sequence[Any]], State] | None = None
 
 
 class AccumulateState(NamedTuple):

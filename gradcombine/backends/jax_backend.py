@@ -1,8 +1,9 @@
-"""JAX: eager, under jit, and over the axes of pmap, vmap and shard_map."""
+"""JAX: the primitives, eager and under jit."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,10 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.experimental import checkify
+from jax.experimental import checkify, sparse
+from jax.sharding import NamedSharding
 
+from gradcombine.backends.jax_collective import JaxAxis, varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
-from gradcombine.backends.protocol import Backend, Collective, Split
+from gradcombine.backends.protocol import Backend, Collective, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
@@ -50,17 +53,22 @@ class JaxBackend:
         return None if isinstance(array, Tracer) else np.asarray(array)
 
     def absent(self, leaf: Any) -> bool:
-        return isinstance(leaf, np.ndarray) and leaf.dtype == jax.dtypes.float0
+        if not isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
+            return False
+        # A random key has no gradient; where jax.grad is asked for one (allow_int), it returns float0.
+        return leaf.dtype == jax.dtypes.float0 or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
     def make_absent(self, shape: tuple[int, ...]) -> Any:
         return np.zeros(shape, jax.dtypes.float0)
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
         narrow = jax.dtypes.canonicalize_dtype(dtype)
-        if len(like) == 1 and isinstance(like[0], jax.Array) and like[0].shape == shape:
-            # full_like keeps the sharding of an array, and the axes it varies over.
-            return _exactly(jnp.full_like(like[0], fill, narrow), dtype)
-        axes = tuple(frozenset().union(*map(_varying, like)))
+        if len(like) == 1 and isinstance(like[0], (jax.Array, jax.ShapeDtypeStruct)) and like[0].shape == shape:
+            # full_like keeps the sharding of an array or spec, and the axes that an array varies over.
+            return _exactly(_placed_like(like[0], jnp.full_like(like[0], fill, narrow)), dtype)
+        # What belongs to several leaves may differ between replicas only where all of them do: else a leaf that is the
+        # same over an axis would, divided by the sum of weights, no longer be so by its type.
+        axes = tuple(frozenset.intersection(*map(varying, like))) if like else ()
         made = _exactly(jnp.full(shape, fill, narrow), dtype)
         return lax.pcast(made, axes, to="varying") if axes else made
 
@@ -109,8 +117,36 @@ class JaxBackend:
         # XLA on CPU may drop a NaN in its own maximum, so the comparison is spelled out.
         return jnp.where(a != a, a, jnp.where(b != b, b, jnp.where(a > b, a, b)))
 
+    def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        if any(isinstance(array, Tracer) for array in arrays):
+            return tuple(kernel(self, *static, *arrays))
+        return _compiled(kernel, static, tuple(arrays))
+
     def over(self, names: str | Sequence[str]) -> Collective:
         return JaxAxis(names)
+
+    def row_slices(self, leaf: Any) -> RowSlices | None:
+        if not isinstance(leaf, sparse.BCOO):
+            return None
+        if (leaf.n_batch, leaf.n_sparse) != (0, 1):
+            expected = "a BCOO of rows: n_batch=0 and n_sparse=1"
+            raise GradCombineError("jax", expected, f"n_batch={leaf.n_batch} and n_sparse={leaf.n_sparse}")
+        return RowSlices(leaf.indices[:, 0], leaf.data, leaf.shape[0])
+
+    def argsort(self, keys: Array) -> Array:
+        return jnp.argsort(keys, stable=True).astype(jnp.int32)
+
+    def cumsum(self, array: Array) -> Array:
+        return jnp.cumsum(array, dtype=jnp.int32)
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        return jnp.concatenate(list(arrays))
+
+    def take(self, array: Array, positions: Array) -> Array:
+        return array.at[positions].get(mode="promise_in_bounds")
+
+    def put(self, array: Array, positions: Array, rows: Array) -> Array:
+        return array.at[positions].set(rows, mode="drop")
 
     def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
         message = str(GradCombineError(operation, expected, received))
@@ -120,78 +156,24 @@ class JaxBackend:
             raise GradCombineError(operation, expected, received)
 
 
+@partial(jax.jit, static_argnums=(0, 1))
+def _compiled(kernel: Kernel, static: tuple[Any, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    return tuple(kernel(BACKEND, *static, *arrays))
+
+
 def _exactly(array: Array, dtype: np.dtype) -> Array:
     if array.dtype != dtype:
         raise GradCombineError("jax", f"{dtype} (set jax_enable_x64 for 64-bit values)", array.dtype)
     return array
 
 
-def _varying(leaf: Any) -> frozenset[str]:
-    """The manual mesh axes over which shard_map's type system says that a value may differ."""
-    return jax.typeof(leaf).manual_axis_type.varying if isinstance(leaf, jax.Array) else frozenset()
-
-
-class JaxAxis:
-    """The replicas along one or several named axes of pmap, vmap or shard_map."""
-
-    def __init__(self, names: str | Sequence[str]) -> None:
-        self.names = (names,) if isinstance(names, str) else tuple(names)
-
-    def __repr__(self) -> str:
-        return f"jax_axis({', '.join(map(repr, self.names))})"
-
-    def size(self) -> int:
-        try:
-            return lax.axis_size(self.names)
-        except NameError as error:
-            expected = "an axis that the surrounding pmap, vmap or shard_map binds"
-            raise GradCombineError(repr(self), expected, str(error)) from None
-
-    def rank(self) -> Array:
-        return lax.axis_index(self.names)
-
-    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        return list(lax.psum(tuple(self.vary(arrays)), self.names)) if arrays else []
-
-    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
-        to = "invarying" if self._tracked() else "varying"
-        return [self._gather(array, to) for array in self.vary(arrays)]
-
-    def _gather(self, array: Array, to: str) -> Array:
-        if len(self.names) == 1 or to == "invarying":
-            return lax.all_gather(array, self.names, to=to)
-        # Nested vmap axes have no joint all_gather: innermost first, then flattened to ranks in row-major order.
-        gathered = array
-        for name in reversed(self.names):
-            gathered = lax.all_gather(gathered, name)
-        return gathered.reshape((self.size(), *array.shape))
-
-    def vary(self, arrays: Sequence[Array]) -> list[Array]:
-        self.size()
-        if not self._tracked():
-            return list(arrays)
-        return [self._vary(array) for array in arrays]
-
-    def _vary(self, array: Array) -> Array:
-        missing = tuple(name for name in self.names if name not in _varying(array))
-        return lax.pcast(array, missing, to="varying") if missing else array
-
-    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
-        self.size()
-        if not self._tracked():
-            return
-        for path, leaf in zip(paths, leaves, strict=True):
-            if not set(self.names) <= _varying(leaf):
-                expected = (
-                    f"a value of each replica's own over {self!r} (under check_vma, shard_map has already summed the "
-                    "gradient of a replicated parameter: apply jax.lax.pcast(params, axis, to='varying') before "
-                    "differentiating, or to a value that is this replica's contribution)"
-                )
-                raise GradCombineError(operation, expected, "one that is the same on all replicas", path)
-
-    def _tracked(self) -> bool:
-        """Whether check_vma is on: then an axis index is typed as varying over its axis."""
-        return all(name in _varying(lax.axis_index(name)) for name in self.names)
+def _placed_like(leaf: Any, made: Array) -> Array:
+    # A constant in a compiled program depends on nothing, so that the partitioner is free to put all of it on every
+    # device. Where the sharding is known while tracing, by a spec or an array from outside, it is asked for.
+    sharding = None if isinstance(leaf, Tracer) else leaf.sharding
+    if isinstance(made, Tracer) and isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_auto:
+        return lax.with_sharding_constraint(made, sharding)
+    return made
 
 
 BACKEND: Backend = JaxBackend()

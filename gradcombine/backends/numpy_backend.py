@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gradcombine.backends.protocol import Backend, Split
+from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
 # A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
 _PYTHON_DTYPES = {bool: np.dtype(np.bool_), int: np.dtype(np.int32), float: np.dtype(np.float32)}
 _PYTHON_DTYPES[complex] = np.dtype(np.complex64)
+
+_BLOCK = 1 << 14
+"""Elements of one array in a block."""
 
 
 class NumpyBackend:
@@ -88,7 +92,44 @@ class NumpyBackend:
         return np.right_shift(a, np.asarray(amount, np.int32))
 
     def maximum(self, a: Array, b: Array) -> Array:
+        if np.asarray(a).dtype.kind in "iu":
+            return np.maximum(a, b)
         return np.where(a != a, a, np.where(a > b, a, b))
+
+    def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        # In blocks, whose intermediate results stay in the processor's cache.
+        shape = np.broadcast_shapes(*map(np.shape, arrays))
+        if (size := math.prod(shape)) <= _BLOCK:
+            return tuple(kernel(self, *static, *arrays))
+        flat = [np.reshape(array, -1) if np.ndim(array) else array for array in arrays]
+        results: list[Array] = []
+        for start in range(0, size, _BLOCK):
+            block = slice(start, start + _BLOCK)
+            parts = kernel(self, *static, *(array[block] if np.ndim(array) else array for array in flat))
+            results = results or [np.empty(size, part.dtype) for part in parts]
+            for result, part in zip(results, parts, strict=True):
+                result[block] = part
+        return tuple(result.reshape(shape) for result in results)
+
+    def row_slices(self, leaf: Any) -> RowSlices | None:
+        return None
+
+    def argsort(self, keys: Array) -> Array:
+        return np.argsort(keys, kind="stable").astype(np.int32)
+
+    def cumsum(self, array: Array) -> Array:
+        return np.cumsum(array, dtype=np.int32)
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        return np.concatenate(list(arrays))
+
+    def take(self, array: Array, positions: Array) -> Array:
+        return np.take(array, positions, axis=0)
+
+    def put(self, array: Array, positions: Array, rows: Array) -> Array:
+        inside, result = positions < len(array), np.array(array)
+        result[positions[inside]] = rows[inside]
+        return result
 
     def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
         if not np.all(condition):

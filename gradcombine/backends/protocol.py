@@ -7,11 +7,14 @@ are. What stands here differs between frameworks, in meaning or in bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
 from gradcombine.types import Array
+
+Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
+"""A function of module level: ``kernel(backend, *static, *arrays)``."""
 
 
 class Split(NamedTuple):
@@ -23,6 +26,17 @@ class Split(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
     static: Any = None
     """What besides the kind and the keys must be equal for two containers to match."""
+
+
+class RowSlices(NamedTuple):
+    """An array of which only some rows are held."""
+
+    indices: Array
+    """Integers of shape (n,). Rows may occur several times."""
+    values: Array
+    """Of shape (n, ...): one row for each index."""
+    rows: int | None
+    """The number of rows of the whole array; None where it is not known while tracing."""
 
 
 class Backend(Protocol):
@@ -63,7 +77,7 @@ class Backend(Protocol):
         ...
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
-        """A filled array. It varies over the mapped axes of ``like``, and is placed like a single one of its shape."""
+        """A filled array. It varies over the mapped axes that all of ``like`` do; placed like a single one of its shape."""
         ...
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
@@ -99,15 +113,49 @@ class Backend(Protocol):
         ...
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
-        """``a << amount`` for int32 and amounts from 0 to 31."""
+        """``a << amount`` for int32 and int64, and amounts from 0 to 31 or 63."""
         ...
 
     def shift_right(self, a: Array, amount: Array | int) -> Array:
-        """``a >> amount`` for int32 and amounts from 0 to 31; the sign bit is repeated."""
+        """``a >> amount`` for int32 and int64, and amounts from 0 to 31 or 63; the sign bit is repeated."""
         ...
 
     def maximum(self, a: Array, b: Array) -> Array:
         """The larger one. NaN where either is NaN; ``b`` where both are equal."""
+        ...
+
+    def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """``kernel(self, *static, *arrays)`` in one pass over memory, as far as the framework can.
+
+        Args:
+          kernel: an elementwise function, whose bits do not depend on how it is compiled.
+          static: hashable arguments.
+          arrays: of one shape, or scalars.
+        """
+        ...
+
+    def row_slices(self, leaf: Any) -> RowSlices | None:
+        """The parts of a row-sparse array of this framework's own kind; None for anything else."""
+        ...
+
+    def argsort(self, keys: Array) -> Array:
+        """The int32 positions that sort a vector of integers; equal ones stay in their order."""
+        ...
+
+    def cumsum(self, array: Array) -> Array:
+        """The running totals of an int32 vector."""
+        ...
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        """The arrays one after another along their first axis."""
+        ...
+
+    def take(self, array: Array, positions: Array) -> Array:
+        """The rows at int32 positions, all of which exist."""
+        ...
+
+    def put(self, array: Array, positions: Array, rows: Array) -> Array:
+        """The array with other rows at int32 positions: distinct ones from 0 on, but for those past the end, left out."""
         ...
 
     def check(self, condition: Array, operation: str, expected: str, received: str) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
-from gradcombine.backends.protocol import Backend, Collective, Split
+from gradcombine.backends.protocol import Backend, Collective, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
@@ -81,6 +83,12 @@ class TensorflowBackend:
         return tf.divide(array, tf.where(tf.math.is_nan(array), tf.ones((), array.dtype), divisor))
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
+        if tf.executing_eagerly() and self.shape(condition) == ():
+            known = self.concrete(condition)
+            # Spares two passes; and DTensor has no select by a scalar between sharded tensors.
+            chosen = tf.convert_to_tensor(a if known else b)
+            shape = tf.broadcast_static_shape(tf.convert_to_tensor(a).shape, tf.convert_to_tensor(b).shape)
+            return chosen if chosen.shape == shape else tf.broadcast_to(chosen, shape)
         return tf.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
@@ -99,8 +107,40 @@ class TensorflowBackend:
             return larger
         return tf.where(tf.math.is_nan(a), a, tf.where(tf.math.is_nan(b), b, larger))
 
+    def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        shape = max((tuple(array.shape) for array in arrays), key=len)
+        if math.prod(shape) < _WORTH_COMPILING or not _compiles():
+            return tuple(kernel(self, *static, *arrays))
+        # One compilation for all shapes of a size.
+        flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
+        return tuple(tf.reshape(result, shape) for result in _compiled(kernel, static)(*flat))
+
     def over(self) -> Collective:
         return TfReplicas()
+
+    def row_slices(self, leaf: Any) -> RowSlices | None:
+        if not isinstance(leaf, tf.IndexedSlices):
+            return None
+        shape = None if leaf.dense_shape is None else tf.get_static_value(leaf.dense_shape)
+        return RowSlices(leaf.indices, leaf.values, None if shape is None else int(shape[0]))
+
+    def argsort(self, keys: Array) -> Array:
+        return tf.argsort(keys, stable=True)
+
+    def cumsum(self, array: Array) -> Array:
+        return tf.cumsum(array)
+
+    def concat(self, arrays: Sequence[Array]) -> Array:
+        return tf.concat(list(arrays), axis=0)
+
+    def take(self, array: Array, positions: Array) -> Array:
+        return tf.gather(array, positions)
+
+    def put(self, array: Array, positions: Array, rows: Array) -> Array:
+        # On CPU a position past the end is an error, so there is one more row for all of them.
+        longer = tf.concat([array, tf.zeros_like(array[:1])], axis=0)
+        inside = tf.minimum(positions, array.shape[0])
+        return tf.tensor_scatter_nd_update(longer, inside[:, tf.newaxis], rows)[:-1]
 
     def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
         value = self.concrete(condition)
@@ -108,6 +148,29 @@ class TensorflowBackend:
             tf.debugging.Assert(tf.reduce_all(condition), [str(GradCombineError(operation, expected, received))])
         elif not np.all(value):
             raise GradCombineError(operation, expected, received)
+
+
+_WORTH_COMPILING = 1 << 14
+"""Elements of an array; a compilation takes some tenths of a second."""
+
+
+@cache
+def _compiled(kernel: Kernel, static: tuple[Any, ...]) -> Any:
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        return tuple(kernel(BACKEND, *static, *arrays))
+
+    return tf.function(call, autograph=False, jit_compile=True)
+
+
+@cache
+def _compiles() -> bool:
+    """Whether this TensorFlow has XLA for the processor."""
+    with tf.init_scope():
+        try:
+            tf.function(tf.negative, autograph=False, jit_compile=True)(tf.constant(1))
+        except (tf.errors.OpError, ValueError):
+            return False
+    return True
 
 
 def _in_order(result: Array) -> Array:
@@ -145,6 +208,10 @@ class TfReplicas:
         context, arrays = self._context(), list(arrays)
         if context.num_replicas_in_sync == 1:  # MirroredStrategy's all-reduce fails on one device
             return arrays
+        if not tf.executing_eagerly():
+            # In a conditional tensors have no device, and an exchange between processes asks for one.
+            with tf.device(context.devices[0]):
+                arrays = [array if array.device else tf.identity(array) for array in arrays]
         bundles: dict[Any, list[int]] = {}
         for i, array in enumerate(arrays):
             bundles.setdefault(i if array.dtype.is_integer else array.dtype, []).append(i)
@@ -157,7 +224,11 @@ class TfReplicas:
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
             return []
-        return list(self._context().all_gather([array[tf.newaxis] for array in arrays], axis=0))
+        context = self._context()
+        gathered = context.all_gather([array[tf.newaxis] for array in arrays], axis=0)
+        # Between processes the shapes get lost in a graph.
+        shapes = [(context.num_replicas_in_sync, *array.shape) for array in arrays]
+        return [tf.ensure_shape(x, shape) for x, shape in zip(gathered, shapes, strict=True)]
 
     def vary(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -40,8 +40,8 @@ class Cell(Protocol):
         ...
 
     @property
-    def compound(self) -> type | None:
-        """The NamedTuple class of the accumulators, None where they are arrays."""
+    def compound(self) -> type | tuple[type, ...] | None:
+        """The NamedTuple class or classes of the accumulators, None where they are arrays."""
         ...
 
     @property
@@ -85,6 +85,21 @@ class Cell(Protocol):
 
     def merge_weights(self, backend: Backend, a: Accumulator, b: Accumulator) -> Accumulator:
         """Two sums of weights become one."""
+        ...
+
+
+@runtime_checkable
+class BatchCell(Cell, Protocol):
+    """A cell whose accumulators do not depend on the order of contributions, and that takes several at once."""
+
+    def update_many(
+        self, backend: Backend, a: Accumulator, xs: Sequence[Array], weights: Sequence[Weight], totals: Totals
+    ) -> Accumulator:
+        """`update` after `update`, to the bit; a contribution whose weight turns out to be 0 is 0 itself."""
+        ...
+
+    def add_weights(self, backend: Backend, total: Accumulator, weights: Sequence[Weight]) -> Accumulator:
+        """`add_weight` after `add_weight`."""
         ...
 
 

@@ -43,4 +43,4 @@ def checked(reduction: Reduction) -> Reduction:
             backend.check((parsed.array >= zero) & finite, reduction.name, EXPECTED, "one that is not")
         return reduction.update(state, value, weight)
 
-    return reduction._replace(update=update)
+    return reduction._replace(update=update, update_many=None)

@@ -10,7 +10,14 @@ from gradcombine.reductions.cell import Plain
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import over_weight
 from gradcombine.reductions.exact import Exact
-from gradcombine.reductions.sum import Precision, add, neutral, require_no_accumulator_dtype, require_precision
+from gradcombine.reductions.sum import (
+    Precision,
+    add,
+    neutral,
+    require_max_terms,
+    require_no_accumulator_dtype,
+    require_precision,
+)
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Reduction
 
@@ -29,7 +36,12 @@ class ExactMeanState(TreewiseState):
 
 @ordinary
 def mean(
-    precision: Precision = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
+    precision: Precision = "fast",
+    dtype: Any = None,
+    *,
+    output_dtype: Any = None,
+    wire_dtype: Any = None,
+    max_terms: int = 4096,
 ) -> Reduction:
     """The weighted mean ``(w_1 g_1 + w_2 g_2 + ...) / (w_1 + w_2 + ...)``, divided once, after all merging.
 
@@ -37,7 +49,7 @@ def mean(
     microbatches and replicas is the gradient of the full batch. A mean of means is not, where the numbers differ.
 
     Args:
-      precision, dtype, output_dtype, wire_dtype: as for `gradcombine.reductions.sum`.
+      precision, dtype, output_dtype, wire_dtype, max_terms: as for `gradcombine.reductions.sum`.
 
     Returns:
       A reduction of float and complex leaves; a mean of integers is an error. No contribution: zeros. Weights that sum
@@ -56,6 +68,10 @@ def mean(
         return lift(Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, averages=True)
     if precision == "exact":
         require_no_accumulator_dtype("mean", dtype, wire_dtype)
-        return lift(Exact("mean", settings, divides=True), ExactMeanState, averages=True)
+        return lift(
+            Exact("mean", settings, divides=True, many=require_max_terms("mean", max_terms)),
+            ExactMeanState,
+            averages=True,
+        )
     cell = Plain("mean", ("float", "complex"), neutral, add, over_weight, additive=True, settings=settings)
     return lift(cell, MeanState, wire_dtype, averages=True)

@@ -14,6 +14,8 @@ from gradcombine.reductions.cell import Plain
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import zero_if_empty
 from gradcombine.reductions.exact import Exact
+from gradcombine.reductions.grid import FLOAT32
+from gradcombine.reductions.spill import CAPACITY
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
 
@@ -34,18 +36,26 @@ class ExactSumState(TreewiseState):
 
 @ordinary
 def sum(
-    precision: Precision = "fast", dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None
+    precision: Precision = "fast",
+    dtype: Any = None,
+    *,
+    output_dtype: Any = None,
+    wire_dtype: Any = None,
+    max_terms: int = 4096,
 ) -> Reduction:
     """The weighted sum ``w_1 g_1 + w_2 g_2 + ...``.
 
     Args:
       precision: ``"fast"``: one running value in the accumulator dtype, rounded at each addition. ``"compensated"``: a
         pair, in which the roundings' errors are kept; float and complex leaves. ``"exact"``: integers in fixed point,
-        rounded once, at the end; leaves of float32 and narrower floats, up to 4096 contributions.
+        rounded once, at the end; float leaves.
       dtype: of the accumulators. None: the contributions' own, float32 for narrower floats, 32 bits for narrower
         integers.
       output_dtype: of the result. None: the contributions' own; narrow integers stay as wide as their accumulator.
       wire_dtype: in which replicas exchange the partial sums. None: the accumulators' own.
+      max_terms: what an exact sum must have room for: one term a contribution, two for each 12 bits of a weight of an
+        integer type other than 1 (six for one of 32 bits that is traced). Up to 4096, an element takes 12 bytes, else
+        24. There is room for 4096 terms or for 2**26 (float64: always 2**26); with more, the result is NaN.
 
     Returns:
       A reduction of float, complex and integer leaves. Integer leaves take integer weights. No contribution: zeros.
@@ -65,7 +75,8 @@ def sum(
         return lift(Compensated("sum", settings, divides=False), CompensatedSumState, wire_dtype)
     if precision == "exact":
         require_no_accumulator_dtype("sum", dtype, wire_dtype)
-        return lift(Exact("sum", settings, divides=False), ExactSumState)
+        cell = Exact("sum", settings, divides=False, many=require_max_terms("sum", max_terms))
+        return lift(cell, ExactSumState)
     cell = Plain("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, additive=True, settings=settings)
     return lift(cell, SumState, wire_dtype)
 
@@ -74,6 +85,18 @@ def require_precision(operation: str, precision: str) -> None:
     """Refuses a precision that no algorithm here has."""
     if precision not in get_args(Precision):
         raise GradCombineError(operation, f"a precision of {list(get_args(Precision))}", repr(precision))
+
+
+def require_max_terms(operation: str, max_terms: int) -> bool:
+    """Whether exact sums of float32 need room for more terms than words of digits hold.
+
+    Raises:
+      GradCombineError: for what is not an integer from 1 to 2**26.
+    """
+    whole = isinstance(max_terms, (int, np.integer)) and not isinstance(max_terms, bool)
+    if not whole or not 1 <= max_terms <= CAPACITY:
+        raise GradCombineError(operation, f"max_terms from 1 to {CAPACITY}", repr(max_terms))
+    return max_terms > FLOAT32.capacity
 
 
 def require_no_accumulator_dtype(operation: str, dtype: Any, wire_dtype: Any) -> None:

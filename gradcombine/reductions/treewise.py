@@ -15,7 +15,7 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Accumulator, Cell, Totals, described, dtype_of, parts
+from gradcombine.reductions.cell import Accumulator, BatchCell, Cell, Totals, described, dtype_of, parts
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, Reduction, State, Tree
 
@@ -55,6 +55,7 @@ def lift(cell: Cell, state: type[TreewiseState], wire_dtype: Any = None, average
         lifted.clear,
         lifted.all_merge,
         averages,
+        lifted.update_many if isinstance(cell, BatchCell) else None,
     )
 
 
@@ -115,9 +116,18 @@ class _Treewise:
         return self.state(tree.unflatten(structure, updated), total, count, state.output)
 
     def _update_leaf(self, backend: Backend, a: Any, x: Any, output: Any, path: str, w: Weight, totals: Totals) -> Any:
+        if not self._takes(a, x, output, path):
+            return a
+        try:
+            return self.cell.update(backend, a, backend.asarray(x), w, totals)
+        except GradCombineError as error:
+            raise GradCombineError(self.cell.name, error.expected, error.received, path) from None
+
+    def _takes(self, a: Any, x: Any, output: Any, path: str) -> bool:
+        """Whether there is a contribution to the accumulator; refuses one that does not match it."""
         name = self.cell.name
         if is_absent(x):
-            return a
+            return False
         if a is None:
             raise GradCombineError(name, "no gradient, as where the state was made", "an array", path)
         kept = parts(a)[0]
@@ -128,10 +138,37 @@ class _Treewise:
         made_for = running if output is None else dtype_of(output)
         if (self.cell.running(dtype), self.cell.output(dtype)) != (running, made_for):
             raise GradCombineError(name, f"dtype {made_for}, accumulated in {running}", dtype, path)
-        try:
-            return self.cell.update(backend, a, backend.asarray(x), w, totals)
-        except GradCombineError as error:
-            raise GradCombineError(name, error.expected, error.received, path) from None
+        return True
+
+    @ordinary
+    def update_many(self, state: State, values: Sequence[Tree], weights: Sequence[Any]) -> State:
+        cell: Any = self.cell
+        structure, accumulators, outputs = self._open(state)
+        columns = [tree.flatten_as(cell.name, structure, value) for value in values]
+        arrays = [x for column in columns for x in column]
+        backend = resolve(cell.name, [*_arrays(accumulators), *arrays, state.count, *weights])
+        parsed = [parse(cell.name, backend, weight) for weight in weights]
+        totals = Totals(state.weight, state.count)
+
+        def leaf(a: Any, output: Any, path: str, *xs: Any) -> Any:
+            taken = [(x, w) for x, w in zip(xs, parsed, strict=True) if self._takes(a, x, output, path)]
+            present = [(backend.asarray(x), w) for x, w in taken if w.is_zero(backend) is not True]
+            if not present:
+                return a
+            entering = [_unless(backend, w.is_zero(backend), x) for x, w in present]
+            return cell.update_many(backend, a, entering, [w for _, w in present], totals)
+
+        updated = list(map(leaf, accumulators, outputs, structure.paths(), *columns))
+        known = [w for w in parsed if w.known]
+        total, count = state.weight, state.count + len(known)
+        if known:
+            total = cell.add_weights(backend, total, known)
+        for w in parsed:
+            if w.known is None:
+                zero = w.is_zero(backend)
+                total = _where(backend, zero, total, cell.add_weight(backend, total, w))
+                count = backend.where(zero, count, count + 1)
+        return self.state(tree.unflatten(structure, updated), total, count, state.output)
 
     @ordinary
     def merge(self, a: State, b: State) -> State:
@@ -218,6 +255,10 @@ class _Treewise:
         if structure is not None and found != structure:
             raise tree.difference(name, structure, found)
         return found, values, tree.flatten_as(name, found, state.output)
+
+
+def _unless(backend: Backend, zero: Array | bool, x: Array) -> Array:
+    return x if isinstance(zero, bool) else backend.where(zero, backend.full((), 0, backend.dtype(x)), x)
 
 
 def _where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:

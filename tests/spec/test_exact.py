@@ -260,11 +260,6 @@ def test_a_wider_output_holds_the_rounded_float32(dtype: Any) -> None:
     assert total[0] == np.float32(exact.round_to(3 * Fraction(float(np.float32(0.1)))))
 
 
-def test_64_bit_floats_are_refused() -> None:
-    with pytest.raises(gc.GradCombineError, match=r"sum: .*float32 or a narrower float for precision 'exact'"):
-        gc.combine(reductions.sum("exact"), [np.ones(2)])
-
-
 COMPENSATED = Combine("list", "sequential", NAMES, "compensated")
 
 

@@ -1,8 +1,19 @@
-"""JAX: gradients in microbatches, and training steps."""
+"""JAX: gradients in microbatches, training steps, sharded accumulators, and processes that may be lost."""
 
+from gradcombine.integrations.jax import zero
 from gradcombine.integrations.jax.loss import LossOutput
+from gradcombine.integrations.jax.processes import peers_required
 from gradcombine.integrations.jax.step import TrainStep, train_step
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.value_and_grad import value_and_grad
 
-__all__ = ["LossOutput", "StepMetrics", "TrainState", "TrainStep", "train_step", "value_and_grad"]
+__all__ = [
+    "LossOutput",
+    "StepMetrics",
+    "TrainState",
+    "TrainStep",
+    "peers_required",
+    "train_step",
+    "value_and_grad",
+    "zero",
+]

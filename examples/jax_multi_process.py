@@ -1,0 +1,91 @@
+"""Trains in two processes, by windows over time and processes, to the same bits as in one process."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+
+PROCESSES = 2
+WINDOWS, MICROBATCHES, WIDTH = 10, 8, 32
+
+
+def train(size: int, rank: int) -> str:
+    """This process's share of the training; returns the loss on new data and the bits of the parameters."""
+
+    def microbatch(window, number):
+        rng = np.random.default_rng([window, number])
+        x = rng.normal(size=(8 + number, WIDTH)).astype(np.float32)  # each of its own size
+        return x, x @ np.linspace(-1, 1, WIDTH, dtype=np.float32)
+
+    def loss(w, x, y):
+        return jnp.mean((x @ w - y) ** 2)
+
+    mesh = jax.make_mesh((size,), ("process",), axis_types=(jax.sharding.AxisType.Auto,))
+    own = NamedSharding(mesh, P("process"))
+
+    # quickstart: begin
+    # Each process takes a block of every window's microbatches; order "tree" fixes the order of all additions.
+    mean = gc.reductions.mean()
+    acc = gc.accumulate(mean, every=MICROBATCHES // size, order="tree")
+
+    def merge(states):
+        state = jax.tree.map(lambda x: x[0], states)
+        state = gc.merge_replicas(mean, state, over=gc.jax_axis("process"), order="tree")
+        return acc.value(state)
+
+    merge = jax.jit(jax.shard_map(merge, mesh=mesh, in_specs=P("process"), out_specs=P()))
+    # quickstart: end
+
+    gradient, update = jax.jit(jax.grad(loss)), jax.jit(acc.update)
+    descend = jax.jit(lambda w, g: w - 0.25 * g)
+    w = jnp.zeros(WIDTH)
+    state = acc.init(w)
+    for window in range(WINDOWS):
+        for number in range(rank * MICROBATCHES // size, (rank + 1) * MICROBATCHES // size):
+            x, y = microbatch(window, number)
+            state = update(gradient(w, x, y), state, len(x))
+        states = jax.tree.map(lambda x: jax.make_array_from_process_local_data(own, np.asarray(x)[None]), state)
+        w = descend(w, merge(states).addressable_data(0))
+    value = loss(w, *microbatch(WINDOWS, 0))
+    return f"loss {value:.4f} after {WINDOWS} windows {np.asarray(w).tobytes().hex()}"
+
+
+def run(size: int) -> list[str]:
+    """Trains in ``size`` processes; the last line that each of them prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    commands = [[sys.executable, __file__, address, str(size), str(rank)] for rank in range(size)]
+    started = [subprocess.Popen(c, env=environment, stdout=subprocess.PIPE, text=True) for c in commands]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [line for output in outputs for line in output.splitlines() if line.startswith("loss")]
+
+
+def main() -> None:
+    together, (alone,) = run(PROCESSES), run(1)
+    for rank, line in enumerate(together):
+        print(f"process {rank} of {PROCESSES}: {line.rpartition(' ')[0]}")
+    print(f"one process:    {alone.rpartition(' ')[0]}")
+    print(f"same bits: {together == [alone] * PROCESSES}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        address, size, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+        jax.distributed.initialize(address, num_processes=size, process_id=rank)
+        print(train(size, rank))
+    else:
+        main()

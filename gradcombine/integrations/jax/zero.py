@@ -1,0 +1,224 @@
+"""Sharded accumulation (ZeRO stage 2): every microbatch is reduce-scattered into accumulators of 1/N of the size."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from gradcombine import tree
+from gradcombine.backends.jax_backend import BACKEND
+from gradcombine.backends.jax_collective import JaxAxis, varying
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import is_absent
+from gradcombine.combine import require_reduction
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions.mean import MeanState
+from gradcombine.reductions.sum import SumState
+from gradcombine.types import Array, Order, Reduction, State, Tree
+
+
+def scattered(reduction: Reduction, over: Collective) -> Reduction:
+    """The same combination over replicas and time, of which each replica holds its own 1/N.
+
+    Each ``update`` sums the replicas' contributions by one reduce-scatter, and adds this replica's part. With
+    ``gradcombine.accumulate(scattered(reduction, over), every=k)`` the accumulators need 1/N of the memory, and a
+    window moves k/2 times the bytes of one all-reduce at its end (see `exchange_costs`).
+
+    Args:
+      reduction: ``reductions.sum`` or ``reductions.mean`` in precision ``"fast"``. A mean sums numerators and weights
+        over replicas and microbatches, and divides once.
+      over: `gradcombine.jax_axis`. All replicas have to call ``update``, with a weight of 0 where they have no data.
+
+    Returns:
+      A reduction for use inside pmap, vmap or shard_map. ``finalize`` gives a tree of shards: from a leaf of n
+      elements, an array of shape (ceil(n / N),), the elements of this replica's rank in row-major order; zeros beyond
+      the end. An elementwise optimizer can run on shards of the parameters (`shard`), and `gather` makes whole leaves
+      of them.
+
+    Raises:
+      GradCombineError: for another reduction, a collective that is not ``jax_axis``, and in ``all_merge`` over an axis
+        that the parts are summed over already.
+
+    Bits: each microbatch is summed over replicas in the order that the framework's reduce-scatter chooses, and the sums
+    are added over time in order. That is another order than that of one all-reduce at the end; where all sums are
+    exact, the bits are the same.
+
+    References: Rajbhandari et al., `ZeRO: Memory Optimizations Toward Training Trillion Parameter Models
+    <https://arxiv.org/abs/1910.02054>`_, 2020.
+
+    >>> import gradcombine as gc, jax, jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import zero
+    >>> over = gc.jax_axis("data")
+    >>> acc = gc.accumulate(zero.scattered(gc.reductions.mean(), over), every=2)
+    >>> def window(grads, tokens):
+    ...     state = acc.init(grads[0])
+    ...     for i in range(2):
+    ...         state = acc.update(grads[i], state, weight=tokens[i])
+    ...     return acc.value(state)
+    >>> grads = jnp.float32([[[1, 5, 3], [2, 2, 2]], [[4, 4, 4], [1, 1, 5]]])
+    >>> jax.vmap(window, axis_name="data")(grads, jnp.float32([[1, 3], [2, 2]])).tolist()
+    [[2.125, 2.625], [3.375, 0.0]]
+    """
+    require_reduction("scattered", reduction)
+    axis = _axis("scattered", over)
+    if not isinstance(reduction.init(jax.ShapeDtypeStruct((), jnp.float32)), (SumState, MeanState)):
+        raise GradCombineError("scattered", "reductions.sum() or reductions.mean() in precision 'fast'", reduction.name)
+
+    def init(like: Tree) -> State:
+        leaves, structure = tree.flatten(reduction.name, like)
+        empty = [leaf if is_absent(leaf) else _empty_shard(axis, leaf) for leaf in leaves]
+        return reduction.init(tree.unflatten(structure, empty))
+
+    def update(state: State, value: Tree, weight: Any = 1) -> State:
+        leaves, structure = tree.flatten(reduction.name, value)
+        present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
+        axis.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
+        own = reduction.update(reduction.init(value), value, weight)
+        parts, inner = tree.flatten(reduction.name, own.value)
+        rows = [_rows(axis, part) for part in parts if part is not None]
+        received = iter(axis.sum_scatter(rows))
+        shards = [part if part is None else next(received) for part in parts]
+        total, count = axis.vary(axis.all_sum([own.weight, own.count]))
+        summed = own._replace(value=tree.unflatten(inner, shards), weight=total, count=count)
+        return reduction.merge(state, summed)
+
+    def all_merge(state: State, collective: Collective, order: Order) -> State:
+        if set(axis.names) & set(getattr(collective, "names", axis.names)):
+            raise GradCombineError(reduction.name, f"another axis than {axis!r}, summed already", repr(collective))
+        return reduction.all_merge(state, collective, order)
+
+    return reduction._replace(init=init, update=update, all_merge=all_merge)
+
+
+def shard(values: Tree, over: Collective) -> Tree:
+    """This replica's part of each leaf, as `scattered` divides them.
+
+    Args:
+      values: a tree that is the same on all replicas, parameters for instance.
+      over: `gradcombine.jax_axis`.
+
+    Returns:
+      For a leaf of n elements an array of shape (ceil(n / N),), filled up with zeros.
+
+    >>> import gradcombine as gc, jax, jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import zero
+    >>> part = lambda rank: zero.shard(jnp.float32([[1, 2, 3]]), gc.jax_axis("data"))
+    >>> jax.vmap(part, axis_name="data")(jnp.arange(2)).tolist()
+    [[1.0, 2.0], [3.0, 0.0]]
+    """
+    axis = _axis("shard", over)
+    leaves, structure = tree.flatten("shard", values)
+
+    def part(leaf: Any) -> Any:
+        return leaf if is_absent(leaf) else axis.vary([_rows(axis, leaf)])[0][axis.rank()]
+
+    return tree.unflatten(structure, map(part, leaves))
+
+
+def gather(shards: Tree, like: Tree, over: Collective) -> Tree:
+    """Whole leaves of the parts of all replicas; every replica gets them, by one all-gather.
+
+    Args:
+      shards: what `shard` or the ``finalize`` of `scattered` gave, or updates of the same shapes.
+      like: arrays or specs of the whole leaves' shapes, for instance the parameters.
+      over: `gradcombine.jax_axis`.
+
+    Returns:
+      A tree of ``like``'s shapes and the shards' dtypes; in shard_map typed as the same on all replicas.
+
+    Raises:
+      GradCombineError: for trees that do not match.
+
+    >>> import gradcombine as gc, jax, jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import zero
+    >>> whole = lambda part: zero.gather(part, jnp.zeros((1, 3)), gc.jax_axis("data"))
+    >>> jax.vmap(whole, axis_name="data")(jnp.float32([[1, 2], [3, 0]]))[0].tolist()
+    [[1.0, 2.0, 3.0]]
+    """
+    axis = _axis("gather", over)
+    specs, structure = tree.flatten("gather", like)
+    parts = tree.flatten_as("gather", structure, shards)
+    for path, spec, part in zip(structure.paths(), specs, parts, strict=True):
+        expected = None if is_absent(spec) else (_length(axis.size(), spec),)
+        received = None if is_absent(part) else tuple(part.shape)
+        if expected != received:
+            raise GradCombineError("gather", f"a shard of shape {expected}", received, path)
+    received = iter(axis.all_gather([part for part in parts if not is_absent(part)]))
+
+    def whole(spec: Any, part: Any) -> Any:
+        if is_absent(part):
+            return part
+        return next(received).reshape(-1)[: math.prod(spec.shape)].reshape(spec.shape)
+
+    return tree.unflatten(structure, map(whole, specs, parts))
+
+
+class ExchangeCost(NamedTuple):
+    """What a window costs each device, in bytes.
+
+    Attributes:
+      sent: by a ring, over the window; what arrives is as much.
+      accumulators: of the window's state, without its scalars.
+    """
+
+    sent: int
+    accumulators: int
+
+
+def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) -> dict[str, ExchangeCost]:
+    """The two ways to combine a window over replicas, compared.
+
+    Args:
+      reduction: the one to accumulate by.
+      like: arrays or specs of the gradients.
+      every: microbatches in a window.
+      replicas: their number N.
+
+    Returns:
+      ``"all_reduce"``: whole accumulators, and one all-reduce at the end of the window, 2 (N - 1) / N of their bytes.
+      ``"reduce_scatter"``: `scattered`; (N - 1) / N of the bytes in each microbatch, and once more for the `gather` of
+      the updated parameters, counted in the gradients' dtypes.
+
+    >>> import gradcombine as gc, jax, jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import zero
+    >>> spec = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    >>> zero.exchange_costs(gc.reductions.mean(), spec, every=4, replicas=8)["reduce_scatter"]
+    ExchangeCost(sent=17500, accumulators=500)
+    """
+    leaves, _ = tree.flatten("exchange_costs", like)
+    present = [leaf for leaf in leaves if not is_absent(leaf)]
+    states = [jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value for leaf in present]
+    widths = [BACKEND.dtype(state).itemsize for state in states]
+    whole = sum(math.prod(leaf.shape) * width for leaf, width in zip(present, widths, strict=True))
+    parts = sum(_length(replicas, leaf) * width for leaf, width in zip(present, widths, strict=True))
+    gathered = sum(_length(replicas, leaf) * BACKEND.dtype(leaf).itemsize for leaf in present)
+    return {
+        "all_reduce": ExchangeCost(2 * (replicas - 1) * whole // replicas, whole),
+        "reduce_scatter": ExchangeCost((replicas - 1) * (every * parts + gathered), parts),
+    }
+
+
+def _axis(operation: str, over: Any) -> JaxAxis:
+    if not isinstance(over, JaxAxis):
+        raise GradCombineError(operation, "a collective of gradcombine.jax_axis", repr(over))
+    return over
+
+
+def _length(replicas: int, leaf: Any) -> int:
+    return -(-math.prod(leaf.shape) // replicas)
+
+
+def _rows(axis: JaxAxis, leaf: Array) -> Array:
+    """The leaf's elements, one row a replica, filled up with zeros."""
+    replicas, length = axis.size(), _length(axis.size(), leaf)
+    flat = jnp.reshape(leaf, -1)
+    return jnp.pad(flat, (0, replicas * length - flat.size)).reshape(replicas, length)
+
+
+def _empty_shard(axis: JaxAxis, leaf: Any) -> Array:
+    made = jnp.zeros((_length(axis.size(), leaf),), leaf.dtype)
+    missing = tuple(varying(leaf))
+    return axis.vary([jax.lax.pcast(made, missing, to="varying") if missing else made])[0]

@@ -1,0 +1,181 @@
+"""From a sum in integer words to the nearest float, in integer arithmetic alone: no step depends on how a device rounds
+or divides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from gradcombine.backends.protocol import Backend
+from gradcombine.reductions.digits import Digits
+from gradcombine.reductions.grid import FLOAT64, Grid
+from gradcombine.types import Array
+
+
+class Wide(NamedTuple):
+    """A finite number whose leading bit is that of ``high``.
+
+    ``high`` and ``low`` are the bits of unsigned words. Any bit of ``low`` stands for all that is below as well. As a
+    normal float the number has the exponent field ``exponent + 1``.
+    """
+
+    high: Array
+    low: Array
+    exponent: Array
+    negative: Array
+    zero: Array
+
+
+def carry(backend: Backend, grid: Grid, digits: Digits, spilled: Sequence[Array] = ()) -> Wide:
+    """The finite sum in one number: slots put in order, carries propagated, normalised.
+
+    Args:
+      backend: of the arrays.
+      grid: of the digits.
+      digits: the slots.
+      spilled: beside each slot what it has spilled, in units of ``2**width`` digits; empty for none.
+    """
+    tags = [word & grid.tag for word in digits]
+    sums = [backend.shift_right(word, grid.tag_bits) for word in digits]
+    slot2_is_top, slot1_is_top = tags[2] == tags[0], tags[1] == tags[0]
+
+    def pick(two: Array, one: Array, none: Array) -> Array:
+        return backend.where(slot2_is_top, two, backend.where(slot1_is_top, one, none))
+
+    def in_order(slots: Sequence[Array]) -> list[Array]:
+        """From the lowest bin to the top."""
+        return [pick(slots[i], slots[(2 + i) % 3], slots[(1 + i) % 3]) for i in range(3)]
+
+    columns = in_order(sums)
+    if spilled:
+        # What a bin has spilled counts units of the bin above.
+        columns = [columns[0], *(a + b for a, b in zip(columns[1:], in_order(spilled)[:2], strict=True))]
+        columns.append(in_order(spilled)[2])
+    for i in range(1, len(columns)):
+        columns[i] = columns[i] + backend.shift_right(columns[i - 1], grid.width)
+    *inner, top = columns
+    words = [_joined(backend, grid, inner[1], inner[0])]
+    if spilled:
+        words.append(_joined(backend, grid, top, inner[2]))
+        top = backend.shift_right(top, grid.width)
+    two, one, none = (backend.full((), i, grid.word) for i in (2, 1, 0))
+    window = tags[0] * 3 + pick(two, one, none)
+    return _normalised(backend, grid, [*words, top], (window - 2) * grid.width + grid.lowest(0))
+
+
+def _joined(backend: Backend, grid: Grid, high: Array, low: Array) -> Array:
+    return backend.shift_left(high & grid.digit, grid.width) | (low & grid.digit)
+
+
+def _normalised(backend: Backend, grid: Grid, words: Sequence[Array], bottom: Array) -> Wide:
+    """Two words or three, the lowest first and the last one signed, of which bit 0 is at the position ``bottom``."""
+    one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
+    negative, borrow = words[-1] < 0, one
+    magnitudes = []
+    for word in words:
+        magnitudes.append(backend.where(negative, borrow - word - 1, word))
+        borrow = backend.where(word == 0, borrow, none)
+    rest, low, high = (none, *magnitudes) if len(words) == 2 else magnitudes
+    shifted = bottom + (len(words) * grid.bits - grid.precision)
+    for _ in words[1:]:
+        empty = high == 0
+        high, low, rest = (
+            backend.where(empty, low, high),
+            backend.where(empty, rest, low),
+            backend.where(empty, none, rest),
+        )
+        shifted = backend.where(empty, shifted - grid.bits, shifted)
+    # The exponent of a number whose second bit is cleared cannot be rounded up. Zero and a leading bit need no shift.
+    as_float = backend.cast(high & ~_logical_right(backend, grid, high, 1), grid.value)
+    exponent = backend.shift_right(backend.bitcast(as_float, grid.word), grid.precision - 1)
+    up = backend.where(high > 0, grid.top // 2 + grid.bits - 1 - exponent, none)
+    high, low, below = (
+        backend.shift_left(high, up) | _moved_out(backend, grid, low, up),
+        backend.shift_left(low, up) | _moved_out(backend, grid, rest, up),
+        backend.shift_left(rest, up),
+    )
+    low = low if len(words) == 2 else backend.where(below == 0, low, low | one)
+    return Wide(high, low, shifted - up, negative, high == 0)
+
+
+def _moved_out(backend: Backend, grid: Grid, word: Array, up: Array) -> Array:
+    """The bits that leave a word at its top as it is shifted up, from bit 0."""
+    return backend.shift_right(_logical_right(backend, grid, word, 1), (grid.bits - 1) - up)
+
+
+def divide(backend: Backend, grid: Grid, wide: Wide, divisor: Array) -> Wide:
+    """``wide / divisor`` for a positive, normal float scalar, by long division; what remains goes into ``low``."""
+    bits, precision = backend.bitcast(divisor, grid.word), grid.precision
+    significand = (bits & (grid.hidden - 1)) | grid.hidden
+    exponent = backend.shift_right(bits, precision - 1) - grid.top // 2
+    one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
+
+    remainder = _logical_right(backend, grid, wide.high, grid.bits - precision)
+    fits = remainder >= significand
+    remainder = backend.where(fits, remainder - significand, remainder)
+    quotient = backend.where(fits, one, none)
+    for at in range(grid.bits - precision - 1, -precision - 3 + grid.bits - precision, -1):
+        source, bit = (wide.high, at) if at >= 0 else (wide.low, at + grid.bits)
+        remainder = backend.shift_left(remainder, 1) | (backend.shift_right(source, bit) & 1)
+        fits = remainder >= significand
+        remainder = backend.where(fits, remainder - significand, remainder)
+        quotient = backend.shift_left(quotient, 1) | backend.where(fits, one, none)
+    rest = remainder | (wide.low & ((1 << (2 * (grid.bits - precision) - 2)) - 1))
+    long = quotient >= 1 << (precision + 2)
+    up = grid.bits - precision - 3
+    high = backend.where(long, backend.shift_left(quotient, up), backend.shift_left(quotient, up + 1))
+    low = backend.where(rest == 0, none, one)
+    shorter = backend.where(long, none, one)
+    return Wide(high, low, wide.exponent - exponent - shorter, wide.negative, wide.zero)
+
+
+def to_float(backend: Backend, grid: Grid, wide: Wide, output: np.dtype) -> Array:
+    """The nearest float, ties to even; overflow is infinite, and a zero sum +0.
+
+    For an output narrower than the grid's float, rounded to odd: toward zero, with the lowest bit set if inexact.
+    Rounded once more, to the output, that is the correctly rounded one.
+    """
+    one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
+    dropped = grid.bits - grid.precision
+    # A result below the normal range keeps fewer bits: what it loses joins those below.
+    lost = backend.maximum(-wide.exponent, none)
+    lost = -backend.maximum(-lost, backend.full((), 1 - grid.bits, grid.word))
+    fallen = wide.high & ~backend.shift_left(backend.full((), -1, grid.word), lost)
+    high = backend.shift_right(_logical_right(backend, grid, wide.high, 1), backend.maximum(lost - 1, none))
+    high = backend.where(lost == 0, wide.high, high)
+    below = (wide.low | fallen) != 0
+
+    kept, rest = _logical_right(backend, grid, high, dropped), high & ((1 << dropped) - 1)
+    inexact = (rest != 0) | below
+    if output.itemsize < grid.value.itemsize:
+        rounded, over = kept | backend.where(inexact, one, none), backend.full((), grid.infinity - 1, grid.word)
+    else:
+        half = 1 << (dropped - 1)
+        tie = backend.where(below, one, kept & 1)
+        up = backend.where(rest > half, one, backend.where(rest == half, tie, none))
+        rounded, over = kept + up, backend.full((), grid.infinity, grid.word)
+    field = backend.maximum(wide.exponent, none)
+    most = backend.full((), 1 - grid.top, grid.word)
+    bits = backend.shift_left(-backend.maximum(-field, most), grid.precision - 1) + rounded
+    bits = backend.where(wide.exponent > grid.top - 1, over, bits)
+    if grid is FLOAT64 and output.itemsize < 4:
+        # Frameworks go by way of float32: rounded to odd in its precision, that step is exact.
+        low = (1 << 29) - 1
+        bits = backend.where((bits & low) == 0, bits, bits & ~low | (low + 1))
+    bits = backend.where(wide.negative, bits | (-1 << (grid.bits - 1)), bits)
+    return backend.bitcast(backend.where(wide.zero, none, bits), grid.value)
+
+
+def special(backend: Backend, grid: Grid, slot0: Array, finite: Array) -> Array:
+    """``finite``, or where a value was not: the infinity of one sign, NaN where there were both or a NaN."""
+    counts = backend.shift_right(slot0, grid.tag_bits)
+    positive, negative = counts & (grid.negative - 1), counts >= grid.negative
+    infinity, minus, nan = (backend.full((), value, grid.value) for value in (np.inf, -np.inf, np.nan))
+    result = backend.where(positive == 0, minus, backend.where(negative, nan, infinity))
+    return backend.where((slot0 & grid.tag) == grid.special, result, finite)
+
+
+def _logical_right(backend: Backend, grid: Grid, a: Array, amount: int) -> Array:
+    return backend.shift_right(a, amount) & ((1 << (grid.bits - amount)) - 1)

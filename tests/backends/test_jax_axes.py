@@ -1,0 +1,197 @@
+"""JAX replicas along nested axes, beside axes that shard the parameters, and how often they exchange."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+
+pytestmark = pytest.mark.needs("jax")
+
+GRADS = np.arange(16, dtype=np.float32).reshape(2, 4, 2) ** 2
+"""Microbatches on ('replica', 'data') = (2, 4); a column a microbatch."""
+TOKENS = np.int32([[[1, 3], [2, 2], [4, 0], [1, 1]], [[3, 3], [0, 5], [2, 1], [4, 0]]])
+"""32 tokens in all, so that their mean is exact."""
+
+ORDERS = pytest.mark.parametrize("order", ["sequential", "tree"])
+
+
+def window(names: Any, order: Any, grads: Any, tokens: Any) -> Any:
+    """The token mean over one replica's microbatches and the replicas along the named axes."""
+    reduction = reductions.mean()
+    acc = gc.accumulate(reduction, every=2, order=order)
+    state = acc.init({"w": grads[0]})
+    for i in range(2):
+        state = acc.update({"w": grads[i]}, state, weight=tokens[i])
+    return acc.value(gc.merge_replicas(reduction, state, over=gc.jax_axis(names), order=order))["w"]
+
+
+def token_mean(axis: int | tuple[int, ...]) -> np.ndarray:
+    return ((GRADS * TOKENS).sum(axis) / TOKENS.sum(axis)).astype(np.float32)
+
+
+def by_pmap_of_vmap(function: Callable[..., Any]) -> Any:
+    import jax
+
+    return jax.pmap(jax.vmap(function, axis_name="data"), axis_name="replica")(GRADS, TOKENS)
+
+
+def by_vmap_of_pmap_axes_swapped(function: Callable[..., Any]) -> Any:
+    import jax
+
+    inner = jax.vmap(function, axis_name="replica")
+    swapped = jax.pmap(inner, axis_name="data")(GRADS.swapaxes(0, 1), TOKENS.swapaxes(0, 1))
+    return np.asarray(swapped).swapaxes(0, 1)
+
+
+def by_vmap(function: Callable[..., Any]) -> Any:
+    import jax
+
+    return jax.jit(jax.vmap(jax.vmap(function, axis_name="data"), axis_name="replica"))(GRADS, TOKENS)
+
+
+def by_shard_map(function: Callable[..., Any], check_vma: bool) -> Any:
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def one(grads: Any, tokens: Any) -> Any:
+        return function(grads[0, 0], tokens[0, 0])[None, None]
+
+    specs = P("replica", "data")
+    mesh = made_mesh(2, 4, ("replica", "data"))
+    return jax.jit(jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=specs, check_vma=check_vma))(GRADS, TOKENS)
+
+
+def made_mesh(rows: int, columns: int, names: tuple[str, str]) -> Any:
+    import jax
+    from jax.sharding import AxisType
+
+    return jax.make_mesh((rows, columns), names, axis_types=(AxisType.Auto,) * 2)
+
+
+WAYS = pytest.mark.parametrize(
+    "way",
+    [
+        by_pmap_of_vmap,
+        by_vmap_of_pmap_axes_swapped,
+        by_vmap,
+        partial(by_shard_map, check_vma=True),
+        partial(by_shard_map, check_vma=False),
+    ],
+    ids=["pmap-vmap", "vmap-pmap", "vmap", "shard_map", "shard_map_unchecked"],
+)
+
+
+@WAYS
+@ORDERS
+def test_nested_axes_together(way: Callable[..., Any], order: Any) -> None:
+    result = way(partial(window, ("replica", "data"), order))
+    np.testing.assert_array_equal(result, np.full((2, 4), token_mean((0, 1, 2))))
+
+
+@WAYS
+def test_one_of_two_axes(way: Callable[..., Any]) -> None:
+    """Each row of replicas has a mean of its own."""
+    result = way(partial(window, "data", "tree"))
+    np.testing.assert_array_equal(result, np.stack([token_mean((1, 2))] * 4, axis=1))
+
+
+def loss(params: Any, x: Any) -> Any:
+    return ((x @ params["w"]) * params["scale"]).sum()
+
+
+def sharded_step(check_vma: bool, every: int, differentiate_own: bool = True) -> Any:
+    """A window of gradients: columns of ``w`` lie on 'model', ``scale`` on all devices, the batch on 'data'."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    reduction = reductions.mean()
+    acc = gc.accumulate(reduction, every=every)
+
+    def step(params: Any, xs: Any) -> Any:
+        own = params
+        if check_vma and differentiate_own:
+            own = jax.tree.map(lambda p: jax.lax.pcast(p, "data", to="varying"), params)
+
+        def microbatch(state: Any, x: Any) -> Any:
+            grads = jax.grad(loss)(own, x)
+            return acc.update(grads, state, weight=x.shape[0]), None
+
+        state, _ = jax.lax.scan(microbatch, acc.init(own), xs)
+        means = acc.value(gc.merge_replicas(reduction, state, over=gc.jax_axis("data")))
+        if not check_vma:  # with check_vma, the gradient of what lies on all of 'model' is summed over it by shard_map
+            means["scale"] = jax.lax.psum(means["scale"], "model")
+        return means
+
+    mesh = made_mesh(4, 2, ("data", "model"))
+    specs = {"w": P(None, "model"), "scale": P()}
+    return jax.jit(
+        jax.shard_map(step, mesh=mesh, in_specs=(specs, P(None, "data")), out_specs=specs, check_vma=check_vma)
+    )
+
+
+PARAMS = {"w": np.arange(12, dtype=np.float32).reshape(3, 4), "scale": np.float32(2)}
+
+
+def batch(microbatches: int) -> np.ndarray:
+    return np.random.default_rng(microbatches).integers(-8, 9, (microbatches, 8, 3)).astype(np.float32)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_parameters_that_are_sharded_over_another_axis(check_vma: bool) -> None:
+    """The mean over data replicas and microbatches of the sum over each replica's two examples."""
+    xs = batch(4)
+    means = sharded_step(check_vma, every=4)(PARAMS, xs)
+    column = xs.sum((0, 1)) / 16  # 4 microbatches on 4 replicas
+    np.testing.assert_array_equal(means["w"], np.stack([2 * column] * 4, axis=1))
+    assert means["scale"] == (column @ PARAMS["w"]).sum()
+
+
+def all_reduces(program: Any, *arguments: Any) -> tuple[int, int]:
+    """The all-reduces of a compiled program: those of its entry, which run once, and those in its loops."""
+    once, repeated, entry = 0, 0, False
+    for line in program.lower(*arguments).compile().as_text().splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            entry = line.startswith("ENTRY")
+        found = len(re.findall(r" all-reduce(?:-start)?\(", line))
+        once, repeated = once + found * entry, repeated + found * (not entry)
+    return once, repeated
+
+
+@pytest.mark.parametrize("every", [2, 8])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_window_is_one_exchange_over_the_data_axis(check_vma: bool, every: int) -> None:
+    """One of float32 gradients and weights, one of int32 counts; beside them that of the model axis.
+
+    The latter is shard_map's own under check_vma, in each microbatch.
+    """
+    expected = (2, 1) if check_vma else (3, 0)
+    assert all_reduces(sharded_step(check_vma, every), PARAMS, batch(every)) == expected
+
+
+def test_a_window_on_pmap_is_one_exchange() -> None:
+    import jax
+
+    def step(grads: Any, tokens: Any) -> Any:
+        acc = gc.accumulate(reductions.mean(), every=6)
+        state, _ = jax.lax.scan(
+            lambda state, x: (acc.update(x[0], state, x[1]), None), acc.init(grads[0]), (grads, tokens)
+        )
+        return acc.value(gc.merge_replicas(reductions.mean(), state, over=gc.jax_axis("data")))
+
+    program = jax.pmap(step, axis_name="data")
+    grads, tokens = np.ones((8, 6, 3), np.float32), np.ones((8, 6), np.float32)
+    assert all_reduces(program, grads, tokens) == (2, 0)
+
+
+def test_a_gradient_that_is_summed_in_the_loop_is_refused() -> None:
+    """Without pcast, shard_map sums each microbatch over the replicas: an exchange a microbatch, and wrong weights."""
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['scale'\]: expected a value of each replica's own"):
+        sharded_step(True, every=2, differentiate_own=False)(PARAMS, batch(2))

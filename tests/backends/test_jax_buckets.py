@@ -1,0 +1,163 @@
+"""What JAX replicas exchange: small leaves in one flat array, with the bits and the types of leaves that go alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+
+pytestmark = pytest.mark.needs("jax")
+N = 4
+AXIS = gc.jax_axis("data")
+
+SHAPES: list[tuple[tuple[int, ...], Any]] = [
+    ((), np.float32),
+    ((3, 5), np.float32),
+    ((0, 2), np.float32),
+    ((16384,), np.float32),
+    ((2, 16384), np.float32),
+    ((7,), ml_dtypes.bfloat16),
+    ((3, 1, 2), ml_dtypes.bfloat16),
+    ((5,), np.int32),
+    ((), np.int32),
+    ((4,), np.complex64),
+    ((2, 2), np.complex64),
+    ((9,), np.float16),
+]
+"""Leaves of each dtype on both sides of the limit (64 KiB), a float16 leaf without a partner, an empty one."""
+
+
+def data() -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+
+    def made(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        values = rng.normal(size=(N, *shape)) * 10.0 ** rng.integers(-3, 4, (N, *shape))
+        return (values * (1 + 1j) if dtype is np.complex64 else values).astype(dtype)
+
+    return [made(*spec) for spec in SHAPES]
+
+
+def mapped(function: Callable[[list[Any]], list[Any]], way: str) -> Callable[[list[np.ndarray]], list[np.ndarray]]:
+    """``function`` on each replica's leaves; the results of all replicas, stacked."""
+    import jax
+    from jax.sharding import AxisType
+    from jax.sharding import PartitionSpec as P
+
+    if way == "pmap":
+        return jax.pmap(function, axis_name="data")
+    if way == "vmap":
+        return jax.jit(jax.vmap(function, axis_name="data"))
+    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
+    if way == "shard_map":
+        run = jax.shard_map(lambda xs: function([x[0] for x in xs]), mesh=mesh, in_specs=P("data"), out_specs=P())
+        compiled = jax.jit(run)
+        return lambda xs: [np.stack([np.asarray(x)] * N) for x in compiled(xs)]
+
+    def one(xs: list[Any]) -> list[Any]:
+        return [x[None] for x in function([x[0] for x in xs])]
+
+    specs = {"in_specs": P("data"), "out_specs": P("data")}
+    return jax.jit(jax.shard_map(one, mesh=mesh, **specs, check_vma=False))
+
+
+def same_bits(found: Any, expected: Any) -> None:
+    found, expected = np.asarray(found), np.asarray(expected)
+    assert found.dtype == expected.dtype
+    assert found.shape == expected.shape
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("way", ["pmap", "vmap", "shard_map", "shard_map_unchecked"])
+def test_sums_and_stacks_have_the_bits_of_leaves_that_go_alone(way: str) -> None:
+    import jax
+
+    def program(xs: list[Any]) -> list[Any]:
+        alone = [jax.lax.psum(x, "data") for x in xs]
+        return [*AXIS.all_sum(xs), *alone, *AXIS.all_gather(xs)]
+
+    xs = data()
+    results = mapped(program, way)(xs)
+    count = len(xs)
+    for x, total, alone, stack in zip(
+        xs, results[:count], results[count : 2 * count], results[2 * count :], strict=True
+    ):
+        same_bits(total, alone)
+        same_bits(stack, np.stack([x] * N))
+
+
+def collectives(compiled: Any) -> dict[str, list[int]]:
+    """The collective operations of a compiled program: the number of arrays in each."""
+    found: dict[str, list[int]] = {}
+    # An asynchronous collective is a pair of instructions; its start alone counts.
+    pattern = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\((.*?)\)[,\s]"
+    for kind, operands in re.findall(pattern, compiled.as_text()):
+        found.setdefault(kind, []).append(operands.count("%"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Any:
+    import jax
+    from jax.sharding import AxisType
+
+    return jax.make_mesh((N, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_forty_small_leaves_and_two_large_ones_are_one_exchange(mesh: Any) -> None:
+    """The weight travels in the bucket of the gradients, and the count, an integer, in the same call."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    def step(xs: list[Any]) -> list[Any]:
+        return gc.all_reduce(reductions.mean(), xs, over=AXIS, weight=1 + jax.lax.axis_index("data"))
+
+    xs = [np.full((N, 1000), i, np.float32) for i in range(40)] + [np.ones((N, 100_000), np.float32)] * 2
+    compiled = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P())).lower(xs).compile()
+    # XLA makes one instruction for each dtype. Of float32: the bucket, and the two arrays that go alone.
+    found = collectives(compiled)
+    assert {kind: sorted(arrays) for kind, arrays in found.items()} == {"all-reduce": [1, 3]}
+    for i, x in enumerate(compiled(xs)[:40]):
+        np.testing.assert_array_equal(x, np.full((1, 1000), i, np.float32))
+
+
+def test_leaves_of_different_types_keep_their_own(mesh: Any) -> None:
+    """A leaf that is the same over 'model' stays so beside one that is not: the specs are checked by check_vma."""
+    import jax
+    from jax.sharding import PartitionSpec as P
+
+    specs = {"same": P(), "own": P("model")}
+    for order in ("sequential", "tree"):
+
+        def ordered(same: Any, own: Any, order: Any = order) -> Any:
+            return gc.all_reduce(reductions.mean(), {"same": same, "own": own}, over=AXIS, order=order)
+
+        run = jax.shard_map(ordered, mesh=mesh, in_specs=(P("data"), P(("model", "data"))), out_specs=specs)
+        result = jax.jit(run)(np.arange(4, dtype=np.float32), np.arange(8, dtype=np.float32))
+        np.testing.assert_array_equal(result["same"], [1.5])
+        np.testing.assert_array_equal(result["own"], [1.5, 5.5])
+
+
+def test_a_leaf_that_the_compiler_shards_is_not_copied_together(mesh: Any) -> None:
+    """Beside an axis that shard_map leaves to the compiler, a flat array would gather the shards of every leaf."""
+    import jax
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    def step(xs: list[Any]) -> list[Any]:
+        return [x[0] for x in AXIS.all_sum(xs)]
+
+    run = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P(), axis_names={"data"}))
+    xs = [np.arange(N * 8, dtype=np.float32).reshape(N, 8) + i for i in range(3)]
+    placed = [jax.device_put(x, NamedSharding(mesh, P("data", "model"))) for x in xs]
+    compiled = run.lower(placed).compile()
+    assert set(collectives(compiled)) == {"all-reduce"}
+    for x, total in zip(xs, compiled(placed), strict=True):
+        same_bits(total, x.sum(0))
+        assert total.sharding.spec == P("model")

@@ -1,0 +1,149 @@
+"""Exact sums of float64: the same construction with words of 64 bits, where a framework has them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+from tests.spec import exact, modes
+from tests.spec.programs import rows
+
+SUM, MEAN = reductions.sum("exact"), reductions.mean("exact")
+MODES = ("numpy", "tf_eager", "tf_function", "tf_xla", "tf_mirrored")
+"""JAX has no 64-bit values unless jax_enable_x64 is set, for a whole process: it has a test of its own."""
+
+
+def patterns(n: int, size: int) -> dict[str, np.ndarray]:
+    """Data of every kind, of shape (n, size)."""
+    rng = np.random.default_rng(n)
+    bits = rng.integers(0, 2**64, (n, size), dtype=np.uint64).view(np.float64)
+    normal = rng.normal(size=(n, size))
+    cancelling = normal.copy()
+    cancelling[n // 2 : 2 * (n // 2)] = -normal[: n // 2]
+    cancelling[0] *= 1e-9
+    return {
+        "every exponent": np.where(np.isfinite(bits), bits, 1.0),
+        "normal": normal,
+        "cancelling": cancelling,
+        "subnormal": rng.integers(-(2**53), 2**53, (n, size)) * 2.0**-1074,
+        "forty decades": normal * 10.0 ** rng.integers(-20, 21, (n, size)),
+    }
+
+
+def folded(x: np.ndarray) -> Any:
+    assert SUM.update_many is not None
+    return SUM.update_many(SUM.init(x[0]), list(x), [1] * len(x))
+
+
+@pytest.mark.parametrize("kind", patterns(2, 2))
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 512])
+def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
+    """The words are a function of the multiset, and the error is below (n - 1) 2**-64 max |x| + ulp / 2."""
+    x = patterns(n, 8)[kind]
+    state = folded(x)
+    result = SUM.finalize(state)
+    assert result.dtype == np.float64
+    shuffled = np.random.default_rng(n).permutation(x)
+    other = SUM.merge(folded(shuffled[: n // 3 or 1]), folded(shuffled[n // 3 or 1 :])) if n > 1 else state
+    for a, b in zip(state.value, other.value, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for column, received in zip(x.T, result, strict=True):
+        total = sum(map(Fraction, column), Fraction(0))
+        lost = (n - 1) * Fraction(1, 2**64) * Fraction(np.abs(column).max())
+        if not np.isfinite(received):
+            assert abs(total) + lost >= Fraction(np.finfo(np.float64).max)
+            continue
+        assert abs(Fraction(received) - total) <= lost + Fraction(np.spacing(np.abs(received))) / 2
+
+
+def program(env: modes.Env, data: Any) -> Any:
+    state = SUM.init(data["x"][0])
+    for row in rows(data["x"]):
+        state = SUM.update(state, row)
+    known = gc.combine(MEAN, rows(data["x"]), [3, 1, 2**30 + 7, 0, 5])
+    traced = gc.combine(MEAN, rows(data["x"]), rows(data["weights"]))
+    return tuple(state.value), SUM.finalize(state), known, traced
+
+
+def run(name: str, kind: str) -> None:
+    x = patterns(5, 32)[kind]
+    ((words, total, known, traced),) = modes.get(name).run(program, [{"x": x, "weights": WEIGHTS}])
+    for word, expected in zip(words, folded(x).value, strict=True):
+        np.testing.assert_array_equal(word, expected)
+    np.testing.assert_array_equal(total, SUM.finalize(folded(x)))
+    np.testing.assert_array_equal(known, traced)
+    if kind in ("normal", "cancelling"):
+        weights = [int(w) for w in WEIGHTS]
+        for column, received in zip(x.T, known, strict=True):
+            products = sum((Fraction(v) * w for v, w in zip(column, weights, strict=True)), Fraction(0))
+            assert float(received) == float(exact.round_to(products / sum(weights), "float64"))
+
+
+WEIGHTS = np.int32([3, 1, 2**30 + 7, 0, 5])
+
+
+@pytest.mark.parametrize("kind", patterns(2, 2))
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.needs("tensorflow")] * (n != "numpy")) for n in MODES]
+)
+def test_modes(name: str, kind: str) -> None:
+    run(name, kind)
+
+
+@pytest.mark.needs("jax")
+def test_jax_with_x64() -> None:
+    """In a process of its own, eager and compiled."""
+    call = "run('jax_eager', 'every exponent'); run('jax_jit', 'normal')"
+    code = f"from tests.spec.test_exact_float64 import run; {call}; print('done')"
+    env = {**os.environ, "JAX_ENABLE_X64": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == "done\n", done.stderr
+
+
+INF, NAN, MOST = np.inf, np.nan, float(np.finfo(np.float64).max)
+SPECIAL = {
+    "+inf": ([1, INF, 2], INF),
+    "both": ([INF, 1, -INF], NAN),
+    "NaN": ([1, NAN, INF], NAN),
+    "overflow": ([MOST, MOST, 1], INF),
+    "no overflow after all": ([MOST, MOST, -MOST], MOST),
+    "-0": ([-0.0, -0.0, -0.0], 0.0),
+    "subnormal": ([2.0**-1074, 2.0**-1074, -(2.0**-1073) + 2.0**-1060], 2.0**-1060),
+    "a tie": ([2.0**53, 1, 2.0**-10], 2.0**53 + 2),
+}
+
+
+def test_specials() -> None:
+    columns = np.float64([values for values, _ in SPECIAL.values()])
+    np.testing.assert_array_equal(gc.combine(SUM, list(columns.T)), [e for _, e in SPECIAL.values()])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_narrower_outputs_are_rounded_once(dtype: str) -> None:
+    """The sum lies just above a tie of the output, by less than float64 could tell."""
+    narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    values = [1.0, 2.0 ** -exact.PRECISION[dtype], 2.0**-30, 2.0**-60, -(2.0**-30)]
+    total = gc.combine(reductions.sum("exact", output_dtype=dtype), [np.float64([v, -v]) for v in values])
+    expected = float(exact.round_to(sum(map(Fraction, values), Fraction(0)), dtype))
+    assert total.dtype == narrow
+    np.testing.assert_array_equal(total.astype(np.float64), [expected, -expected])
+
+
+def test_leaves_of_both_widths_share_their_weights() -> None:
+    trees = [{"wide": np.float64([0.1 * i]), "narrow": np.float32([0.1 * i])} for i in range(1, 4)]
+    mean = gc.combine(MEAN, trees, [0.1, 0.2, 0.3])
+    for leaf, dtype in (("wide", "float64"), ("narrow", "float32")):
+        assert mean[leaf].dtype == dtype
+        kind = mean[leaf].dtype.type
+        products = sum(Fraction(float(kind(w) * t[leaf][0])) for w, t in zip((0.1, 0.2, 0.3), trees, strict=True))
+        weight = exact.round_to(sum(map(Fraction, (0.1, 0.2, 0.3))), dtype)
+        assert float(mean[leaf][0]) == float(exact.round_to(products / weight, dtype))

@@ -1,0 +1,240 @@
+"""Exact sums of more terms than words of digits hold, and the kernels that large arrays and lists go through."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+from tests.spec import exact, modes
+from tests.spec.programs import rows
+
+MANY = reductions.sum("exact", max_terms=2**26)
+FEW = reductions.sum("exact")
+
+
+def at_once(reduction: gc.Reduction, state: Any, trees: list[Any], weights: list[Any]) -> Any:
+    """`Reduction.update_many`, which these reductions have."""
+    assert reduction.update_many is not None
+    return reduction.update_many(state, trees, weights)
+
+
+DISTINCT = ("numpy", "jax_eager", "jax_jit", "tf_eager", "tf_function", "tf_xla")
+"""The modes that differ where there are neither replicas nor loops."""
+
+
+def patterns(n: int, size: int) -> dict[str, np.ndarray]:
+    """Data of every kind, of shape (n, size)."""
+    rng = np.random.default_rng(n)
+    bits = rng.integers(0, 2**32, (n, size), dtype=np.uint32).view(np.float32)
+    largest = np.full((n, size), np.float32(2) - np.float32(2**-23))
+    bits = np.where(np.isfinite(bits), bits, np.float32(1))
+    return {
+        "every exponent": bits,
+        "every exponent, rising": np.take_along_axis(bits, np.argsort(np.abs(bits), 0), 0),
+        "all digits full": largest,
+        "all digits full, negative": -largest,
+        "normal": rng.normal(size=(n, size)).astype(np.float32),
+        "subnormal": (rng.integers(-(2**24), 2**24, (n, size)) * 2.0**-149).astype(np.float32),
+    }
+
+
+def folded(reduction: gc.Reduction, x: np.ndarray) -> Any:
+    """The state after all rows of x, in their order."""
+    state = reduction.init(x[0])
+    for start in range(0, len(x), 1000):
+        block = x[start : start + 1000]
+        state = at_once(reduction, state, list(block), [1] * len(block))
+    return state
+
+
+def merged(reduction: gc.Reduction, x: np.ndarray, rng: np.random.Generator) -> Any:
+    """The state of the rows of x, shuffled and merged in random groups."""
+    groups = np.array_split(rng.permutation(x), min(len(x), int(rng.integers(2, 9))))
+    states = [folded(reduction, group) for group in groups]
+    while len(states) > 1:
+        i, j = sorted(rng.choice(len(states), 2, replace=False))
+        states = [s for k, s in enumerate(states) if k not in (i, j)] + [reduction.merge(states[j], states[i])]
+    return states[0]
+
+
+def assert_same_words(a: Any, b: Any) -> None:
+    for x, y in zip([*a.value, *a.weight], [*b.value, *b.weight], strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize("kind", patterns(2, 2))
+@pytest.mark.parametrize("n", [5, 5000, pytest.param(2**16, marks=pytest.mark.slow)])
+def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
+    """The words are a function of the multiset, and the error is below (n - 1) 2**-32 max |x| + ulp / 2."""
+    x = patterns(n, 4)[kind]
+    state = folded(MANY, x)
+    result = MANY.finalize(state)
+    assert_same_words(state, merged(MANY, x, np.random.default_rng(1)))
+    for column, received in zip(x.T, result, strict=True):
+        total = sum((Fraction(float(v)) for v in column), Fraction(0))
+        lost = (n - 1) * Fraction(1, 2**32) * Fraction(float(np.abs(column).max()))
+        if not np.isfinite(received):
+            assert abs(total) + lost >= Fraction(float(np.finfo(np.float32).max))
+            continue
+        half = Fraction(float(np.spacing(np.abs(received)))) / 2
+        assert abs(Fraction(float(received)) - total) <= lost + half
+
+
+@pytest.mark.parametrize("kind", patterns(2, 2))
+def test_both_states_have_one_result(kind: str) -> None:
+    """Up to 4096 terms the room for more changes no bit."""
+    x = patterns(4096, 4)[kind]
+    few, many = folded(FEW, x), folded(MANY, x)
+    np.testing.assert_array_equal(exact.bits(FEW.finalize(few)), exact.bits(MANY.finalize(many)))
+
+
+@pytest.mark.parametrize("name", ["jax_scan", "numpy"])
+def test_one_update_after_another(name: str) -> None:
+    x = patterns(5000, 4)["every exponent"]
+    (words,) = modes.get(name).run(stream, [x])
+    for word, expected in zip(words, folded(MANY, x).value, strict=True):
+        np.testing.assert_array_equal(word, expected)
+
+
+def stream(env: modes.Env, x: Any) -> Any:
+    return tuple(env.loop(MANY.update, MANY.init(x[0]), x).value)
+
+
+MEANS = reductions.mean("exact", max_terms=2**26)
+
+
+def doubled(x: np.ndarray) -> Any:
+    """The state of a mean of the rows of x, weighted 1, 2, 3 ..., 2**20 times over."""
+    state = MEANS.init(x[0])
+    for i, row in enumerate(x):
+        state = MEANS.update(state, row, i + 1)
+    for _ in range(20):
+        state = MEANS.merge(state, state)
+    return state
+
+
+def continued(env: modes.Env, data: Any) -> Any:
+    """One more contribution to a mean of millions, and as much again."""
+    empty = MEANS.init(data["x"])
+    state = empty._replace(value=type(empty.value)(*data["value"]), weight=type(empty.weight)(*data["weight"]))
+    state = MEANS.update(MEANS.merge(state, state), data["x"], 3)
+    return MEANS.finalize(state), tuple(state.value), tuple(state.weight)
+
+
+@pytest.mark.parametrize("name", DISTINCT)
+def test_millions_of_terms(name: str) -> None:
+    mode = modes.get(name)
+    x = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
+    state = doubled(x)
+    data = {"x": x[0], "value": tuple(state.value), "weight": tuple(state.weight)}
+    ((mean, value, weight),) = mode.run(continued, [data])
+    ((_, value_there, weight_there),) = modes.get("numpy").run(continued, [data])
+    for word, expected in zip([*value, *weight], [*value_there, *weight_there], strict=True):
+        np.testing.assert_array_equal(word, expected)
+    for column, received in zip(x.T, mean, strict=True):
+        values = [Fraction(float(v)) for v in column]
+        total = sum((v * (i + 1) for i, v in enumerate(values)), Fraction(0)) * 2**21 + 3 * values[0]
+        assert float(received) == float(exact.round_to(total / exact.round_to(Fraction(10 * 2**21 + 3))))
+
+
+def test_more_than_the_room_is_nan_for_good() -> None:
+    state = MANY.update(MANY.init(np.float32(0)), np.float32(1.1))
+    for i in range(27):
+        assert MANY.finalize(state) == np.float32(np.float32(1.1) * 2.0**i)
+        state = MANY.merge(state, state)
+    for _ in range(3):
+        assert np.isnan(MANY.finalize(state))
+        state = MANY.merge(state, state)
+
+
+INF, NAN = np.float32(np.inf), np.float32(np.nan)
+COLUMNS = {
+    "+inf": ([INF, 1], INF),
+    "-inf": ([-INF, 1], -INF),
+    "both": ([INF, -INF], NAN),
+    "NaN": ([NAN, 1], NAN),
+    "finite": ([1, 2], 3 * 2.0**16),
+}
+
+
+def test_specials_are_not_counted_over() -> None:
+    """2**17 infinities are more than the count of one sign has bits for."""
+    x = np.float32([values for values, _ in COLUMNS.values()]).T
+    state = folded(MANY, x)
+    for _ in range(16):
+        state = MANY.merge(state, state)
+    expected = np.float32([value for _, value in COLUMNS.values()])
+    np.testing.assert_array_equal(exact.bits(MANY.finalize(state)), exact.bits(expected))
+
+
+@pytest.mark.parametrize("max_terms", [0, -1, 2**26 + 1, 10.0, True, "many"])
+def test_refuses_other_numbers_of_terms(max_terms: Any) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"mean: expected max_terms from 1 to 67108864"):
+        reductions.mean("exact", max_terms=max_terms)
+
+
+def test_refuses_the_state_of_the_other_size() -> None:
+    with pytest.raises(gc.GradCombineError, match="sum"):
+        MANY.update(FEW.init(np.float32([1])), np.float32([1]))
+
+
+def batches(env: modes.Env, data: Any) -> Any:
+    """A list at once, and one after another: states and results of a mean by traced weights."""
+    reduction = reductions.mean("exact")
+    trees, weights = rows(data["x"]), rows(data["weights"])
+    empty = one = reduction.init(trees[0])
+    for value, weight in zip(trees, weights, strict=True):
+        one = reduction.update(one, value, weight)
+    many = at_once(reduction, empty, trees, weights)
+    results = reduction.finalize(one), gc.combine(reduction, trees, weights)
+    return tuple(one.value), tuple(one.weight), tuple(many.value), tuple(many.weight), results, (one.count, many.count)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+@pytest.mark.parametrize("name", DISTINCT)
+def test_several_at_once_are_one_after_another(name: str, dtype: Any) -> None:
+    """Also where a weight is 0 and what it would multiply NaN."""
+    rng = np.random.default_rng(3)
+    data = {"x": rng.normal(size=(5, 4)).astype(np.float32), "weights": np.array([3, 0, 1, 5000, 0], dtype)}
+    data["x"][1] = np.nan
+    ((one, one_weight, many, many_weight, results, counts),) = modes.get(name).run(batches, [data])
+    for a, b in zip([*one, *one_weight], [*many, *many_weight], strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert counts[0] == counts[1] == 3
+    weights = data["weights"].astype(int).tolist()
+    for column, received, listed in zip(data["x"].T, *results, strict=True):
+        total = sum((Fraction(float(x)) * w for x, w in zip(column, weights, strict=True) if w), Fraction(0))
+        expected = float(exact.round_to(total / sum(weights)))
+        assert float(listed) == expected if dtype == np.int32 else float(listed) == float(received)
+
+
+LARGE = 2**14 + 3
+"""Elements of a leaf that NumPy takes in blocks, and that TensorFlow compiles."""
+
+
+def large(env: modes.Env, data: Any) -> Any:
+    reduction = reductions.mean("exact")
+    a = reduction.update(reduction.init(data["x"][0]), data["x"][0], data["weights"][0])
+    b = reduction.update(reduction.init(data["x"][0]), data["x"][1])
+    state = reduction.merge(a, b)
+    return tuple(state.value), reduction.finalize(state)
+
+
+@pytest.mark.parametrize("name", ["jax_eager", "jax_jit", "tf_eager", "tf_function", "tf_xla", "tf_mirrored"])
+def test_large_leaves(name: str) -> None:
+    """The same words as NumPy has for the same leaf in small pieces."""
+    rng = np.random.default_rng(5)
+    x = (rng.normal(size=(2, LARGE)) * 10.0 ** rng.integers(-45, 39, (2, LARGE))).astype(np.float32)
+    weights = np.int32([5001])
+    ((words, result),) = modes.get(name).run(large, [{"x": x.reshape(2, 1, LARGE), "weights": weights}])
+    pieces = [modes.get("numpy").run(large, [{"x": p, "weights": weights}])[0] for p in np.split(x[:, :-3], 2, 1)]
+    assert result.shape == (1, LARGE)
+    for word, expected in zip(words, zip(*(w for w, _ in pieces), strict=True), strict=True):
+        np.testing.assert_array_equal(word[0, :-3], np.concatenate(expected))
+    expected = np.concatenate([mean for _, mean in pieces])
+    np.testing.assert_array_equal(exact.bits(result[0, :-3]), exact.bits(expected))
