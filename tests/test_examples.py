@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SHOWS = {
-    "aggregation_method.py": r"ADD_N +│ blocks of eight(.*\n)*.*EXPERIMENTAL_TREE +│ left chain(.*\n)*.*tree +│ canonical",
+    "aggregation_method.py": r"ADD_N +│ blocks of eight(.*\n)*.*EXPERIMENTAL_TREE +│ left chain(.*\n)*"
+    r".*tree +│ canonical tree",
     "cross_framework.py": r"same bits: True\nwithout token counts: off by up to 0\.\d+",
     "jax_multi_process.py": r"process 0 of 2: loss .*\n(.*\n)*same bits: True",
     "optax_chain.py": r"before +loss 2\.\d+\n(.*\n)*epoch 4 +loss 0\.[0-4]\d+ +\d+ updates",

@@ -77,7 +77,7 @@ class Backend(Protocol):
         ...
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
-        """A filled array. It varies over the mapped axes that all of ``like`` do; placed like a single one of its shape."""
+        """A filled array. It varies over the axes that all of ``like`` do; placed as the one of its shape, if alone."""
         ...
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
