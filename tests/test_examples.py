@@ -20,14 +20,19 @@ SHOWS = {
     r"the window is full: True\nequal bits: True",
     "scan_text.py": r"sentences of 2 to 64 words\nmean over tokens +gradient off by \d\.\de-0[5-9], .*\n"
     r"mean of means +gradient off by [1-9]\.\de-01, .*",
+    "tf_strategies.py": r"none +loss 0\.775\d +accuracy 0\.\d+",
     "tf_function_step.py": r"epoch 1: loss 2\.\d+ -> .*\n(.*\n)*epoch 5: .* -> 0\.[0-4]\d+\n.* steps, 1 trace",
 }
+
+
+ARGUMENTS = {"tf_strategies.py": ["none"]}
+"""The others are run one by one in tests/integrations/tensorflow and tests/multi_process."""
 
 
 @pytest.mark.needs("jax", "tensorflow", "optax", "sklearn")
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_an_example_runs(name: str) -> None:
-    script = [sys.executable, str(ROOT / "examples" / name)]
+    script = [sys.executable, str(ROOT / "examples" / name), *ARGUMENTS.get(name, [])]
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert re.search(SHOWS[name], done.stdout), done.stdout

@@ -208,9 +208,10 @@ class TfReplicas:
         context, arrays = self._context(), list(arrays)
         if context.num_replicas_in_sync == 1:  # MirroredStrategy's all-reduce fails on one device
             return arrays
-        if not tf.executing_eagerly():
+        local = context.strategy.extended.worker_devices
+        if len(local) == 1 and not tf.executing_eagerly():
             # In a conditional tensors have no device, and an exchange between processes asks for one.
-            with tf.device(context.devices[0]):
+            with tf.device(local[0]):
                 arrays = [array if array.device else tf.identity(array) for array in arrays]
         bundles: dict[Any, list[int]] = {}
         for i, array in enumerate(arrays):

@@ -8,15 +8,23 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradcombine import reductions, tree
+from gradcombine import reductions
 from gradcombine.accumulate import accumulate
-from gradcombine.errors import GradCombineError
+from gradcombine.integrations.tensorflow.checks import (
+    checked_result,
+    error,
+    keras_optimizer,
+    require,
+    require_created_in_scope,
+    require_same_length,
+    require_synchronous,
+)
+from gradcombine.integrations.tensorflow.ordering import after, operations
+from gradcombine.integrations.tensorflow.state import ReplicaState
 from gradcombine.replicas import merge_replicas, tf_replicas
-from gradcombine.types import AccumulateState, Order, Reduction
+from gradcombine.types import Order, Reduction
 
 __all__ = ["AccumulatedStep"]
-
-_error = partial(GradCombineError, "AccumulatedStep")
 
 
 class AccumulatedStep(tf.Module):
@@ -93,21 +101,23 @@ class AccumulatedStep(tf.Module):
         super().__init__()
         self._strategy = tf.distribute.get_strategy()
         self._require_cross_replica()
-        self._gradients, self._apply, self._optimizer = gradients, apply, _keras_optimizer(apply)
+        require_synchronous(self._strategy)
+        self._gradients, self._apply, self._optimizer = gradients, apply, keras_optimizer(apply)
         reduction = reductions.mean() if reduction is None else reduction
         self._accumulator = accumulate(reduction, every, order=order, max_every=max_every)
+        require_same_length(self._strategy, every)
         self._merge = partial(merge_replicas, reduction, over=tf_replicas(), order=order)
         targets = list(variables)
         for i, target in enumerate(targets):
-            _require_created_in_scope(self._strategy, target, f"[{i}]")
+            require_created_in_scope(self._strategy, target, f"[{i}]")
         # In a closure: tf.Module would wrap a list, and refuse to save Keras variables.
         self._targets = lambda: targets
         if self._optimizer is not None:
-            _require_created_in_scope(self._strategy, self._optimizer.iterations, ".iterations")
+            require_created_in_scope(self._strategy, self._optimizer.iterations, ".iterations")
             if not self._optimizer.built:
                 self._optimizer.build(targets)
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
-        self._state = _ReplicaState(self._strategy, self._accumulator.init(specs))
+        self._state = ReplicaState(self._strategy, self._accumulator, specs)
         self.position, self.windows = self._state.position, self._state.windows
         self._with_gradient: set[int] = set()
         self._left_out: set[int] = set()
@@ -138,48 +148,55 @@ class AccumulatedStep(tf.Module):
     def _step(self, status: Any, batch: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
         self._require_cross_replica()
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
-        compute = _converted(self._gradients, status)
-        state, ready, outputs = self._strategy.run(self._accumulated, args=(compute, *batch))
-        self._strategy.run(self._state.write, args=(state,))
-        return self._apply_if(self._first(ready), status), outputs
+        compute, begun = _converted(self._gradients, status), operations()
+        pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, *batch))
+        full = self._agreed(ready)
+        computed = after(begun, self._local((pending, full)))
+
+        def write(pending: Any) -> None:
+            with tf.control_dependencies(computed):
+                self._state.write(pending)
+
+        self._strategy.run(write, args=(pending,))
+        return self._apply_if(full, status), outputs
 
     @tf.autograph.experimental.do_not_convert
     def _flush(self, status: Any) -> tf.Tensor:
         self._require_cross_replica()
-        applied = self._apply_if(self._first(self._strategy.run(self._is_partial)), status)
+        applied = self._apply_if(self._agreed(self._strategy.run(self._is_partial)), status)
         self._strategy.run(lambda: self._state.write(self._accumulator.restart(self._state.read())))
         return applied
 
-    def _accumulated(self, compute: Callable[..., Any], *batch: Any) -> tuple[AccumulateState, tf.Tensor, Any]:
-        gradients, weight, *outputs = _checked_result(compute(*batch), self._targets())
-        state = self._accumulator.update(gradients, self._state.read(), weight)
+    def _accumulated(self, compute: Callable[..., Any], *batch: Any) -> tuple[Any, tf.Tensor, Any]:
+        gradients, weight, *outputs = checked_result(compute(*batch), self._targets())
+        pending, ready = self._state.accumulated(gradients, weight)
         # Which variables have a gradient is known while tracing, and only then.
         present = {i for i, gradient in enumerate(gradients) if gradient is not None}
         for i in sorted(present & self._left_out):
-            raise _error("no gradient, as in a tf.function that was traced before", "one", f"[{i}]")
+            raise error("no gradient, as in a tf.function that was traced before", "one", f"[{i}]")
         self._with_gradient |= present
-        return state, self._accumulator.ready(state), outputs[0] if outputs else None
+        return pending, ready, outputs[0] if outputs else None
 
     def _is_partial(self) -> tf.Tensor:
         state = self._state.read()
         return tf.logical_and(state.step > 0, tf.logical_not(self._accumulator.ready(state)))
 
     def _apply_if(self, condition: tf.Tensor, status: Any) -> tf.Tensor:
-        # Every replica is at the same position, so one of them may answer for all. The branch is taken here, in
-        # cross-replica context: tf.distribute allows no collective in a conditional inside of a replica.
+        # The branch is taken here, in cross-replica context: tf.distribute allows no collective in a conditional inside
+        # of a replica.
         tf.cond(condition, lambda: self._merge_and_apply(status), lambda: None)
         return condition
 
     def _merge_and_apply(self, status: Any) -> None:
         indices = sorted(self._with_gradient)
         if not indices:
-            raise _error("a call before, with a gradient for one variable or more", "none")
+            raise error("a call before, with a gradient for one variable or more", "none")
         targets = [self._targets()[i] for i in indices]
         if not tf.executing_eagerly():
             self._left_out |= set(range(len(self._targets()))) - self._with_gradient
 
         def merged() -> list[tf.Tensor]:
-            gradients = self._accumulator.value(self._merge(self._state.read()))
+            gradients = self._state.value(self._merge(self._state.read()))
             return [gradients[i] for i in indices]
 
         if self._optimizer is None:
@@ -189,48 +206,26 @@ class AccumulatedStep(tf.Module):
         else:
             self._strategy.run(lambda: self._optimizer.apply(_from_first_replica(merged()), targets))
 
+    def _agreed(self, condition: Any) -> tf.Tensor:
+        """What all replicas say of the window; they differ only where its length does."""
+        first, *others = self._local(condition)
+        for other in others:
+            require(tf.equal(first, other), "a window length that is the same on all replicas", "another one on some")
+        return first
+
     def _first(self, value: Any) -> tf.Tensor:
-        return self._strategy.experimental_local_results(value)[0]
+        return self._local(value)[0]
+
+    def _local(self, value: Any) -> Any:
+        return self._strategy.experimental_local_results(value)
 
     def _require_cross_replica(self) -> None:
         if not tf.distribute.has_strategy():
             return
         if tf.distribute.get_strategy() is not self._strategy:
-            raise _error("a call under the strategy that it was made under", "a call under another one")
+            raise error("a call under the strategy that it was made under", "a call under another one")
         if not tf.distribute.in_cross_replica_context():
-            raise _error("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
-
-
-class _ReplicaState:
-    """The `AccumulateState` of each replica, in variables.
-
-    ON_READ variables are written in replica context and stay each replica's own. Their containers are kept out of
-    checkpoints, where tf.distribute would save one combined value for all replicas; the components are tracked instead.
-    """
-
-    def __init__(self, strategy: tf.distribute.Strategy, empty: AccumulateState) -> None:
-        leaves, self._structure = tree.flatten("AccumulatedStep", empty.levels)
-        with strategy.scope():
-            self.position = {"step": _local_variable(empty.step), "index": _local_variable(empty.index)}
-            # An array of no elements has nothing to write; some carry a dtype for the reduction.
-            self._leaves = [x if x is None or 0 in x.shape else _local_variable(x) for x in leaves]
-        variables = [x for x in self._leaves if isinstance(x, tf.Variable)]
-        self.windows = [list(strategy.experimental_local_results(x)) for x in variables]
-
-    def read(self) -> AccumulateState:
-        """This replica's state."""
-        arrays = [tf.convert_to_tensor(x) if isinstance(x, tf.Variable) else x for x in self._leaves]
-        position = {name: tf.convert_to_tensor(x) for name, x in self.position.items()}
-        return AccumulateState(levels=tree.unflatten(self._structure, arrays), **position)
-
-    def write(self, state: AccumulateState) -> None:
-        """Replaces this replica's state."""
-        arrays = tree.flatten_as("AccumulatedStep", self._structure, state.levels)
-        self.position["step"].assign(state.step)
-        self.position["index"].assign(state.index)
-        for x, array in zip(self._leaves, arrays, strict=True):
-            if isinstance(x, tf.Variable):
-                x.assign(array)
+            raise error("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
 
 
 def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -242,56 +237,5 @@ def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
     return [tf.where(first, x, tf.zeros_like(x)) for x in gradients]
 
 
-def _keras_optimizer(apply: Any) -> Any:
-    """The Keras optimizer that was given, by itself or as one of its methods; None for another function."""
-    owner = getattr(apply, "__self__", apply)
-    if hasattr(owner, "apply_gradients") and hasattr(owner, "built"):
-        return owner
-    if not callable(apply):
-        raise _error("a Keras optimizer or a function", type(apply).__name__)
-    return None
-
-
 def _converted(function: Any, status: Any) -> Any:
     return tf.__internal__.autograph.tf_convert(function, status, convert_by_default=False)
-
-
-def _local_variable(initial: tf.Tensor) -> tf.Variable:
-    return tf.Variable(
-        initial,
-        trainable=False,
-        synchronization=tf.VariableSynchronization.ON_READ,
-        # A checkpoint of the position holds one value for all replicas.
-        aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
-    )
-
-
-def _require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
-    # A Keras variable holds the tf.Variable as its value.
-    variable = target if isinstance(target, tf.Variable) else getattr(target, "value", None)
-    if not isinstance(variable, tf.Variable):
-        raise _error("a variable", type(target).__name__, path)
-    if not strategy.extended.variable_created_in_scope(variable):
-        raise _error("a variable made under the strategy in scope", f"{variable.name}, which was not", path)
-
-
-def _checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
-    """What ``gradients`` has returned, its gradients as a list of one dense tensor or None a variable."""
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise _error("(gradients, weight) or (gradients, weight, outputs)", _described(result))
-    gradients, *rest = result
-    if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
-        raise _error(f"a list of {len(targets)} gradients, one a variable", _described(gradients))
-    return [_dense(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
-
-
-def _described(value: Any) -> str:
-    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
-
-
-def _dense(gradient: Any, target: Any) -> Any:
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows = tf.cast(gradient.indices, tf.int64)
-    # Added in the order of the slices; a plain conversion warns about the memory that a dense tensor takes.
-    return tf.tensor_scatter_nd_add(tf.zeros(target.shape, gradient.dtype), rows[:, tf.newaxis], gradient.values)

@@ -20,13 +20,22 @@ def mirrored(size: int) -> tf.distribute.Strategy:
     return tf.distribute.MirroredStrategy(devices, cross_device_ops=tf.distribute.ReductionToOneDevice())
 
 
+@cache
+def central() -> tf.distribute.Strategy:
+    """Two replicas that compute, and variables in one place."""
+    return tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+
+
+MADE = {"one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"), "central_2": central}
+
+
 @contextmanager
 def scope(name: str) -> Iterator[tf.distribute.Strategy]:
     """The strategy of this name, in scope."""
     if name == "none":
         yield tf.distribute.get_strategy()
         return
-    chosen = tf.distribute.OneDeviceStrategy("CPU:0") if name == "one_device" else mirrored(int(name[-1]))
+    chosen = MADE[name]() if name in MADE else mirrored(int(name[-1]))
     with chosen.scope():
         yield chosen
 

@@ -1,0 +1,81 @@
+"""What an accumulated step accepts."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.experimental import dtensor
+
+from gradcombine.backends.tensorflow_backend import BACKEND
+from gradcombine.errors import GradCombineError
+
+error = partial(GradCombineError, "AccumulatedStep")
+
+
+def require(condition: tf.Tensor, expected: str, received: str) -> None:
+    """Raises where the condition is false: at once where that is known, else when the graph runs."""
+    BACKEND.check(condition, "AccumulatedStep", expected, received)
+
+
+def keras_optimizer(apply: Any) -> Any:
+    """The Keras optimizer that was given, by itself or as one of its methods; None for another function."""
+    owner = getattr(apply, "__self__", apply)
+    if hasattr(owner, "apply_gradients") and hasattr(owner, "built"):
+        return owner
+    if not callable(apply):
+        raise error("a Keras optimizer or a function", type(apply).__name__)
+    return None
+
+
+def require_synchronous(strategy: tf.distribute.Strategy) -> None:
+    """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
+        raise error(expected, type(strategy).__name__)
+
+
+def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
+    """Refuses window lengths that differ between the processes of a strategy; exchanges them, where there are any."""
+    local = len(strategy.experimental_local_results(strategy.run(lambda: tf.zeros(()))))
+    if strategy.num_replicas_in_sync == local or callable(every):
+        return
+    lengths = strategy.gather(strategy.run(lambda: tf.constant([every])), axis=0).numpy().tolist()
+    if len(set(lengths)) > 1:
+        raise error("a window length that is the same on all replicas", lengths)
+
+
+def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
+    """Refuses what is not a variable of this strategy."""
+    # A Keras variable holds the tf.Variable as its value.
+    variable = target if isinstance(target, tf.Variable) else getattr(target, "value", None)
+    if not isinstance(variable, tf.Variable):
+        raise error("a variable", type(target).__name__, path)
+    if isinstance(variable, dtensor.DVariable):
+        expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
+        raise error(expected, "a DVariable", path)
+    if not strategy.extended.variable_created_in_scope(variable):
+        raise error("a variable made under the strategy in scope", f"{variable.name}, which was not", path)
+
+
+def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
+    """What ``gradients`` has returned, its gradients as a list of one dense tensor or None a variable."""
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise error("(gradients, weight) or (gradients, weight, outputs)", _described(result))
+    gradients, *rest = result
+    if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
+        raise error(f"a list of {len(targets)} gradients, one a variable", _described(gradients))
+    return [_dense(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
+
+
+def _described(value: Any) -> str:
+    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
+
+
+def _dense(gradient: Any, target: Any) -> Any:
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = tf.cast(gradient.indices, tf.int64)
+    # Added in the order of the slices; a plain conversion warns about the memory that a dense tensor takes.
+    return tf.tensor_scatter_nd_add(tf.zeros(target.shape, gradient.dtype), rows[:, tf.newaxis], gradient.values)

@@ -1,0 +1,109 @@
+"""Windows that are written in place: the bits of `gradcombine.combine`, and nothing written when a call fails."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations.tensorflow import AccumulatedStep
+from tests.integrations.tensorflow.strategies import given, mirrored, per_replica, replace
+
+pytestmark = pytest.mark.needs("tensorflow")
+
+EVERY = 5
+
+RUNS = {
+    "eager": lambda step: step,
+    "function": tf.function,
+    "xla": lambda step: tf.function(step, jit_compile=True),
+    "function_in_xla": lambda step: _in_xla(tf.function(step)),
+}
+
+
+def _in_xla(step: Any) -> Any:
+    """A step that was traced for a graph of its own, and runs as part of a compiled one."""
+    step(tf.zeros(33), tf.zeros(()))
+    return tf.function(lambda *batch: step(*batch), jit_compile=True)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("reduction", [reductions.mean(), reductions.sum()], ids=["mean", "sum"])
+def test_windows_have_the_bits_of_a_left_chain(run: str, reduction: Any) -> None:
+    rng = np.random.default_rng(0)
+    gradients = rng.standard_normal((3, EVERY, 33), np.float32)
+    gradients[1, 2, 0] = np.nan  # must not reach the third window
+    gradients[:, :, 1] = -0.0
+    weights = rng.uniform(0.5, 8, (3, EVERY)).astype(np.float32)
+    weights[2, 0], gradients[2, 0, 2] = 0, np.inf  # a window that begins with a contribution that is masked
+    weights[0, 3], gradients[0, 3, 2] = 0, np.nan
+    w = tf.Variable(tf.zeros(33))
+    module = AccumulatedStep(given, [w], replace, every=EVERY, reduction=reduction)
+    step = RUNS[run](module)
+    if run == "function_in_xla":
+        module.flush()
+    for window, scales in zip(gradients, weights, strict=True):
+        applied = [bool(step(tf.constant(g), tf.constant(x))[0]) for g, x in zip(window, scales, strict=True)]
+        assert applied == [False] * (EVERY - 1) + [True]
+        expected = gc.combine(reduction, list(window), scales.tolist())
+        np.testing.assert_array_equal(w.numpy().view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.parametrize("weight", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.complex64], ids=str)
+def test_known_weights_and_other_dtypes(dtype: Any, weight: int) -> None:
+    drawn = np.random.default_rng(1).standard_normal((4, 7)).astype(dtype)
+    a, b = tf.Variable(tf.zeros(7, drawn.dtype)), tf.Variable(tf.zeros(2))
+    # One weight is known while tracing, the other is not; the second variable has a gradient in one of two.
+    known = AccumulatedStep(lambda g: ([g, None], weight), [a, b], replace, every=2)
+    step = tf.function(known)
+    for pair in (drawn[:2], drawn[2:]):
+        for g in pair:
+            step(tf.constant(g))
+        expected = gc.combine(reductions.mean(), list(pair), [weight] * 2)
+        assert a.numpy().tobytes() == expected.tobytes()
+    assert step.experimental_get_tracing_count() == 1
+
+
+def test_a_variable_without_a_gradient_in_some_traces_starts_each_window_empty() -> None:
+    a, b = tf.Variable(tf.zeros(2)), tf.Variable(tf.zeros(2))
+    step = tf.function(AccumulatedStep(lambda g, both: ([g, g if both else None], 1), [a, b], replace, every=2))
+    g = tf.constant([2.0, 4.0])
+    for both, expected in ((True, [2, 4]), (False, [1, 2])):
+        step(g, both)
+        step(g, True)
+        assert b.numpy().tolist() == expected
+
+
+@pytest.mark.parametrize("failing", ["assertion", "checked"])
+def test_a_failure_inside_a_graph_writes_nothing_on_any_replica(failing: str) -> None:
+    strategy = mirrored(2)
+
+    def gradients(g: tf.Tensor, weight: tf.Tensor) -> Any:
+        if failing == "assertion":
+            tf.debugging.assert_less(weight, 9.0)
+        return [g] * 40, weight
+
+    reduction = reductions.checked(reductions.mean()) if failing == "checked" else reductions.mean()
+    with strategy.scope():
+        variables = [tf.Variable(tf.zeros(3)) for _ in range(40)]
+        module = AccumulatedStep(gradients, variables, replace, every=2, reduction=reduction)
+    step = tf.function(module)
+    ones = per_replica(strategy, lambda r: np.full(3, 1, np.float32))
+    good = per_replica(strategy, lambda r: np.float32(1))
+    bad = per_replica(strategy, lambda r: np.float32(-np.inf if failing == "checked" else 9) if r else np.float32(1))
+    step(ones, good)
+    held = [x.numpy() for group in module.windows for x in group]
+    for _ in range(5):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            step(ones, bad)
+        assert int(module.position["step"].numpy()) == 1
+        for before, x in zip(held, (x for group in module.windows for x in group), strict=True):
+            np.testing.assert_array_equal(x.numpy(), before, strict=True)
+    assert bool(step(ones, good)[0])
+    assert variables[-1].numpy().tolist() == [1, 1, 1]

@@ -1,0 +1,76 @@
+"""One process of a MultiWorkerMirroredStrategy, started by `tensorflow_cluster`; prints one line of JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine.integrations.tensorflow import AccumulatedStep
+
+EVERY, SIZE = 4, 64
+
+
+def gradient_at(rank: int, k: int) -> np.ndarray:
+    return np.random.default_rng([rank, k]).standard_normal(SIZE, np.float32)
+
+
+def weight_at(rank: int, k: int) -> float:
+    return 1.0 + (3 * rank + k) % 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--microbatches", type=int, default=2 * EVERY)
+    parser.add_argument("--save-after", type=int, help="microbatches before a checkpoint")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--die-after", type=int, help="microbatches before rank 1 is killed")
+    parser.add_argument("--uneven", action="store_true", help="a window length of its own in every process")
+    parser.add_argument("--folder", type=Path)
+    args = parser.parse_args()
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    rank = strategy.cluster_resolver.task_id
+
+    with strategy.scope():
+        w = tf.Variable(tf.zeros(SIZE))
+
+        def gradients(g: tf.Tensor, weight: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+            return [g], weight
+
+        def apply(found: list[tf.Tensor], variables: list[tf.Variable]) -> None:
+            variables[0].assign_sub(found[0])
+
+        try:
+            module = AccumulatedStep(gradients, [w], apply, every=EVERY + args.uneven * rank, order="tree")
+        except gc.GradCombineError as error:
+            print(json.dumps({"refused": str(error)}), flush=True)
+            return
+        step = tf.function(module)
+    # A window is each process's own, so each of them keeps a checkpoint of its own.
+    folder, done = args.folder and str(args.folder / str(rank)), tf.Variable(0)
+    checkpoint = tf.train.Checkpoint(step=module, w=w, done=done)
+    if args.resume:
+        checkpoint.restore(tf.train.latest_checkpoint(folder)).assert_consumed()
+    applied = []
+    for k in range(int(done), args.microbatches):
+        if k == args.die_after and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        values = tf.constant(gradient_at(rank, k)), tf.constant(weight_at(rank, k))
+        applied.append(bool(step(*values)[0]))
+        if k + 1 == args.save_after:
+            done.assign(k + 1)
+            checkpoint.save(f"{folder}/window")
+    traces = step.experimental_get_tracing_count()
+    print(json.dumps({"w": w.numpy().tobytes().hex(), "applied": applied, "traces": traces}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""The accumulated step in several processes: the bits of one list, checkpoints, and a process that is killed."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from tests.multi_process.tensorflow_cluster import Ended, run_workers
+from tests.multi_process.tensorflow_worker import EVERY, SIZE, gradient_at, weight_at
+
+pytestmark = [pytest.mark.needs("tensorflow"), pytest.mark.slow]
+
+WINDOWS = 2
+
+
+def trained(size: int) -> np.ndarray:
+    """The variable after all windows, by `gradcombine.combine` over each window's whole list."""
+    w = np.zeros(SIZE, np.float32)
+    for window in range(WINDOWS):
+        numbers = [(r, k) for r in range(size) for k in range(window * EVERY, (window + 1) * EVERY)]
+        values, weights = [gradient_at(*n) for n in numbers], [weight_at(*n) for n in numbers]
+        w = w - gc.combine(gc.reductions.mean(), values, weights, order="tree")
+    return w
+
+
+def assert_trained(ended: list[Ended]) -> None:
+    expected = trained(len(ended))
+    for each in ended:
+        assert each.code == 0, each.stderr
+        assert each.printed["traces"] == 1
+        np.testing.assert_array_equal(np.frombuffer(bytes.fromhex(each.printed["w"]), np.float32), expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_processes_give_the_bits_of_one_list(size: int) -> None:
+    ended = run_workers(size)
+    assert_trained(ended)
+    assert [each.printed["applied"] for each in ended] == [([False] * (EVERY - 1) + [True]) * WINDOWS] * size
+
+
+def test_lengths_that_differ_between_processes_are_refused() -> None:
+    for each in run_workers(2, "--uneven"):
+        assert each.code == 0, each.stderr
+        assert "expected a window length that is the same on all replicas" in each.printed["refused"]
+
+
+def test_a_killed_process_is_an_error_in_bounded_time_and_a_restart_ends_with_the_same_bits(tmp_path: Path) -> None:
+    folder = ("--folder", str(tmp_path))
+    begun = time.monotonic()
+    survivor, killed = run_workers(2, *folder, "--save-after", str(EVERY + 2), "--die-after", str(EVERY + 3))
+    assert time.monotonic() - begun < 90
+    assert killed.code == -signal.SIGKILL
+    assert survivor.code != 0 and survivor.printed is None
+    assert "tensorflow.python.framework.errors_impl" in survivor.stderr
+    resumed = run_workers(2, *folder, "--resume")
+    assert_trained(resumed)
+    assert [each.printed["applied"] for each in resumed] == [[False, True]] * 2
