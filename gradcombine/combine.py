@@ -60,11 +60,13 @@ def combine(
     if len(scales) != len(trees):
         raise GradCombineError(reduction.name, f"{len(trees)} weights", str(len(scales)))
     empty = reduction.init(_common(reduction.name, trees))
+    if reduction.update_many is not None:
+        many = reduction.update_many(empty, trees, scales, order)
+        if many is not None:
+            return reduction.finalize(many)
     if order == "tree":
         nodes = (reduction.update(empty, value, weight) for value, weight in zip(trees, scales, strict=True))
         return reduction.finalize(fold_pairwise(reduction.merge, nodes))
-    if reduction.update_many is not None:
-        return reduction.finalize(reduction.update_many(empty, trees, scales))
     state: State = empty
     for value, weight in zip(trees, scales, strict=True):
         state = reduction.update(state, value, weight)

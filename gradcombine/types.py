@@ -31,8 +31,9 @@ class Reduction(NamedTuple):
       all_merge: ``all_merge(state, collective, order) -> state``, ``merge`` over the states of all replicas.
       averages: whether the result is per unit of weight (a mean). `per_leaf` hands its weight to such reductions;
         the others learn from it only whether the contribution is present.
-      update_many: ``update_many(state, values, weights) -> state``: the state of one ``update`` after another, to the
-        bit, in less time; None for reductions that have no such way.
+      update_many: ``update_many(state, values, weights, order) -> state``: the state merged with all the values,
+        combined in this order, to the bit, in less time; it returns None for weights that it does not take. None for
+        reductions that have no such way.
     """
 
     name: str
@@ -43,7 +44,7 @@ class Reduction(NamedTuple):
     clear: Callable[[State], State]
     all_merge: Callable[[State, Any, Order], State]
     averages: bool = False
-    update_many: Callable[[State, Sequence[Tree], Sequence[Any]], State] | None = None
+    update_many: Callable[[State, Sequence[Tree], Sequence[Any], Order], State | None] | None = None
 
 
 class AccumulateState(NamedTuple):

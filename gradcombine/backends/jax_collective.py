@@ -57,6 +57,11 @@ class JaxAxis:
             return []
         return self._in_buckets(self.vary(arrays), lambda bundle: list(lax.psum(tuple(bundle), self.names)), growth=1)
 
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        if not arrays:
+            return []
+        return self._in_buckets(self.vary(arrays), lambda bundle: list(lax.pmax(tuple(bundle), self.names)), growth=1)
+
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         to = "invarying" if self._tracked() else "varying"
 

@@ -25,6 +25,9 @@ class Local:
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
 
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         return [array[None] for array in arrays]
 

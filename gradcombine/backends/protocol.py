@@ -155,7 +155,7 @@ class Backend(Protocol):
         ...
 
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
-        """The array with other rows at int32 positions: distinct ones from 0 on, but for those past the end, left out."""
+        """The array with these rows at int32 positions, from 0 on: distinct ones, and ones past the end, left out."""
         ...
 
     def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
@@ -176,6 +176,10 @@ class Collective(Protocol):
 
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
         """The elementwise sum over replicas, in an order that the framework chooses."""
+        ...
+
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        """The elementwise maximum over replicas, of int8 arrays."""
         ...
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:

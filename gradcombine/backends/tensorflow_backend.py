@@ -42,7 +42,10 @@ class TensorflowBackend:
 
     def concrete(self, array: Array) -> np.ndarray | None:
         if isinstance(array, (tf.Tensor, tf.Variable)):
-            return array.numpy() if tf.executing_eagerly() and hasattr(array, "numpy") else None
+            if tf.executing_eagerly() and hasattr(array, "numpy"):
+                return array.numpy()
+            # In a graph, a scalar that is a constant, or folded from constants.
+            return tf.get_static_value(array) if isinstance(array, tf.Tensor) and array.shape.rank == 0 else None
         return np.asarray(array)
 
     def absent(self, leaf: Any) -> bool:
@@ -109,7 +112,8 @@ class TensorflowBackend:
 
     def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         shape = max((tuple(array.shape) for array in arrays), key=len)
-        if math.prod(shape) < _WORTH_COMPILING or not _compiles():
+        sharded = tf.executing_eagerly() and any("CUSTOM" in array.device for array in arrays)  # by DTensor
+        if math.prod(shape) < _WORTH_COMPILING or sharded or not _compiles():
             return tuple(kernel(self, *static, *arrays))
         # One compilation for all shapes of a size.
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
@@ -221,6 +225,18 @@ class TfReplicas:
             reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [arrays[i] for i in chosen])
             sums.update(zip(chosen, reduced, strict=True))
         return [sums[i] for i in range(len(arrays))]
+
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        # Replicas of tf.distribute have no maximum, and no gather of bytes: they gather four in an int32.
+        context, sizes = self._context(), [math.prod(array.shape) for array in arrays]
+        if context.num_replicas_in_sync == 1 or not arrays:
+            return list(arrays)
+        padding = tf.zeros([-sum(sizes) % 4], tf.int8)
+        flat = tf.concat([*(tf.reshape(array, [-1]) for array in arrays), padding], 0)
+        (gathered,) = self.all_gather([tf.bitcast(tf.reshape(flat, [-1, 4]), tf.int32)])
+        largest = tf.reshape(tf.reduce_max(tf.bitcast(gathered, tf.int8), axis=0), [-1])
+        parts = tf.split(largest, [*sizes, padding.shape[0]])
+        return [tf.reshape(part, array.shape) for part, array in zip(parts, arrays, strict=False)]
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:

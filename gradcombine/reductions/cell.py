@@ -8,12 +8,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from gradcombine.backends.protocol import Backend
+from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array
+from gradcombine.types import Array, Order
 
 Accumulator = Any
 """An array, or a NamedTuple of arrays of one shape."""
@@ -90,16 +90,45 @@ class Cell(Protocol):
 
 @runtime_checkable
 class BatchCell(Cell, Protocol):
-    """A cell whose accumulators do not depend on the order of contributions, and that takes several at once."""
+    """A cell that takes several contributions at once."""
 
-    def update_many(
-        self, backend: Backend, a: Accumulator, xs: Sequence[Array], weights: Sequence[Weight], totals: Totals
-    ) -> Accumulator:
-        """`update` after `update`, to the bit; a contribution whose weight turns out to be 0 is 0 itself."""
+    def takes_many(self, weights: Sequence[Weight]) -> bool:
+        """Whether `update_many` knows what to do with these weights."""
         ...
 
-    def add_weights(self, backend: Backend, total: Accumulator, weights: Sequence[Weight]) -> Accumulator:
-        """`add_weight` after `add_weight`."""
+    def update_many(
+        self,
+        backend: Backend,
+        a: Accumulator,
+        xs: Sequence[Array | None],
+        weights: Sequence[Weight],
+        totals: Totals,
+        order: Order,
+    ) -> Accumulator:
+        """The accumulator merged with the contributions, combined in this order, to the bit.
+
+        None stands where there is no contribution. One whose weight turns out to be 0 is 0 itself.
+        """
+        ...
+
+    def add_weights(self, backend: Backend, total: Accumulator, weights: Sequence[Weight], order: Order) -> Accumulator:
+        """The sum of weights merged with that of more, which are known, added in this order."""
+        ...
+
+
+@runtime_checkable
+class IntegerCell(Cell, Protocol):
+    """A cell of integers, whose states the replicas merge by maxima and sums, in any order."""
+
+    @property
+    def most_replicas(self) -> int:
+        """So many may take part."""
+        ...
+
+    def all_merge(
+        self, backend: Backend, collective: Collective, accumulators: Sequence[Accumulator], totals: Totals
+    ) -> tuple[list[Accumulator], Totals]:
+        """`merge` and `merge_weights` over the replicas, to the bit."""
         ...
 
 
@@ -182,9 +211,22 @@ def weighted(operation: str, backend: Backend, x: Array, weight: Weight, running
     Raises:
       GradCombineError: for an integer leaf and a weight that is not known to be a whole number.
     """
+    return scaled(backend, x, factor(operation, backend, weight, running), running)
+
+
+def factor(operation: str, backend: Backend, weight: Weight, running: np.dtype) -> Array | None:
+    """What contributions are multiplied by; None for a weight that is known to be 1.
+
+    Raises:
+      GradCombineError: as `weighted`.
+    """
     if weight.is_one:
-        return x
+        return None
     if dtypes.kind(running) == "integer" and not weight.is_integral:
         raise GradCombineError(operation, f"an integer weight for a leaf of {running}", "another one")
-    working = dtypes.working(running)
-    return backend.scale(backend.cast(x, working), weight.cast(backend, dtypes.part(working)))
+    return weight.cast(backend, dtypes.part(dtypes.working(running)))
+
+
+def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) -> Array:
+    """``factor * x``, rounded once in at least float32."""
+    return x if factor is None else backend.scale(backend.cast(x, dtypes.working(running)), factor)

@@ -20,4 +20,7 @@ def over_weight(backend: Backend, total: Array, totals: Totals) -> Array:
 
 def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
     """+0 where nothing was added."""
+    count = backend.concrete(totals.count)
+    if count is not None and count != 0:
+        return x
     return backend.where(totals.count == 0, backend.full((), 0, backend.dtype(x)), x)

@@ -9,18 +9,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
-from gradcombine.backends.protocol import Backend
+from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
-from gradcombine.reductions import digits, dtypes, grid, rounding, spill, terms
+from gradcombine.reductions import digits, dtypes, grid, rounding, spill, terms, wire
 from gradcombine.reductions.cell import Totals
 from gradcombine.reductions.digits import Digits
 from gradcombine.reductions.grid import FLOAT32, Grid
 from gradcombine.reductions.spill import SpilledDigits
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array
+from gradcombine.types import Array, Order
 
 BLOCK = 16
 """The terms of one pass over the digits."""
+
+_HALF = 13
+"""The lower bits of a number of deposits."""
 
 
 class ExactWeight(NamedTuple):
@@ -74,11 +77,22 @@ class Exact:
         return kind(*(backend.full(shape, 0, running, [like]) for _ in kind._fields))
 
     def update(self, backend: Backend, a: Any, x: Array, weight: Weight, totals: Totals) -> Any:
-        return self.update_many(backend, a, [x], [weight], totals)
+        return self.update_many(backend, a, [x], [weight], totals, "sequential")
+
+    def takes_many(self, weights: Sequence[Weight]) -> bool:
+        return True
 
     def update_many(
-        self, backend: Backend, a: Any, xs: Sequence[Array], weights: Sequence[Weight], totals: Totals
+        self,
+        backend: Backend,
+        a: Any,
+        xs: Sequence[Array | None],
+        weights: Sequence[Weight],
+        totals: Totals,
+        order: Order,
     ) -> Any:
+        # No order changes the digits.
+        xs, weights = zip(*((x, w) for x, w in zip(xs, weights, strict=True) if x is not None), strict=True)
         own = grid.of(backend.dtype(a.slot0))
         parts = [[] if w.is_one else terms.weight_parts(backend, own, w) for w in weights]
         ones = [[] if w.known is not None else [_is_one(backend, w)] for w in weights]
@@ -104,13 +118,13 @@ class Exact:
         return _counted(kind(*words), backend.full((), 0, dtypes.INT32, like))
 
     def add_weight(self, backend: Backend, total: Any, weight: Weight) -> Any:
-        return self.add_weights(backend, total, [weight])
+        return self.add_weights(backend, total, [weight], "sequential")
 
     @np.errstate(all="ignore")
-    def add_weights(self, backend: Backend, total: Any, weights: Sequence[Weight]) -> Any:
-        """The sum of weights with several more."""
+    def add_weights(self, backend: Backend, total: Any, weights: Sequence[Weight], order: Order) -> Any:
+        """The sum of weights with several more, which no order changes."""
         own, words = grid.of(backend.dtype(total.slot0)), self._words(backend, total)
-        kind, known = type(words), [w for w in weights if w.known is not None]
+        kind, known = type(words), [w for w in weights if w.known]
         if known:
             # Weights that are known while tracing are added up there.
             values = [part for w in known for part in terms.weight_parts(NUMPY, own, w)]
@@ -128,6 +142,23 @@ class Exact:
         own, left, right = grid.of(backend.dtype(a.slot0)), self._words(backend, a), self._words(backend, b)
         words = _module(type(left)).merge(backend, own, left, right)
         return _counted(words, _limited(backend, a.deposits + b.deposits))
+
+    @property
+    def most_replicas(self) -> int:
+        return wire.MOST_REPLICAS
+
+    def all_merge(
+        self, backend: Backend, collective: Collective, accumulators: Sequence[Any], totals: Totals
+    ) -> tuple[list[Any], Totals]:
+        # Counts up to a limit of 2**26 each: the sum of their halves does not overflow.
+        deposits, half = totals.weight.deposits, (1 << _HALF) - 1
+        counts = [totals.count, deposits & half, backend.shift_right(deposits, _HALF)]
+        sums = [*accumulators, self._words(backend, totals.weight)]
+        (*merged, words), (count, low, high) = wire.all_merge(backend, collective, sums, counts)
+        many = backend.full((), (spill.CAPACITY >> _HALF) + 1, dtypes.INT32)
+        high = backend.where(high < many, high, many)
+        weight = _counted(words, _limited(backend, backend.shift_left(high, _HALF) + low))
+        return merged, Totals(weight, count)
 
     def _words(self, backend: Backend, total: Any) -> Any:
         """The digits of a sum of weights.

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradcombine.autograph import ordinary
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.added import Added
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import over_weight
 from gradcombine.reductions.exact import Exact
@@ -73,5 +73,5 @@ def mean(
             ExactMeanState,
             averages=True,
         )
-    cell = Plain("mean", ("float", "complex"), neutral, add, over_weight, additive=True, settings=settings)
+    cell = Added("mean", ("float", "complex"), neutral, add, over_weight, settings=settings)
     return lift(cell, MeanState, wire_dtype, averages=True)

@@ -10,7 +10,7 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.added import Added
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import zero_if_empty
 from gradcombine.reductions.exact import Exact
@@ -77,7 +77,7 @@ def sum(
         require_no_accumulator_dtype("sum", dtype, wire_dtype)
         cell = Exact("sum", settings, divides=False, many=require_max_terms("sum", max_terms))
         return lift(cell, ExactSumState)
-    cell = Plain("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, additive=True, settings=settings)
+    cell = Added("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, settings=settings)
     return lift(cell, SumState, wire_dtype)
 
 

@@ -15,7 +15,7 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Accumulator, BatchCell, Cell, Totals, described, dtype_of, parts
+from gradcombine.reductions.cell import Accumulator, BatchCell, Cell, IntegerCell, Totals, described, dtype_of, parts
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, Reduction, State, Tree
 
@@ -141,28 +141,39 @@ class _Treewise:
         return True
 
     @ordinary
-    def update_many(self, state: State, values: Sequence[Tree], weights: Sequence[Any]) -> State:
+    def update_many(
+        self, state: State, values: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
+    ) -> State | None:
         cell: Any = self.cell
         structure, accumulators, outputs = self._open(state)
         columns = [tree.flatten_as(cell.name, structure, value) for value in values]
         arrays = [x for column in columns for x in column]
         backend = resolve(cell.name, [*_arrays(accumulators), *arrays, state.count, *weights])
         parsed = [parse(cell.name, backend, weight) for weight in weights]
+        if not cell.takes_many(parsed):
+            return None
         totals = Totals(state.weight, state.count)
 
+        def entering(a: Any, x: Any, output: Any, path: str, weight: Weight) -> Array | None:
+            zero = weight.is_zero(backend)
+            if not self._takes(a, x, output, path) or zero is True:
+                return None
+            return _unless(backend, zero, backend.asarray(x))
+
         def leaf(a: Any, output: Any, path: str, *xs: Any) -> Any:
-            taken = [(x, w) for x, w in zip(xs, parsed, strict=True) if self._takes(a, x, output, path)]
-            present = [(backend.asarray(x), w) for x, w in taken if w.is_zero(backend) is not True]
-            if not present:
+            present = [entering(a, x, output, path, w) for x, w in zip(xs, parsed, strict=True)]
+            if all(x is None for x in present):
                 return a
-            entering = [_unless(backend, w.is_zero(backend), x) for x, w in present]
-            return cell.update_many(backend, a, entering, [w for _, w in present], totals)
+            try:
+                return cell.update_many(backend, a, present, parsed, totals, order)
+            except GradCombineError as error:
+                raise GradCombineError(cell.name, error.expected, error.received, path) from None
 
         updated = list(map(leaf, accumulators, outputs, structure.paths(), *columns))
-        known = [w for w in parsed if w.known]
-        total, count = state.weight, state.count + len(known)
+        known = [w for w in parsed if w.known is not None]
+        total, count = state.weight, _plus(backend, state.count, sum(w.known != 0 for w in known))
         if known:
-            total = cell.add_weights(backend, total, known)
+            total = cell.add_weights(backend, total, known, order)
         for w in parsed:
             if w.known is None:
                 zero = w.is_zero(backend)
@@ -219,6 +230,12 @@ class _Treewise:
         backend = resolve(self.cell.name, [*arrays, state.count])
         paths = [path for path, a in zip(structure.paths(), values, strict=True) if a is not None for _ in parts(a)]
         collective.require_own(self.cell.name, paths, arrays)
+        if isinstance(self.cell, IntegerCell) and collective.size() <= self.cell.most_replicas:
+            present = [a for a in values if a is not None]
+            merged, totals = self.cell.all_merge(backend, collective, present, Totals(state.weight, state.count))
+            back = iter(merged)
+            filled = [None if a is None else next(back) for a in values]
+            return self.state(tree.unflatten(structure, filled), *totals, state.output)
 
         def rebuild(received: Sequence[Array]) -> State:
             back = iter(received)
@@ -259,6 +276,12 @@ class _Treewise:
 
 def _unless(backend: Backend, zero: Array | bool, x: Array) -> Array:
     return x if isinstance(zero, bool) else backend.where(zero, backend.full((), 0, backend.dtype(x)), x)
+
+
+def _plus(backend: Backend, count: Array, more: int) -> Array:
+    """The sum, still known where the count was."""
+    known = backend.concrete(count)
+    return count + more if known is None else backend.full((), int(known) + more, dtypes.INT32, [count])
 
 
 def _where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:

@@ -1,0 +1,99 @@
+"""How replicas merge exact sums: by a maximum, and then a sum of integers, for which any collective has the same bits.
+
+The tags of the three slots follow the bin of the largest value, each by a maximum: of ``level + 2`` bins that have
+begun, slot s has seen ``(level + 2 - s) // 3``. So one byte an element, the *level*, tells all three. Once replicas
+know the highest level among them, each drops the slots that are below it, and what is left adds up.
+
+A sum over replicas stays within a word, as the digits of one replica do. Of settled words every replica brings one
+digit a slot, so `most_replicas` is the grid's capacity; of others the capacity bounds the deposits of all replicas
+together, and past it the result is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradcombine.backends.protocol import Backend, Collective
+from gradcombine.reductions import grid, spill
+from gradcombine.reductions.digits import Digits
+from gradcombine.reductions.grid import FLOAT32, Grid
+from gradcombine.reductions.spill import SpilledDigits
+from gradcombine.types import Array
+
+INT8 = np.dtype(np.int8)
+
+MOST_REPLICAS = FLOAT32.capacity
+"""Of one exchange."""
+
+
+def all_merge(
+    backend: Backend, collective: Collective, sums: Sequence[Any], counts: Sequence[Array]
+) -> tuple[list[Any], list[Array]]:
+    """The merged sums of all replicas, in two exchanges: a maximum and a sum.
+
+    Args:
+      backend: of the arrays.
+      collective: of at most `MOST_REPLICAS`.
+      sums: of this replica, `Digits` and `SpilledDigits`.
+      counts: int32 scalars, to be summed as well.
+    """
+    levels = collective.all_max([_fused(backend, _level, a, list(a))[0] for a in sums])
+    aligned = [_fused(backend, _aligned, a, [top, *a]) for a, top in zip(sums, levels, strict=True)]
+    arrays = [word for words in aligned for word in words]
+    received = iter(_sum_with_scalars(backend, collective, [*arrays, *counts]))
+    totals = [[next(received) for _ in a] for a in sums]
+    merged = [
+        type(a)(*_fused(backend, _joined, a, [top, *words])) for a, top, words in zip(sums, levels, totals, strict=True)
+    ]
+    return merged, list(received)
+
+
+def _sum_with_scalars(backend: Backend, collective: Collective, arrays: Sequence[Array]) -> list[Array]:
+    """The sums over replicas; scalars of a dtype travel together, since some frameworks exchange integers one by one."""
+    results = list(arrays)
+    alone = [i for i, x in enumerate(arrays) if backend.shape(x)]
+    together: dict[np.dtype, list[int]] = {}
+    for i, x in enumerate(arrays):
+        if not backend.shape(x):
+            together.setdefault(backend.dtype(x), []).append(i)
+    vectors = [backend.concat([arrays[i][None] for i in chosen]) for chosen in together.values()]
+    received = collective.all_sum([*(arrays[i] for i in alone), *vectors])
+    for i, total in zip(alone, received, strict=False):
+        results[i] = total
+    for chosen, vector in zip(together.values(), received[len(alone) :], strict=True):
+        for at, i in enumerate(chosen):
+            results[i] = vector[at]
+    return results
+
+
+def _fused(backend: Backend, kernel: Any, like: Any, arrays: Sequence[Array]) -> tuple[Array, ...]:
+    return backend.fused(kernel, (grid.of(backend.dtype(like.slot0)), type(like)), arrays)
+
+
+def _level(backend: Backend, own: Grid, kind: type, *words: Array) -> tuple[Array]:
+    return (backend.cast(sum(word & own.tag for word in words[1:3]) + (words[0] & own.tag), INT8),)
+
+
+def _aligned(backend: Backend, own: Grid, kind: type, top: Array, *words: Array) -> list[Array]:
+    """The words without their tags, 0 where the slot of another replica is higher."""
+    tags, zero = _tags(backend, own, top), backend.full((), 0, own.word)
+    stays = [(word & own.tag) == tag for word, tag in zip(words[:3], tags, strict=True)]
+    return [backend.where(stays[i % 3], word - tags[i] if i < 3 else word, zero) for i, word in enumerate(words)]
+
+
+@np.errstate(all="ignore")  # words of too many deposits wrap around, as in any merge
+def _joined(backend: Backend, own: Grid, kind: type, top: Array, *words: Array) -> Sequence[Array]:
+    tags = _tags(backend, own, top)
+    if kind is Digits:
+        return [word + tag for word, tag in zip(words, tags, strict=True)]
+    pairs = [spill.settled(backend, own, tags[s], words[s], words[s + 3], s) for s in range(3)]
+    return SpilledDigits(*(word for word, _ in pairs), *(spilled for _, spilled in pairs))
+
+
+def _tags(backend: Backend, own: Grid, level: Array) -> list[Array]:
+    """``(level + 2 - s) // 3`` without a division: exact below 256."""
+    wide = backend.cast(level, own.word)
+    return [backend.shift_right((wide + (2 - s)) * 171, 9) for s in range(3)]

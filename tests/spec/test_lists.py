@@ -1,0 +1,73 @@
+"""Long leaves in a list: the one pass over memory that they take has the bits of one addition after another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine.pairwise import fold_pairwise
+from tests.spec import exact, modes
+
+SIZE = 40_000
+"""More than one block of NumPy's, and enough to be compiled by TensorFlow."""
+
+COUNT = 6
+KNOWN = (3, 0.1, 1, 0, 7.7, 2)
+VALUES = np.random.default_rng(4).normal(size=(COUNT, SIZE)).astype(np.float32)
+
+
+def expected(weights: Any, order: str) -> tuple[np.ndarray, np.float32]:
+    """The weighted sum and the sum of weights, each rounded at every addition; a term of weight 0 keeps its place."""
+    terms = [None if w == 0 else x * np.float32(w) for x, w in zip(VALUES, weights, strict=True)]
+    scales = [None if w == 0 else np.float32(w) for w in weights]
+
+    def add(a: Any, b: Any) -> Any:
+        return b if a[0] is None else a if b[0] is None else (a[0] + b[0],)
+
+    def folded(items: list[Any]) -> Any:
+        if order == "tree":
+            return fold_pairwise(add, [(item,) for item in items])[0]
+        total = items[0]
+        for item in items[1:]:
+            total = add((total,), (item,))[0]
+        return total
+
+    return folded(terms), folded(scales)
+
+
+class Lists:
+    """Sum and mean of the rows, by weights that are known while tracing."""
+
+    def __init__(self, weights: Any, order: str) -> None:
+        self.weights, self.order = weights, order
+
+    def __call__(self, env: modes.Env, data: Any) -> Any:
+        trees = [{"x": data["x"][i]} for i in range(COUNT)]
+        order: Any = self.order
+        return {
+            "sum": gc.combine(gc.reductions.sum(), trees, self.weights, order)["x"],
+            "mean": gc.combine(gc.reductions.mean(), trees, self.weights, order)["x"],
+        }
+
+
+WEIGHTS = {"plain": None, "weighted": KNOWN}
+PROGRAMS = {
+    f"{name}-{order}": Lists(weights, order) for name, weights in WEIGHTS.items() for order in ("sequential", "tree")
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_one_pass_has_the_bits_of_many(mode: modes.Mode, program: Lists) -> None:
+    (result,) = mode.run(program, [{"x": VALUES}])
+    total, weight = expected(program.weights or (1,) * COUNT, program.order)
+    np.testing.assert_array_equal(exact.bits(result["sum"]), exact.bits(total))
+    np.testing.assert_array_equal(exact.bits(result["mean"]), exact.bits(total / weight))
+
+
+def test_a_missing_gradient_keeps_its_place_in_the_tree() -> None:
+    trees = [{"x": None if i == 1 else x} for i, x in enumerate(VALUES[:4])]
+    found = gc.combine(gc.reductions.sum(), trees, order="tree")["x"]
+    np.testing.assert_array_equal(found, VALUES[0] + (VALUES[2] + VALUES[3]))
