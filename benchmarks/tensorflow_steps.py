@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import reduce
@@ -70,7 +70,9 @@ def window_times(variants: Mapping[str, Call], calls: int, rounds: int) -> dict[
 def steps(elements: int, leaves: int, xla: bool) -> dict[str, Call]:
     """Each variant is one call of a compiled function, over the same gradients."""
     rng = np.random.default_rng(0)
-    given = [tf.constant(rng.standard_normal(elements // leaves, np.float32)) for _ in range(leaves)]
+    # XLA on CPU takes twice as long for odd lengths.
+    size = elements // leaves // 1024 * 1024
+    given = [tf.constant(rng.standard_normal(size, np.float32)) for _ in range(leaves)]
 
     def compiled(function: Callable[..., Any]) -> Call:
         graph = tf.function(function, jit_compile=xla, autograph=False)
@@ -159,30 +161,37 @@ def sum_ratios(framework: str, elements: int, rounds: int) -> dict[str, Times]:
 
 def peak(framework: str, elements: int) -> float:
     """The memory that ``add_n(values, "accumulate_n")`` needs at its peak beside its list, in trees of that list."""
-    arrays = [np.full(elements, i, np.float32) for i in range(LISTED)]
-    if framework == "tensorflow":
-        values, convert, compile_ = list(map(tf.constant, arrays)), tf.constant, tf.function
-    else:
-        values, convert, compile_ = list(map(jnp.asarray, arrays)), jnp.asarray, jax.jit
-    small = [convert(a[:8]) for a in arrays]
-    del arrays
-    total = compile_(lambda trees: gc.add_n(trees, "accumulate_n"))
-    np.asarray(total(small))  # what the framework needs for itself is there now
-    ready = compile_(lambda trees: gc.add_n(trees, "accumulate_n"))
+
+    def total(trees: list[Any]) -> Any:
+        return gc.add_n(trees, "accumulate_n")
+
     if framework == "jax":
-        ready = jax.jit(ready).lower(values).compile()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    filler = np.ones(_headroom(before) * 1024 // 4, np.float32)  # to where the peak was, so that any more counts
-    at = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    held = ready(values)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert held is not None and filler is not None
-    return (after - at) * 1024 / (4 * elements)
+        spec = jax.ShapeDtypeStruct((elements,), jnp.float32)
+        found = jax.jit(total).lower([spec] * LISTED).compile().memory_analysis()
+        return (found.temp_size_in_bytes + found.output_size_in_bytes) / (4 * elements)
+    values = [tf.fill([elements], tf.constant(i, tf.float32)) for i in range(LISTED)]
+    compiled = tf.function(total, autograph=False)
+    # The first result stays, so that its buffer is not there for the second one.
+    first = compiled(values).numpy()
+    seen, done = [_resident()], threading.Event()
+
+    def sample() -> None:
+        while not done.is_set():
+            seen.append(_resident())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    second = compiled(values).numpy()
+    done.set()
+    sampler.join()
+    seen.append(_resident())
+    assert np.array_equal(first, second)
+    return (max(seen) - seen[0]) / (4 * elements)
 
 
-def _headroom(peak_kib: int) -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return max(1, peak_kib - pages * resource.getpagesize() // 1024)
+def _resident() -> int:
+    """Bytes of memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _peak_apart(framework: str, elements: int) -> float:
