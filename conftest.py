@@ -36,7 +36,7 @@ NEEDED_AT_IMPORT = {
     "tests/multi_process": {"jax", "tensorflow"},
     "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},
     "tests/verify": {"jax", "tensorflow", "sklearn"},
-    "examples": {"jax", "tensorflow", "optax", "sklearn"},
+    "examples": {"jax", "tensorflow", "optax", "keras", "sklearn"},
 }
 """Files that import a framework as they are collected, by the beginnings of their paths."""
 

@@ -15,6 +15,7 @@ SHOWS = {
     r".*tree +│ canonical tree",
     "cross_framework.py": r"same bits: True\nwithout token counts: off by up to 0\.\d+",
     "jax_multi_process.py": r"process 0 of 2: loss .*\n(.*\n)*same bits: True",
+    "keras_fit.py": r"one batch +loss (0\.\d+) after 87 updates\nAccumulate +loss \1 after 87 updates\nKeras .* after 84",
     "optax_chain.py": r"before +loss 2\.\d+\n(.*\n)*epoch 4 +loss 0\.[0-4]\d+ +\d+ updates",
     "resume_across_frameworks.py": r"saved: states of 'mean' on 4 replicas.*\n10 more calls on two replicas; "
     r"the window is full: True\nequal bits: True",
@@ -29,7 +30,7 @@ ARGUMENTS = {"tf_strategies.py": ["none"]}
 """The others are run one by one in tests/integrations/tensorflow and tests/multi_process."""
 
 
-@pytest.mark.needs("jax", "tensorflow", "optax", "sklearn")
+@pytest.mark.needs("jax", "tensorflow", "optax", "keras", "sklearn")
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_an_example_runs(name: str) -> None:
     script = [sys.executable, str(ROOT / "examples" / name), *ARGUMENTS.get(name, [])]

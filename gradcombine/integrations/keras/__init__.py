@@ -1,0 +1,7 @@
+"""Keras 3: accumulation around any optimizer, on the TensorFlow and the JAX backend."""
+
+from gradcombine.integrations.keras.accumulate import Accumulate
+from gradcombine.integrations.keras.callbacks import FlushAtEpochEnd
+from gradcombine.integrations.keras.train_step import WeightedTrainStep
+
+__all__ = ["Accumulate", "FlushAtEpochEnd", "WeightedTrainStep"]

@@ -1,0 +1,110 @@
+"""Windows on Keras' JAX backend: pure functions between reading and assigning variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from gradcombine.accumulate import Accumulator
+from gradcombine.integrations.keras.settings import Parts
+from gradcombine.integrations.keras.window import Window
+from gradcombine.types import AccumulateState, Order
+
+
+class JaxWindow:
+    """A window, and the optimizer that is run at its end.
+
+    Works on whatever values the variables have: those of a keras.StatelessScope, traced or not, or their own.
+
+    Args:
+      accumulator: from `gradcombine.accumulate`.
+      parts: the gradients' tree.
+      order: of replicas, of which there are none: jax.Array spans the devices.
+      optimizer: run at the boundary; built.
+      variables: what it trains.
+    """
+
+    replicas = 1
+
+    def __init__(
+        self,
+        accumulator: Accumulator,
+        parts: Parts,
+        order: Order,
+        optimizer: Any,
+        variables: Sequence[Any],
+    ) -> None:
+        self.state = Window(accumulator, parts, variables)
+        self._accumulator, self._parts = accumulator, parts
+        self._optimizer, self._targets = optimizer, list(variables)
+        self._seen: set[int] = set()
+
+    def contribute(self, gradients: list[Any], weight: Any) -> None:
+        """One more microbatch; runs the optimizer where it fills the window."""
+        after = self._accumulator.update(self._parts.split(gradients), self._read(), weight)
+        self.state.write(after)
+        present = np.array([gradient is not None for gradient in gradients])
+        self.state.touched.assign(jnp.where(present, after.index + 1, self.state.touched.value))
+        self._seen |= set(np.flatnonzero(present).tolist())
+        self._apply_if(self._accumulator.ready(after), after)
+
+    def flush(self) -> Any:
+        """Runs the optimizer on a partial window, and ends it."""
+        before = self._read()
+        partial = (before.step > 0) & ~self._accumulator.ready(before)
+        self._apply_if(partial, before)
+        self.state.write(self._accumulator.restart(before))
+        return partial
+
+    def load(self, states: list[AccumulateState], touched: Any) -> None:
+        """Replaces the one state."""
+        self.state.write(states[0])
+        self.state.touched.assign(touched)
+
+    def values(self, variable: Any) -> list[Any]:
+        """The value of a variable of the window on each replica."""
+        return [variable.numpy()]
+
+    def unshare(self, variables: Sequence[Any]) -> None:
+        """Gives variables buffers of their own: Keras' averages share theirs with what they are written over.
+
+        ``fit`` donates all buffers, and one that is donated twice is an error.
+        """
+        for variable in variables:
+            variable.assign(jnp.copy(variable.value))
+
+    def _read(self) -> AccumulateState:
+        return self.state.read(lambda variable: variable.value)
+
+    def _apply_if(self, condition: Any, window: AccumulateState) -> None:
+        states = self._optimizer.variables
+        before = [x.value for x in self._targets], [x.value for x in states]
+        unseen = sorted(set(range(len(self._targets))) - self._seen)
+        touched = (self.state.touched.value == window.index + 1)[np.array(unseen, np.int32)].any()
+
+        # The window is only read in the conditional: a buffer that passes through one is copied.
+        def apply(left_out: Sequence[int]) -> Any:
+            values = self._parts.join(self._accumulator.value(window))
+            gradients = [None if i in left_out else x for i, x in enumerate(values)]
+            return tuple(map(list, self._optimizer.stateless_apply(before[1], gradients, before[0])))
+
+        def rest() -> Any:
+            return apply(unseen) if self._seen else before
+
+        def full() -> Any:
+            return _cond(touched, lambda: apply(()), rest) if unseen else apply(())
+
+        trained, state = _cond(condition, full, lambda: before)
+        for variable, value in zip([*self._targets, *states], [*trained, *state], strict=True):
+            variable.assign(value)
+
+
+def _cond(condition: Any, true: Callable[[], Any], false: Callable[[], Any]) -> Any:
+    if isinstance(condition, Tracer):
+        return jax.lax.cond(condition, true, false)
+    return true() if condition else false()

@@ -1,0 +1,130 @@
+"""An optimizer that shows what it was given, steps on both backends, and small models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from gradcombine.integrations.keras import WeightedTrainStep
+
+ON_JAX = keras.backend.backend() == "jax"
+
+if ON_JAX:
+    import jax
+else:
+    import tensorflow as tf
+
+
+@keras.saving.register_keras_serializable("tests")
+class Replace(keras.optimizers.Optimizer):
+    """Writes each gradient over its variable."""
+
+    def __init__(self, learning_rate: float = 1.0, **settings: Any) -> None:
+        super().__init__(learning_rate, **settings)
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        self.assign(variable, gradient)
+
+
+@keras.saving.register_keras_serializable("tests")
+class Model(WeightedTrainStep, keras.Model):
+    pass
+
+
+class Batches(keras.utils.PyDataset):
+    """Given batches, of any sizes."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        super().__init__()
+        self._batches = list(batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batches[index]
+
+
+def linear(optimizer: Any, model: type = Model, **settings: Any) -> Any:
+    """A model of two weights and no bias, all 1."""
+    x = keras.Input((2,))
+    made = model(x, keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="dense")(x))
+    made.compile(optimizer, "mse", **settings)
+    return made
+
+
+def tensor(value: Any, dtype: Any = None) -> Any:
+    return keras.ops.convert_to_tensor(value, dtype=dtype)
+
+
+def stepper(optimizer: Any, variables: Sequence[Any], mode: str) -> Callable[..., None]:
+    """``step(gradients, weight)`` on numpy arrays: eager, or compiled as Keras' own trainer does."""
+    weighted = hasattr(optimizer, "flush")
+    if not optimizer.built:
+        optimizer.build(list(variables))
+
+    def plain(gradients: Sequence[Any], weight: Any) -> None:
+        extra = {"weight": weight} if weighted else {}
+        optimizer.apply(gradients, list(variables), **extra)
+
+    def step(gradients: Sequence[Any], weight: Any = None) -> None:
+        given = [None if g is None else tensor(g, v.dtype) for g, v in zip(gradients, variables, strict=True)]
+        # Traced where compiled: known weights are the eager mode's.
+        run(given, 1.0 if weight is None else weight)
+
+    if mode == "eager" and ON_JAX and not weighted:
+        # Keras' own apply cannot branch on JAX outside of its stateless form.
+        run = _pure(optimizer, variables, weighted, jit=False)
+    elif mode == "eager":
+        run = plain
+    elif ON_JAX:
+        run = _pure(optimizer, variables, weighted)
+    else:
+        function = tf.function(plain, autograph=False)
+
+        def run(gradients: Sequence[Any], weight: Any) -> None:
+            function(gradients, tf.constant(weight))
+
+    return step
+
+
+def _pure(optimizer: Any, variables: Sequence[Any], weighted: bool, jit: bool = True) -> Callable[..., None]:
+    def update(state: Any, gradients: Any, weight: Any, trained: Any) -> Any:
+        extra = {"weight": weight} if weighted else {}
+        return optimizer.stateless_apply(state, gradients, trained, **extra)
+
+    call = jax.jit(update) if jit else update
+
+    def run(gradients: Sequence[Any], weight: Any) -> None:
+        state, trained = [x.value for x in optimizer.variables], [x.value for x in variables]
+        trained, state = call(
+            state, list(gradients), np.asarray(weight, np.int32 if isinstance(weight, int) else np.float32), trained
+        )
+        for variable, value in zip([*variables, *optimizer.variables], [*trained, *state], strict=True):
+            variable.assign(value)
+
+    return run
+
+
+def bits(variables: Sequence[Any]) -> list[bytes]:
+    return [np.asarray(keras.ops.convert_to_numpy(x)).tobytes() for x in variables]
+
+
+def microbatches(seed: int, count: int) -> list[list[np.ndarray]]:
+    """Gradients of a matrix and a vector, of any magnitude."""
+    rng = np.random.default_rng(seed)
+    return [
+        [
+            (rng.normal(size=shape) * 10.0 ** rng.integers(-4, 5, size=shape)).astype(np.float32)
+            for shape in ((2, 3), (5,))
+        ]
+        for _ in range(count)
+    ]
+
+
+def matrix_and_vector(dtype: str = "float32") -> list[keras.Variable]:
+    shapes = ((2, 3), (5,))
+    return [keras.Variable(np.ones(shape, np.float32), dtype=dtype, name=f"w{len(shape)}") for shape in shapes]

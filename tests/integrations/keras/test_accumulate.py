@@ -1,0 +1,217 @@
+"""What the inner optimizer gets, and when."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine.integrations.keras import Accumulate
+from tests.integrations.keras.cases import ON_JAX, Replace, bits, matrix_and_vector, microbatches, stepper, tensor
+
+REDUCTIONS = {"mean": gc.reductions.mean, "sum": gc.reductions.sum}
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_the_inner_optimizer_gets_the_bits_of_combine(every: int, reduction: Any, order: Any, mode: str) -> None:
+    variables, weights = matrix_and_vector(), [3, 1, 2, 5, 7, 1]
+    step = stepper(Accumulate(Replace(), every, reduction=reduction, order=order), variables, mode)
+    given = microbatches(0, 6)
+    for first in range(0, 6, every):
+        for k in range(first, first + every):
+            before = bits(variables)
+            step(given[k], weights[k])
+            assert k == first + every - 1 or bits(variables) == before
+        window = slice(first, first + every)
+        expected = gc.combine(REDUCTIONS[reduction](), given[window], weights[window], order)
+        assert bits(variables) == [x.tobytes() for x in expected]
+
+
+@pytest.mark.parametrize("precision", ["compensated", pytest.param("exact", marks=pytest.mark.slow)])
+def test_precisions(precision: Any, mode: str) -> None:
+    variables, given = matrix_and_vector(), microbatches(1, 3)
+    step = stepper(Accumulate(Replace(), 3, precision=precision), variables, mode)
+    for k in range(3):
+        step(given[k], k + 1)
+    expected = gc.combine(gc.reductions.mean(precision), given, [1, 2, 3])
+    assert bits(variables) == [x.tobytes() for x in expected]
+
+
+def schedule() -> Any:
+    return keras.optimizers.schedules.PiecewiseConstantDecay([1, 2], [1.0, 0.5, 0.125])
+
+
+INNER = {
+    "schedule": lambda: keras.optimizers.SGD(schedule(), momentum=0.9),
+    "clip": lambda: keras.optimizers.AdamW(0.1, weight_decay=0.1, global_clipnorm=0.5),
+    "ema": lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2, clipvalue=0.1),
+    "scaled": lambda: keras.optimizers.SGD(0.5, loss_scale_factor=1024.0),
+    "dynamic": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1), dynamic_growth_steps=2),
+    "name": lambda: "sgd",
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_windows_are_the_inner_optimizers_steps(name: str) -> None:
+    """State, schedules and moving averages are those of the inner optimizer run on the combined gradients alone."""
+    accumulated, alone = matrix_and_vector(), matrix_and_vector()
+    optimizer, inner = Accumulate(INNER[name](), 2), keras.optimizers.get(INNER[name]())
+    step, reference = stepper(optimizer, accumulated, "eager"), stepper(inner, alone, "eager")
+    given = microbatches(2, 6)
+    for k in range(0, 6, 2):
+        step(given[k], 1)
+        step(given[k + 1], 3)
+        reference(gc.mean(given[k : k + 2], [1, 3]))
+    assert bits(accumulated) == bits(alone)
+    assert bits(optimizer.inner_optimizer.variables) == bits(inner.variables)
+    assert int(optimizer.iterations) == 3 and float(optimizer.learning_rate) == float(inner.learning_rate)
+
+
+def test_keras_counts_microbatches_in_schedules_and_this_does_not() -> None:
+    rates = []
+    for optimizer in (
+        keras.optimizers.SGD(schedule(), gradient_accumulation_steps=2),
+        Accumulate(keras.optimizers.SGD(schedule()), 2),
+    ):
+        step = stepper(optimizer, matrix_and_vector(), "eager")
+        for given in microbatches(3, 4):
+            step(given)
+        rates.append(float(optimizer.learning_rate))
+    assert rates == [0.125, 0.5]
+
+
+def test_narrow_gradients_are_accumulated_in_float32() -> None:
+    """Keras' mean of 300 ones in bfloat16 is 0.85; here it is 1."""
+    means = []
+    for optimizer in (
+        keras.optimizers.SGD(-1.0, gradient_accumulation_steps=300),
+        Accumulate(keras.optimizers.SGD(-1.0), 300),
+    ):
+        w = keras.Variable([0.0], dtype="bfloat16")
+        step = stepper(optimizer, [w], "compiled")
+        for _ in range(300):
+            step([np.ones(1, np.float32)])
+        means.append(float(w[0]))
+    assert means == [0.8515625, 1.0]
+
+
+def test_the_window_may_have_another_dtype() -> None:
+    optimizer = Accumulate(Replace(), 2, dtype="float64" if not ON_JAX else "bfloat16")
+    optimizer.build(matrix_and_vector())
+    dtypes = {x.dtype for x in optimizer.variables if "_window_" in x.path}
+    assert dtypes == {"bfloat16" if ON_JAX else "float64"}
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("missing", [(0, 0), (1, 1), (0, 1), (1, 0)])
+def test_a_gradient_that_is_none_adds_nothing(missing: tuple[int, int], mode: str) -> None:
+    """Keras loses the window of the variable on TensorFlow, and leaks it into the next one on JAX.
+
+    In (0, 1) a graph that was traced before there was any gradient for the variable ends a window that holds one.
+    """
+    variables, given = matrix_and_vector(), microbatches(4, 4)
+    step = stepper(Accumulate(Replace(), 2), variables, mode)
+    for first, position in zip((0, 2), missing, strict=True):
+        window = given[first : first + 2]
+        window[position] = [window[position][0], None]
+        step(window[0])
+        step(window[1])
+        expected = gc.mean(window)
+        assert bits(variables) == [x.tobytes() for x in expected]
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_keras_loses_or_leaks_the_window_of_a_gradient_that_is_none_at_its_end() -> None:
+    a, b = keras.Variable([0.0]), keras.Variable([0.0])
+    step = stepper(keras.optimizers.SGD(-1.0, gradient_accumulation_steps=2), [a, b], "eager")
+    ones, hundreds = np.ones(1, np.float32), np.full(1, 100, np.float32)
+    step([ones, hundreds])
+    step([ones, None])
+    assert float(b[0]) == 0
+    step([ones, ones])
+    step([ones, ones])
+    # The mean of the second window is 1.
+    assert float(b[0]) == (51 if ON_JAX else 1)
+
+
+def test_a_variable_without_any_gradient_is_left_alone(mode: str) -> None:
+    used, unused = matrix_and_vector()
+    optimizer = Accumulate(keras.optimizers.SGD(1.0, weight_decay=0.5), 2)
+    step = stepper(optimizer, [used, unused], mode)
+    given = [np.ones((2, 3)), None]
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        any(step(given) for _ in range(2))
+    assert used.numpy().max() < 1 and unused.numpy().tolist() == [1.0] * 5
+
+
+def test_a_microbatch_of_weight_0_and_an_earlier_window_reach_nothing(mode: str) -> None:
+    variables, given = matrix_and_vector(), microbatches(5, 4)
+    poison = [np.full_like(x, np.nan) for x in given[0]]
+    step = stepper(Accumulate(Replace(), 2), variables, mode)
+    step(given[0], 1)
+    step(poison, 1)
+    step(poison, 0)
+    step(given[3], 2)
+    assert bits(variables) == [x.tobytes() for x in given[3]]
+
+
+def by_index(index: Any) -> Any:
+    return index + 1
+
+
+def test_a_window_may_have_a_length_by_its_index(mode: str) -> None:
+    variables = matrix_and_vector()
+    optimizer = Accumulate(Replace(), by_index)
+    step = stepper(optimizer, variables, mode)
+    applied = []
+    for given in microbatches(6, 6):
+        before = int(optimizer.iterations)
+        step(given)
+        applied.append(int(optimizer.iterations) - before)
+    assert applied == [1, 0, 1, 0, 0, 1]
+
+
+def test_flush_divides_by_the_true_weight() -> None:
+    variables, given = matrix_and_vector(), microbatches(7, 5)
+    optimizer = Accumulate(Replace(), 3)
+    assert not optimizer.flush()
+    step = stepper(optimizer, variables, "eager")
+    for k in range(2):
+        step(given[k], k + 1)
+    assert bool(optimizer.flush()) and not bool(optimizer.flush())
+    assert bits(variables) == [x.tobytes() for x in gc.mean(given[:2], [1, 2])]
+    for k in range(2, 5):
+        step(given[k], 1)
+    assert bits(variables) == [x.tobytes() for x in gc.mean(given[2:])]
+    assert not bool(optimizer.flush()) and int(optimizer.iterations) == 2
+
+
+def test_a_window_is_the_exact_weighted_mean() -> None:
+    w = keras.Variable([0.0])
+    step = stepper(Accumulate(Replace(), 3), [w], "eager")
+    terms = [(0.1, 3), (0.7, 1), (-0.3, 4)]
+    for value, weight in terms:
+        step([np.float32([value])], weight)
+    exact = sum(Fraction(float(np.float32(g))) * n for g, n in terms) / 8
+    assert abs(Fraction(float(w[0])) - exact) <= Fraction(1, 2**25)
+
+
+def test_a_weight_may_be_given_around_the_call() -> None:
+    """For a train_step, where Keras calls the optimizer without one. Inside, an argument comes first."""
+    variables, given = matrix_and_vector(), microbatches(8, 4)
+    optimizer = Accumulate(Replace(), 4)
+    step = stepper(optimizer, variables, "eager")
+    tensors = [[tensor(x) for x in gradients] for gradients in given]
+    with optimizer.weighted(3):
+        optimizer.apply(tensors[0])
+        with optimizer.weighted(5):
+            optimizer.apply(tensors[1])
+        step(given[2], 7)
+    optimizer.apply(tensors[3])
+    assert bits(variables) == [x.tobytes() for x in gc.mean(given, [3, 5, 7, 1])]

@@ -1,0 +1,77 @@
+"""What is refused, and that it harms nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.keras import Accumulate
+from tests.integrations.keras.cases import bits, matrix_and_vector, microbatches, tensor
+
+
+def sgd(**settings: Any) -> Any:
+    return keras.optimizers.SGD(1.0, **settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Accumulate(sgd(), 0), "a window length"),
+        (lambda: Accumulate(sgd(), 2.5), "a window length"),
+        (lambda: Accumulate(sgd(), 2, reduction="max"), "a reduction of"),
+        (lambda: Accumulate(sgd(), 2, precision="double"), "a precision of"),
+        (lambda: Accumulate(sgd(), 2, order="random"), "order 'sequential' or 'tree'"),
+        (lambda: Accumulate(sgd(), lambda index: 2, order="tree"), "max_every"),
+        (lambda: Accumulate(object(), 2), "a Keras optimizer"),
+        (lambda: Accumulate(sgd(gradient_accumulation_steps=4), 2), "without gradient_accumulation_steps, received 4"),
+        (lambda: Accumulate(Accumulate(sgd(), 2), 2), "does not accumulate already"),
+        (lambda: Accumulate(sgd(), 2).apply([tensor([1.0])]), "an optimizer that is built"),
+    ],
+)
+def test_arguments(make: Any, message: str) -> None:
+    with pytest.raises(GradCombineError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "weight", "message"),
+    [
+        (lambda a, b: [a], None, "2 gradients, one a variable, received 1"),
+        (lambda a, b: [None, None], None, "a gradient for one variable or more"),
+        (lambda a, b: [a, b[:2]], None, "shape"),
+        (lambda a, b: [a, b.astype(np.float16)], None, "dtype float32"),
+        (lambda a, b: [a, b], -1.0, "weight"),
+        (lambda a, b: [a, b], [1.0, 2.0], "weight"),
+    ],
+)
+def test_a_refused_microbatch_leaves_the_window_whole(change: Any, weight: Any, message: str) -> None:
+    variables, given = matrix_and_vector(), microbatches(0, 2)
+    optimizer = Accumulate(sgd(), 3)
+    optimizer.apply([tensor(x) for x in given[0]], variables)
+    before = bits([*variables, *optimizer.variables])
+    bad = [None if x is None else tensor(x) for x in change(*given[1])]
+    with pytest.raises(GradCombineError, match=message):
+        optimizer.apply(bad, weight=weight)
+    assert bits([*variables, *optimizer.variables]) == before
+
+
+def test_variables_that_it_does_not_know() -> None:
+    optimizer = Accumulate(sgd(), 2)
+    optimizer.build(matrix_and_vector())
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([tensor([1.0])], [keras.Variable([1.0])])
+
+
+def test_gradients_may_come_in_another_order_or_in_part() -> None:
+    (a, b), (g, h) = matrix_and_vector(), microbatches(1, 1)[0]
+    optimizer = Accumulate(sgd(), 2)
+    optimizer.build([a, b])
+    optimizer.apply_gradients([(tensor(h), b), (tensor(g), a)])
+    optimizer.apply([tensor(h)], [b])
+    # A sum of two equal terms, divided by 2.
+    assert (1 - a.numpy()).tolist() == (1 - (1 - g / 2)).tolist()
+    assert b.numpy().tolist() == (1 - h).tolist()

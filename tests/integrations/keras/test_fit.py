@@ -1,0 +1,127 @@
+"""compile, fit, save and load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
+from tests.integrations.keras.cases import Batches, bits, linear
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.integers(-4, 5, (16, 2)).astype(np.float32), RNG.integers(-4, 5, (16, 1)).astype(np.float32)
+"""Small integers in batches of a power of two: losses and gradients of the first steps are exact."""
+
+
+def sgd() -> Any:
+    return keras.optimizers.SGD(2.0**-6, momentum=0.5)
+
+
+def batches(*sizes: int) -> Batches:
+    ends = np.cumsum(sizes)
+    return Batches([(X[end - size : end], Y[end - size : end]) for end, size in zip(ends, sizes, strict=True)])
+
+
+def trained(optimizer: Any, data: Any, **settings: Any) -> Any:
+    model = linear(optimizer)
+    model.fit(data, shuffle=False, verbose=0, **settings)
+    return model
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (4, 2, 2, 1, 1, 6)], ids=str)
+def test_fit_equals_large_batches(sizes: tuple[int, ...]) -> None:
+    """Microbatches of any sizes give the bits of the batches that they make up."""
+    every = len(sizes) // 2
+    large = trained(sgd(), batches(8, 8))
+    model = trained(Accumulate(sgd(), every), batches(*sizes))
+    assert bits(model.weights) == bits(large.weights)
+    assert int(model.optimizer.iterations) == 2
+
+
+def test_without_weights_it_is_a_mean_of_means() -> None:
+    class Plain(keras.Model):
+        pass
+
+    model = linear(Accumulate(keras.optimizers.SGD(1.0), 2), Plain)
+    before = model.weights[0].numpy()
+    model.fit(batches(4, 2), shuffle=False, verbose=0)
+    means = [2 * ((x @ before - y) * x).mean(axis=0) for x, y in ((X[:4], Y[:4]), (X[4:6], Y[4:6]))]
+    assert (before[:, 0] - model.weights[0].numpy()[:, 0]).tolist() == np.mean(means, axis=0).tolist()
+
+
+def test_what_an_epoch_leaves_over_is_flushed() -> None:
+    large = trained(sgd(), batches(8, 4), epochs=2)
+    model = trained(Accumulate(sgd(), 2), batches(4, 4, 4), epochs=2, callbacks=[FlushAtEpochEnd()])
+    assert bits(model.weights) == bits(large.weights)
+    assert int(model.optimizer.iterations) == 4
+
+
+def test_validation_sees_what_was_flushed() -> None:
+    model = linear(Accumulate(sgd(), 2))
+    history = model.fit(
+        batches(4, 4, 4), validation_data=(X, Y), shuffle=False, verbose=0, callbacks=[FlushAtEpochEnd()]
+    )
+    assert history.history["val_loss"] == [model.evaluate(X, Y, verbose=0)]
+
+
+def test_flush_needs_an_accumulating_optimizer() -> None:
+    with pytest.raises(GradCombineError, match="compiled with Accumulate, received SGD"):
+        trained(sgd(), batches(4), callbacks=[FlushAtEpochEnd()])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Accumulate(keras.optimizers.Adam(0.1, use_ema=True), 3),
+        lambda: Accumulate(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), 3, order="tree"),
+        lambda: keras.optimizers.LossScaleOptimizer(Accumulate(keras.optimizers.Adam(0.1), 3, precision="compensated")),
+    ],
+    ids=["ema", "scale inside", "scale outside"],
+)
+def test_a_file_resumes_in_the_middle_of_a_window(make: Any, tmp_path: Path) -> None:
+    model = linear(make())
+    model.fit(batches(4, 4), shuffle=False, verbose=0)
+    model.save(tmp_path / "model.keras")
+    loaded = keras.models.load_model(tmp_path / "model.keras")
+    assert bits(loaded.optimizer.variables) == bits(model.optimizer.variables)
+    for each in (model, loaded):
+        each.fit(batches(2, 2, 2, 2), shuffle=False, verbose=0)
+    assert bits(loaded.weights) == bits(model.weights)
+    assert bits(loaded.optimizer.variables) == bits(model.optimizer.variables)
+    assert int(loaded.optimizer.iterations) == 2
+
+
+@keras.saving.register_keras_serializable("tests")
+def doubling(index: Any) -> Any:
+    return 2**index
+
+
+def test_a_config_makes_the_same_optimizer() -> None:
+    made = Accumulate(
+        keras.optimizers.SGD(0.25), doubling, reduction="sum", precision="compensated", order="tree", max_every=8
+    )
+    again = keras.optimizers.deserialize(keras.optimizers.serialize(made))
+    assert isinstance(again, Accumulate)
+    assert again.get_config() == made.get_config() and again.every is doubling
+
+
+def test_a_window_that_was_built_otherwise_is_not_loaded(tmp_path: Path) -> None:
+    model = trained(Accumulate(sgd(), 3), batches(4, 4))
+    model.save_weights(tmp_path / "a.weights.h5")
+    other = trained(Accumulate(sgd(), 3, order="tree"), batches(4))
+    before = bits(other.optimizer.variables[2:-3])
+    with pytest.warns(UserWarning, match="Skipping the window"):
+        other.load_weights(tmp_path / "a.weights.h5")
+    assert bits(other.optimizer.variables[2:-3]) == before
+
+
+def test_a_callback_sets_the_inner_learning_rate() -> None:
+    model = trained(
+        Accumulate(sgd(), 2), batches(4, 4), callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch: 0.125)]
+    )
+    assert float(model.optimizer.inner_optimizer.learning_rate) == 0.125

@@ -1,0 +1,68 @@
+"""Loss scales inside and around, and variables that take their gradient's place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.keras import Accumulate
+from tests.integrations.keras.cases import ON_JAX, linear, stepper
+
+ONE, INF = np.ones(1, np.float32), np.full(1, np.inf, np.float32)
+
+
+def dynamic(inner: Any, **settings: Any) -> Any:
+    return keras.optimizers.LossScaleOptimizer(inner, initial_scale=8.0, **settings)
+
+
+def test_inside_it_skips_a_window_with_an_infinity(mode: str) -> None:
+    w = keras.Variable([0.0])
+    optimizer = Accumulate(dynamic(keras.optimizers.SGD(-1.0)), 2)
+    step = stepper(optimizer, [w], mode)
+    seen = []
+    for given in (16 * ONE, 32 * ONE, INF, ONE, 4 * ONE, 4 * ONE):
+        step([given])
+        seen.append((float(w[0]), float(optimizer.scale_loss(1.0))))
+    # (16 + 32) / 2 / 8 = 3, then a skip that halves the scale, then 4 / 4 more.
+    assert seen == [(0, 8), (3, 8), (3, 8), (3, 4), (3, 4), (4, 4)]
+
+
+def test_around_it_leaves_out_one_microbatch() -> None:
+    w = keras.Variable([0.0])
+    optimizer = dynamic(Accumulate(keras.optimizers.SGD(-1.0), 2))
+    optimizer.build([w])
+    mode = "compiled" if ON_JAX else "eager"
+    step = stepper(optimizer, [w], mode)
+    for given in (16 * ONE, INF, 4 * ONE):
+        step([given])
+    # (16 / 8 + 4 / 4) / 2
+    assert float(w[0]) == 1.5
+
+
+def test_around_it_turns_a_fixed_scale_off() -> None:
+    inner = keras.optimizers.SGD(1.0, loss_scale_factor=4.0)
+    optimizer = Accumulate(inner, 2)
+    assert float(optimizer.scale_loss(np.float32(1))) == 4
+    dynamic(optimizer)
+    assert inner.loss_scale_factor is None
+
+
+def test_one_dynamic_scale_is_enough() -> None:
+    optimizer = Accumulate(dynamic(keras.optimizers.SGD(1.0)), 2)
+    with pytest.raises(GradCombineError, match=r"auto_scale_loss=False"):
+        dynamic(optimizer)
+    assert linear(optimizer, auto_scale_loss=False).optimizer is optimizer
+
+
+def test_what_takes_its_variables_place_has_the_maximum(mode: str) -> None:
+    """Scales of float8 layers: neither averaged nor weighted, as Keras does it, but negative ones included."""
+    w, scale = keras.Variable([0.0]), keras.Variable([0.0])
+    scale.overwrite_with_gradient = True
+    step = stepper(Accumulate(keras.optimizers.SGD(-1.0, loss_scale_factor=2.0), 2), [w, scale], mode)
+    for gradient, value, weight in ((2, -3, 1), (6, -5, 3)):
+        step([gradient * ONE, value * ONE], weight)
+    assert (float(w[0]), float(scale[0])) == (2.5, -3)

@@ -1,0 +1,203 @@
+"""Replicas of tf.distribute: in fit, in a tf.function and eagerly."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import cache
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
+from tests.integrations.keras.cases import Replace, bits, linear
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.integers(-4, 5, (8, 2)).astype(np.float32), RNG.integers(-4, 5, (8, 1)).astype(np.float32)
+
+
+@cache
+def mirrored() -> tf.distribute.Strategy:
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice())
+
+
+def under(strategy: tf.distribute.Strategy, variables: list[Any], optimizer: Any) -> Any:
+    """A compiled step: each replica hands its own gradients and weight, of a loss that is divided by the replicas."""
+    with strategy.scope():
+        made = [keras.Variable(x) for x in variables]
+        chosen = optimizer()
+        chosen.build(made)
+
+    def apply(gradients: Any, weight: Any) -> None:
+        chosen.apply([gradients / 2], made, weight=weight)
+
+    @tf.function(autograph=False)
+    def run(gradients: Any, weight: Any) -> None:
+        strategy.run(apply, args=(gradients, weight))
+
+    def step(*replicas: tuple[float, int]) -> None:
+        def place(i: int, dtype: Any) -> Any:
+            return strategy.experimental_distribute_values_from_function(
+                lambda context: tf.constant(replicas[context.replica_id_in_sync_group][i], dtype)
+            )
+
+        run(place(0, tf.float32), place(1, tf.int32))
+
+    return step, made, chosen
+
+
+def test_the_true_mean_over_microbatches_and_replicas() -> None:
+    step, (w,), optimizer = under(mirrored(), [0.0], lambda: Accumulate(keras.optimizers.SGD(-1.0), 2))
+    step((2.0, 1), (6.0, 3))
+    assert w.numpy() == 0
+    step((-4.0, 3), (8.0, 1))
+    assert w.numpy() == (2 + 18 - 12 + 8) / 8
+    assert optimizer.iterations.numpy() == 1
+    # A replica without data.
+    step((5.0, 2), (float("nan"), 0))
+    assert bool(optimizer.flush()) and not bool(optimizer.flush())
+    assert w.numpy() == 2 + 5
+
+
+def test_keras_raises_where_this_accumulates() -> None:
+    """Its accumulation branches inside of a replica, around an all-reduce."""
+    with mirrored().scope():
+        w, optimizer = keras.Variable(0.0), keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+        optimizer.build([w])
+    step = tf.function(lambda: mirrored().run(lambda: optimizer.apply([tf.constant(1.0)], [w])), autograph=False)
+    with pytest.raises(RuntimeError, match="merge_call"):
+        step()
+
+
+@pytest.mark.parametrize("infinite", [0, 1])
+def test_all_replicas_skip_an_infinity_of_any(infinite: int) -> None:
+    """Keras asks the first replica alone."""
+    seen = []
+    for make in (_with_weight, lambda inner: Accumulate(inner, 1)):
+
+        def scaled(make: Any = make) -> Any:
+            return make(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(-1.0), initial_scale=4.0))
+
+        step, (w,), chosen = under(mirrored(), [0.0], scaled)
+        step(*((float("inf") if rank == infinite else 4.0, 1) for rank in range(2)))
+        seen.append((float(w.numpy()), float(chosen.scale_loss(1.0))))
+    assert seen[1] == (0, 2)
+    assert (seen[0] == seen[1]) == (infinite == 0)
+
+
+def _with_weight(optimizer: Any) -> Any:
+    """Keras' own optimizers take no weight."""
+    plain = optimizer.apply
+    optimizer.apply = lambda grads, variables, weight: plain(grads, variables)
+    return optimizer
+
+
+def test_a_scale_around_it_is_refused() -> None:
+    with mirrored().scope():
+        optimizer = keras.optimizers.LossScaleOptimizer(Accumulate(keras.optimizers.SGD(1.0), 2))
+        with pytest.raises(GradCombineError, match=r"expected Accumulate\(LossScaleOptimizer"):
+            optimizer.build([keras.Variable(0.0)])
+
+
+def test_clipping_sees_the_combined_gradient() -> None:
+    inner = lambda: keras.optimizers.SGD(-1.0, global_clipnorm=3.0)  # noqa: E731
+    step, (w,), _ = under(mirrored(), [0.0], lambda: Accumulate(inner(), 1))
+    step((8.0, 1), (-4.0, 1))
+    step((8.0, 1), (0.0, 1))
+    assert w.numpy() == 2 + 3
+
+
+def test_what_takes_its_variables_place_has_the_maximum_of_all_replicas() -> None:
+    with mirrored().scope():
+        w, scale = keras.Variable(0.0, aggregation="mean"), keras.Variable(0.0, aggregation="mean")
+        scale.overwrite_with_gradient = True
+        optimizer = Accumulate(keras.optimizers.SGD(-1.0), 1)
+        optimizer.build([w, scale])
+
+    @tf.function(autograph=False)
+    def step() -> None:
+        def apply() -> None:
+            rank = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
+            optimizer.apply([tf.constant(1.0), 3.0 + rank], [w, scale])
+
+        mirrored().run(apply)
+
+    step()
+    assert [x.numpy() for x in mirrored().experimental_local_results(scale.value)] == [4, 4]
+    assert w.numpy() == 2
+
+
+INNER = {
+    "momentum": lambda: keras.optimizers.SGD(2.0**-6, momentum=0.5),
+    "ema": lambda: keras.optimizers.SGD(2.0**-6, use_ema=True, ema_momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_fit_on_two_replicas_equals_large_batches(name: str) -> None:
+    """Three microbatches, one of them flushed."""
+    large = linear(INNER[name]())
+    with mirrored().scope():
+        model = linear(Accumulate(INNER[name](), 2))
+    large.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    model.fit(X[:6], Y[:6], batch_size=2, shuffle=False, verbose=0)
+    model.fit(X[6:], Y[6:], batch_size=2, shuffle=False, verbose=0)
+    assert bits(model.weights) == bits(large.weights)
+    assert bits(model.optimizer.inner_optimizer.variables) == bits(large.optimizer.variables)
+
+
+def test_replicas_count_by_their_examples_in_fit() -> None:
+    """The replicas have 2 and 2 examples, then 2 and 1."""
+    with mirrored().scope():
+        model = linear(Accumulate(keras.optimizers.SGD(-1.0), 4))
+    model.fit(X[:7], Y[:7], batch_size=4, shuffle=False, verbose=0, callbacks=[FlushAtEpochEnd()])
+    residuals = X[:7].sum(axis=1, keepdims=True) - Y[:7]
+    exact = [1 + Fraction(int(total)) * 2 / 7 for total in (residuals * X[:7]).sum(axis=0)]
+    received = [Fraction(float(x)) for x in model.weights[0].numpy()[:, 0]]
+    assert all(abs(a - b) <= abs(b) * Fraction(1, 2**22) for a, b in zip(received, exact, strict=True))
+
+
+def test_steps_per_execution() -> None:
+    with mirrored().scope():
+        model = linear(Accumulate(INNER["momentum"](), 2), steps_per_execution=4)
+    model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
+    large = linear(INNER["momentum"]())
+    large.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+    assert bits(model.weights) == bits(large.weights)
+
+
+def test_xla_has_the_same_bits() -> None:
+    trained = []
+    for jit_compile in (False, True):
+        model = linear(Accumulate(Replace(), 2), jit_compile=jit_compile)
+        model.fit(X / 3, Y / 7, batch_size=4, shuffle=False, verbose=0)
+        trained.append(bits(model.optimizer.variables[-6:-3]))
+    assert trained[0] == trained[1]
+
+
+def test_sparse_gradients() -> None:
+    w, optimizer = keras.Variable(np.zeros((3, 1), np.float32)), Accumulate(Replace(), 2)
+    for rows in ([0, 0], [2, 0]):
+        optimizer.apply([tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant(rows), (3, 1))], [w])
+    assert w.numpy().tolist() == [[2.5], [0], [0.5]]
+
+
+def test_other_strategies_and_contexts() -> None:
+    one = tf.distribute.OneDeviceStrategy("CPU:0")
+    step, (w,), _ = under(one, [0.0], lambda: Accumulate(keras.optimizers.SGD(-2.0), 2))
+    step((1.0, 1))
+    step((3.0, 1))
+    assert w.numpy() == 2
+    central = tf.distribute.experimental.CentralStorageStrategy(["CPU:0", "CPU:1"], "CPU:0")
+    with central.scope(), pytest.raises(GradCombineError, match="variables on every replica"):
+        Accumulate(keras.optimizers.SGD(1.0), 2).build([keras.Variable(0.0)])
+    with mirrored().scope():
+        v, optimizer = keras.Variable(0.0), Accumulate(keras.optimizers.SGD(1.0), 2)
+        optimizer.build([v])
+        with pytest.raises(GradCombineError, match="replica context"):
+            optimizer.apply([tf.constant(1.0)], [v])
+    with pytest.raises(GradCombineError, match="under the strategy"):
+        optimizer.apply([tf.constant(1.0)], [v])

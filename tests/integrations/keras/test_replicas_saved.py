@@ -1,0 +1,70 @@
+"""Windows of several replicas in .keras files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from gradcombine.integrations.keras import Accumulate
+from tests.integrations.keras.cases import bits, linear
+from tests.integrations.keras.test_replicas import X, Y, mirrored
+
+
+def scope(replicas: int) -> Any:
+    return mirrored().scope() if replicas == 2 else tf.distribute.OneDeviceStrategy("CPU:0").scope()
+
+
+def windows(model: Any) -> list[list[bytes]]:
+    """The variables of the window, by replica."""
+    window = model.optimizer._window
+    return [[np.asarray(x).tobytes() for x in window.values(variable)] for variable in window.state.variables]
+
+
+def train(model: Any, part: slice) -> None:
+    model.fit(X[part], Y[part], batch_size=2, shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "order"),
+    [
+        (2, 2, "sequential"),
+        (1, 2, "sequential"),
+        (2, 1, "tree"),
+        pytest.param(2, 1, "sequential", marks=pytest.mark.slow),
+        pytest.param(2, 2, "tree", marks=pytest.mark.slow),
+    ],
+)
+def test_a_file_resumes_under_any_number_of_replicas(before: int, after: int, order: Any, tmp_path: Path) -> None:
+    """Gradients are integers over a power of two: any order of additions is exact."""
+    with scope(before):
+        model = linear(Accumulate(keras.optimizers.SGD(2.0**-6), 4, order=order))
+    train(model, slice(0, 6))
+    model.save(tmp_path / "model.keras")
+    with scope(after):
+        loaded = keras.models.load_model(tmp_path / "model.keras")
+    if before == after:
+        assert windows(loaded) == windows(model)
+    for each in (model, loaded):
+        train(each, slice(6, 8))
+    assert int(loaded.optimizer.iterations.numpy()) == 1
+    assert bits(loaded.weights) == bits(model.weights)
+    large = linear(keras.optimizers.SGD(2.0**-6))
+    large.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    assert bits(loaded.weights) == bits(large.weights)
+
+
+def test_a_checkpoint_resumes_on_one_replica(tmp_path: Path) -> None:
+    model, restored = (linear(Accumulate(keras.optimizers.Adam(0.1), 3)) for _ in range(2))
+    train(model, slice(0, 4))
+    restored.optimizer.build(restored.trainable_variables)
+    path = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(tmp_path / "c"))
+    tf.train.Checkpoint(model=restored, optimizer=restored.optimizer).restore(path).assert_existing_objects_matched()
+    for each in (model, restored):
+        train(each, slice(4, 8))
+    assert bits(restored.weights) == bits(model.weights)
+    assert bits(restored.optimizer.variables) == bits(model.optimizer.variables)

@@ -1,0 +1,39 @@
+"""The same gradients on both backends: the same windows and updates, to the bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+
+from gradcombine.integrations.keras import Accumulate
+from tests.integrations.keras import resumed
+from tests.integrations.keras.cases import Replace, linear, tensor
+
+
+def test_a_window_begun_on_tensorflow_and_ended_on_jax(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    gradients = [(rng.normal(size=(2, 1)) * 10.0 ** rng.integers(-6, 7, (2, 1))).astype(np.float32) for _ in range(5)]
+    model = linear(Accumulate(Replace(), 3))
+    model.optimizer.build(model.trainable_variables)
+    for gradient in gradients[:2]:
+        model.optimizer.apply([tensor(gradient)], weight=np.float32(0.7))
+    model.save(tmp_path / "begun.keras")
+    weights = {f"w{k}": np.float32(k + 0.3) for k in range(3)}
+    np.savez(tmp_path / "given.npz", **{f"g{k}": x for k, x in enumerate(gradients[2:])}, **weights)
+    arguments = [str(tmp_path / name) for name in ("begun.keras", "given.npz", "result.npz")]
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    done = subprocess.run(
+        [sys.executable, resumed.__file__, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    expected = resumed.finish(keras.models.load_model(arguments[0]), np.load(arguments[1]))
+    with np.load(arguments[2]) as received:
+        assert set(received.files) == set(expected)
+        assert {name: received[name].tobytes() for name in received.files} == {
+            name: x.tobytes() for name, x in expected.items()
+        }
