@@ -15,7 +15,8 @@ SHOWS = {
     r".*tree +│ canonical tree",
     "cross_framework.py": r"same bits: True\nwithout token counts: off by up to 0\.\d+",
     "jax_multi_process.py": r"process 0 of 2: loss .*\n(.*\n)*same bits: True",
-    "keras_fit.py": r"one batch +loss (0\.\d+) after 87 updates\nAccumulate +loss \1 after 87 updates\nKeras .* after 84",
+    "keras_fit.py": r"one batch +loss (0\.\d+) after 87 updates\nAccumulate +loss \1 after 87 updates\n"
+    r"Keras .* after 84 updates",
     "optax_chain.py": r"before +loss 2\.\d+\n(.*\n)*epoch 4 +loss 0\.[0-4]\d+ +\d+ updates",
     "resume_across_frameworks.py": r"saved: states of 'mean' on 4 replicas.*\n10 more calls on two replicas; "
     r"the window is full: True\nequal bits: True",
