@@ -32,7 +32,7 @@ NEEDED_AT_IMPORT = {
     "tests/integrations/jax": {"jax", "optax", "flax", "equinox"},
     "tests/integrations/keras": {"tensorflow", "keras", "jax"},
     "tests/integrations/optax": {"jax", "optax"},
-    "tests/integrations/tensorflow": {"tensorflow"},
+    "tests/integrations/tensorflow": {"tensorflow", "keras"},
     "tests/multi_process": {"jax", "tensorflow"},
     "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},
     "tests/verify": {"jax", "tensorflow", "sklearn"},

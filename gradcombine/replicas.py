@@ -80,6 +80,8 @@ def all_reduce(
     present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
     over.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
     state = reduction.update(reduction.init(value), value, weight)
+    if reduction.all_finalize is not None:
+        return reduction.all_finalize(state, over, weight)
     return reduction.finalize(reduction.all_merge(state, over, order))
 
 

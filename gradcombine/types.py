@@ -34,6 +34,8 @@ class Reduction(NamedTuple):
       update_many: ``update_many(state, values, weights, order) -> state``: the state merged with all the values,
         combined in this order, to the bit, in less time; it returns None for weights that it does not take. None for
         reductions that have no such way.
+      all_finalize: ``all_finalize(state, collective, weight) -> value``: ``finalize`` of ``all_merge`` of states that
+        have each had one contribution, of this weight, with less to exchange. None for reductions without such a way.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Reduction(NamedTuple):
     all_merge: Callable[[State, Any, Order], State]
     averages: bool = False
     update_many: Callable[[State, Sequence[Tree], Sequence[Any], Order], State | None] | None = None
+    all_finalize: Callable[[State, Any, Any], Tree] | None = None
 
 
 class AccumulateState(NamedTuple):

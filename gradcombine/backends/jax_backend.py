@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -122,6 +122,23 @@ class JaxBackend:
             return tuple(kernel(self, *static, *arrays))
         return _compiled(kernel, static, tuple(arrays))
 
+    def seldom(
+        self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        known = self.concrete(condition)
+        if known is not None and not any(isinstance(array, Tracer) for array in arrays):
+            return self.fused(kernel, static, arrays) if known else tuple(arrays)
+        # A conditional would copy all of the arrays at every call. A loop of no turns leaves them where they are.
+        axes = frozenset[str]().union(*map(varying, arrays))
+        missing = [tuple(axes - varying(array)) for array in arrays]
+        pairs = zip(arrays, missing, strict=True)
+        carried = tuple(lax.pcast(array, names, to="varying") if names else array for array, names in pairs)
+
+        def turn(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+            return jnp.zeros_like(state[0]), tuple(kernel(self, *static, *state[1]))
+
+        return lax.while_loop(lambda state: state[0], turn, (condition, carried))[1]
+
     def over(self, names: str | Sequence[str]) -> Collective:
         return JaxAxis(names)
 
@@ -138,6 +155,14 @@ class JaxBackend:
 
     def cumsum(self, array: Array) -> Array:
         return jnp.cumsum(array, dtype=jnp.int32)
+
+    def search_sorted(self, ordered: Array, keys: Array) -> Array:
+        return jnp.searchsorted(ordered, keys).astype(jnp.int32)
+
+    def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
+        if isinstance(condition(*carry), Tracer):
+            return lax.while_loop(lambda carry: condition(*carry), lambda carry: body(*carry), carry)
+        return NUMPY.loop(condition, body, *carry)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         return jnp.concatenate(list(arrays))

@@ -80,6 +80,25 @@ class JaxAxis:
 
         return self._in_buckets(self.vary(arrays), exchange, growth=1, kept=1)
 
+    def of_sums(
+        self,
+        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+        summed: Sequence[Array],
+        common: Sequence[Array],
+    ) -> list[Array]:
+        if not self._local():
+            return function(self.all_sum(summed), common)
+        parts = self.sum_scatter([self._rows(array) for array in summed])
+        own = [self._rows(array)[self.rank()] for array in common]
+        gathered = self.all_gather(function(parts, own))
+        whole = (rows.reshape(-1)[: array.size] for rows, array in zip(gathered, common, strict=True))
+        return [flat.reshape(array.shape) for flat, array in zip(whole, common, strict=True)]
+
+    def _rows(self, array: Array) -> Array:
+        """The elements, one row a replica, filled up with zeros."""
+        flat = array.reshape(-1)
+        return jnp.pad(flat, (0, -flat.size % self.size())).reshape(self.size(), -1)
+
     def _gather(self, array: Array, to: str) -> Array:
         if len(self.names) == 1 or to == "invarying":
             return lax.all_gather(array, self.names, to=to)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,6 +30,14 @@ class Local:
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         return [array[None] for array in arrays]
+
+    def of_sums(
+        self,
+        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+        summed: Sequence[Array],
+        common: Sequence[Array],
+    ) -> list[Array]:
+        return function(summed, common)
 
     def vary(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)

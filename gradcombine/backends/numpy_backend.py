@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,6 +111,11 @@ class NumpyBackend:
                 result[block] = part
         return tuple(result.reshape(shape) for result in results)
 
+    def seldom(
+        self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        return self.fused(kernel, static, arrays) if condition else tuple(arrays)
+
     def row_slices(self, leaf: Any) -> RowSlices | None:
         return None
 
@@ -119,6 +124,14 @@ class NumpyBackend:
 
     def cumsum(self, array: Array) -> Array:
         return np.cumsum(array, dtype=np.int32)
+
+    def search_sorted(self, ordered: Array, keys: Array) -> Array:
+        return np.searchsorted(ordered, keys).astype(np.int32)
+
+    def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
+        while condition(*carry):
+            carry = body(*carry)
+        return carry
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         return np.concatenate(list(arrays))

@@ -134,6 +134,19 @@ class Backend(Protocol):
         """
         ...
 
+    def seldom(
+        self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """``kernel(self, *static, *arrays)`` where the scalar condition holds, else the arrays, which are not copied.
+
+        Args:
+          condition: known or traced; it seldom holds.
+          kernel: as for `fused`. Its results have the shapes and dtypes of the arrays.
+          static: hashable arguments.
+          arrays: of one shape.
+        """
+        ...
+
     def row_slices(self, leaf: Any) -> RowSlices | None:
         """The parts of a row-sparse array of this framework's own kind; None for anything else."""
         ...
@@ -144,6 +157,14 @@ class Backend(Protocol):
 
     def cumsum(self, array: Array) -> Array:
         """The running totals of an int32 vector."""
+        ...
+
+    def search_sorted(self, ordered: Array, keys: Array) -> Array:
+        """For each of the int32 keys, how many of an ascending int32 vector are smaller, as int32."""
+        ...
+
+    def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
+        """The arrays ``carry = body(*carry)`` after all the times that the boolean ``condition(*carry)`` held."""
         ...
 
     def concat(self, arrays: Sequence[Array]) -> Array:
@@ -184,6 +205,19 @@ class Collective(Protocol):
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         """The replicas' arrays, stacked by rank along a new first axis."""
+        ...
+
+    def of_sums(
+        self,
+        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+        summed: Sequence[Array],
+        common: Sequence[Array],
+    ) -> list[Array]:
+        """``function(sums over replicas of summed, common)``, computed by each replica for a part of the elements.
+
+        The function is elementwise, and has one result for each array of ``common``, which are the same on all
+        replicas: of its shape. It must not depend on the order of sums, as those of integers do not.
+        """
         ...
 
     def vary(self, arrays: Sequence[Array]) -> list[Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -119,6 +119,19 @@ class TensorflowBackend:
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
         return tuple(tf.reshape(result, shape) for result in _compiled(kernel, static)(*flat))
 
+    def seldom(
+        self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        known = self.concrete(condition)
+        if known is not None:
+            return self.fused(kernel, static, arrays) if known else tuple(arrays)
+
+        def turn(_: Array, *carried: Array) -> tuple[Array, ...]:
+            return tf.constant(False), *self.fused(kernel, static, carried)
+
+        # Under jit_compile a conditional would copy all of the arrays; a loop of no turns leaves them where they are.
+        return tf.while_loop(lambda due, *_: due, turn, (condition, *arrays))[1:]
+
     def over(self) -> Collective:
         return TfReplicas()
 
@@ -133,6 +146,12 @@ class TensorflowBackend:
 
     def cumsum(self, array: Array) -> Array:
         return tf.cumsum(array)
+
+    def search_sorted(self, ordered: Array, keys: Array) -> Array:
+        return tf.searchsorted(ordered, keys)
+
+    def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
+        return tf.while_loop(condition, body, carry)
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         return tf.concat(list(arrays), axis=0)
@@ -231,11 +250,11 @@ class TfReplicas:
         context, sizes = self._context(), [math.prod(array.shape) for array in arrays]
         if context.num_replicas_in_sync == 1 or not arrays:
             return list(arrays)
-        padding = tf.zeros([-sum(sizes) % 4], tf.int8)
-        flat = tf.concat([*(tf.reshape(array, [-1]) for array in arrays), padding], 0)
+        rest = -sum(sizes) % 4
+        flat = tf.concat([*(tf.reshape(array, [-1]) for array in arrays), tf.zeros([rest], tf.int8)], 0)
         (gathered,) = self.all_gather([tf.bitcast(tf.reshape(flat, [-1, 4]), tf.int32)])
         largest = tf.reshape(tf.reduce_max(tf.bitcast(gathered, tf.int8), axis=0), [-1])
-        parts = tf.split(largest, [*sizes, padding.shape[0]])
+        parts = tf.split(largest, [*sizes, rest])
         return [tf.reshape(part, array.shape) for part, array in zip(parts, arrays, strict=False)]
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
@@ -246,6 +265,15 @@ class TfReplicas:
         # Between processes the shapes get lost in a graph.
         shapes = [(context.num_replicas_in_sync, *array.shape) for array in arrays]
         return [tf.ensure_shape(x, shape) for x, shape in zip(gathered, shapes, strict=True)]
+
+    def of_sums(
+        self,
+        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+        summed: Sequence[Array],
+        common: Sequence[Array],
+    ) -> list[Array]:
+        # Replicas of tf.distribute have no reduce-scatter.
+        return function(self.all_sum(summed), common)
 
     def vary(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)

@@ -8,6 +8,24 @@ from gradcombine.reductions.mean import mean
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.product import product
+from gradcombine.reductions.row_mean import row_mean
+from gradcombine.reductions.row_sum import row_sum
+from gradcombine.reductions.sparse_as_dense import sparse_as_dense
 from gradcombine.reductions.sum import sum
 
-__all__ = ["adasum", "checked", "first", "last", "max", "mean", "min", "moments", "per_leaf", "product", "sum"]
+__all__ = [
+    "adasum",
+    "checked",
+    "first",
+    "last",
+    "max",
+    "mean",
+    "min",
+    "moments",
+    "per_leaf",
+    "product",
+    "row_mean",
+    "row_sum",
+    "sparse_as_dense",
+    "sum",
+]

@@ -120,6 +120,10 @@ class BatchCell(Cell, Protocol):
 class IntegerCell(Cell, Protocol):
     """A cell of integers, whose states the replicas merge by maxima and sums, in any order."""
 
+    def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Accumulator:
+        """The accumulator, where contributions of these weights had nothing for it."""
+        ...
+
     @property
     def most_replicas(self) -> int:
         """So many may take part."""
@@ -129,6 +133,18 @@ class IntegerCell(Cell, Protocol):
         self, backend: Backend, collective: Collective, accumulators: Sequence[Accumulator], totals: Totals
     ) -> tuple[list[Accumulator], Totals]:
         """`merge` and `merge_weights` over the replicas, to the bit."""
+        ...
+
+    def all_finish(
+        self,
+        backend: Backend,
+        collective: Collective,
+        accumulators: Sequence[Accumulator],
+        outputs: Sequence[np.dtype],
+        totals: Totals,
+        weight: Weight,
+    ) -> list[Array] | None:
+        """`finish` of `all_merge`, where each replica has had one contribution, of this weight; None if it cannot."""
         ...
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
-from gradcombine.reductions import digits, dtypes, grid, rounding, spill, terms, wire
+from gradcombine.reductions import digits, dtypes, grid, rounding, scatter, spill, terms, wire
 from gradcombine.reductions.cell import Totals
 from gradcombine.reductions.digits import Digits
+from gradcombine.reductions.exact_weight import counted, limited, rounded
 from gradcombine.reductions.grid import FLOAT32, Grid
 from gradcombine.reductions.spill import SpilledDigits
 from gradcombine.reductions.weights import Weight
@@ -22,29 +23,8 @@ from gradcombine.types import Array, Order
 BLOCK = 16
 """The terms of one pass over the digits."""
 
-_HALF = 13
-"""The lower bits of a number of deposits."""
-
-
-class ExactWeight(NamedTuple):
-    """The sum of weights, in digits, and the number of deposits that each accumulator has had."""
-
-    slot0: Array
-    slot1: Array
-    slot2: Array
-    deposits: Array
-
-
-class SpilledWeight(NamedTuple):
-    """As `ExactWeight`, of a reduction with room for more."""
-
-    slot0: Array
-    slot1: Array
-    slot2: Array
-    spill0: Array
-    spill1: Array
-    spill2: Array
-    deposits: Array
+_PERIOD = spill.BETWEEN.bit_length() - 1
+"""``2**_PERIOD`` deposits may come between two settlements."""
 
 
 @dataclass(frozen=True)
@@ -92,13 +72,24 @@ class Exact:
         order: Order,
     ) -> Any:
         # No order changes the digits.
+        every = weights
         xs, weights = zip(*((x, w) for x, w in zip(xs, weights, strict=True) if x is not None), strict=True)
         own = grid.of(backend.dtype(a.slot0))
         parts = [[] if w.is_one else terms.weight_parts(backend, own, w) for w in weights]
         ones = [[] if w.known is not None else [_is_one(backend, w)] for w in weights]
         plan = tuple((w.whole, len(part), bool(one)) for w, part, one in zip(weights, parts, ones, strict=True))
         scalars = (array for part, one in zip(parts, ones, strict=True) for array in (*part, *one))
-        return type(a)(*backend.fused(_deposit, (own, type(a), plan), [*a, *xs, *scalars]))
+        words = type(a)(*backend.fused(_deposit, (own, type(a), plan), [*a, *xs, *scalars]))
+        # A list is settled in the same pass.
+        return words if len(plan) > 1 else self.idle(backend, words, every, totals)
+
+    def idle(self, backend: Backend, a: Any, weights: Sequence[Weight], totals: Totals) -> Any:
+        if not isinstance(a, SpilledDigits):
+            return a
+        before = totals.weight.deposits
+        after = before + sum(terms.deposits(backend, w) for w in weights)
+        due = backend.shift_right(before, _PERIOD) != backend.shift_right(after, _PERIOD)
+        return SpilledDigits(*backend.seldom(due, _settle, (FLOAT32,), a))
 
     def merge(self, backend: Backend, a: Any, b: Any, a_totals: Totals, b_totals: Totals) -> Any:
         return type(a)(*backend.fused(_merge, (grid.of(backend.dtype(a.slot0)), type(a)), [*a, *b]))
@@ -108,14 +99,14 @@ class Exact:
         full = _CAPACITY[type(a), own]
         scalars = [totals.weight.deposits > full]
         if self.divides:
-            scalars.append(_rounded(backend, own, totals.weight))
+            scalars.append(rounded(backend, own, totals.weight))
         (result,) = backend.fused(_finish, (own, type(a), output), [*a, *scalars])
         return result
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Any:
         kind = self._kind(grid.of(dtype).word)
         words = (backend.full((), 0, grid.of(dtype).word, like) for _ in kind._fields)
-        return _counted(kind(*words), backend.full((), 0, dtypes.INT32, like))
+        return counted(kind(*words), backend.full((), 0, dtypes.INT32, like))
 
     def add_weight(self, backend: Backend, total: Any, weight: Weight) -> Any:
         return self.add_weights(backend, total, [weight], "sequential")
@@ -134,14 +125,16 @@ class Exact:
         for w in weights:
             if w.known is None:
                 words = _deposit_all(backend, own, words, terms.weight_parts(backend, own, w))
-        count = sum(terms.deposits(backend, w) for w in weights)
-        return _counted(words, _limited(backend, total.deposits + count))
+        if isinstance(words, SpilledDigits):
+            words = spill.settle(backend, own, words)
+        count = sum(terms.deposits(backend, w) for w in weights if w.known != 0)
+        return counted(words, limited(backend, total.deposits + count))
 
     @np.errstate(all="ignore")
     def merge_weights(self, backend: Backend, a: Any, b: Any) -> Any:
         own, left, right = grid.of(backend.dtype(a.slot0)), self._words(backend, a), self._words(backend, b)
         words = _module(type(left)).merge(backend, own, left, right)
-        return _counted(words, _limited(backend, a.deposits + b.deposits))
+        return counted(words, limited(backend, a.deposits + b.deposits))
 
     @property
     def most_replicas(self) -> int:
@@ -150,15 +143,30 @@ class Exact:
     def all_merge(
         self, backend: Backend, collective: Collective, accumulators: Sequence[Any], totals: Totals
     ) -> tuple[list[Any], Totals]:
-        # Counts up to a limit of 2**26 each: the sum of their halves does not overflow.
-        deposits, half = totals.weight.deposits, (1 << _HALF) - 1
-        counts = [totals.count, deposits & half, backend.shift_right(deposits, _HALF)]
         sums = [*accumulators, self._words(backend, totals.weight)]
-        (*merged, words), (count, low, high) = wire.all_merge(backend, collective, sums, counts)
-        many = backend.full((), (spill.CAPACITY >> _HALF) + 1, dtypes.INT32)
-        high = backend.where(high < many, high, many)
-        weight = _counted(words, _limited(backend, backend.shift_left(high, _HALF) + low))
-        return merged, Totals(weight, count)
+        tops = wire.highest(backend, collective, sums)
+        return wire.merged(backend, collective, sums, tops, totals)
+
+    def all_finish(
+        self,
+        backend: Backend,
+        collective: Collective,
+        accumulators: Sequence[Any],
+        outputs: Sequence[np.dtype],
+        totals: Totals,
+        weight: Weight,
+    ) -> list[Array] | None:
+        most = collective.size() * terms.deposits(backend, weight)
+        plans = [scatter.plan(grid.of(backend.dtype(a.slot0)), collective.size(), most) for a in accumulators]
+        fitting = [plan for plan in plans if plan is not None]
+        if len(fitting) < len(plans):
+            return None
+        words = self._words(backend, totals.weight)
+        *tops, top = wire.highest(backend, collective, [*accumulators, words])
+        _, merged = wire.merged(backend, collective, [words], [top], totals)
+        divisors = [[rounded(backend, own, merged.weight)] if self.divides else [] for own, _ in fitting]
+        leaves = list(zip(fitting, accumulators, tops, outputs, strict=True))
+        return scatter.finish(backend, collective, leaves, divisors)
 
     def _words(self, backend: Backend, total: Any) -> Any:
         """The digits of a sum of weights.
@@ -189,8 +197,15 @@ def _module(kind: type) -> Any:
 @np.errstate(all="ignore")  # words wrap around, as meant
 def _deposit_all(backend: Backend, own: Grid, a: Any, values: Sequence[Array]) -> Any:
     for start in range(0, len(values), BLOCK):
+        if start and start % spill.BETWEEN == 0 and isinstance(a, SpilledDigits):
+            a = spill.settle(backend, own, a)
         a = _module(type(a)).deposit(backend, own, a, values[start : start + BLOCK])
     return a
+
+
+@np.errstate(all="ignore")
+def _settle(backend: Backend, own: Grid, *words: Array) -> SpilledDigits:
+    return spill.settle(backend, own, SpilledDigits(*words))
 
 
 def _deposit(backend: Backend, own: Grid, kind: type, plan: tuple[tuple[bool, int, bool], ...], *arrays: Array) -> Any:
@@ -210,7 +225,8 @@ def _deposit(backend: Backend, own: Grid, kind: type, plan: tuple[tuple[bool, in
         weight = [next(scalars) for _ in range(count)]
         one = next(scalars) if traced else None
         values += terms.weighted(backend, own, backend.cast(x, own.value), weight, whole, one)
-    return _deposit_all(backend, own, kind(*words), values)
+    total = _deposit_all(backend, own, kind(*words), values)
+    return spill.settle(backend, own, total) if len(plan) > 1 and kind is SpilledDigits else total
 
 
 @np.errstate(all="ignore")
@@ -224,7 +240,8 @@ def _finish(backend: Backend, own: Grid, kind: type, output: np.dtype, *arrays: 
     """The kernel of `Exact.finish`: accumulator, whether it has had too much, and the divisor of a mean."""
     size = len(kind._fields)
     overfull, *divisor = arrays[size:]
-    wide = rounding.carry(backend, own, Digits(*arrays[:3]), arrays[3:size])
+    spilled = spill.beside(backend, own, kind(*arrays[:size])) if kind is SpilledDigits else ()
+    wide = rounding.carry(backend, own, Digits(*arrays[:3]), spilled)
     if divisor:
         wide = rounding.divide(backend, own, wide, divisor[0])
     result = rounding.special(backend, own, arrays[0], rounding.to_float(backend, own, wide, output))
@@ -232,27 +249,5 @@ def _finish(backend: Backend, own: Grid, kind: type, output: np.dtype, *arrays: 
     return (backend.cast(result, output),)
 
 
-@np.errstate(all="ignore")
-def _rounded(backend: Backend, own: Grid, total: Any) -> Array:
-    """The sum of weights, rounded once to the grid's float; 1 where there were none."""
-    kept = grid.of(backend.dtype(total.slot0))
-    wide = rounding.carry(backend, kept, Digits(*total[:3]), total[3:-1])
-    value = rounding.special(backend, kept, total.slot0, rounding.to_float(backend, kept, wide, own.value))
-    one = backend.full((), 1, own.value)
-    return backend.where(total.deposits == 0, one, backend.cast(value, own.value))
-
-
 def _is_one(backend: Backend, weight: Weight) -> Array:
     return weight.array == backend.full((), 1, backend.dtype(weight.array))
-
-
-def _counted(words: Digits | SpilledDigits, deposits: Array) -> ExactWeight | SpilledWeight:
-    if isinstance(words, SpilledDigits):
-        return SpilledWeight(*words, deposits)
-    return ExactWeight(*words, deposits)
-
-
-def _limited(backend: Backend, deposits: Array) -> Array:
-    """A count that stays above every capacity once it is there, in place of wrapping around."""
-    most = backend.full((), spill.CAPACITY + 1, dtypes.INT32)
-    return backend.where(deposits > most, most, deposits)

@@ -62,14 +62,14 @@ def carry(backend: Backend, grid: Grid, digits: Digits, spilled: Sequence[Array]
         top = backend.shift_right(top, grid.width)
     two, one, none = (backend.full((), i, grid.word) for i in (2, 1, 0))
     window = tags[0] * 3 + pick(two, one, none)
-    return _normalised(backend, grid, [*words, top], (window - 2) * grid.width + grid.lowest(0))
+    return normalised(backend, grid, [*words, top], (window - 2) * grid.width + grid.lowest(0))
 
 
 def _joined(backend: Backend, grid: Grid, high: Array, low: Array) -> Array:
     return backend.shift_left(high & grid.digit, grid.width) | (low & grid.digit)
 
 
-def _normalised(backend: Backend, grid: Grid, words: Sequence[Array], bottom: Array) -> Wide:
+def normalised(backend: Backend, grid: Grid, words: Sequence[Array], bottom: Array) -> Wide:
     """Two words or three, the lowest first and the last one signed, of which bit 0 is at the position ``bottom``."""
     one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
     negative, borrow = words[-1] < 0, one
@@ -88,7 +88,7 @@ def _normalised(backend: Backend, grid: Grid, words: Sequence[Array], bottom: Ar
         )
         shifted = backend.where(empty, shifted - grid.bits, shifted)
     # The exponent of a number whose second bit is cleared cannot be rounded up. Zero and a leading bit need no shift.
-    as_float = backend.cast(high & ~_logical_right(backend, grid, high, 1), grid.value)
+    as_float = backend.cast(high & ~logical_right(backend, grid, high, 1), grid.value)
     exponent = backend.shift_right(backend.bitcast(as_float, grid.word), grid.precision - 1)
     up = backend.where(high > 0, grid.top // 2 + grid.bits - 1 - exponent, none)
     high, low, below = (
@@ -102,7 +102,7 @@ def _normalised(backend: Backend, grid: Grid, words: Sequence[Array], bottom: Ar
 
 def _moved_out(backend: Backend, grid: Grid, word: Array, up: Array) -> Array:
     """The bits that leave a word at its top as it is shifted up, from bit 0."""
-    return backend.shift_right(_logical_right(backend, grid, word, 1), (grid.bits - 1) - up)
+    return backend.shift_right(logical_right(backend, grid, word, 1), (grid.bits - 1) - up)
 
 
 def divide(backend: Backend, grid: Grid, wide: Wide, divisor: Array) -> Wide:
@@ -112,7 +112,7 @@ def divide(backend: Backend, grid: Grid, wide: Wide, divisor: Array) -> Wide:
     exponent = backend.shift_right(bits, precision - 1) - grid.top // 2
     one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
 
-    remainder = _logical_right(backend, grid, wide.high, grid.bits - precision)
+    remainder = logical_right(backend, grid, wide.high, grid.bits - precision)
     fits = remainder >= significand
     remainder = backend.where(fits, remainder - significand, remainder)
     quotient = backend.where(fits, one, none)
@@ -143,11 +143,11 @@ def to_float(backend: Backend, grid: Grid, wide: Wide, output: np.dtype) -> Arra
     lost = backend.maximum(-wide.exponent, none)
     lost = -backend.maximum(-lost, backend.full((), 1 - grid.bits, grid.word))
     fallen = wide.high & ~backend.shift_left(backend.full((), -1, grid.word), lost)
-    high = backend.shift_right(_logical_right(backend, grid, wide.high, 1), backend.maximum(lost - 1, none))
+    high = backend.shift_right(logical_right(backend, grid, wide.high, 1), backend.maximum(lost - 1, none))
     high = backend.where(lost == 0, wide.high, high)
     below = (wide.low | fallen) != 0
 
-    kept, rest = _logical_right(backend, grid, high, dropped), high & ((1 << dropped) - 1)
+    kept, rest = logical_right(backend, grid, high, dropped), high & ((1 << dropped) - 1)
     inexact = (rest != 0) | below
     if output.itemsize < grid.value.itemsize:
         rounded, over = kept | backend.where(inexact, one, none), backend.full((), grid.infinity - 1, grid.word)
@@ -177,5 +177,5 @@ def special(backend: Backend, grid: Grid, slot0: Array, finite: Array) -> Array:
     return backend.where((slot0 & grid.tag) == grid.special, result, finite)
 
 
-def _logical_right(backend: Backend, grid: Grid, a: Array, amount: int) -> Array:
+def logical_right(backend: Backend, grid: Grid, a: Array, amount: int) -> Array:
     return backend.shift_right(a, amount) & ((1 << (grid.bits - amount)) - 1)

@@ -12,6 +12,7 @@ from gradcombine.reductions.cell import described, dtype_of, weighted
 from gradcombine.reductions.weights import Weight
 from gradcombine.sparse.distinct import Distinct, across, distinct
 from gradcombine.sparse.leaf import MOST_ROWS, RowSparse, extent, require_in_range, require_rows, row_slices
+from gradcombine.sparse.union import union
 from gradcombine.types import Array
 
 _INT32 = dtypes.INT32
@@ -50,7 +51,7 @@ def table_for(
         raise GradCombineError(operation, f"from 1 to {MOST_ROWS} rows", rows, path)
     size = min(capacity, rows)
     running, output = settings.running(dtype), settings.output(dtype)
-    return _empty(backend, size, rows, shape[1:], running, [values], extent(backend, rows, output))
+    return _empty(backend, size, rows, shape[1:], running, [values], extent(backend, rows, [values], output))
 
 
 def empty_table(backend: Backend, table: RowTable) -> RowTable:
@@ -84,8 +85,14 @@ def single(
     n = backend.shape(slices.indices)[0]
     if n == 0:
         return None
-    outside = require_in_range(operation, backend, slices.indices, rows, path)
-    indices = backend.where(outside, backend.full((n,), rows, _INT32), backend.cast(slices.indices, _INT32))
+    zero = weight.is_zero(backend)
+    inside = slices.indices
+    if not isinstance(zero, bool):
+        # Whatever a contribution of weight 0 holds, it has no rows.
+        inside = backend.where(zero, backend.full((n,), 0, backend.dtype(inside)), inside)
+    outside = require_in_range(operation, backend, inside, rows, path)
+    left_out = outside if isinstance(zero, bool) else outside | zero
+    indices = backend.where(left_out, backend.full((n,), rows, _INT32), backend.cast(inside, _INT32))
     running = dtype_of(table.values)
     once = distinct(backend, indices, backend.cast(slices.values, running), rows, min(n, size))
     wrong = backend.total(backend.cast(outside, _INT32))
@@ -101,8 +108,7 @@ def join(operation: str, backend: Backend, a: RowTable, b: RowTable, path: str) 
       GradCombineError: for more different rows than the table holds, where known.
     """
     rows, size = backend.shape(a.extent)[0], backend.shape(a.indices)[0]
-    indices, values = (backend.concat(pair) for pair in ((a.indices, b.indices), (a.values, b.values)))
-    both = distinct(backend, indices, values, rows, size, repeats=2)
+    both = union(backend, (a.indices, a.values), (b.indices, b.values), rows, size)
     lost = backend.maximum(backend.maximum(a.lost, b.lost), _too_many(operation, backend, both, size, path))
     return RowTable(both.indices, both.values, lost, a.extent)
 
@@ -114,12 +120,6 @@ def _too_many(operation: str, backend: Backend, found: Distinct, size: int, path
     if known is not None and known > size:
         raise GradCombineError(operation, f"at most {size} different rows (the capacity)", int(known), path)
     return backend.maximum(found.count - size, zero)
-
-
-def mask(backend: Backend, condition: Array, a: RowTable, b: RowTable) -> RowTable:
-    """``a`` where the scalar condition holds, else ``b``."""
-    indices, values, lost = (backend.where(condition, x, y) for x, y in zip(a[:3], b[:3], strict=True))
-    return RowTable(indices, values, lost, a.extent)
 
 
 def result(backend: Backend, table: RowTable, finish: Callable[[Array], Array]) -> RowSparse:

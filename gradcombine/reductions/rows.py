@@ -16,9 +16,9 @@ from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import RoundedWeights, Totals, dtype_of
-from gradcombine.reductions.row_table import RowTable, empty_table, join, mask, result, single, table_for
+from gradcombine.reductions.row_table import RowTable, empty_table, join, result, single, table_for
 from gradcombine.reductions.weights import parse
-from gradcombine.sparse.leaf import is_row_sparse, row_slices
+from gradcombine.sparse.leaf import extent, is_row_sparse, row_slices
 from gradcombine.types import Array, Order, Reduction, State, Tree
 
 Overflow = Literal["error", "check"]
@@ -109,11 +109,6 @@ class Rows:
         ]
         total, count = _WEIGHTS.add_weight(backend, state.weight, w), state.count + 1
         if known is None:
-            # Masked by where: a contribution of weight 0 may hold NaN, and any rows.
-            updated = [
-                new if old is None or new is None or new is old else mask(backend, zero, old, new)
-                for old, new in zip(tables, updated, strict=True)
-            ]
             total = backend.where(zero, state.weight, total)
             count = backend.where(zero, state.count, count)
         return self.state(tree.unflatten(structure, updated), total, count)
@@ -199,7 +194,9 @@ class Rows:
                 if table is None:
                     return None
                 indices, values, lost = next(back), next(back), next(back)
-                return RowTable(indices, backend.cast(values, dtype_of(table.values)), lost, table.extent)
+                rows, output = backend.shape(table.extent)[0], dtype_of(table.extent)
+                limits = extent(backend, rows, [values], output)
+                return RowTable(indices, backend.cast(values, dtype_of(table.values)), lost, limits)
 
             return self.state(tree.unflatten(structure, list(map(rebuild, tables))), next(back), next(back))
 

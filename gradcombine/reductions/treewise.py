@@ -14,7 +14,7 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions import dtypes
+from gradcombine.reductions import accumulator, dtypes
 from gradcombine.reductions.cell import Accumulator, BatchCell, Cell, IntegerCell, Totals, described, dtype_of, parts
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, Reduction, State, Tree
@@ -56,6 +56,7 @@ def lift(cell: Cell, state: type[TreewiseState], wire_dtype: Any = None, average
         lifted.all_merge,
         averages,
         lifted.update_many if isinstance(cell, BatchCell) else None,
+        lifted.all_finalize if isinstance(cell, IntegerCell) else None,
     )
 
 
@@ -97,7 +98,7 @@ class _Treewise:
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
         structure, values, outputs = self._open(state)
         contributions = tree.flatten_as(self.cell.name, structure, value)
-        backend = resolve(self.cell.name, [*_arrays(values), *contributions, state.count, weight])
+        backend = resolve(self.cell.name, [*accumulator.arrays(values), *contributions, state.count, weight])
         w = parse(self.cell.name, backend, weight)
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
         updated = [
@@ -110,18 +111,23 @@ class _Treewise:
         if zero is not False:
             # Masked by where: a contribution of weight 0 may hold NaN.
             pairs = zip(values, updated, strict=True)
-            updated = [new if new is old else _where(backend, zero, old, new) for old, new in pairs]
-            total = _where(backend, zero, state.weight, total)
+            updated = [new if new is old else accumulator.where(backend, zero, old, new) for old, new in pairs]
+            total = accumulator.where(backend, zero, state.weight, total)
             count = backend.where(zero, state.count, count)
         return self.state(tree.unflatten(structure, updated), total, count, state.output)
 
     def _update_leaf(self, backend: Backend, a: Any, x: Any, output: Any, path: str, w: Weight, totals: Totals) -> Any:
         if not self._takes(a, x, output, path):
-            return a
+            return self._idle(backend, a, [w], totals)
         try:
             return self.cell.update(backend, a, backend.asarray(x), w, totals)
         except GradCombineError as error:
             raise GradCombineError(self.cell.name, error.expected, error.received, path) from None
+
+    def _idle(self, backend: Backend, a: Any, weights: Sequence[Weight], totals: Totals) -> Any:
+        return (
+            self.cell.idle(backend, a, weights, totals) if a is not None and isinstance(self.cell, IntegerCell) else a
+        )
 
     def _takes(self, a: Any, x: Any, output: Any, path: str) -> bool:
         """Whether there is a contribution to the accumulator; refuses one that does not match it."""
@@ -148,7 +154,7 @@ class _Treewise:
         structure, accumulators, outputs = self._open(state)
         columns = [tree.flatten_as(cell.name, structure, value) for value in values]
         arrays = [x for column in columns for x in column]
-        backend = resolve(cell.name, [*_arrays(accumulators), *arrays, state.count, *weights])
+        backend = resolve(cell.name, [*accumulator.arrays(accumulators), *arrays, state.count, *weights])
         parsed = [parse(cell.name, backend, weight) for weight in weights]
         if not cell.takes_many(parsed):
             return None
@@ -158,12 +164,12 @@ class _Treewise:
             zero = weight.is_zero(backend)
             if not self._takes(a, x, output, path) or zero is True:
                 return None
-            return _unless(backend, zero, backend.asarray(x))
+            return accumulator.unless(backend, zero, backend.asarray(x))
 
         def leaf(a: Any, output: Any, path: str, *xs: Any) -> Any:
             present = [entering(a, x, output, path, w) for x, w in zip(xs, parsed, strict=True)]
             if all(x is None for x in present):
-                return a
+                return self._idle(backend, a, parsed, totals)
             try:
                 return cell.update_many(backend, a, present, parsed, totals, order)
             except GradCombineError as error:
@@ -171,13 +177,13 @@ class _Treewise:
 
         updated = list(map(leaf, accumulators, outputs, structure.paths(), *columns))
         known = [w for w in parsed if w.known is not None]
-        total, count = state.weight, _plus(backend, state.count, sum(w.known != 0 for w in known))
+        total, count = state.weight, accumulator.plus(backend, state.count, sum(w.known != 0 for w in known))
         if known:
             total = cell.add_weights(backend, total, known, order)
         for w in parsed:
             if w.known is None:
                 zero = w.is_zero(backend)
-                total = _where(backend, zero, total, cell.add_weight(backend, total, w))
+                total = accumulator.where(backend, zero, total, cell.add_weight(backend, total, w))
                 count = backend.where(zero, count, count + 1)
         return self.state(tree.unflatten(structure, updated), total, count, state.output)
 
@@ -185,12 +191,14 @@ class _Treewise:
     def merge(self, a: State, b: State) -> State:
         structure, lefts, _ = self._open(a)
         _, rights, _ = self._open(b, structure)
-        backend = resolve(self.cell.name, [*_arrays(lefts), *_arrays(rights), a.count, b.count])
+        backend = resolve(self.cell.name, [*accumulator.arrays(lefts), *accumulator.arrays(rights), a.count, b.count])
         totals = Totals(a.weight, a.count), Totals(b.weight, b.count)
         values = []
         for left, right, path in zip(lefts, rights, structure.paths(), strict=True):
-            if _described(left) != _described(right):
-                raise GradCombineError(self.cell.name, f"a state of {_described(left)}", _described(right), path)
+            if accumulator.summary(left) != accumulator.summary(right):
+                raise GradCombineError(
+                    self.cell.name, f"a state of {accumulator.summary(left)}", accumulator.summary(right), path
+                )
             values.append(None if left is None else self.cell.merge(backend, left, right, *totals))
         weight = self.cell.merge_weights(backend, a.weight, b.weight)
         return self.state(tree.unflatten(structure, values), weight, a.count + b.count, a.output)
@@ -198,20 +206,38 @@ class _Treewise:
     @ordinary
     def finalize(self, state: State) -> Tree:
         structure, values, outputs = self._open(state)
-        backend = resolve(self.cell.name, [*_arrays(values), state.count])
+        backend = resolve(self.cell.name, [*accumulator.arrays(values), state.count])
         totals = Totals(state.weight, state.count)
 
         def finish(a: Any, output: Any) -> Any:
             if a is None:
-                return None if output is None else backend.make_absent(described(output).shape(output)[1:])
-            return self.cell.finish(backend, a, totals, dtype_of(parts(a)[0] if output is None else output))
+                return accumulator.absent(backend, output)
+            return self.cell.finish(backend, a, totals, accumulator.result_dtype(a, output))
 
         return tree.unflatten(structure, map(finish, values, outputs))
 
     @ordinary
+    def all_finalize(self, state: State, collective: Collective, weight: Any) -> Tree:
+        cell: Any = self.cell
+        structure, values, outputs = self._open(state)
+        backend = resolve(cell.name, [*accumulator.arrays(values), state.count, weight])
+        present = [
+            (a, accumulator.result_dtype(a, output)) for a, output in zip(values, outputs, strict=True) if a is not None
+        ]
+        given, totals = list(zip(*present, strict=True)) or [(), ()], Totals(state.weight, state.count)
+        results = cell.all_finish(backend, collective, *given, totals, parse(cell.name, backend, weight))
+        if results is None:
+            return self.finalize(self.all_merge(state, collective, "sequential"))
+        back = iter(results)
+        finished = (
+            accumulator.absent(backend, o) if a is None else next(back) for a, o in zip(values, outputs, strict=True)
+        )
+        return tree.unflatten(structure, finished)
+
+    @ordinary
     def clear(self, state: State) -> State:
         structure, values, _ = self._open(state)
-        backend = resolve(self.cell.name, [*_arrays(values), state.count])
+        backend = resolve(self.cell.name, [*accumulator.arrays(values), state.count])
 
         def empty(a: Any) -> Any:
             if a is None:
@@ -226,7 +252,7 @@ class _Treewise:
     @ordinary
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         structure, values, _ = self._open(state)
-        arrays = _arrays(values)
+        arrays = accumulator.arrays(values)
         backend = resolve(self.cell.name, [*arrays, state.count])
         paths = [path for path, a in zip(structure.paths(), values, strict=True) if a is not None for _ in parts(a)]
         collective.require_own(self.cell.name, paths, arrays)
@@ -241,7 +267,7 @@ class _Treewise:
             back = iter(received)
 
             def like(a: Accumulator) -> Accumulator:
-                return _like(a, [backend.cast(next(back), dtype_of(x)) for x in parts(a)])
+                return accumulator.like(a, [backend.cast(next(back), dtype_of(x)) for x in parts(a)])
 
             filled = [None if a is None else like(a) for a in values]
             weight, count = like(state.weight), next(back)
@@ -272,32 +298,3 @@ class _Treewise:
         if structure is not None and found != structure:
             raise tree.difference(name, structure, found)
         return found, values, tree.flatten_as(name, found, state.output)
-
-
-def _unless(backend: Backend, zero: Array | bool, x: Array) -> Array:
-    return x if isinstance(zero, bool) else backend.where(zero, backend.full((), 0, backend.dtype(x)), x)
-
-
-def _plus(backend: Backend, count: Array, more: int) -> Array:
-    """The sum, still known where the count was."""
-    known = backend.concrete(count)
-    return count + more if known is None else backend.full((), int(known) + more, dtypes.INT32, [count])
-
-
-def _where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:
-    return _like(a, [backend.where(condition, x, y) for x, y in zip(parts(a), parts(b), strict=True)])
-
-
-def _like(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
-    return type(a)(*arrays) if isinstance(a, tuple) else arrays[0]
-
-
-def _arrays(values: Sequence[Any]) -> list[Array]:
-    return [array for a in values if a is not None for array in parts(a)]
-
-
-def _described(a: Any) -> str:
-    if a is None:
-        return "no gradient"
-    kept = parts(a)[0]
-    return f"shape {described(kept).shape(kept)} and dtype {dtype_of(kept)}"

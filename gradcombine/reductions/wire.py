@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.reductions import grid, spill
+from gradcombine.reductions import exact_weight, grid, spill
+from gradcombine.reductions.cell import Totals
 from gradcombine.reductions.digits import Digits
 from gradcombine.reductions.grid import FLOAT32, Grid
 from gradcombine.reductions.spill import SpilledDigits
@@ -29,30 +30,35 @@ MOST_REPLICAS = FLOAT32.capacity
 """Of one exchange."""
 
 
-def all_merge(
-    backend: Backend, collective: Collective, sums: Sequence[Any], counts: Sequence[Array]
-) -> tuple[list[Any], list[Array]]:
-    """The merged sums of all replicas, in two exchanges: a maximum and a sum.
+def highest(backend: Backend, collective: Collective, sums: Sequence[Any]) -> list[Array]:
+    """The highest level among replicas, of each element of each of these `Digits` and `SpilledDigits`: one exchange."""
+    return collective.all_max([_fused(backend, _level, a, list(a))[0] for a in sums])
+
+
+def merged(
+    backend: Backend, collective: Collective, sums: Sequence[Any], tops: Sequence[Array], totals: Totals
+) -> tuple[list[Any], Totals]:
+    """The merged sums of all replicas, by one exchange: those of the accumulators, and the totals.
 
     Args:
       backend: of the arrays.
       collective: of at most `MOST_REPLICAS`.
-      sums: of this replica, `Digits` and `SpilledDigits`.
-      counts: int32 scalars, to be summed as well.
+      sums: this replica's, that of weights last.
+      tops: the `highest` levels of each.
+      totals: this replica's.
     """
-    levels = collective.all_max([_fused(backend, _level, a, list(a))[0] for a in sums])
-    aligned = [_fused(backend, _aligned, a, [top, *a]) for a, top in zip(sums, levels, strict=True)]
-    arrays = [word for words in aligned for word in words]
+    arrays = [word for a, top in zip(sums, tops, strict=True) for word in _fused(backend, _aligned, a, [top, *a])]
+    counts = [totals.count, *exact_weight.halves(backend, totals.weight.deposits)]
     received = iter(_sum_with_scalars(backend, collective, [*arrays, *counts]))
-    totals = [[next(received) for _ in a] for a in sums]
-    merged = [
-        type(a)(*_fused(backend, _joined, a, [top, *words])) for a, top, words in zip(sums, levels, totals, strict=True)
-    ]
-    return merged, list(received)
+    summed = [[next(received) for _ in a] for a in sums]
+    joined = (_fused(backend, _joined, a, [top, *words]) for a, top, words in zip(sums, tops, summed, strict=True))
+    *accumulators, weight = (type(a)(*words) for a, words in zip(sums, joined, strict=True))
+    count, *halves = received
+    return accumulators, Totals(exact_weight.counted(weight, exact_weight.whole(backend, *halves)), count)
 
 
 def _sum_with_scalars(backend: Backend, collective: Collective, arrays: Sequence[Array]) -> list[Array]:
-    """The sums over replicas; scalars of a dtype travel together, since some frameworks exchange integers one by one."""
+    """The sums over replicas. Scalars of a dtype travel together: some frameworks exchange integers one by one."""
     results = list(arrays)
     alone = [i for i, x in enumerate(arrays) if backend.shape(x)]
     together: dict[np.dtype, list[int]] = {}
@@ -78,22 +84,30 @@ def _level(backend: Backend, own: Grid, kind: type, *words: Array) -> tuple[Arra
 
 
 def _aligned(backend: Backend, own: Grid, kind: type, top: Array, *words: Array) -> list[Array]:
-    """The words without their tags, 0 where the slot of another replica is higher."""
-    tags, zero = _tags(backend, own, top), backend.full((), 0, own.word)
-    stays = [(word & own.tag) == tag for word, tag in zip(words[:3], tags, strict=True)]
-    return [backend.where(stays[i % 3], word - tags[i] if i < 3 else word, zero) for i, word in enumerate(words)]
+    return aligned(backend, own, kind(*words), top)
+
+
+def aligned(backend: Backend, own: Grid, digits: Digits | SpilledDigits, top: Array) -> list[Array]:
+    """Settled words without their tags, 0 where the slot of another replica is higher."""
+    tags, zero, spilled = tags_of(backend, own, top), backend.full((), 0, own.word), []
+    if isinstance(digits, SpilledDigits):
+        digits = spill.settle(backend, own, digits)
+        spilled = spill.beside(backend, own, digits)
+    stays = [(word & own.tag) == tag for word, tag in zip(digits[:3], tags, strict=True)]
+    slots = [word - tag for word, tag in zip(digits[:3], tags, strict=True)]
+    return [backend.where(stays[i % 3], word, zero) for i, word in enumerate((*slots, *spilled))]
 
 
 @np.errstate(all="ignore")  # words of too many deposits wrap around, as in any merge
 def _joined(backend: Backend, own: Grid, kind: type, top: Array, *words: Array) -> Sequence[Array]:
-    tags = _tags(backend, own, top)
+    tags = tags_of(backend, own, top)
     if kind is Digits:
         return [word + tag for word, tag in zip(words, tags, strict=True)]
     pairs = [spill.settled(backend, own, tags[s], words[s], words[s + 3], s) for s in range(3)]
     return SpilledDigits(*(word for word, _ in pairs), *(spilled for _, spilled in pairs))
 
 
-def _tags(backend: Backend, own: Grid, level: Array) -> list[Array]:
+def tags_of(backend: Backend, own: Grid, level: Array) -> list[Array]:
     """``(level + 2 - s) // 3`` without a division: exact below 256."""
     wide = backend.cast(level, own.word)
     return [backend.shift_right((wide + (2 - s)) * 171, 9) for s in range(3)]

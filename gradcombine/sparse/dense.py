@@ -9,7 +9,7 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError
-from gradcombine.sparse.distinct import Distinct, distinct
+from gradcombine.sparse.distinct import distinct
 from gradcombine.sparse.leaf import INT32, is_row_sparse, require_in_range, require_rows, row_slices
 from gradcombine.types import Array, Tree
 
@@ -41,7 +41,7 @@ def to_dense(rows: Any) -> Array:
     shape = (slices.rows, *backend.shape(slices.values)[1:])
     zeros = backend.full(shape, 0, backend.dtype(slices.values))
     once = _once("to_dense", backend, rows, slices.rows)
-    return zeros if once is None else backend.put(zeros, once.indices, once.values)
+    return zeros if once is None else backend.put(zeros, *once)
 
 
 @ordinary
@@ -61,7 +61,7 @@ def densify(values: Tree) -> Tree:
 
 
 @ordinary
-def add_rows(table: Array, rows: Any) -> Array:
+def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     """``table + to_dense(rows)``, reading and writing only the rows that occur.
 
     In JAX, where the table's buffer is donated, it is written in place. A tf.Variable takes ``scatter_add`` of
@@ -70,6 +70,8 @@ def add_rows(table: Array, rows: Any) -> Array:
     Args:
       table: an array of shape (rows, ...).
       rows: a `RowSparse`, tf.IndexedSlices or BCOO of that shape; its values are cast to the table's dtype.
+      unique: states that no row occurs twice, as in the results of `row_sum` and `row_mean`, which spares the sorting.
+        Of a row that does, one value counts, and which one is not defined.
 
     Raises:
       GradCombineError: for shapes that differ, and where indices are known for one out of range.
@@ -90,17 +92,18 @@ def add_rows(table: Array, rows: Any) -> Array:
     received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
     if received != expected:
         raise GradCombineError("add_rows", f"rows of shape {expected}", received)
-    once = _once("add_rows", backend, rows, expected[0])
+    once = _once("add_rows", backend, rows, expected[0], unique)
     if once is None:
         return whole
     last = backend.full((), expected[0] - 1, INT32)
-    inside = backend.where(once.indices > last, last, once.indices)
-    changed = backend.add(backend.take(whole, inside), backend.cast(once.values, backend.dtype(whole)))
-    return backend.put(whole, once.indices, changed)
+    indices, values = once
+    inside = backend.where(indices > last, last, indices)
+    changed = backend.add(backend.take(whole, inside), backend.cast(values, backend.dtype(whole)))
+    return backend.put(whole, indices, changed)
 
 
-def _once(operation: str, backend: Backend, leaf: Any, rows: int) -> Distinct | None:
-    """Each row once, those out of range left out; None where there are none at all."""
+def _once(operation: str, backend: Backend, leaf: Any, rows: int, unique: bool = False) -> tuple[Array, Array] | None:
+    """Indices and values of each row once, those out of range left out; None where there are none at all."""
     found = row_slices(leaf)
     assert found is not None
     slices = require_rows(operation, backend, found)
@@ -109,4 +112,4 @@ def _once(operation: str, backend: Backend, leaf: Any, rows: int) -> Distinct | 
     if n == 0:
         return None
     indices = backend.where(outside, backend.full((n,), rows, INT32), backend.cast(slices.indices, INT32))
-    return distinct(backend, indices, slices.values, rows, n)
+    return (indices, slices.values) if unique else distinct(backend, indices, slices.values, rows, n)[:2]

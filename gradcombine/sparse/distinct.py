@@ -25,38 +25,31 @@ class Distinct(NamedTuple):
     count: Array
 
 
-def distinct(
-    backend: Backend, indices: Array, values: Array, rows: int, size: int, repeats: int | None = None
-) -> Distinct:
+def distinct(backend: Backend, indices: Array, values: Array, rows: int, size: int) -> Distinct:
     """The different rows among some, sorted; the values of a row are added in the canonical tree.
 
-    A tree because it takes log2(repeats) passes over the values whatever the indices are, where a chain would take as
-    many steps as the most frequent row occurs; and because a framework's own segment sum adds in an order of its own.
-    For rows that occur twice both are the same.
+    A tree because it takes log2 of the most frequent row's occurrences in passes over the values, where a chain would
+    take as many passes as occurrences; and because a framework's own segment sum adds in an order of its own.
 
     Args:
       indices: int32 of shape (n,), n of 1 or more, from 0 to rows; the index ``rows`` is padding.
       values: of shape (n, ...).
       rows: the number of rows of the whole array.
       size: how many rows to keep, at most n.
-      repeats: how often a row occurs at most; None: not known.
     """
-    n = backend.shape(indices)[0]
+    n, shape = backend.shape(indices)[0], backend.shape(values)[1:]
     order = backend.argsort(indices)
     ordered = backend.take(indices, order)
     here = backend.asarray(np.arange(n, dtype=np.int32))
-    end = backend.full((), rows, INT32)
+    valid = ordered < backend.full((), rows, INT32)
     before = backend.concat([backend.full((1,), -1, INT32, [indices]), ordered[:-1]])
-    first = (ordered > before) & (ordered < end)
+    first = (ordered > before) & valid
     number = backend.cumsum(backend.cast(first, INT32))
     past = backend.full((n,), n, INT32)
     starts = backend.put(backend.full((n,), 0, INT32, [indices]), backend.where(first, number - 1, past), here)
     position = here - backend.take(starts, backend.maximum(number - 1, backend.full((n,), 0, INT32)))
-    most = _most(backend, position, ordered < end, n if repeats is None else repeats)
-    added = _add_runs(backend, ordered, position, here, backend.take(values, order), most)
-    filled = here[:size] < number[-1]
-    kept = starts[:size]
-    shape = backend.shape(values)[1:]
+    added = _add_runs(backend, ordered, position, here, valid, backend.take(values, order))
+    filled, kept = here[:size] < number[-1], starts[:size]
     nothing = backend.full((size, *shape), -0.0, backend.dtype(values))
     return Distinct(
         backend.where(filled, backend.take(ordered, kept), backend.full((size,), rows, INT32)),
@@ -70,22 +63,18 @@ def across(condition: Array, axes: int) -> Array:
     return condition[(slice(None), *[None] * axes)]
 
 
-def _most(backend: Backend, position: Array, valid: Array, bound: int) -> int:
-    """How often a row occurs at most: counted where the indices are known."""
-    found, counted = backend.concrete(position), backend.concrete(valid)
-    if found is None or counted is None:
-        return bound
-    return int(np.max(found[counted], initial=0)) + 1
-
-
-def _add_runs(backend: Backend, ordered: Array, position: Array, here: Array, values: Array, most: int) -> Array:
-    """The values, and in the first place of each run of equal indices the sum of the run."""
+def _add_runs(backend: Backend, ordered: Array, position: Array, here: Array, valid: Array, values: Array) -> Array:
+    """In each place, the sum of the run of equal indices from there on, in the canonical tree that begins there."""
     n, axes = backend.shape(ordered)[0], len(backend.shape(values)) - 1
-    span = 1
-    while span < min(most, n):
-        later = backend.concat([values[span:], values[:span]])
-        same = backend.concat([ordered[span:], ordered[:span]]) == ordered
-        pair = (position % (2 * span) == 0) & same & (here < n - span)
-        values = backend.where(across(pair, axes), backend.add(values, later), values)
-        span *= 2
-    return values
+    last = backend.full((n,), n - 1, INT32)
+
+    def longer(span: Array, values: Array) -> Array:
+        return backend.total(backend.cast(valid & (position >= span), INT32)) > 0
+
+    def pairs(span: Array, values: Array) -> tuple[Array, Array]:
+        later = here + span
+        inside = backend.where(later > last, last, later)
+        same = (backend.take(ordered, inside) == ordered) & (later <= last)
+        return span * 2, backend.where(across(same, axes), backend.add(values, backend.take(values, inside)), values)
+
+    return backend.loop(longer, pairs, backend.full((), 1, INT32), values)[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,15 +68,15 @@ def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
     if not 1 <= count <= MOST_ROWS:
         raise GradCombineError("row_sparse", f"a number of rows from 1 to {MOST_ROWS}", repr(rows))
     backend = resolve("row_sparse", [indices, values])
-    made = RowSparse(backend.asarray(indices), backend.asarray(values), extent(backend, count, backend.dtype(values)))
+    made = RowSparse(backend.asarray(indices), backend.asarray(values), extent(backend, count, [values]))
     slices = require_rows("row_sparse", backend, RowSlices(made.indices, made.values, count))
     require_in_range("row_sparse", backend, slices.indices, count)
     return made
 
 
-def extent(backend: Backend, rows: int, dtype: np.dtype) -> Array:
-    """The empty array whose shape says the number of rows."""
-    return backend.full((rows, 0), 0, dtype)
+def extent(backend: Backend, rows: int, like: Sequence[Array], dtype: np.dtype | None = None) -> Array:
+    """The empty array whose shape says the number of rows; it varies over mapped axes as the values do."""
+    return backend.full((rows, 0), 0, backend.dtype(like[0]) if dtype is None else dtype, like)
 
 
 def row_slices(leaf: Any) -> RowSlices | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -39,8 +39,19 @@ class OneExchange:
         received = iter(self.inner.all_sum(sent))
         return [_number(*(next(received) for _ in range(3))) if _is_count(x) else next(received) for x in arrays]
 
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        return self.inner.all_max(arrays)
+
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         return self.inner.all_gather(arrays)
+
+    def of_sums(
+        self,
+        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+        summed: Sequence[Array],
+        common: Sequence[Array],
+    ) -> list[Array]:
+        return self.inner.of_sums(function, summed, common)
 
     def vary(self, arrays: Sequence[Array]) -> list[Array]:
         return self.inner.vary(arrays)

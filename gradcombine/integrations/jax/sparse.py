@@ -1,0 +1,96 @@
+"""JAX's BCOO to and from the row-sparse leaf, and gradients of embeddings as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import sparse
+
+from gradcombine.errors import GradCombineError
+from gradcombine.sparse import RowSparse, row_sparse
+from gradcombine.sparse.leaf import row_slices
+from gradcombine.types import Array, Tree
+
+
+def from_bcoo(matrix: sparse.BCOO) -> RowSparse:
+    """The row-sparse leaf of a BCOO with ``n_batch=0`` and ``n_sparse=1``: its first axis is sparse, the others dense.
+
+    `gradcombine.reductions.row_sum` and its like take such a BCOO as it is.
+
+    Raises:
+      GradCombineError: for another BCOO, and for what is none.
+
+    References: `jax.experimental.sparse <https://docs.jax.dev/en/latest/jax.experimental.sparse.html>`_.
+
+    >>> import jax.numpy as jnp
+    >>> from jax.experimental import sparse
+    >>> matrix = sparse.BCOO((jnp.float32([[1, 2]]), jnp.int32([[4]])), shape=(6, 2))
+    >>> from_bcoo(matrix).indices.tolist(), from_bcoo(matrix).shape
+    ([4], (6, 2))
+    """
+    slices = row_slices(matrix)
+    if not isinstance(matrix, sparse.BCOO) or slices is None or slices.rows is None:
+        raise GradCombineError("from_bcoo", "a BCOO", type(matrix).__name__)
+    return row_sparse(slices.indices, slices.values, slices.rows)
+
+
+def to_bcoo(rows: RowSparse) -> sparse.BCOO:
+    """The BCOO of a row-sparse leaf. BCOO has the same padding: an index past the end.
+
+    >>> import jax.numpy as jnp
+    >>> from gradcombine.sparse import row_sparse
+    >>> to_bcoo(row_sparse(jnp.int32([1, 3]), jnp.float32([[1], [2]]), rows=3)).todense().tolist()
+    [[0.0], [1.0], [0.0]]
+    """
+    return sparse.BCOO((jnp.asarray(rows.values), jnp.asarray(rows.indices)[:, None]), shape=rows.shape)
+
+
+def value_and_row_grad(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+    """Differentiates a loss with respect to the rows that it looks up, so that no dense gradient of a table is made.
+
+    Args:
+      loss: ``loss(embedded, params, *args)``: a scalar, or with ``has_aux`` a pair of one and anything else.
+        ``embedded`` are the rows that were looked up.
+      has_aux: as for jax.value_and_grad.
+
+    Returns:
+      ``function(tables, ids, params, *args)``, which looks up the rows, and returns
+      ``(value, (row_grads, params_grads))`` in the way of jax.value_and_grad. ``tables``: a tree of arrays of shape
+      (rows, ...). ``ids``: a tree of the same structure of integer arrays of any shape, from 0 to rows; the id ``rows``
+      is padding, looks up zeros, and has no gradient. ``row_grads``: a `RowSparse` in each table's place, with one row
+      for each id, in their order; ids that occur several times are added by whoever combines them.
+
+    Raises:
+      GradCombineError: where ids are known, for one out of range.
+
+    Under shard_map with check_vma, the gradients of rows are each replica's own, where ids are; ``params`` are treated
+    as jax.grad treats them.
+
+    >>> import jax.numpy as jnp, gradcombine as gc
+    >>> tables, ids = {"words": jnp.ones((1000, 2))}, {"words": jnp.int32([[7, 2], [7, 7]])}
+    >>> def loss(embedded, scale):
+    ...     return scale * embedded["words"].sum()
+    >>> value, (rows, grad) = value_and_row_grad(loss)(tables, ids, jnp.float32(3))
+    >>> out = gc.combine(gc.reductions.row_sum(capacity=4), [rows])["words"]
+    >>> float(value), float(grad), out.indices.tolist(), out.values[:2].tolist()
+    (24.0, 8.0, [2, 7, 1000, 1000], [[3.0, 3.0], [9.0, 9.0]])
+    """
+
+    def function(tables: Tree, ids: Tree, params: Tree, *args: Any) -> Any:
+        embedded = jax.tree.map(_look_up, tables, ids)
+        found, (rows, rest) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(embedded, params, *args)
+        return found, (jax.tree.map(_row_grad, tables, ids, rows), rest)
+
+    return function
+
+
+def _look_up(table: Array, ids: Array) -> Array:
+    return jnp.asarray(table).at[ids].get(mode="fill", fill_value=0)
+
+
+def _row_grad(table: Array, ids: Array, grad: Array) -> RowSparse:
+    rows, *shape = table.shape
+    return row_sparse(jnp.reshape(ids, -1), jnp.reshape(grad, (-1, *shape)), rows)

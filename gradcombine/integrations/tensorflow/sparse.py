@@ -1,0 +1,74 @@
+"""tf.IndexedSlices to and from the row-sparse leaf."""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from gradcombine.autograph import ordinary
+from gradcombine.errors import GradCombineError
+from gradcombine.sparse import RowSparse, row_sparse
+
+
+@ordinary
+def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size: int | None = None) -> RowSparse:
+    """The row-sparse leaf of some slices.
+
+    `gradcombine.reductions.row_sum` and its like take tf.IndexedSlices as they are. This is for what they cannot know:
+    a ``dense_shape`` that is missing, and slices whose number is not known while a tf.function is traced.
+
+    Args:
+      slices: with indices of shape (n,) and values of shape (n, ...).
+      rows: the number of rows of the whole tensor. None: from ``dense_shape``, which must be static then.
+      size: the number of rows of the leaf, n or more; what is left over is padding. None: n, which must be static then.
+
+    Raises:
+      GradCombineError: for a number of rows that is not known, or is not that of ``dense_shape``; for a number of
+        slices that is not known; and for more than ``size`` of them, where that is known. Where it is not,
+        tf.errors.InvalidArgumentError at run time (XLA needs a known number).
+
+    References: `tf.IndexedSlices <https://www.tensorflow.org/api_docs/python/tf/IndexedSlices>`_.
+
+    >>> import tensorflow as tf
+    >>> slices = tf.IndexedSlices(tf.constant([[1.0], [2.0]]), tf.constant([3, 0]))
+    >>> from_indexed_slices(slices, rows=5, size=3).indices.numpy().tolist()
+    [3, 0, 5]
+    """
+    known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
+    stated = None if known is None else int(known[0])
+    if rows is None and stated is None:
+        raise GradCombineError("from_indexed_slices", "rows, or a static dense_shape", "neither")
+    if rows is not None and stated is not None and rows != stated:
+        raise GradCombineError("from_indexed_slices", f"{rows} rows", f"a dense_shape of {stated}")
+    whole = stated if rows is None else rows
+    assert whole is not None
+    values, indices = tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)
+    n = indices.shape[0]
+    if size is None:
+        if n is None:
+            raise GradCombineError("from_indexed_slices", "size, or a static number of slices", "neither")
+        return row_sparse(indices, values, whole)
+    if n is not None and n > size:
+        raise GradCombineError("from_indexed_slices", f"at most {size} slices", n)
+    # With more slices the number of paddings is negative, which the operation itself refuses.
+    missing = size - tf.shape(indices)[0]
+    paddings = tf.scatter_nd([[0, 1]], [missing], [values.shape.rank, 2])
+    padded = tf.pad(indices, paddings[:1], constant_values=tf.cast(whole, indices.dtype))
+    shape = [size, *values.shape[1:]]
+    return row_sparse(tf.ensure_shape(padded, [size]), tf.ensure_shape(tf.pad(values, paddings), shape), whole)
+
+
+@ordinary
+def to_indexed_slices(rows: RowSparse) -> tf.IndexedSlices:
+    """The slices of a row-sparse leaf without its padding: what optimizers and ``tf.Variable.scatter_add`` take.
+
+    Their number depends on the data, so that XLA (``jit_compile=True``) cannot compile it.
+
+    >>> import tensorflow as tf
+    >>> from gradcombine import sparse
+    >>> slices = to_indexed_slices(sparse.row_sparse(tf.constant([3, 5]), tf.constant([[1.0], [2.0]]), rows=5))
+    >>> slices.indices.numpy().tolist(), slices.dense_shape.numpy().tolist()
+    ([3], [5, 1])
+    """
+    held = rows.indices < tf.cast(rows.shape[0], rows.indices.dtype)
+    values, indices = tf.boolean_mask(rows.values, held), tf.boolean_mask(rows.indices, held)
+    return tf.IndexedSlices(values, indices, tf.constant(rows.shape, tf.int64))

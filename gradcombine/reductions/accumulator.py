@@ -1,0 +1,51 @@
+"""What states are made of, array by array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gradcombine.backends.protocol import Backend
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.cell import Accumulator, described, dtype_of, parts
+from gradcombine.types import Array
+
+
+def unless(backend: Backend, zero: Array | bool, x: Array) -> Array:
+    return x if isinstance(zero, bool) else backend.where(zero, backend.full((), 0, backend.dtype(x)), x)
+
+
+def plus(backend: Backend, count: Array, more: int) -> Array:
+    """The sum, still known where the count was."""
+    known = backend.concrete(count)
+    return count + more if known is None else backend.full((), int(known) + more, dtypes.INT32, [count])
+
+
+def where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:
+    return like(a, [backend.where(condition, x, y) for x, y in zip(parts(a), parts(b), strict=True)])
+
+
+def like(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
+    return type(a)(*arrays) if isinstance(a, tuple) else arrays[0]
+
+
+def arrays(values: Sequence[Any]) -> list[Array]:
+    return [array for a in values if a is not None for array in parts(a)]
+
+
+def summary(a: Any) -> str:
+    if a is None:
+        return "no gradient"
+    kept = parts(a)[0]
+    return f"shape {described(kept).shape(kept)} and dtype {dtype_of(kept)}"
+
+
+def absent(backend: Backend, output: Any) -> Any:
+    """The result where there is no gradient."""
+    return None if output is None else backend.make_absent(described(output).shape(output)[1:])
+
+
+def result_dtype(a: Accumulator, output: Any) -> np.dtype:
+    return dtype_of(parts(a)[0] if output is None else output)

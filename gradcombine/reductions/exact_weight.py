@@ -1,0 +1,72 @@
+"""The sum of weights of an exact reduction, in digits, and how many deposits its accumulators have had."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from gradcombine.backends.protocol import Backend
+from gradcombine.reductions import dtypes, grid, rounding, spill
+from gradcombine.reductions.digits import Digits
+from gradcombine.reductions.grid import Grid
+from gradcombine.reductions.spill import SpilledDigits
+from gradcombine.types import Array
+
+_HALF = 13
+"""The lower bits of a number of deposits."""
+
+
+class ExactWeight(NamedTuple):
+    """The sum of weights, in digits, and the number of deposits that each accumulator has had."""
+
+    slot0: Array
+    slot1: Array
+    slot2: Array
+    deposits: Array
+
+
+class SpilledWeight(NamedTuple):
+    """As `ExactWeight`, of a reduction with room for more."""
+
+    slot0: Array
+    slot1: Array
+    slot2: Array
+    spill0: Array
+    spill1: Array
+    spill2: Array
+    deposits: Array
+
+
+def counted(words: Digits | SpilledDigits, deposits: Array) -> ExactWeight | SpilledWeight:
+    if isinstance(words, SpilledDigits):
+        return SpilledWeight(*words, deposits)
+    return ExactWeight(*words, deposits)
+
+
+def limited(backend: Backend, deposits: Array) -> Array:
+    """A count that stays above every capacity once it is there, in place of wrapping around."""
+    most = backend.full((), spill.CAPACITY + 1, dtypes.INT32)
+    return backend.where(deposits > most, most, deposits)
+
+
+def halves(backend: Backend, deposits: Array) -> list[Array]:
+    """A limited count in two: what many replicas have of them adds up without an overflow."""
+    return [deposits & ((1 << _HALF) - 1), backend.shift_right(deposits, _HALF)]
+
+
+def whole(backend: Backend, low: Array, high: Array) -> Array:
+    """The limited count from sums of `halves`, of up to 4096 replicas."""
+    many = backend.full((), (spill.CAPACITY >> _HALF) + 1, dtypes.INT32)
+    return limited(backend, backend.shift_left(backend.where(high < many, high, many), _HALF) + low)
+
+
+@np.errstate(all="ignore")
+def rounded(backend: Backend, own: Grid, total: ExactWeight | SpilledWeight) -> Array:
+    """The sum of weights, rounded once to the grid's float; 1 where there were none."""
+    kept = grid.of(backend.dtype(total.slot0))
+    spilled = spill.beside(backend, kept, SpilledDigits(*total[:-1])) if isinstance(total, SpilledWeight) else ()
+    wide = rounding.carry(backend, kept, Digits(*total[:3]), spilled)
+    value = rounding.special(backend, kept, total.slot0, rounding.to_float(backend, kept, wide, own.value))
+    one = backend.full((), 1, own.value)
+    return backend.where(total.deposits == 0, one, backend.cast(value, own.value))

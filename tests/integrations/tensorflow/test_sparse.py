@@ -1,0 +1,162 @@
+"""tf.IndexedSlices, as they come from a tape and go to an optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine.integrations.tensorflow.sparse import from_indexed_slices, to_indexed_slices
+from gradcombine.reductions.row_mean import row_mean
+from gradcombine.reductions.row_sum import row_sum
+from gradcombine.reductions.sparse_as_dense import sparse_as_dense
+from gradcombine.sparse import densify, to_dense
+
+ROWS = 12
+IDS = np.int32([[3, 3, 7], [7, 0, 3], [11, 7, 7], [3, 0, 0]])
+
+
+def slices(indices: Any, rows: int | None = ROWS, width: int = 2) -> tf.IndexedSlices:
+    shape = None if rows is None else tf.constant([rows, width])
+    return tf.IndexedSlices(tf.ones((len(indices), width)), tf.constant(indices, tf.int64), shape)
+
+
+def tape_gradient(table: tf.Variable, ids: tf.Tensor) -> tf.IndexedSlices:
+    with tf.GradientTape() as tape:
+        looked_up = tf.gather(table, ids)
+        loss = tf.reduce_sum(looked_up * looked_up)
+    gradient = tape.gradient(loss, table)
+    assert isinstance(gradient, tf.IndexedSlices)
+    return gradient
+
+
+@pytest.mark.parametrize("compiled", ["eager", "function", "xla"])
+def test_gradients_of_a_tape_accumulate_and_reach_the_variable(compiled: str) -> None:
+    table = tf.Variable(tf.reshape(tf.range(2.0 * ROWS), (ROWS, 2)))
+    start = table.numpy()
+    acc = gc.accumulate(row_mean(capacity=5), every=len(IDS))
+
+    def window() -> Any:
+        state = acc.init(tf.zeros((ROWS, 2)))
+        for ids, weight in zip(IDS, (1.0, 2.0, 1.0, 4.0), strict=True):
+            state = acc.update(tape_gradient(table, tf.constant(ids)), state, weight)
+        return acc.value(state)
+
+    run = window if compiled == "eager" else tf.function(window, jit_compile=compiled == "xla")
+    gradient = to_indexed_slices(run())
+    assert gradient.indices.numpy().tolist() == [0, 3, 7, 11]
+    table.scatter_sub(gradient)
+    times = np.zeros(ROWS)
+    for ids, weight in zip(IDS, (1, 2, 1, 4), strict=True):
+        np.add.at(times, ids, weight)
+    np.testing.assert_array_equal(table.numpy(), start - 2 * start * times[:, None] / 8)
+
+
+def test_keras_optimizers_take_the_result() -> None:
+    table = tf.Variable(tf.ones((ROWS, 2)))
+    result = gc.combine(row_sum(capacity=4), [slices([3, 3]), slices([7])])
+    tf.keras.optimizers.SGD(0.5).apply_gradients([(to_indexed_slices(result), table)])
+    wanted = np.ones((ROWS, 2))
+    wanted[3], wanted[7] = 0, 0.5
+    np.testing.assert_array_equal(table.numpy(), wanted)
+
+
+@pytest.mark.parametrize("run_eagerly", [True, False])
+def test_slices_whose_number_is_not_known(run_eagerly: bool) -> None:
+    """As many as there is room for; one more is an error at run time."""
+    reduction = row_sum(capacity=3)
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, 2])])
+    def total(indices: tf.Tensor, values: tf.Tensor) -> Any:
+        leaf = from_indexed_slices(tf.IndexedSlices(values, indices), rows=ROWS, size=4)
+        return tuple(gc.combine(reduction, [leaf, leaf], weights=[1, 2]))
+
+    tf.config.run_functions_eagerly(run_eagerly)
+    try:
+        for indices in ([5, 1, 5, 2], [5], []):
+            found, values, _ = total(tf.constant(indices, tf.int64), tf.ones((len(indices), 2)))
+            distinct = sorted(set(indices))
+            assert found.numpy().tolist() == distinct + [ROWS] * (3 - len(distinct))
+            assert values.numpy()[:, 0].tolist() == [3.0 * indices.count(i) for i in distinct] + [0] * (
+                3 - len(distinct)
+            )
+        with pytest.raises(gc.GradCombineError if run_eagerly else tf.errors.InvalidArgumentError):
+            total(tf.constant([1, 2, 3, 1, 1], tf.int64), tf.ones((5, 2)))
+    finally:
+        tf.config.run_functions_eagerly(False)
+
+
+def test_dense_shapes_that_differ_are_refused_and_nothing_is_written() -> None:
+    reduction = row_sum(capacity=3)
+    state = reduction.update(reduction.init(slices([1])), slices([1, 2]))
+    before = [x.numpy() for x in (*state.value, state.weight, state.count)]
+    with pytest.raises(gc.GradCombineError, match=r"row_sum: expected rows of shape \(12, 2\), received \(13, 2\)"):
+        reduction.update(state, slices([1], rows=13))
+    with pytest.raises(gc.GradCombineError, match=r"row_sum: expected rows of shape \(12, 2\), received \(12, 3\)"):
+        reduction.update(state, slices([1], width=3))
+    for old, new in zip(before, (*state.value, state.weight, state.count), strict=True):
+        np.testing.assert_array_equal(old, new.numpy())
+    # Without a dense_shape, the state knows; but a state cannot be made of it.
+    assert reduction.finalize(reduction.update(state, slices([4], rows=None))).indices.numpy().tolist() == [1, 2, 4]
+    with pytest.raises(gc.GradCombineError, match="known number of rows"):
+        reduction.init(slices([1], rows=None))
+
+
+REFUSED = {
+    "rows, or a static dense_shape": lambda: from_indexed_slices(slices([1], rows=None)),
+    "13 rows": lambda: from_indexed_slices(slices([1]), rows=13),
+    "at most 1 slices": lambda: from_indexed_slices(slices([1, 2]), size=1),
+    "indices from 0 to 12": lambda: from_indexed_slices(slices([13])),
+    "a known number of rows": lambda: to_dense(slices([1], rows=None)),
+    "a static number of slices": lambda: _unknown().get_concrete_function(),
+}
+
+
+def _unknown() -> Any:
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
+    def convert(indices: tf.Tensor) -> Any:
+        return from_indexed_slices(tf.IndexedSlices(tf.ones((tf.size(indices), 2)), indices), rows=ROWS).values
+
+    return convert
+
+
+@pytest.mark.parametrize("expected", REFUSED)
+def test_refusals(expected: str) -> None:
+    with pytest.raises(gc.GradCombineError, match=f"expected .*{expected}"):
+        REFUSED[expected]()
+
+
+def test_there_and_back() -> None:
+    leaf = from_indexed_slices(slices([4, 4, 0]), size=5)
+    back = to_indexed_slices(leaf)
+    assert back.indices.numpy().tolist() == [4, 4, 0] and back.dense_shape.numpy().tolist() == [ROWS, 2]
+    np.testing.assert_array_equal(back.values.numpy(), np.ones((3, 2)))
+    np.testing.assert_array_equal(tf.convert_to_tensor(back), to_dense(leaf))
+
+
+def test_slices_and_tensors_make_a_dense_sum_as_in_tensorflow() -> None:
+    terms = [slices([1, 1]), tf.fill((ROWS, 2), 0.5), slices([2, 1])]
+    wanted = tf.add_n([tf.convert_to_tensor(x) for x in terms])
+    np.testing.assert_array_equal(gc.combine(sparse_as_dense(gc.reductions.sum()), terms), wanted)
+    np.testing.assert_array_equal(gc.add_n([densify(x) for x in terms]), wanted)
+
+
+def test_a_row_too_many_stops_a_function_that_checks() -> None:
+    def run(overflow: Any) -> Any:
+        reduction = row_sum(capacity=2, overflow=overflow)
+
+        @tf.function
+        def total(indices: tf.Tensor) -> tf.Tensor:
+            values = tf.ones((3, 2))
+            return gc.combine(reduction, [tf.IndexedSlices(values, indices, tf.constant([ROWS, 2]))]).values
+
+        return total
+
+    assert np.isnan(run("error")(tf.constant([1, 2, 3])).numpy()).all()
+    assert run("check")(tf.constant([1, 2, 1])).numpy().tolist() == [[2, 2], [1, 1]]
+    for indices in ([1, 2, 3], [1, 2, 13]):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="at most 2 different rows, all in range"):
+            run("check")(tf.constant(indices))

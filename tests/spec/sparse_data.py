@@ -1,0 +1,70 @@
+"""Row-sparse contributions, and what combining them must give, from exact arithmetic."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from gradcombine.sparse import RowSparse
+from tests.spec import exact
+from tests.spec.data import WEIGHTS
+
+ROWS, WIDTH, PLACES = 6, 2, 5
+"""Rows of the whole array, elements of a row, and rows of a contribution: so some occur twice."""
+
+
+@st.composite
+def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> dict[str, Any]:
+    """``n`` stacked contributions with weights. Padding holds NaN, as contributions of weight 0 do."""
+    scales = np.float32(draw(st.lists(weights, min_size=n, max_size=n)))
+    indices = np.int32(draw(st.lists(st.integers(0, ROWS), min_size=n * PLACES, max_size=n * PLACES)))
+    size = n * PLACES * WIDTH
+    values = np.float32(draw(st.lists(elements, min_size=size, max_size=size))).reshape((n, PLACES, WIDTH))
+    indices = indices.reshape((n, PLACES))
+    values[indices == ROWS] = np.nan
+    values[scales == 0] = np.nan
+    return {"values": RowSparse(indices, values, np.zeros((n, ROWS, 0), np.float32)), "weights": scales}
+
+
+def deal(data: Any, replicas: int) -> list[Any]:
+    """The contributions in blocks: replica r gets the r-th."""
+    parts = [np.split(x, replicas) for x in (*data["values"], data["weights"])]
+    return [{"values": RowSparse(*block[:3]), "weights": block[3]} for block in zip(*parts, strict=True)]
+
+
+def dense_terms(data: Any, row: int, element: int) -> list[Fraction]:
+    """One element of each contribution made dense: occurrences added in the canonical tree, rounded as float32."""
+    found = []
+    for indices, values in zip(data["values"].indices, data["values"].values, strict=True):
+        occurring = [Fraction(float(v)) if v == v else Fraction(0) for v in values[indices == row, element]]
+        terms = [(value, Fraction(1), False) for value in occurring] or [(Fraction(0), Fraction(1), False)]
+        found.append(Fraction(exact.combine("sum", terms, "tree")))
+    return found
+
+
+def expected(name: str, data: Any, order: str, blocks: int = 1) -> np.ndarray:
+    """The combination made dense; ``order`` within a block, the canonical tree over blocks."""
+    result = np.zeros((ROWS, WIDTH), np.float32)
+    for row in range(ROWS):
+        for element in range(WIDTH):
+            values = dense_terms(data, row, element)
+            terms = [exact.term(name, float(v), w) for v, w in zip(values, data["weights"], strict=True)]
+            result[row, element] = exact.combine(name, terms, order, blocks)
+    return result
+
+
+def occurring(data: Any) -> list[int]:
+    """The rows of contributions whose weight is not 0, in ascending order."""
+    return sorted(set(data["values"].indices[data["weights"] != 0].ravel().tolist()) - {ROWS})
+
+
+def check(result: RowSparse, wanted: np.ndarray, rows: list[int]) -> None:
+    """These rows in order, then padding; and these values to the bit."""
+    assert result.shape == wanted.shape
+    np.testing.assert_array_equal(result.indices, [*rows, *[len(wanted)] * (len(result.indices) - len(rows))])
+    np.testing.assert_array_equal(exact.bits(result.values[: len(rows)]), exact.bits(wanted[rows]))
+    np.testing.assert_array_equal(exact.bits(result.values[len(rows) :]), 0)
+    assert not wanted[[row for row in range(len(wanted)) if row not in rows]].any()
