@@ -6,7 +6,9 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+import gc
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,7 @@ NEEDED_AT_IMPORT = {
     "gradcombine/integrations/optax": {"jax", "optax"},
     "gradcombine/integrations/tensorflow": {"tensorflow"},
     "gradcombine/statefile/safetensors_format.py": {"safetensors"},
-    "gradcombine/verify": {"jax", "tensorflow", "sklearn"},
+    "gradcombine/verify": {"jax", "optax", "tensorflow", "keras", "sklearn"},
     "tests/integrations/horovod": {"jax", "tensorflow", "keras"},
     "tests/integrations/jax": {"jax", "optax", "flax", "equinox"},
     "tests/integrations/keras": {"tensorflow", "keras", "jax"},
@@ -35,10 +37,13 @@ NEEDED_AT_IMPORT = {
     "tests/integrations/tensorflow": {"tensorflow", "keras"},
     "tests/multi_process": {"jax", "tensorflow"},
     "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},
-    "tests/verify": {"jax", "tensorflow", "sklearn"},
-    "examples": {"jax", "tensorflow", "optax", "keras", "sklearn"},
+    "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "sklearn"},
+    "examples": {"jax", "tensorflow", "optax", "keras", "flax", "sklearn"},
 }
 """Files that import a framework as they are collected, by the beginnings of their paths."""
+
+MOST_MEMORY = 3 * 2**30
+"""Bytes of a test process, from which on it forgets what it has compiled."""
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
 settings.load_profile("default")
@@ -61,6 +66,21 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     path = collection_path.relative_to(config.rootpath).as_posix() if collection_path.is_file() else ""
     needed = (names for start, names in NEEDED_AT_IMPORT.items() if path.startswith(start))
     return True if any(names - INSTALLED - REQUIRED for names in needed) else None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_memory() -> Iterator[None]:
+    """Drops what JAX has compiled once it takes gigabytes; several workers share a machine."""
+    yield
+    if "jax" in INSTALLED and _resident_bytes() > MOST_MEMORY:
+        gc.collect()
+        jax.clear_caches()
+        gc.collect()
+
+
+def _resident_bytes() -> int:
+    statistics = Path("/proc/self/statm")
+    return int(statistics.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statistics.exists() else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -18,6 +18,8 @@ SHOWS = {
     "keras_fit.py": r"one batch +loss (0\.\d+) after 87 updates\nAccumulate +loss \1 after 87 updates\n"
     r"Keras .* after 84 updates",
     "optax_chain.py": r"before +loss 2\.\d+\n(.*\n)*epoch 4 +loss 0\.[0-4]\d+ +\d+ updates",
+    "port_tf_to_jax.py": r"as ported: step 0: introduced by the combine.*\nwith the microbatches' weights: "
+    r"step 0: introduced by the optimizer.*\nwith the epsilon of Keras: 6 windows agree\n",
     "resume_across_frameworks.py": r"saved: states of 'mean' on 4 replicas.*\n10 more calls on two replicas; "
     r"the window is full: True\nequal bits: True",
     "scan_text.py": r"sentences of 2 to 64 words\nmean over tokens +gradient off by \d\.\de-0[5-9], .*\n"
@@ -31,7 +33,7 @@ ARGUMENTS = {"tf_strategies.py": ["none"]}
 """The others are run one by one in tests/integrations/tensorflow and tests/multi_process."""
 
 
-@pytest.mark.needs("jax", "tensorflow", "optax", "keras", "sklearn")
+@pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_an_example_runs(name: str) -> None:
     script = [sys.executable, str(ROOT / "examples" / name), *ARGUMENTS.get(name, [])]

@@ -1,19 +1,23 @@
 """Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework by itself."""
 
 from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equal_bits, assert_within_ulp, compare
+from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.origin import Explanation, explain
 from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
 from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
 __all__ = [
     "NAN_DISTANCE",
+    "Cause",
     "Comparison",
     "Divergence",
     "Explanation",
     "LeafDifference",
+    "MicrobatchReport",
     "Recorder",
     "assert_equal_bits",
     "assert_within_ulp",
+    "check_microbatches",
     "compare",
     "equal_bits",
     "explain",

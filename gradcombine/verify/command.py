@@ -41,6 +41,9 @@ def verify(
     json: Annotated[
         Path | None, typer.Option(help="Write all rows to this file.", dir_okay=False, metavar="FILE")
     ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with plots to this file.", dir_okay=False, metavar="FILE")
+    ] = None,
     replicas: Annotated[
         int, typer.Option(help="The largest number of replicas; 1, 2, 4 and 8 are run.", min=1, max=devices.COUNT)
     ] = devices.COUNT,
@@ -52,11 +55,12 @@ def verify(
 
     Exit status 1 if a row does not keep what it promises.
     """
-    lacking = missing(("jax", "tensorflow", "sklearn"))
+    lacking = missing(("jax", "tensorflow", "sklearn", *(("jinja2", "matplotlib") if html is not None else ())))
     if lacking:
         raise typer.BadParameter(hint(lacking))
-    if json is not None and not json.resolve().parent.is_dir():
-        raise typer.BadParameter(f"{json.parent} is not a directory", param_hint="--json")
+    for option, path in (("--json", json), ("--html", html)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
     console = Console()
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True) as progress:
@@ -73,5 +77,10 @@ def verify(
     show(console, report)
     if json is not None:
         write_json(json, report)
+    if html is not None:
+        # Only a page needs matplotlib, which takes a second to import.
+        from gradcombine.verify.suite import html as page
+
+        page.write(html, report)
     if report.failed:
         raise typer.Exit(1)

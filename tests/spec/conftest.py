@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ def mode(request: pytest.FixtureRequest) -> modes.Mode:
 @pytest.fixture(scope="session")
 def replicated(request: pytest.FixtureRequest) -> modes.Mode:
     return modes.get(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_programs() -> Iterator[None]:
+    """What one file has compiled is not kept for the next."""
+    yield
+    modes.forget()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -37,7 +37,7 @@ class Mode:
 
     def __init__(self, name: str, framework: str, replicas: tuple[int, ...], start: Any, env: Env) -> None:
         self.name, self.framework, self.replicas, self.start, self.env = name, framework, replicas, start, env
-        self._compiled: dict[Any, Any] = {}
+        self.compiled: dict[Any, Any] = {}
 
     def __repr__(self) -> str:
         return self.name
@@ -54,9 +54,9 @@ class Mode:
         here = [i for i, leaf in enumerate(flat[0][0]) if leaf is not None]
         stacked = [np.stack([leaves[i] for leaves, _ in flat]) for i in here]
         key = (program, len(flat), str(structure), *((x.shape, str(x.dtype)) for x in stacked))
-        if key not in self._compiled:
-            self._compiled[key] = self._compile(program, structure, here, len(flat))
-        started, outputs = self._compiled[key]
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(program, structure, here, len(flat))
+        started, outputs = self.compiled[key]
         columns = started(stacked)
         leaves, out_structure = outputs[0]
         results = []
@@ -226,8 +226,12 @@ CANNOT = {
 """What a framework or a mode cannot run, and why."""
 
 
+_begun: set[str] = set()
+
+
 @cache
 def _made(framework: str) -> dict[str, Mode]:
+    _begun.add(framework)
     modes = {mode.name: mode for mode in FRAMEWORK_MODES[framework]()}
     assert tuple(modes) == NAMES[framework]
     return modes
@@ -236,3 +240,11 @@ def _made(framework: str) -> dict[str, Mode]:
 def get(name: str) -> Mode:
     """The mode of this name; imports its framework."""
     return _made(next(framework for framework, names in NAMES.items() if name in names))[name]
+
+
+def forget() -> None:
+    """Drops all programs that the modes have compiled."""
+    for framework in FRAMEWORK_MODES:
+        if framework in _begun:
+            for mode in _made(framework).values():
+                mode.compiled.clear()

@@ -42,11 +42,13 @@ def _rows(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
 @pytest.mark.needs("jax", "tensorflow")
 def test_every_row_is_there_and_holds(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    done = _run("verify", "--json", str(path))
+    page = tmp_path / "out.html"
+    done = _run("verify", "--json", str(path), "--html", str(page))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     report = json.loads(path.read_text())
     assert report["failed"] == []
+    assert f"All {len(report['rows'])} rows" in page.read_text()
     assert all(row["holds"] for row in report["rows"])
 
     replicas: dict[tuple[str, str, str], set[int]] = defaultdict(set)

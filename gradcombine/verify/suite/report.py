@@ -15,6 +15,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gradcombine.verify.suite import curves
 from gradcombine.verify.suite.findings import BOUND, Finding, Report
 from gradcombine.verify.ulp import NAN_DISTANCE
 
@@ -81,10 +82,10 @@ def _table(section: str, findings: list[Finding]) -> Table:
             framework = finding.labels["framework"]
             table.add_row(Text(framework, "bold"))
         cells = [*map(str, list(finding.labels.values())[grouped:]), finding.promise]
-        cells += [_found(finding)] if measured else []
-        cells += [_number(finding.relative)] if relative else []
+        cells += [found(finding)] if measured else []
+        cells += [number(finding.relative)] if relative else []
         mark = Text("ok", "green") if finding.holds else Text("no", "bold red")
-        table.add_row(*cells, _number(finding.share), mark, style=None if finding.holds else "red")
+        table.add_row(*cells, number(finding.share), mark, style=None if finding.holds else "red")
     return table
 
 
@@ -116,17 +117,19 @@ def _folded(findings: Iterable[Finding]) -> Iterable[Finding]:
         )
 
 
-def _found(finding: Finding) -> str:
+def found(finding: Finding) -> str:
+    """What a row found, in a word."""
     if finding.equal:
         return "equal bits"
     if finding.ulps == NAN_DISTANCE:
         return "NaN"
     if finding.ulps is None:
-        return f"a ratio of {_number(finding.share)}"
+        return f"a ratio of {number(finding.share)}"
     return "sign of 0" if finding.ulps == 0 else f"{finding.ulps:,} ulp"
 
 
-def _number(value: float | None) -> str:
+def number(value: float | None) -> str:
+    """A figure of two digits; nothing where there is none."""
     return "" if value is None else f"{value:.2g}"
 
 
@@ -138,7 +141,7 @@ def _curves(report: Report) -> RenderableType:
         values = [curve[window] for curve in report.curves.values()]
         apart = report.curves["jax"][window] - report.curves["tensorflow"][window]
         table.add_row(str(window + 1), *(f"{value:.7f}" for value in values), f"{apart:.1e}")
-    return table
+    return Group(table, "", curves.plot(report.curves))
 
 
 def _verdict(report: Report) -> RenderableType:
@@ -146,5 +149,7 @@ def _verdict(report: Report) -> RenderableType:
     took = f"{report.seconds:.0f} s"
     if not failed:
         return Text(f"All {rows} rows keep what they promise ({took}).", "green")
-    found = Text(f"Not kept: {len(failed)} of {rows} promises ({took}).", "bold red")
-    return Group(found, *(Text(f"  {row.name}: promised {row.promise}, found {_found(row)}", "red") for row in failed))
+    headline = Text(f"Not kept: {len(failed)} of {rows} promises ({took}).", "bold red")
+    return Group(
+        headline, *(Text(f"  {row.name}: promised {row.promise}, found {found(row)}", "red") for row in failed)
+    )

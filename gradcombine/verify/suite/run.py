@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
+import platform
 import time
 from collections.abc import Callable, Sequence
 
@@ -25,6 +27,9 @@ from gradcombine.verify.suite.places import Case, Contributions
 
 COUNTS = (1, 2, 4, 8)
 """The numbers of replicas."""
+
+ENVIRONMENT = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS", "OMP_NUM_THREADS")
+"""What changes the frameworks' kernels, and so belongs to a report."""
 
 
 def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None]) -> Report:
@@ -55,6 +60,10 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
         "microbatches": list(digits.SIZES),
         "replicas": counts,
         "inject_fault": inject_fault,
+        "training": {"windows": train.WINDOWS, "microbatches": train.EVERY, "learning rate": train.LEARNING_RATE},
+        "libraries": {name: importlib.metadata.version(name) for name in ("jaxlib", "ml_dtypes", "scikit-learn")},
+        "machine": {"python": platform.python_version(), "system": platform.platform(), "processors": os.cpu_count()},
+        "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
     return Report([*findings, *trained], curves, settings, time.perf_counter() - begun)
 

@@ -1,0 +1,136 @@
+"""Do k accumulated microbatches give the update of one batch?"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.microbatches import causes, full_batch
+from gradcombine.verify.microbatches.report import Fault, MicrobatchReport
+from gradcombine.verify.microbatches.subject import OPERATION, Subject, Trace, observe, replay
+
+_ADAPTERS = "gradcombine.verify.microbatches"
+
+
+def check_microbatches(
+    loss: Callable[[Any, Any], Any],
+    params: Any,
+    windows: Sequence[Sequence[Any]],
+    inner: Any,
+    accumulating: Callable[[Any], Any],
+    *,
+    weights: Callable[[Any], float] | None = None,
+    arguments: Callable[[float, bool], Mapping[str, Any]] = lambda weight, last: {},
+    join: Callable[[Sequence[Any]], Any] | None = None,
+) -> MicrobatchReport:
+    """Trains over some windows of microbatches, and names the first cause why they do not equal one batch each.
+
+    Judged are: the loss (is a batch's gradient the weighted mean of its microbatches', in float64?); when the inner
+    optimizer runs and what it counts; whether the parameters stay within a window; the gradient that reaches the inner
+    optimizer, against the exact weighted mean; what happens to its updates; what becomes of a partial window; and
+    whether a NaN that the check itself puts into the first window is gone in the next.
+
+    Args:
+      loss: ``(params, microbatch) -> scalar``, the mean loss over a microbatch, in JAX or, for Keras, in TensorFlow.
+      params: a tree of float arrays, with leaves of gradients in any float dtype.
+      windows: each a sequence of microbatches, which are trees of arrays with a leading axis of examples. All have the
+        accumulation's length, but for partial ones, which are shorter. Two full windows at least show what one leaves
+        behind for the next; three and a partial one take a second or two.
+      inner: what would train on whole batches: an optax transformation, with its clipping, decay and schedule; or a
+        Keras optimizer.
+      accumulating: from ``inner`` to the optimizer under test, for instance ``lambda inner: optax.MultiSteps(inner,
+        4)``; for Keras, ``lambda inner: type(inner).from_config(inner.get_config() | {"gradient_accumulation_steps":
+        4})``. It is called with other inner optimizers as well.
+      weights: of a microbatch, for instance its number of tokens; None: its number of examples.
+      arguments: ``(weight, last) -> dict``, keyword arguments for each update of an optax transformation, where
+        ``last`` says that the microbatch ends its window: ``lambda weight, last: {"weight": weight, "flush": last}``
+        for `gradcombine.integrations.optax.accumulate`. By default none.
+      join: several microbatches as one; None: leaves are concatenated along their first axis.
+
+    Returns:
+      A `MicrobatchReport`, which prints as sentences: ``assert report.passes, report``.
+
+    Raises:
+      GradCombineError: for no window or an empty one, weights that are not positive, gradients that are not finite, an
+        ``accumulating`` that does not use what it is given, and an optimizer of another kind.
+
+    The gradient has to be within the rounding bound of `gradcombine.verify.microbatches.combination`: with n
+    microbatches, ``gamma(2 n + 5) max|g|`` elementwise, in float32, and one rounding to the gradients' dtype.
+
+    >>> import jax.numpy as jnp, numpy as np, optax
+    >>> from gradcombine.integrations.optax import accumulate
+    >>> from gradcombine.verify import check_microbatches
+    >>> def loss(params, batch):
+    ...     return jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2)
+    >>> rng = np.random.default_rng(0)
+    >>> def batch(n):
+    ...     return {"x": rng.normal(size=(n, 5)).astype(np.float32), "y": rng.normal(size=n).astype(np.float32)}
+    >>> params = {"w": np.zeros(5, np.float32)}
+    >>> def unweighted(inner):
+    ...     return accumulate(inner, every=2)
+    >>> report = check_microbatches(loss, params, [[batch(3), batch(4)]] * 2, optax.sgd(0.1), unweighted)
+    >>> print(report.faults[0])
+    window 0: mean of means: the microbatches' weights are forgotten (weights from 3 to 4)
+    """
+    _require_windows(windows)
+    weigh, joined = weights or _examples, join or _concatenated
+    subject = _subject(loss, inner, accumulating, arguments)
+    scales = [[_weight(weigh(microbatch)) for microbatch in window] for window in windows]
+    whole = full_batch.law(subject, params, windows, scales, joined)
+    every = max(map(len, windows))
+    # What a partial window leaves behind shows in the one after it.
+    again = [0] if len(windows[-1]) < every else []
+    order = [*range(len(windows)), *again]
+    trace = observe(subject, params, [windows[w] for w in order], [scales[w] for w in order])
+    _require_finite(trace)
+    found: list[Fault] = [] if whole.fault is None else [whole.fault]
+    for fault in causes.faults(trace, lambda change: replay(subject, params, trace, change)):
+        if fault.cause not in [other.cause for other in found]:
+            found.append(fault)
+    return MicrobatchReport(tuple(found), causes.results(trace), whole.share, whole.not_judged)
+
+
+def _subject(loss: Any, inner: Any, accumulating: Any, arguments: Any) -> Subject:
+    """By the framework that the optimizer is of, which is imported already."""
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(inner, keras.optimizers.Optimizer):
+        return importlib.import_module(f"{_ADAPTERS}.keras_subject").KerasSubject(loss, inner, accumulating)
+    optax = sys.modules.get("optax")
+    if optax is not None and isinstance(inner, optax.GradientTransformation):
+        adapter = importlib.import_module(f"{_ADAPTERS}.optax_subject")
+        return adapter.OptaxSubject(loss, inner, accumulating, arguments)
+    raise GradCombineError(OPERATION, "an optax transformation or a Keras optimizer", type(inner).__name__)
+
+
+def _examples(microbatch: Any) -> float:
+    return float(tree.flatten(OPERATION, microbatch)[0][0].shape[0])
+
+
+def _concatenated(microbatches: Sequence[Any]) -> Any:
+    columns = [tree.flatten(OPERATION, microbatch) for microbatch in microbatches]
+    leaves = zip(*(found for found, _ in columns), strict=True)
+    return tree.unflatten(columns[0][1], [np.concatenate([np.asarray(x) for x in column]) for column in leaves])
+
+
+def _weight(value: Any) -> float:
+    weight = float(value)
+    if not 0 < weight < float("inf"):
+        raise GradCombineError(OPERATION, "positive weights", weight)
+    return weight
+
+
+def _require_windows(windows: Sequence[Sequence[Any]]) -> None:
+    if not len(windows) or not all(map(len, windows)):
+        raise GradCombineError(OPERATION, "one window or more, of one microbatch or more", [len(w) for w in windows])
+
+
+def _require_finite(trace: Trace) -> None:
+    for w, steps in enumerate(trace):
+        if not all(np.isfinite(x).all() for step in steps for x in step.gradient if x is not None):
+            raise GradCombineError(OPERATION, "finite gradients", f"others in window {w}")

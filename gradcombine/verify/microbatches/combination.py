@@ -1,0 +1,138 @@
+"""Which combination of a window's gradients reached the optimizer, judged by a rounding bound.
+
+The exact combination is ``sum(c_i g_i)``, computed in float64. A float32 accumulator of unit roundoff u = 2**-24, in
+whatever order and form (sums divided at the end, terms scaled first, Welford's running mean), is within
+``gamma(2 n + 5) * sum|c_i| * max|g_i|`` of it, elementwise, with ``gamma(m) = m u / (1 - m u)``:
+
+- a sum takes n - 1 additions and a product a term, n - 1 additions of weights, and a division: 2 n roundings;
+- Welford's step ``m + (g - m) / i`` adds at most ``(4 / i + 1) u max|g|``, of which later steps leave the part i / n:
+  all of them ``((n + 1) / 2 + 4) u max|g|``.
+
+To this comes one rounding to the gradients' dtype, where that is narrower, and 2 n + 1 times the smallest normal number
+for results that are flushed to zero.
+
+References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., 2002, sections 3.1 and 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from gradcombine.verify.microbatches.subject import Leaves, Step
+from gradcombine.verify.origin import explain
+
+FLOAT32 = np.dtype(np.float32)
+NARROW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
+"""Accumulators that are too narrow, the better one first."""
+
+SAMPLE = 1024
+"""How many elements of a leaf tell how they were combined."""
+
+
+class Window(NamedTuple):
+    """A window's gradients, in float64, and what reached the optimizer of them.
+
+    Attributes:
+      weights: [n].
+      terms: one array [n, elements] a leaf.
+      reached: one array [elements] a leaf.
+      output: the dtype of each leaf's gradients.
+    """
+
+    weights: np.ndarray
+    terms: list[np.ndarray]
+    reached: list[np.ndarray]
+    output: list[np.dtype]
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The coefficients of the weighted mean."""
+        return self.weights / self.weights.sum()
+
+
+def window(steps: Sequence[Step], reached: Leaves) -> Window:
+    """The leaves that have a gradient, flat; a gradient that is None for once counts as zero."""
+    terms, arrived, output = [], [], []
+    for column, found in zip(zip(*(step.gradient for step in steps), strict=True), reached, strict=True):
+        given = [x for x in column if x is not None]
+        if not given or found is None:
+            continue
+        rows = [np.zeros(given[0].shape) if x is None else x.astype(np.float64) for x in column]
+        terms.append(np.stack(rows).reshape(len(rows), -1))
+        arrived.append(found.astype(np.float64).reshape(-1))
+        output.append(given[0].dtype)
+    return Window(np.array([step.weight for step in steps], np.float64), terms, arrived, output)
+
+
+def share(given: Window, coefficients: np.ndarray, accumulator: np.dtype = FLOAT32) -> float:
+    """The largest distance from a combination over its bound; infinite where what reached is not finite."""
+    worst = 0.0
+    for off, bound in _distances(given, coefficients, accumulator):
+        if not np.isfinite(off).all():
+            return float("inf")
+        worst = max(worst, float((off / bound).max(initial=0)))
+    return worst
+
+
+def fitted(given: Window, columns: np.ndarray) -> np.ndarray | None:
+    """The combination of least squares, if rounding accounts for all that it leaves over.
+
+    The residual of least squares is no longer than that of the true combination, which is no longer than the bound.
+
+    Args:
+      columns: [n, m]: the combination is ``columns @ x``, and x is fitted.
+
+    Returns:
+      The coefficients [n]; None where no such combination reached the optimizer, where the fit is not determined, and
+      where rounding accounts for the distance from the mean, as a whole, just as well.
+    """
+    matrix = np.concatenate([(columns.T @ terms).T for terms in given.terms])
+    found = np.concatenate(given.reached)
+    if not np.isfinite(found).all() or len(found) <= columns.shape[1]:
+        return None
+    x, _, rank, _ = np.linalg.lstsq(matrix, found, rcond=None)
+    coefficients = columns @ x
+    accounted = rank == columns.shape[1] and _within(given, coefficients) and not _within(given, given.mean)
+    return coefficients if accounted else None
+
+
+def _within(given: Window, coefficients: np.ndarray) -> bool:
+    """Whether the distance from a combination, as a vector, is no longer than its bound."""
+    pairs = _distances(given, coefficients, FLOAT32)
+    return sum(float(off @ off - bound @ bound) for off, bound in pairs) <= 0
+
+
+def explained(given: Window) -> str | None:
+    """The order and precision that give what reached the optimizer to the bit, if a known one does."""
+    narrow = zip(given.terms, given.reached, given.output, strict=True)
+    sample = [(terms[:, :SAMPLE].astype(output), found[:SAMPLE].astype(output)) for terms, found, output in narrow]
+    contributions = [[terms[i] for terms, _ in sample] for i in range(len(given.weights))]
+    found = explain(contributions, [found for _, found in sample], given.weights.tolist(), ranks=())
+    return f"to the bit: {found.matches[0].candidate}" if found.matches else None
+
+
+def _distances(given: Window, coefficients: np.ndarray, accumulator: np.dtype) -> list[tuple[np.ndarray, np.ndarray]]:
+    pairs = []
+    roundings = 2 * len(given.weights) + 5
+    for terms, reached, output in zip(given.terms, given.reached, given.output, strict=True):
+        # A gradient that is wider than float32 has an accumulator of its own dtype.
+        used = output if accumulator == FLOAT32 and _unit(output) < _unit(accumulator) else accumulator
+        exact = coefficients @ terms
+        bound = _gamma(roundings, _unit(used)) * np.abs(coefficients).sum() * np.abs(terms).max(axis=0)
+        if _unit(output) > _unit(used):
+            bound = bound * (1 + _unit(output)) + _unit(output) * np.abs(exact)
+        smallest = max(float(ml_dtypes.finfo(x).smallest_normal) for x in (output, used))
+        pairs.append((np.abs(reached - exact), bound + roundings * smallest))
+    return pairs
+
+
+def _unit(dtype: np.dtype) -> float:
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def _gamma(roundings: int, unit: float) -> float:
+    return roundings * unit / (1 - roundings * unit)

@@ -1,0 +1,140 @@
+"""optax: a probe inside of the accumulation sees what reaches the inner transformation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradcombine import tree
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.microbatches.subject import OPERATION, Leaves, Loss, NotWide, Outcome, leaves
+
+Wrap = Callable[[optax.GradientTransformation], Any]
+Arguments = Callable[[float, bool], Mapping[str, Any]]
+
+
+class ProbeState(NamedTuple):
+    """What a probe has seen in the steps that were kept.
+
+    Attributes:
+      calls: int32 scalar, how many.
+      gradient, updates: of the last one, at least float32.
+      inner: the state of the transformation behind.
+    """
+
+    calls: jax.Array
+    gradient: Any
+    updates: Any
+    inner: Any
+
+
+def probe(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """A transformation that does what ``inner`` does, and keeps in its state what it got and returned.
+
+    What an accumulation computes and masks does not stay in the state, so it is not counted.
+    """
+    wrapped = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> ProbeState:
+        empty = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+        return ProbeState(jnp.int32(0), empty, empty, wrapped.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ProbeState]:
+        # What is kept and what goes on are the same values: nothing is computed twice, in two ways.
+        gradient = jax.lax.optimization_barrier(updates)
+        result, behind = wrapped.update(gradient, state.inner, params, **extra_args)
+        result = jax.lax.optimization_barrier(result)
+        seen, made = jax.tree.map(_as, gradient, state.gradient), jax.tree.map(_as, result, state.updates)
+        return result, ProbeState(state.calls + 1, seen, made, behind)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x.astype(like.dtype)
+
+
+class OptaxSubject:
+    """A loss in JAX, an optax transformation, and the accumulation around it."""
+
+    def __init__(self, loss: Loss, inner: optax.GradientTransformation, wrap: Wrap, arguments: Arguments) -> None:
+        self._inner, self._wrap, self._arguments = inner, wrap, arguments
+        self._gradient = _differentiated(loss)
+
+    def gradient(self, params: Any, microbatch: Any) -> Leaves:
+        return leaves(self._gradient(params, microbatch))
+
+    def wide_gradient(self, params: Any, microbatch: Any) -> Leaves:
+        with jax.enable_x64(True):
+            wide = [jax.tree.map(_widened, x) for x in (params, microbatch)]
+            try:
+                program = str(jax.make_jaxpr(self._gradient)(*wide))
+            except (TypeError, ValueError) as error:
+                raise NotWide(f"it cannot be traced in float64: {str(error).splitlines()[0]}") from None
+            narrow = re.search(r"\b(f32|bf16|f16|f8\w*)\[", program)
+            if narrow is not None:
+                raise NotWide(f"the loss computes in {narrow.group(1)} whatever it is given")
+            return leaves(self._gradient(*wide))
+
+    def start(self, params: Any, alone: bool) -> OptaxRun:
+        watched = probe(optax.identity() if alone else self._inner)
+        return OptaxRun(self._wrap(watched), params, self._arguments, fixed=alone)
+
+
+class OptaxRun:
+    """One training."""
+
+    def __init__(self, accumulating: Any, params: Any, arguments: Arguments, fixed: bool) -> None:
+        if not (hasattr(accumulating, "init") and hasattr(accumulating, "update")):
+            raise GradCombineError(OPERATION, "accumulating to return a transformation", type(accumulating).__name__)
+        self.params = jax.tree.map(jnp.asarray, params)
+        self._fixed, self._arguments = fixed, arguments
+        self._structure = tree.flatten(OPERATION, self.params)[1]
+        self._state = accumulating.init(self.params)
+        self._update = jax.jit(accumulating.update)
+        _seen(self._state)
+
+    def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
+        before = int(_seen(self._state).calls)
+        given = tree.unflatten(self._structure, [None if x is None else jnp.asarray(x) for x in gradient])
+        updates, self._state = self._update(given, self._state, self.params, **self._arguments(weight, last))
+        found, made = _seen(self._state), leaves(updates)
+        if not self._fixed:
+            self.params = optax.apply_updates(self.params, updates)
+        calls = int(found.calls) - before
+        moved = any(np.any(x != 0) for x in made if x is not None)
+        changed = calls > 0 and not _equal(made, leaves(found.updates))
+        return Outcome(moved, calls, leaves(found.gradient) if calls else None, changed)
+
+
+@lru_cache(maxsize=8)
+def _differentiated(loss: Loss) -> Any:
+    """Compiled once for all checks of a loss, in float32 and in float64."""
+    return jax.jit(jax.grad(loss))
+
+
+def _seen(state: Any) -> ProbeState:
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ProbeState))
+    probes = [x for x in found if isinstance(x, ProbeState)]
+    if len(probes) != 1:
+        raise GradCombineError(OPERATION, "accumulating to use the inner transformation once", f"{len(probes)} times")
+    return probes[0]
+
+
+def _equal(a: Leaves, b: Leaves) -> bool:
+    return all(
+        x is None or y is None or np.array_equal(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _widened(x: Any) -> Any:
+    array = jnp.asarray(x)
+    return array.astype(jnp.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array

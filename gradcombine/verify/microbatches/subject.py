@@ -1,0 +1,115 @@
+"""What is checked, as the check sees it: one interface for all optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.registry import is_absent
+from gradcombine.types import Tree
+
+OPERATION = "check_microbatches"
+
+Loss: TypeAlias = Callable[[Any, Any], Any]
+"""From parameters and a microbatch to its mean loss, a scalar."""
+
+Leaves: TypeAlias = list[np.ndarray | None]
+"""The leaves of a tree, None for no gradient."""
+
+
+class Outcome(NamedTuple):
+    """What an update did.
+
+    Attributes:
+      moved: whether it moved a parameter.
+      calls: by how much the inner optimizer's count of steps grew.
+      reached: the gradient that the inner optimizer got, if it ran.
+      changed: whether the updates are others than the inner optimizer's.
+    """
+
+    moved: bool
+    calls: int
+    reached: Leaves | None
+    changed: bool
+
+
+class Step(NamedTuple):
+    """A microbatch: its weight, its gradient, and what came of it."""
+
+    weight: float
+    gradient: Leaves
+    outcome: Outcome
+
+
+Trace: TypeAlias = list[list[Step]]
+"""The steps of every window."""
+
+
+class Run(Protocol):
+    """One training, which goes on from step to step."""
+
+    @property
+    def params(self) -> Any: ...
+
+    def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome: ...
+
+
+class Subject(Protocol):
+    """A loss with an optimizer that accumulates."""
+
+    def gradient(self, params: Any, microbatch: Any) -> Leaves: ...
+
+    def wide_gradient(self, params: Any, microbatch: Any) -> Leaves:
+        """The same, computed in float64.
+
+        Raises:
+          NotWide: where the loss cannot be computed in float64.
+        """
+        ...
+
+    def start(self, params: Any, alone: bool) -> Run:
+        """A new run; alone: of the accumulation without the optimizer, which leaves the parameters as they are."""
+        ...
+
+
+class NotWide(Exception):  # noqa: N818 (an answer, not an error)
+    """Why the loss cannot be computed in float64."""
+
+
+def leaves(value: Tree) -> Leaves:
+    """The leaves as NumPy arrays."""
+    return [None if is_absent(x) else np.asarray(x) for x in tree.flatten(OPERATION, value)[0]]
+
+
+def observe(
+    subject: Subject, params: Any, windows: Sequence[Sequence[Any]], weights: Sequence[Sequence[float]]
+) -> Trace:
+    """Trains over the windows, and writes down what each microbatch did."""
+    run, trace = subject.start(params, alone=False), []
+    for microbatches, scales in zip(windows, weights, strict=True):
+        steps = []
+        for i, (microbatch, weight) in enumerate(zip(microbatches, scales, strict=True)):
+            gradient = subject.gradient(run.params, microbatch)
+            steps.append(Step(weight, gradient, run.step(gradient, weight, i + 1 == len(microbatches))))
+        trace.append(steps)
+    return trace
+
+
+def replay(subject: Subject, params: Any, trace: Trace, change: Callable[[int, int, np.ndarray], np.ndarray]) -> Trace:
+    """Accumulates the gradients of a trace again, changed, with nothing behind the accumulation.
+
+    Args:
+      change: from the numbers of window and microbatch, and a leaf, to another leaf of the same shape and dtype.
+    """
+    run, again = subject.start(params, alone=True), []
+    for w, window in enumerate(trace):
+        steps = []
+        for i, step in enumerate(window):
+            gradient: Leaves = [None if x is None else change(w, i, x) for x in step.gradient]
+            outcome = run.step(gradient, step.weight, i + 1 == len(window))
+            steps.append(Step(step.weight, gradient, outcome))
+        again.append(steps)
+    return again

@@ -1,0 +1,113 @@
+"""A small regression with microbatches of different sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradcombine.integrations.optax import accumulate
+from gradcombine.verify import MicrobatchReport, check_microbatches
+
+Batch = dict[str, np.ndarray]
+EVERY = 4
+SIZES = (2, 5, 5, 2)
+PARAMS = {"b": np.full(1, 0.5, np.float32), "w": np.linspace(-1, 1, 6, dtype=np.float32)}
+
+
+def batches(rng: np.random.Generator, sizes: tuple[int, ...]) -> list[Batch]:
+    return [
+        {"x": rng.normal(size=(n, 6)).astype(np.float32), "y": rng.normal(size=n).astype(np.float32)} for n in sizes
+    ]
+
+
+RNG = np.random.default_rng(0)
+FULL = [batches(RNG, SIZES) for _ in range(3)]
+"""Three full windows."""
+PARTIAL = [FULL[0], FULL[1], FULL[2][:2]]
+"""Two, and a partial one."""
+ALIKE = [batches(RNG, (4,) * EVERY) for _ in range(3)]
+"""Three windows of microbatches of one size."""
+ALIKE_PARTIAL = [ALIKE[0], ALIKE[1], ALIKE[2][:2]]
+"""Two, and a partial one."""
+
+
+def loss(params: Any, batch: Any) -> Any:
+    return jnp.mean((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+def summed(params: Any, batch: Any) -> Any:
+    return jnp.sum((batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2)
+
+
+def schedule(count: Any) -> Any:
+    return jnp.float32(0.1) / (1 + count).astype(jnp.float32)
+
+
+def optimizer() -> optax.GradientTransformation:
+    """Everything that has to happen once a window."""
+    return optax.chain(
+        optax.clip_by_global_norm(0.5), optax.scale_by_adam(), optax.add_decayed_weights(0.1), optax.scale(-0.1)
+    )
+
+
+def weighted(weight: float, last: bool) -> Mapping[str, Any]:
+    return {"weight": np.float32(weight), "flush": last}
+
+
+def check(windows: Any, inner: Any, accumulating: Any, **options: Any) -> MicrobatchReport:
+    # optax.MultiSteps divides by an integer, which strict promotion refuses.
+    with jax.numpy_dtype_promotion("standard"):
+        return check_microbatches(
+            options.pop("loss", loss), options.pop("params", PARAMS), windows, inner, accumulating, **options
+        )
+
+
+def right(inner: Any) -> Any:
+    return accumulate(inner, EVERY)
+
+
+class ByHandState(NamedTuple):
+    acc: Any
+    step: Any
+    inner: Any
+
+
+def by_hand(
+    inner: Any, *, kept: bool = False, dropped: bool = False, stale: bool = False, divisor: int | None = None
+) -> optax.GradientTransformationExtraArgs:
+    """An accumulation as people write it, with the faults that they make.
+
+    Args:
+      kept: the inner state is kept at every microbatch.
+      dropped: a partial window is cleared at its end, and not applied.
+      stale: a partial window is not applied, and its sum is left in the accumulator.
+      divisor: of the sum; None: the number of microbatches.
+    """
+
+    def init(params: Any) -> ByHandState:
+        return ByHandState(jax.tree.map(jnp.zeros_like, params), jnp.int32(0), inner.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, *, last: Any, **extra_args: Any) -> Any:
+        acc, step = jax.tree.map(jnp.add, state.acc, updates), state.step + 1
+        full = step == EVERY
+        applied = full if dropped or stale else last
+        by = jnp.float32(divisor) if divisor else step.astype(jnp.float32)
+        result, after = inner.update(jax.tree.map(lambda x: x / by, acc), state.inner, params)
+        behind = after if kept else jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, state.inner)
+        over = full if stale else last
+        acc = jax.tree.map(lambda x: jnp.where(over, jnp.zeros_like(x), x), acc)
+        return jax.tree.map(lambda x: jnp.where(applied, x, jnp.zeros_like(x)), result), ByHandState(
+            acc, jnp.where(last, 0, step), behind
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def last_only(weight: float, last: bool) -> Mapping[str, Any]:
+    del weight
+    return {"last": last}

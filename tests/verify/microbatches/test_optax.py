@@ -1,0 +1,179 @@
+"""Each way in which microbatches go wrong in optax is planted, and named."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradcombine import reductions
+from gradcombine.integrations.optax import accumulate
+from gradcombine.verify import Cause
+from tests.verify.microbatches.problem import (
+    ALIKE,
+    ALIKE_PARTIAL,
+    EVERY,
+    FULL,
+    PARAMS,
+    PARTIAL,
+    by_hand,
+    check,
+    last_only,
+    loss,
+    optimizer,
+    right,
+    schedule,
+    summed,
+    weighted,
+)
+
+SGD = optax.sgd(0.1)
+
+
+def bf16(inner: Any) -> Any:
+    return accumulate(inner, EVERY, reduction=reductions.mean(dtype="bfloat16"))
+
+
+def clipped(inner: Any) -> Any:
+    return optax.chain(optax.clip_by_global_norm(0.5), right(inner))
+
+
+def clipped_by_element(inner: Any) -> Any:
+    return optax.chain(optax.clip(0.1), right(inner))
+
+
+def normalized(inner: Any) -> Any:
+    return optax.chain(optax.normalize_by_update_norm(), right(inner))
+
+
+def decayed(inner: Any) -> Any:
+    return optax.chain(right(inner), optax.add_decayed_weights(-1e-2))
+
+
+def scheduled(inner: Any) -> Any:
+    return optax.chain(right(inner), optax.scale_by_schedule(schedule))
+
+
+def scaled(inner: Any) -> Any:
+    return optax.chain(optax.scale(0.25), right(inner))
+
+
+def multi_steps(inner: Any, **options: Any) -> Any:
+    return optax.MultiSteps(inner, EVERY, **options)
+
+
+FAULTS = {
+    "weights forgotten": (FULL, right, {}, Cause.MEAN_OF_MEANS, 0),
+    "weights forgotten by optax": (FULL, multi_steps, {}, Cause.MEAN_OF_MEANS, 0),
+    "summed": (ALIKE, partial(multi_steps, use_grad_mean=False), {}, Cause.SUM, 0),
+    "scaled by 1 / k": (ALIKE, scaled, {}, Cause.SCALED, 0),
+    "a loss that is a sum": (FULL, right, {"arguments": weighted, "loss": summed}, Cause.LOSS, 0),
+    "clipping by norm": (ALIKE, clipped, {}, Cause.CHANGED_BEFORE, 0),
+    "clipping by element": (ALIKE, clipped_by_element, {}, Cause.CHANGED_BEFORE, 0),
+    "normalized": (ALIKE, normalized, {}, Cause.COEFFICIENTS, 0),
+    "decay outside": (ALIKE, decayed, {}, Cause.MOVED, 0),
+    "schedule outside": (ALIKE, scheduled, {}, Cause.CHANGED_AFTER, 0),
+    "state kept at every microbatch": (ALIKE, partial(by_hand, kept=True), {"arguments": last_only}, Cause.COUNTED, 0),
+    "bfloat16": (ALIKE, bf16, {}, Cause.PRECISION, 0),
+    "bfloat16 in optax": (ALIKE, partial(multi_steps, accumulator_dtype=jnp.bfloat16), {}, Cause.PRECISION, 0),
+    "a window too short": (ALIKE, lambda inner: accumulate(inner, 2), {}, Cause.WINDOW, 0),
+    "a window too long": (ALIKE, lambda inner: accumulate(inner, 8), {}, Cause.WINDOW, 0),
+    "no accumulation": (ALIKE, lambda inner: inner, {}, Cause.WINDOW, 0),
+    "partial dropped": (
+        ALIKE_PARTIAL, partial(by_hand, dropped=True), {"arguments": last_only}, Cause.PARTIAL_DROPPED, 2,
+    ),
+    "partial left in the accumulator": (
+        ALIKE_PARTIAL, partial(by_hand, stale=True), {"arguments": last_only}, Cause.PARTIAL_LEAKS, 2,
+    ),
+    "partial goes on": (ALIKE_PARTIAL, right, {}, Cause.PARTIAL_LEAKS, 2),
+    "partial in the middle": ([ALIKE[0], ALIKE[1][:2], ALIKE[2]], right, {}, Cause.PARTIAL_LEAKS, 1),
+    "partial divided by k": (
+        ALIKE_PARTIAL, partial(by_hand, divisor=EVERY), {"arguments": last_only}, Cause.PARTIAL_SCALED, 2,
+    ),
+    "a NaN stays": (ALIKE, multi_steps, {}, Cause.NAN_LEAKS, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_named(name: str) -> None:
+    windows, accumulating, options, cause, window = FAULTS[name]
+    inner = optax.identity() if cause is Cause.CHANGED_AFTER else SGD
+    report = check(windows, inner, accumulating, **options)
+    assert not report.passes
+    assert (report.faults[0].cause, report.faults[0].window) == (cause, window), str(report)
+    assert str(cause) in str(report)
+
+
+@pytest.mark.parametrize("windows", [FULL, PARTIAL, [FULL[0], FULL[1][:2], FULL[2]]])
+def test_a_right_accumulation_passes(windows: Any) -> None:
+    report = check(windows, optimizer(), right, arguments=weighted)
+    assert report.passes, str(report)
+    assert report.cause is None
+    assert len(report.windows) == (4 if windows is PARTIAL else 3)
+    assert all(window.share is not None and window.share <= 1 for window in report.windows)
+    assert str(report).startswith(f"microbatches equal one batch: {len(report.windows)} windows")
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_every_right_form_of_the_mean_is_within_the_bound(order: Any) -> None:
+    found = check(FULL, SGD, lambda inner: accumulate(inner, EVERY, order=order), arguments=weighted)
+    assert found.passes, str(found)
+    # Welford's mean: right, but for a NaN, which is the next fault.
+    assert [fault.cause for fault in check(ALIKE, SGD, multi_steps).faults] == [Cause.NAN_LEAKS]
+    assert check(ALIKE, SGD, by_hand, arguments=last_only).passes
+
+
+def test_bfloat16_gradients_may_be_rounded_once() -> None:
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+    batches = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), ALIKE)
+    assert check(batches, SGD, right, params=narrow).passes
+    assert check(batches, SGD, bf16, params=narrow).cause is Cause.PRECISION
+
+
+def test_tokens_weigh() -> None:
+    rng = np.random.default_rng(1)
+
+    def masked(params: Any, batch: Any) -> Any:
+        errors = (batch["x"] @ params["w"] + params["b"] - batch["y"]) ** 2
+        return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"])
+
+    def with_mask(batch: Any) -> Any:
+        mask = (rng.random(len(batch["y"])) < 0.6).astype(np.float32)
+        mask[0] = 1
+        return batch | {"mask": mask}
+
+    windows = [[with_mask(batch) for batch in window] for window in ALIKE]
+    tokens = check(windows, SGD, right, loss=masked, arguments=weighted, weights=lambda batch: batch["mask"].sum())
+    assert tokens.passes, str(tokens)
+    examples = check(windows, SGD, right, loss=masked, arguments=weighted)
+    assert examples.cause is Cause.LOSS
+
+
+def test_examples_that_depend_on_each_other_are_found() -> None:
+    def normalized_loss(params: Any, batch: Any) -> Any:
+        made = batch["x"] @ params["w"] + params["b"]
+        return jnp.mean(((made - made.mean()) / jnp.sqrt(made.var() + 0.1) - batch["y"]) ** 2)
+
+    report = check(ALIKE, SGD, right, loss=normalized_loss)
+    assert report.cause is Cause.LOSS
+    assert "batch normalization" in str(report)
+
+
+def test_a_loss_of_its_own_precision_is_not_judged_in_float64() -> None:
+    def narrow(params: Any, batch: Any) -> Any:
+        return loss(jax.tree.map(lambda x: x.astype(jnp.float32), params), jax.tree.map(jnp.float32, batch))
+
+    report = check(ALIKE, SGD, right, loss=narrow)
+    assert report.passes and report.full_batch is None
+    assert "not judged, since the loss computes in f32 whatever it is given" in str(report)
+
+
+def test_leaves_without_a_gradient() -> None:
+    params = PARAMS | {"unused": None}
+    report = check(ALIKE, SGD, right, params=params)
+    assert report.passes, str(report)

@@ -1,0 +1,112 @@
+"""The page of a verification, and the curves on the terminal, from a small report made by hand."""
+
+from __future__ import annotations
+
+import base64
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gradcombine.verify.command import app
+from gradcombine.verify.suite import curves, devices, html, run
+from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
+from gradcombine.verify.ulp import NAN_DISTANCE
+
+
+def row(framework: str, replicas: int, promise: str, holds: bool, ulps: int, **others: Any) -> Finding:
+    labels = {"framework": framework, "mode": "pmap", "place": "replicas", "replicas": replicas, "order": "tree"}
+    return Finding("combine", labels, promise, holds, ulps, 1e-7, 0.5, **others)
+
+
+def report(*more: Finding) -> Report:
+    findings = [row("numpy", 1, BOUND, True, 3), row("jax", 2, BITS, True, 0, equal=True), *more]
+    findings.append(Finding("training", {"framework": "jax", "law": "falls"}, "falls", True, share=0.3125))
+    losses = {"jax": [2.5, 1.5, 0.5], "tensorflow": [2.5, 1.5, 0.5], "mean of means": [2.5, 1.75, 1.25]}
+    settings = {"versions": {"numpy": "<2>"}, "replicas": [1, 2], "inject_fault": False}
+    return Report(findings, losses, settings, 4.0)
+
+
+BROKEN = (row("jax", 4, BITS, False, NAN_DISTANCE), row("jax", 8, BITS, False, 7))
+
+
+@pytest.mark.parametrize("more", [(), BROKEN], ids=["kept", "broken"])
+def test_a_page_holds_every_row_and_stands_alone(tmp_path: Path, more: tuple[Finding, ...]) -> None:
+    html.write(tmp_path / "out.html", report(*more))
+    text = (tmp_path / "out.html").read_text()
+    found = re.findall(r"<tr(?: class=\"bad\")?>.*?</tr>", text, re.S)
+    assert len([line for line in found if "<td>pmap</td>" in line]) == 2 + len(more)
+    assert "<td>3 ulp</td>" in text and "<td>equal bits</td>" in text and "<td>0.31</td>" in text
+    assert text.count("data:image/svg+xml;base64,") == 3
+    assert "<td>&lt;2&gt;</td>" in text and "<td>replicas</td><td>1 2</td>" in text
+    assert "<td>1.7500000</td>" in text and "<td>4</td>" in text
+    assert "http" not in text.replace("http://www.w3.org", "") and "<script" not in text
+
+
+def test_a_broken_promise_is_named_first(tmp_path: Path) -> None:
+    html.write(tmp_path / "out.html", report(*BROKEN))
+    text = (tmp_path / "out.html").read_text()
+    assert "2 of 5 promises not kept." in text
+    assert text.index("Not kept") < text.index("Combine: the same contributions")
+    assert "<td>combine: jax / pmap / replicas / 4 / tree</td><td>bits</td><td>NaN</td>" in text
+    assert text.count('class="bad"') == 4
+    html.write(tmp_path / "kept.html", report())
+    assert "Not kept" not in (tmp_path / "kept.html").read_text()
+
+
+def test_the_plot_shows_each_distance(tmp_path: Path) -> None:
+    """A dot for a row: so many marks are in the drawing."""
+
+    def marks(*more: Finding) -> int:
+        html.write(tmp_path / "out.html", report(*more))
+        drawing = re.search(r"svg\+xml;base64,([^\"]+)", (tmp_path / "out.html").read_text())
+        assert drawing is not None
+        return base64.b64decode(drawing.group(1)).decode().count("<use ")
+
+    kept = row("jax", 8, BITS, True, 0, equal=True)
+    assert marks(kept, kept) == marks(kept) + 1 == marks() + 2
+
+
+def test_blocks_follow_the_values() -> None:
+    assert curves.blocks(list(range(8)), 0, 7) == "▁▂▃▄▅▆▇█"
+    assert curves.blocks([5.0, 5.0], 5.0, 5.0) == "▁▁"
+    assert curves.blocks([-1.0, 2.0, float("inf")], 0.0, 1.0) == "▁█!"
+
+
+def test_curves_share_a_scale() -> None:
+    console = Console(width=80)
+    with console.capture() as printed:
+        console.print(curves.plot({"a": [4.0, 0.0], "b": [2.0, float(np.float32(1))]}))
+    assert [line.rstrip() for line in printed.get().splitlines()] == [
+        "a  █▁  4.0000 to 0.0000",
+        "b  ▅▃  2.0000 to 1.0000",
+    ]
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command, with the run itself replaced."""
+    monkeypatch.setattr(devices, "prepare", lambda: None)
+    monkeypatch.setattr(
+        run, "verify", lambda replicas, inject_fault, started: report(*(BROKEN if inject_fault else ()))
+    )
+
+
+@pytest.mark.usefixtures("verified")
+@pytest.mark.parametrize(("options", "status"), [([], 0), (["--inject-fault"], 1)])
+def test_the_command_writes_the_page(tmp_path: Path, options: list[str], status: int) -> None:
+    path = tmp_path / "out.html"
+    done = CliRunner().invoke(app, ["verify", "--html", str(path), *options], env={"COLUMNS": "120"})
+    assert done.exit_code == status, done.output
+    assert "jax            █▅▁  2.5000 to 0.5000" in done.output
+    assert ("promises not kept" in path.read_text()) == bool(status)
+
+
+def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["verify", "--html", str(tmp_path / "nowhere" / "out.html")], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert "is not a directory" in done.output
