@@ -43,7 +43,12 @@ UPDATES = 4
 NEVER = 2**30
 """A window that no run fills."""
 
-PRECISIONS = ("fast", "compensated", "exact")
+SUMS: dict[str, gc.Reduction] = {
+    "fast": reductions.sum(),
+    "compensated": reductions.sum("compensated"),
+    "exact": reductions.sum("exact"),
+    "exact, 2**26 terms": reductions.sum("exact", max_terms=2**26),
+}
 
 Update = Callable[[Any, Any], Any]
 Total = Callable[[list[Any]], Any]
@@ -118,15 +123,14 @@ def streaming(mode: Mode, gradients: Sequence[np.ndarray], windows: bool) -> dic
 
         return Variant(init, run)
 
-    def through(precision: Any) -> Variant:
-        reduction = reductions.sum(precision)
+    def through(reduction: gc.Reduction) -> Variant:
         acc = gc.accumulate(reduction, every=NEVER)
         if windows:
             return variant(lambda state, g: acc.update(g, state), lambda: _own(mode, acc.init(given[0])))
         return variant(reduction.update, lambda: _own(mode, reduction.init(given[0])))
 
     plain = variant(operator.add, lambda: mode.array(np.zeros_like(gradients[0])))
-    return {"plain": plain, **{precision: through(precision) for precision in PRECISIONS}}
+    return {"plain": plain, **{name: through(reduction) for name, reduction in SUMS.items()}}
 
 
 def _own(mode: Mode, state: Any) -> Any:
@@ -148,15 +152,11 @@ def listed(mode: Mode, gradients: Sequence[np.ndarray]) -> dict[str, Variant]:
 
         return Variant(lambda: mode.array(np.zeros_like(gradients[0])), run)
 
-    def through(precision: Any) -> Variant:
-        return variant(lambda values: gc.combine(reductions.sum(precision), values))
+    def through(reduction: gc.Reduction) -> Variant:
+        return variant(lambda values: gc.combine(reduction, values))
 
-    return {
-        "plain": variant(lambda values: reduce(operator.add, values)),
-        "fast": variant(gc.add_n),
-        "compensated": through("compensated"),
-        "exact": through("exact"),
-    }
+    plain = variant(lambda values: reduce(operator.add, values))
+    return {"plain": plain, **{name: through(reduction) for name, reduction in SUMS.items()}}
 
 
 PLACES = {
@@ -209,12 +209,25 @@ class Recorder:
     def all_sum(self, arrays: Sequence[Any]) -> list[Any]:
         return self._exchange("all_sum", arrays)
 
+    def all_max(self, arrays: Sequence[Any]) -> list[Any]:
+        return self._exchange("all_max", arrays)
+
     def all_gather(self, arrays: Sequence[Any]) -> list[Any]:
         return self._exchange("all_gather", arrays)
 
+    def of_sums(self, function: Callable[..., list[Any]], summed: Sequence[Any], common: Sequence[Any]) -> list[Any]:
+        results = function(summed, common)
+        self._record("reduce-scatter", summed)
+        self._record("all-gather of parts", results)
+        return results
+
     def _exchange(self, name: str, arrays: Sequence[Any]) -> list[Any]:
-        self.exchanges.append((name, _bytes(arrays, self.elements)))
+        self._record(name, arrays)
         return getattr(gc.LOCAL, name)(arrays)
+
+    def _record(self, name: str, arrays: Sequence[Any]) -> None:
+        if size := _bytes(arrays, self.elements):
+            self.exchanges.append((name, size))
 
 
 def _bytes(arrays: Any, elements: int) -> float:
@@ -225,24 +238,27 @@ def _bytes(arrays: Any, elements: int) -> float:
 def sizes() -> Iterator[tuple[str, ...]]:
     """Bytes of state and of wire per element, counted in the arrays themselves."""
     like = np.zeros(1000, np.float32)
-    for label, reduction, order in (
-        ("fast, order 'sequential'", reductions.sum(), "sequential"),
-        ("fast, order 'tree'", reductions.sum(), "tree"),
-        ("compensated", reductions.sum("compensated"), "tree"),
-        ("exact", reductions.sum("exact"), "tree"),
-        ("exact, more than 4096 terms", reductions.sum("exact", max_terms=2**26), "tree"),
-    ):
-        recorder = Recorder(like.size)
-        state = reduction.update(reduction.init(like), like)
-        gc.merge_replicas(reduction, state, over=recorder, order=order)
-        exchanges = " + ".join(f"{name} of {size:g}" for name, size in recorder.exchanges)
-        received = sum(_received(name, size) for name, size in recorder.exchanges)
-        yield label, f"{_bytes(state, like.size):g}", exchanges, f"{received:g}"
+    for name, reduction in SUMS.items():
+        for order in ("sequential", "tree") if name == "fast" else ("sequential",):
+            for call in ("merge_replicas", "all_reduce"):
+                recorder = Recorder(like.size)
+                state = reduction.update(reduction.init(like), like)
+                if call == "all_reduce":
+                    gc.all_reduce(reduction, like, over=recorder, order=order)
+                else:
+                    gc.merge_replicas(reduction, state, over=recorder, order=order)
+                exchanges = " + ".join(f"{kind} of {size:g}" for kind, size in recorder.exchanges)
+                received = sum(_received(kind, size) for kind, size in recorder.exchanges)
+                label = f"{name}, order {order!r}" if name == "fast" else name
+                yield label, f"{_bytes(state, like.size):g}", call, exchanges, f"{received:g}"
 
 
-def _received(name: str, size: float) -> float:
-    """What one of the replicas receives: of a ring all-reduce 2 (R - 1) / R, of an all-gather R - 1 times the bytes."""
-    return size * (REPLICAS - 1) * (2 / REPLICAS if name == "all_sum" else 1)
+def _received(kind: str, size: float) -> float:
+    """What one of the replicas receives, in rings."""
+    whole = (REPLICAS - 1) * size
+    return {"all_gather": whole, "all_sum": 2 * whole / REPLICAS, "all_max": 2 * whole / REPLICAS}.get(
+        kind, whole / REPLICAS
+    )
 
 
 def accuracy(length: int) -> Iterator[tuple[str, ...]]:
@@ -283,12 +299,13 @@ def main(
         "call, p: precision",
         "mode",
         "elements",
-        *PRECISIONS,
+        *SUMS,
         title=f"Time over plain additions: median (range); {devices}",
     )
     bytes_of = Table(
         "precision",
         "state",
+        "call",
         "one replica hands in",
         f"receives, of {REPLICAS} replicas",
         title="Bytes per float32 element",

@@ -17,8 +17,11 @@ from gradcombine import reductions, tree
 from tests.spec import exact, modes
 from tests.spec.data import FLOATS, SHAPES, contributions, deal
 from tests.spec.programs import Combine, rows
+from tests.spec.selection import among
 
 NAMES = ("sum", "mean")
+DISTINCT = ("numpy", "jax_jit", "tf_function", "tf_xla")
+"""Modes that compile in ways of their own."""
 
 
 def true_value(name: str, data: Any, leaf: str) -> np.ndarray:
@@ -50,20 +53,22 @@ def shuffled(data: Any, seed: int) -> Any:
     return {"values": values, "weights": data["weights"][chosen]}
 
 
+@pytest.mark.parametrize("name", among(("numpy", "jax_scan", "tf_function")))
 @pytest.mark.parametrize("place", ["list", "time"])
 @settings(max_examples=6)
 @given(data=contributions(6, FLOATS), seed=st.integers(0, 99))
-def test_any_order_gives_the_correctly_rounded_sum(mode: modes.Mode, place: str, data: Any, seed: int) -> None:
-    (results,) = mode.run(Combine(place, "sequential", NAMES, "exact"), [shuffled(data, seed)])
+def test_any_order_gives_the_correctly_rounded_sum(name: str, place: str, data: Any, seed: int) -> None:
+    (results,) = modes.get(name).run(Combine(place, "sequential", NAMES, "exact"), [shuffled(data, seed)])
     check(results, data)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("name", among(("jax_shard_map_scan",), modes.REPLICATED))
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 @settings(max_examples=4)
 @given(data=contributions(8, FLOATS), seed=st.integers(0, 99))
-def test_any_division_over_replicas_gives_it_too(replicated: modes.Mode, replicas: int, data: Any, seed: int) -> None:
+def test_any_division_over_replicas_gives_it_too(name: str, replicas: int, data: Any, seed: int) -> None:
     program = Combine("time x replicas", "sequential", NAMES, "exact")
-    for results in replicated.run(program, deal(shuffled(data, seed), replicas)):
+    for results in modes.get(name).run(program, deal(shuffled(data, seed), replicas)):
         check(results, data)
 
 
@@ -104,15 +109,16 @@ def patterns(n: int, size: int) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.parametrize("name", among(("numpy", "jax_jit", "jax_shard_map", "tf_function")))
 @pytest.mark.parametrize("kind", patterns(2, 2))
-def test_all_modes_have_the_same_digits(mode: modes.Mode, kind: str) -> None:
+def test_all_modes_have_the_same_digits(name: str, kind: str) -> None:
     """Subnormal numbers and every exponent included, which plain sums do not promise."""
     x = patterns(5, 512)[kind]
     data = {"x": x, "weights": np.int32([1, 5000, 3, 0, 2**20 + 1])}
-    (result,) = mode.run(STREAM, [data])
+    (result,) = modes.get(name).run(STREAM, [data])
     (reference,) = modes.get("numpy").run(STREAM, [data])
-    for name in ("sum", "mean"):
-        np.testing.assert_array_equal(exact.bits(result[name]), exact.bits(reference[name]))
+    for key in ("sum", "mean"):
+        np.testing.assert_array_equal(exact.bits(result[key]), exact.bits(reference[key]))
     for word, expected in zip(result["slots"], reference["slots"], strict=True):
         np.testing.assert_array_equal(word, expected)
 
@@ -135,7 +141,7 @@ def folded(x: np.ndarray, grouping: np.random.Generator | None = None) -> Any:
 
 
 @pytest.mark.parametrize("kind", patterns(2, 2))
-@pytest.mark.parametrize("n", [1, 2, 3, 16, 64, 512, 4096])
+@pytest.mark.parametrize("n", [1, 2, 3, 16, 64, 512, pytest.param(4096, marks=pytest.mark.slow)])
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
     """Random permutations and merge trees leave every bit; the error is below (n - 1) 2**-32 max |x| + ulp / 2."""
     size = 64 if n <= 64 else 8
@@ -175,20 +181,22 @@ def specials(env: modes.Env, data: Any) -> Any:
     return gc.combine(reductions.sum("exact"), [data[0], data[1], data[2]])
 
 
-def test_specials(mode: modes.Mode) -> None:
+@pytest.mark.parametrize("name", among(DISTINCT))
+def test_specials(name: str) -> None:
     columns = np.float32([values for values, _ in SPECIAL.values()])
-    (result,) = mode.run(specials, [columns.T])
+    (result,) = modes.get(name).run(specials, [columns.T])
     np.testing.assert_array_equal(exact.bits(result), exact.bits(np.float32([e for _, e in SPECIAL.values()])))
 
 
+@pytest.mark.parametrize("name", among(DISTINCT))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_floats_are_rounded_once(mode: modes.Mode, dtype: str) -> None:
+def test_narrow_floats_are_rounded_once(name: str, dtype: str) -> None:
     """The sum of these lies just above a tie of the narrow format, by less than float32 could tell."""
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     precision = exact.PRECISION[dtype]
     values = [1.0, 2.0**-precision, 2.0**-14, 2.0**-14]
     wide = np.array([[v, -v] for v in values]).astype(narrow)
-    (result,) = mode.run(summed, [wide])
+    (result,) = modes.get(name).run(summed, [wide])
     total = sum((Fraction(float(v)) for v in wide[:, 0]), Fraction(0))
     assert result.dtype == narrow
     expected = float(exact.round_to(total, dtype))
@@ -228,10 +236,11 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
 
 
 @pytest.mark.parametrize("weights", [[3, 1, 5], [2**24 + 1, 3, 2**30 + 7], [4097, 4096, 2**31 - 1]])
-def test_whole_weights_multiply_exactly(mode: modes.Mode, weights: list[int]) -> None:
+@pytest.mark.parametrize("name", among(("numpy", "jax_jit", "tf_function")))
+def test_whole_weights_multiply_exactly(name: str, weights: list[int]) -> None:
     """Token counts of any size, where float32 would round the weight, the product and the sum of weights."""
     x = np.float32([[1.1, -3.3e7], [2.7, 1.3], [-0.3, 7.7e-3]])
-    (result,) = mode.run(weighted_mean, [{"x": x, "weights": np.int32(weights)}])
+    (result,) = modes.get(name).run(weighted_mean, [{"x": x, "weights": np.int32(weights)}])
     known = gc.combine(reductions.mean("exact"), list(x), weights)
     total = exact.round_to(Fraction(sum(weights)))
     for column, received, other in zip(x.T, result, known, strict=True):
@@ -263,17 +272,18 @@ def test_a_wider_output_holds_the_rounded_float32(dtype: Any) -> None:
 COMPENSATED = Combine("list", "sequential", NAMES, "compensated")
 
 
+@pytest.mark.parametrize("name", among((*DISTINCT, "jax_shard_map_scan", "tf_mirrored")))
 @settings(max_examples=8)
 @given(data=contributions(6, FLOATS))
-def test_compensated_sums_keep_to_their_bound(mode: modes.Mode, data: Any) -> None:
+def test_compensated_sums_keep_to_their_bound(name: str, data: Any) -> None:
     """Off by at most u |S| + gamma(n - 1)**2 sum |x|, and the same bits in every mode."""
-    (results,) = mode.run(COMPENSATED, [data])
+    (results,) = modes.get(name).run(COMPENSATED, [data])
     (reference,) = modes.get("numpy").run(COMPENSATED, [data])
     u, n = Fraction(1, 2**24), len(data["weights"])
     gamma = n * u / (1 - n * u)
     for leaf in SHAPES:
-        for name in NAMES:
-            np.testing.assert_array_equal(exact.bits(results[name][leaf]), exact.bits(reference[name][leaf]))
+        for key in NAMES:
+            np.testing.assert_array_equal(exact.bits(results[key][leaf]), exact.bits(reference[key][leaf]))
         columns = data["values"][leaf].reshape(n, -1).T
         for column, received in zip(columns, results["sum"][leaf].ravel(), strict=True):
             terms = [exact.term("sum", x, w)[0] for x, w in zip(column, data["weights"], strict=True)]

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.experimental import dtensor
 
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import GradCombineError
@@ -52,7 +51,7 @@ def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path
     variable = target if isinstance(target, tf.Variable) else getattr(target, "value", None)
     if not isinstance(variable, tf.Variable):
         raise error("a variable", type(target).__name__, path)
-    if isinstance(variable, dtensor.DVariable):
+    if isinstance(variable, tf.experimental.dtensor.DVariable):
         expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
         raise error(expected, "a DVariable", path)
     if not strategy.extended.variable_created_in_scope(variable):
