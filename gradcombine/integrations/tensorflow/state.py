@@ -87,6 +87,18 @@ class ReplicaState:
             return in_place.value(state.levels[0])
         return self._accumulator.value(state)
 
+    def flat(self) -> list[Any]:
+        """This replica's arrays, and its position, in a form that strategy.run can return."""
+        state = self.read()
+        return [x for x in (*tree.flatten(_OPERATION, state.levels)[0], state.step, state.index) if x is not None]
+
+    def unflat(self, arrays: Sequence[Any]) -> AccumulateState:
+        """The state of what `flat` gave."""
+        *leaves, step, index = arrays
+        given = iter(leaves)
+        whole = [None if x is None else next(given) for x in self._all_leaves]
+        return AccumulateState(tree.unflatten(self._structure, whole), step, index)
+
     def _leaves(self) -> list[Any]:
         return [_own(x) for x in self._all_leaves]
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradcombine import reductions
+from gradcombine import reductions, tree
 from gradcombine.accumulate import accumulate
 from gradcombine.integrations.tensorflow.checks import (
     checked_result,
@@ -22,7 +22,7 @@ from gradcombine.integrations.tensorflow.checks import (
 from gradcombine.integrations.tensorflow.ordering import after, operations
 from gradcombine.integrations.tensorflow.state import ReplicaState
 from gradcombine.replicas import merge_replicas, tf_replicas
-from gradcombine.types import Order, Reduction
+from gradcombine.types import AccumulateState, Order, Reduction
 
 __all__ = ["AccumulatedStep"]
 
@@ -142,6 +142,44 @@ class AccumulatedStep(tf.Module):
         """
         return self._flush(tf.__internal__.autograph.control_status_ctx())
 
+    def states(self) -> list[AccumulateState]:
+        """The window of each replica of this process, by rank: for `gradcombine.statefile`, eagerly.
+
+        Returns:
+          One state of ``gradcombine.accumulate(reduction, every)`` a replica, for a list of gradients, one a variable.
+        """
+        self._require_cross_replica()
+        columns = [self._local(x) for x in self._strategy.run(self._state.flat)]
+        # What is one object for all replicas comes back as one.
+        count = max(map(len, columns))
+        whole = [column if len(column) == count else column * count for column in columns]
+        return [self._state.unflat(arrays) for arrays in zip(*whole, strict=True)]
+
+    def load_states(self, states: Sequence[AccumulateState]) -> None:
+        """Replaces the windows, eagerly.
+
+        Args:
+          states: one a replica of this process, of NumPy arrays or tensors, as `states` returns or
+            `gradcombine.statefile.resize` makes.
+
+        Raises:
+          GradCombineError: for another number of states, or states that do not match; nothing is written then.
+        """
+        self._require_cross_replica()
+        expected = self.states()
+        if len(states) != len(expected):
+            raise error(f"{len(expected)} states, one a replica", len(states))
+        flat = [tree.flatten("AccumulatedStep", own)[0] for own in expected]
+        for rank, (own, state) in enumerate(zip(expected, states, strict=True)):
+            _, structure = tree.flatten("AccumulatedStep", own)
+            given = tree.flatten_as("AccumulatedStep", structure, state)
+            for path, x, y in zip(structure.paths(), flat[rank], given, strict=True):
+                if x is not None and (x.shape, x.dtype) != (y.shape, tf.as_dtype(y.dtype)):
+                    raise error(f"shape {x.shape} and {x.dtype.name}", f"{y.shape} and {y.dtype}", f"[{rank}]{path}")
+
+        first = int(self._first(self._strategy.run(_rank)))
+        self._strategy.run(lambda: self._state.write(states[int(tf.get_static_value(_rank())) - first]))
+
     # The library's own code needs no AutoGraph, which would take seconds to convert it. The caller's functions get it
     # where the tf.function around has it, which ``status`` says.
     @tf.autograph.experimental.do_not_convert
@@ -226,6 +264,10 @@ class AccumulatedStep(tf.Module):
             raise error("a call under the strategy that it was made under", "a call under another one")
         if not tf.distribute.in_cross_replica_context():
             raise error("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
+
+
+def _rank() -> Any:
+    return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
 
 
 def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:

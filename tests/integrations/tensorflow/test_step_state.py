@@ -12,7 +12,9 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
+from gradcombine import statefile
 from gradcombine.integrations.tensorflow import AccumulatedStep
+from gradcombine.verify import assert_equal_bits
 from tests.integrations.tensorflow.strategies import (
     STRATEGIES,
     exact_mean,
@@ -40,6 +42,33 @@ def test_a_checkpoint_resumes_in_the_middle_of_a_window(name: str, tmp_path: Pat
         tf.train.Checkpoint(step=resumed).restore(path).assert_consumed()
         assert feed(strategy, resumed, range(3, 4)) == [True]
         np.testing.assert_array_equal(w.numpy(), exact_mean(strategy.num_replicas_in_sync, range(2, 4)), strict=True)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_states_go_through_a_file(name: str, tmp_path: Path) -> None:
+    reduction = gc.reductions.mean("exact")
+    with scope(name) as strategy:
+        module = AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=2, reduction=reduction)
+        feed(strategy, tf.function(module), range(3))
+        statefile.save_replicas(tmp_path / "window.npz", reduction, module.states())
+        w = tf.Variable(tf.zeros(3))
+        resumed = AccumulatedStep(given, [w], replace, every=2, reduction=reduction)
+        resumed.load_states(statefile.load_replicas(tmp_path / "window.npz", reduction, [np.zeros(3, np.float32)]))
+        assert feed(strategy, resumed, range(3, 4)) == [True]
+        np.testing.assert_array_equal(w.numpy(), exact_mean(strategy.num_replicas_in_sync, range(2, 4)), strict=True)
+
+
+def test_states_that_do_not_match_are_refused() -> None:
+    with scope("mirrored_2") as strategy:
+        module = AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=2)
+        feed(strategy, module, range(1))
+        before = module.states()
+        other = gc.accumulate(gc.reductions.mean(), every=2).init([np.zeros(4, np.float32)])
+        with pytest.raises(gc.GradCombineError, match=r"expected shape \(3,\) and float32"):
+            module.load_states([other] * len(before))
+        with pytest.raises(gc.GradCombineError, match="states, one a replica"):
+            module.load_states([*before, before[0]])
+        assert_equal_bits(module.states(), before)
 
 
 def test_more_replicas_resume_the_windows_of_fewer(tmp_path: Path) -> None:

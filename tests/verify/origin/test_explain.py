@@ -31,20 +31,13 @@ WEIGHTS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 RANKS = (2, 3, 4, 6)
 
 
-def numbers(count: int, weighted: bool) -> Sequence[Any]:
-    return TREES[:count], WEIGHTS[:count] if weighted else None, RANKS
-
-
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("count", [2, 6])
-def test_every_candidate_is_found_again(count: int, weighted: bool) -> None:
-    """It is among the matches of its own result, and all matches do give that result."""
-    trees, weights, ranks = numbers(count, weighted)
-    tried = list(candidates(trees, weights, ranks))
+def is_found_again(trees: Sequence[Any], weights: Any, every: int) -> None:
+    """A candidate is among the matches of its own result, and all matches do give that result."""
+    tried = list(candidates(trees, weights, RANKS))
     assert len({str(candidate) for candidate in tried}) == len(tried)
     results = {str(candidate): candidate.run() for candidate in tried}
-    for name in list(results)[:: max(1, len(results) // 4)]:
-        found = explain(trees, results[name], weights, ranks=ranks)
+    for name in list(results)[:: max(1, len(results) // every)]:
+        found = explain(trees, results[name], weights, ranks=RANKS)
         matches = [str(verdict.candidate) for verdict in found.matches]
         assert name in matches
         for other in matches:
@@ -52,9 +45,23 @@ def test_every_candidate_is_found_again(count: int, weighted: bool) -> None:
             np.testing.assert_array_equal(results[other]["kernel"].astype(wanted.dtype), wanted)
 
 
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("count", [2, 6])
+def test_candidates_are_found_again(count: int, weighted: bool) -> None:
+    is_found_again(TREES[:count], WEIGHTS[:count] if weighted else None, every=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("count", [2, 5, 6])
+def test_every_candidate_is_found_again(count: int, weighted: bool) -> None:
+    trees = [{"kernel": tree["kernel"][:7], "bias": tree["bias"]} for tree in TREES[:count]]
+    is_found_again(trees, WEIGHTS[:count] if weighted else None, every=10_000)
+
+
 def test_few_candidates_give_the_same_result() -> None:
     """The orders and scalings are told apart: otherwise an explanation would say nothing."""
-    made = [candidate.run() for candidate in candidates(*numbers(6, True))]
+    made = [candidate.run() for candidate in candidates(TREES[:6], WEIGHTS[:6], RANKS)]
     results = [b"".join(x[leaf].astype(np.float64).tobytes() for leaf in ("kernel", "bias")) for x in made]
     assert len(set(results)) > 0.7 * len(results)
 

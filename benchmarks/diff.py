@@ -1,0 +1,96 @@
+"""What `gradcombine diff` costs on large dumps: its time over that of reading both files, and its peak of memory.
+
+    python benchmarks/diff.py [--gigabytes 4] [--directory DIR] [--json FILE]
+
+Two dumps of a model with leaves of 256 MB are written, of which one leaf differs. Each command runs in a process of its
+own; reading is what NumPy needs to read both files in pieces of the same size, right after, from the same cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+from safetensors.numpy import save_file
+
+LEAF = 1 << 26
+"""Elements of a leaf: 256 MB of float32."""
+
+DIFF = "import sys; from gradcombine.verify.main import main; sys.argv = ['gradcombine', 'diff', *sys.argv[1:]]; main()"
+READ = """
+import sys
+for path in sys.argv[1:]:
+    with open(path, "rb", buffering=0) as file:
+        buffer = bytearray(1 << 24)
+        while file.readinto(buffer):
+            pass
+"""
+
+
+def write(path: Path, leaves: int, changed: bool, kind: str) -> None:
+    rng = np.random.default_rng(0)
+    arrays = {f"layer_{i}": rng.standard_normal(LEAF, np.float32) for i in range(leaves)}
+    if changed:
+        arrays["layer_0"] *= np.float32(1 + 1e-6)
+    if kind == "npz":
+        np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
+    else:
+        save_file(arrays, path)
+
+
+def run(code: str, paths: list[Path]) -> tuple[float, float]:
+    """Seconds, and the peak of memory in MB, of a process."""
+    begun = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", code, *map(str, paths)], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 1)
+    return time.perf_counter() - begun, usage.ru_maxrss / 1024
+
+
+def measure(directory: Path, kind: str, leaves: int) -> dict[str, Any]:
+    paths = [directory / f"{side}.{kind}" for side in "ab"]
+    for path in paths:
+        write(path, leaves, path.name.startswith("b"), kind)
+    found = [(run(DIFF, paths), run(READ, paths)) for _ in range(2)]
+    (seconds, peak), (reading, _) = min(found)
+    size = sum(path.stat().st_size for path in paths)
+    for path in paths:
+        path.unlink()
+    return {
+        "format": kind,
+        "GB of both": size / 1e9,
+        "GB/s": size / 1e9 / seconds,
+        "time over reading": seconds / reading,
+        "peak, MB": peak,
+    }
+
+
+def main(
+    gigabytes: Annotated[float, typer.Option(help="Of each dump.")] = 4,
+    directory: Annotated[Path | None, typer.Option(help="Where the dumps are written.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+) -> None:
+    """Prints what comparing two dumps costs."""
+    leaves = max(1, round(gigabytes * 1e9 / (4 * LEAF)))
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        rows = [measure(Path(place), kind, leaves) for kind in ("npz", "safetensors")]
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(x if isinstance(x, str) else f"{x:.2f}" for x in row.values()))
+    Console().print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
