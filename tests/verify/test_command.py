@@ -39,6 +39,7 @@ def _rows(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
     return [row for row in report["rows"] if row["section"] == section]
 
 
+@pytest.mark.slow
 @pytest.mark.needs("jax", "tensorflow")
 def test_every_row_is_there_and_holds(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
