@@ -80,12 +80,11 @@ def own(values: Any) -> Any:
 def compiled_step(function: Callable[..., Any], state: tuple[Any, ...], given: Any, jitted: Any = None) -> Variant:
     """A step ``function(*state, given) -> state``, donated, and called once a microbatch."""
     jitted = jax.jit(function, donate_argnums=tuple(range(len(state)))) if jitted is None else jitted
-    compiled = jitted.lower(*state, given).compile()
-    memory = compiled.memory_analysis()
+    memory = jitted.lower(*state, given).compile().memory_analysis()
 
     def run(state: Any) -> Any:
         for _ in range(K):
-            state = tuple(compiled(*state, given))[: len(state)]
+            state = tuple(jitted(*state, given))[: len(state)]
         return jax.block_until_ready(state)
 
     return Variant(own(state), run, memory.temp_size_in_bytes, memory.alias_size_in_bytes)

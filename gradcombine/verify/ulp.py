@@ -61,8 +61,7 @@ def _alike(a: npt.ArrayLike, b: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
 def _ordered(array: np.ndarray) -> npt.NDArray[np.int64]:
     """An integer a float, in the floats' own order: the magnitude's bits, negated where the sign bit is set."""
-    width = 8 * array.dtype.itemsize
-    bits = np.ascontiguousarray(array).reshape(array.shape).view(f"u{array.dtype.itemsize}").astype(np.uint64)
-    sign = np.uint64(1 << (width - 1))
-    magnitude = (bits & (sign - np.uint64(1))).astype(np.int64)
-    return np.where(bits & sign, -magnitude, magnitude)
+    size = array.dtype.itemsize
+    bits = np.ascontiguousarray(array).reshape(array.shape).view(f"i{size}")
+    magnitude = bits & np.iinfo(bits.dtype).max
+    return np.where(bits < 0, -magnitude, magnitude).astype(np.int64)

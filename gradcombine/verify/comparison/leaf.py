@@ -104,13 +104,14 @@ class Meter:
         if left.size == 0:
             return
         same = self._dtypes[0] == self._dtypes[1]
-        if same and left.tobytes() == right.tobytes():
+        if same and np.array_equal(_bytes(left), _bytes(right)):
             self._small[0] += left.size
             self._long[0] += left.size
             self._max_ulp = max(self._max_ulp, 0)
+            self._magnitudes(left, left)
         else:
             self._measure(left, right, same)
-        self._magnitudes(left, right)
+            self._magnitudes(left, right)
         self._seen += left.size
 
     def result(self) -> LeafDifference:
@@ -161,17 +162,25 @@ class Meter:
 
     def _magnitudes(self, left: np.ndarray, right: np.ndarray) -> None:
         wide = np.dtype(np.complex128 if self._kind == "complex" else np.float64)
-        x, y = left.astype(wide), right.astype(wide)
-        for side, values in enumerate((x, y)):
-            self._nans[side] += np.count_nonzero(np.isnan(values))
-            self._infs[side] += np.count_nonzero(np.isinf(values))
+        x = left.astype(wide)
+        y = x if right is left else right.astype(wide)
         finite = np.isfinite(x) & np.isfinite(y)
-        x, y = x[finite], y[finite]
-        if x.size:
-            self._largest = max(self._largest, float(np.abs(y).max()))
-            self._apart = max(self._apart, float(np.abs(x - y).max()))
-            self._dot += float(np.vdot(x, y).real)
-            self._squares += np.array([np.vdot(x, x).real, np.vdot(y, y).real])
+        if not finite.all():
+            for side, values in enumerate((x, y)):
+                self._nans[side] += np.count_nonzero(np.isnan(values))
+                self._infs[side] += np.count_nonzero(np.isinf(values))
+            x, y = x[finite], y[finite]
+        if not x.size:
+            return
+        self._largest = max(self._largest, float(np.abs(y).max()))
+        square = float(np.vdot(y, y).real)
+        if right is left:
+            self._dot += square
+            self._squares += square
+            return
+        self._apart = max(self._apart, float(np.abs(x - y).max()))
+        self._dot += float(np.vdot(x, y).real)
+        self._squares += np.array([np.vdot(x, x).real, square])
 
     def _element(self, left: np.ndarray, right: np.ndarray, i: int) -> Element:
         return Element(self._seen + i, left[i].item(), right[i].item())
@@ -228,10 +237,14 @@ def _distance(kind: str, left: Any, right: Any, measured_in: np.dtype) -> npt.ND
     return ulp_distance(x, y)
 
 
+def _bytes(array: np.ndarray) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(array).view(np.uint8)
+
+
 def _bits_differ(left: np.ndarray, right: np.ndarray) -> npt.NDArray[np.bool_]:
-    size = left.dtype.itemsize
-    x, y = (np.ascontiguousarray(side).view(np.uint8).reshape(-1, size) for side in (left, right))
-    return (x != y).any(axis=1)
+    words = np.dtype(f"u{min(left.dtype.itemsize, 8)}")
+    x, y = (np.ascontiguousarray(side).view(words).reshape(left.size, -1) for side in (left, right))
+    return (x[:, 0] != y[:, 0]) if x.shape[1] == 1 else (x != y).any(axis=1)
 
 
 def _bit_lengths(ulps: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:

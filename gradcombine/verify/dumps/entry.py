@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-PIECE = 1 << 22
+PIECE = 1 << 20
 """How many elements are read at a time."""
 
 
