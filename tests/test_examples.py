@@ -30,7 +30,7 @@ SHOWS = {
 
 
 ARGUMENTS = {"tf_strategies.py": ["none"]}
-"""The others are run one by one in tests/integrations/tensorflow and tests/multi_process."""
+"""Without an argument it runs all strategies, which takes minutes."""
 
 
 @pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
@@ -40,6 +40,15 @@ def test_an_example_runs(name: str) -> None:
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert re.search(SHOWS[name], done.stdout), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.needs("tensorflow", "sklearn")
+def test_every_strategy_trains_alike() -> None:
+    script = [sys.executable, str(ROOT / "examples" / "tf_strategies.py")]
+    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=900, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"0\.775\d", done.stdout.partition("strategy")[2] or done.stdout)) >= 9, done.stdout
 
 
 def test_the_readme_quotes_the_examples() -> None:

@@ -80,7 +80,9 @@ def ulps(distance: int) -> str:
 
 
 def _table(rows: list[Row]) -> Table:
-    table = _empty_table("leaf", "shape", "dtype", "largest", "median", "relative", "1 - cosine", "NaN, inf", "worst")
+    special = any(any((*row.found.nans, *row.found.infs)) for row in rows)
+    columns = ("leaf", "shape", "dtype", "largest", "median", "relative", "1 - cosine", "worst")
+    table = _empty_table(*columns, *(["NaN, inf"] if special else []))
     for row in rows:
         found = row.found
         table.add_row(
@@ -91,8 +93,8 @@ def _table(rows: list[Row]) -> Table:
             ulps(found.median_ulp),
             f"{found.relative:.1e}",
             f"{1 - found.cosine:.1e}",
-            "" if not any((*found.nans, *found.infs)) else " | ".join(_specials(found.nans, found.infs)),
             "" if found.worst is None else f"{found.worst.a:.6g} | {found.worst.b:.6g}",
+            *([" | ".join(_specials(found.nans, found.infs))] if special else []),
             style="red" if not row.passes else None,
         )
     return table
