@@ -10,7 +10,7 @@ from gradcombine.accumulate import replace_window, window
 from gradcombine.autograph import ordinary
 from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import is_absent, load
+from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.combine import require_order, require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
@@ -76,7 +76,12 @@ def all_reduce(
     """
     require_reduction("all_reduce", reduction)
     _require(reduction.name, over, order)
+    over.size()  # refuses a call from outside of the replicas
     leaves, structure = tree.flatten(reduction.name, value)
+    # A value may be NumPy's; replicas exchange arrays of the rank's framework.
+    backend = resolve(reduction.name, [*leaves, over.rank()])
+    leaves = [x if is_absent(x) else backend.asarray(x) for x in leaves]
+    value = tree.unflatten(structure, leaves)
     present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
     over.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
     state = reduction.update(reduction.init(value), value, weight)

@@ -253,9 +253,9 @@ class _Treewise:
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         structure, values, _ = self._open(state)
         arrays = accumulator.arrays(values)
-        backend = resolve(self.cell.name, [*arrays, state.count])
         paths = [path for path, a in zip(structure.paths(), values, strict=True) if a is not None for _ in parts(a)]
         collective.require_own(self.cell.name, paths, arrays)
+        backend = resolve(self.cell.name, [*arrays, state.count, collective.rank()])
         if isinstance(self.cell, IntegerCell) and collective.size() <= self.cell.most_replicas:
             present = [a for a in values if a is not None]
             merged, totals = self.cell.all_merge(backend, collective, present, Totals(state.weight, state.count))

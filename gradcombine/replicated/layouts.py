@@ -88,12 +88,7 @@ class PerReplica:
         return self.all_reduce(reduction, components)
 
     def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
-        self.size()  # refuses a call from outside of the replicas
-        leaves, structure = tree.flatten(reduction.name, values)
-        # Components may be NumPy's still, as they were made; replicas exchange arrays of the rank's framework.
-        backend = resolve(reduction.name, [*leaves, self.over.rank()])
-        arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
-        return all_reduce(reduction, tree.unflatten(structure, arrays), over=self.over, order=self.order)
+        return all_reduce(reduction, values, over=self.over, order=self.order)
 
 
 @dataclass(frozen=True)

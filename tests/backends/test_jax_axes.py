@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -195,3 +196,18 @@ def test_a_gradient_that_is_summed_in_the_loop_is_refused() -> None:
     """Without pcast, shard_map sums each microbatch over the replicas: an exchange a microbatch, and wrong weights."""
     with pytest.raises(gc.GradCombineError, match=r"leaf \['scale'\]: expected a value of each replica's own"):
         sharded_step(True, every=2, differentiate_own=False)(PARAMS, batch(2))
+
+
+def test_numpy_values_are_exchanged_too() -> None:
+    """A value or a state that is NumPy's still, as one that has just been loaded."""
+    total = gc.reductions.sum()
+    state = total.update(total.init(np.zeros(2, np.float32)), np.float32([1, 2]))
+
+    def own(rank: Any) -> Any:
+        merged = total.finalize(gc.merge_replicas(total, state, gc.jax_axis("d")))
+        return rank, gc.all_reduce(total, np.float32([3]), gc.jax_axis("d")), merged
+
+    for mapped in (jax.pmap, lambda f, axis_name: jax.jit(jax.vmap(f, axis_name=axis_name))):
+        _, reduced, merged = mapped(own, axis_name="d")(np.arange(4))
+        assert reduced.tolist() == [[12.0]] * 4
+        assert merged.tolist() == [[4.0, 8.0]] * 4
