@@ -19,6 +19,14 @@ FLOATS = st.integers(0, 2**32 - 1).map(
 )
 """Any sign and significand, and eight exponents below 1: nearly every addition rounds, and nothing underflows."""
 
+CLOSE = st.integers(0, 2**32 - 1).map(
+    lambda pattern: float(
+        np.uint32(pattern & 0x87FFFFFF | 0x3C000000 + (pattern >> 27 & 3) * 0x800000).view(np.float32)
+    )
+)
+"""Like `FLOATS`, of four exponents: times any of `WEIGHTS` no two are more than nine exponents apart, so that an exact
+sum of them loses no digit."""
+
 EXACT_WEIGHTS = st.sampled_from([0.0, 1.0, 1.0, 2.0, 3.0, 0.5])
 
 WEIGHTS = EXACT_WEIGHTS | st.just(0.1)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import gradcombine as gc
 from gradcombine import reductions, tree
 from tests.spec import exact, modes
-from tests.spec.data import FLOATS, SHAPES, contributions, deal
+from tests.spec.data import CLOSE, SHAPES, contributions, deal
 from tests.spec.programs import Combine, rows
 from tests.spec.selection import among
 
@@ -25,7 +25,7 @@ DISTINCT = ("numpy", "jax_jit", "tf_function", "tf_xla")
 
 
 def true_value(name: str, data: Any, leaf: str) -> np.ndarray:
-    """The exact result, rounded once. Values within nine exponents of each other lose no digit."""
+    """The exact result, rounded once: of terms within nine exponents of each other, which lose no digit."""
     weights = [Fraction(float(w)) for w in data["weights"]]
     columns = data["values"][leaf].reshape(len(weights), -1).T
 
@@ -56,7 +56,7 @@ def shuffled(data: Any, seed: int) -> Any:
 @pytest.mark.parametrize("name", among(("numpy", "jax_scan", "tf_function")))
 @pytest.mark.parametrize("place", ["list", "time"])
 @settings(max_examples=6)
-@given(data=contributions(6, FLOATS), seed=st.integers(0, 99))
+@given(data=contributions(6, CLOSE), seed=st.integers(0, 99))
 def test_any_order_gives_the_correctly_rounded_sum(name: str, place: str, data: Any, seed: int) -> None:
     (results,) = modes.get(name).run(Combine(place, "sequential", NAMES, "exact"), [shuffled(data, seed)])
     check(results, data)
@@ -65,7 +65,7 @@ def test_any_order_gives_the_correctly_rounded_sum(name: str, place: str, data: 
 @pytest.mark.parametrize("name", among(("jax_shard_map_scan",), modes.REPLICATED))
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.slow)])
 @settings(max_examples=4)
-@given(data=contributions(8, FLOATS), seed=st.integers(0, 99))
+@given(data=contributions(8, CLOSE), seed=st.integers(0, 99))
 def test_any_division_over_replicas_gives_it_too(name: str, replicas: int, data: Any, seed: int) -> None:
     program = Combine("time x replicas", "sequential", NAMES, "exact")
     for results in modes.get(name).run(program, deal(shuffled(data, seed), replicas)):
@@ -274,7 +274,7 @@ COMPENSATED = Combine("list", "sequential", NAMES, "compensated")
 
 @pytest.mark.parametrize("name", among((*DISTINCT, "jax_shard_map_scan", "tf_mirrored")))
 @settings(max_examples=8)
-@given(data=contributions(6, FLOATS))
+@given(data=contributions(6, CLOSE))
 def test_compensated_sums_keep_to_their_bound(name: str, data: Any) -> None:
     """Off by at most u |S| + gamma(n - 1)**2 sum |x|, and the same bits in every mode."""
     (results,) = modes.get(name).run(COMPENSATED, [data])
