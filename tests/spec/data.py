@@ -21,7 +21,7 @@ FLOATS = st.integers(0, 2**32 - 1).map(
 
 CLOSE = st.integers(0, 2**32 - 1).map(
     lambda pattern: float(
-        np.uint32(pattern & 0x87FFFFFF | 0x3C000000 + (pattern >> 27 & 3) * 0x800000).view(np.float32)
+        np.uint32(pattern & 0x807FFFFF | 0x3C000000 + (pattern >> 27 & 3) * 0x800000).view(np.float32)
     )
 )
 """Like `FLOATS`, of four exponents: times any of `WEIGHTS` no two are more than nine exponents apart, so that an exact
