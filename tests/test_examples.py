@@ -48,7 +48,7 @@ def test_every_strategy_trains_alike() -> None:
     script = [sys.executable, str(ROOT / "examples" / "tf_strategies.py")]
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"0\.775\d", done.stdout.partition("strategy")[2] or done.stdout)) >= 9, done.stdout
+    assert len(re.findall(r"^\w+ +loss 0\.775\d +accuracy 0\.830$", done.stdout, re.M)) >= 9, done.stdout
 
 
 def test_the_readme_quotes_the_examples() -> None:
