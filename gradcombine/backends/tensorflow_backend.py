@@ -236,9 +236,11 @@ class TfReplicas:
             # In a conditional tensors have no device, and an exchange between processes asks for one.
             with tf.device(local[0]):
                 arrays = [array if array.device else tf.identity(array) for array in arrays]
-        bundles: dict[Any, list[int]] = {}
+        # A tf.DType equals the integer that numbers it (tf.float32 == 1), so a position and a DType are no keys of one
+        # dict.
+        bundles: dict[tuple[str, int | None], list[int]] = {}
         for i, array in enumerate(arrays):
-            bundles.setdefault(i if array.dtype.is_integer else array.dtype, []).append(i)
+            bundles.setdefault((array.dtype.name, i if array.dtype.is_integer else None), []).append(i)
         sums: dict[int, Array] = {}
         for chosen in bundles.values():
             reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [arrays[i] for i in chosen])

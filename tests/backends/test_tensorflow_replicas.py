@@ -1,0 +1,76 @@
+"""TensorFlow: bundles of several dtypes, exchanged by replicas that hold different data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+
+pytestmark = pytest.mark.needs("tensorflow")
+
+REPLICAS = 3
+# In these bundles the position of an array is the number by which TensorFlow knows a dtype of a neighbour: tf.float32
+# is 1, tf.float64 2, tf.int32 3, tf.complex64 8, tf.int64 9, tf.bfloat16 14 and tf.float16 19.
+BUNDLES = {
+    "float64 alone": ["float64"],
+    "a loss and a count": ["float32", "int32"],
+    "integers at all places of floats": ["int32", "int64", "float32", "float64", "int32", "float32"],
+    "integers of all widths": ["int64", "uint8", "float64", "int16", "uint32", "int8", "uint64"],
+    "complex": ["complex64"] * 7 + ["float32", "int32", "complex128", "int64", "complex64"],
+    "narrow floats": ["float16", "bfloat16"] * 7 + ["int32", "float64", "int32", "int64", "float16", "int32"],
+}
+
+
+def contribution(name: str, rank: int) -> list[np.ndarray]:
+    """Small integers, so that every dtype's sum is exact; another value in each leaf and on each replica."""
+    dtypes = [np.dtype(getattr(ml_dtypes, d, d)) for d in BUNDLES[name]]
+    return [np.asarray([i + rank, 2 * rank], dtype) for i, dtype in enumerate(dtypes)]
+
+
+@pytest.fixture(scope="module")
+def reduced() -> dict[str, list[list[Any]]]:
+    """What each replica received, by bundle and by the dtype on the wire; all from one program."""
+    import tensorflow as tf
+
+    devices = [f"CPU:{i}" for i in range(REPLICAS)]
+    strategy = tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
+
+    def spread(name: str, i: int) -> Any:
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(contribution(name, context.replica_id_in_sync_group)[i])
+        )
+
+    data = {name: [spread(name, i) for i in range(len(dtypes))] for name, dtypes in BUNDLES.items()}
+
+    def replica(data: Any) -> Any:
+        over = gc.tf_replicas()
+        sums = {name: over.all_sum(arrays) for name, arrays in data.items()}
+        floats = [tf.fill([2], tf.cast(over.rank() + i, tf.float32)) for i in range(20)]
+        return sums | {"wire": gc.all_reduce(reductions.mean(wire_dtype="bfloat16"), floats, over=over)}
+
+    @tf.function(autograph=False)
+    def program(data: Any) -> Any:
+        return strategy.run(replica, args=(data,))
+
+    return {name: [strategy.experimental_local_results(x) for x in arrays] for name, arrays in program(data).items()}
+
+
+@pytest.mark.parametrize("name", BUNDLES)
+def test_sums_of_several_dtypes(reduced: dict[str, list[list[Any]]], name: str) -> None:
+    expected = [sum(column) for column in zip(*(contribution(name, r) for r in range(REPLICAS)), strict=True)]
+    for received, total in zip(reduced[name], expected, strict=True):
+        for own in received:
+            assert own.dtype.name == total.dtype.name
+            np.testing.assert_array_equal(own.numpy(), total)
+
+
+def test_many_leaves_on_a_narrow_wire(reduced: dict[str, list[list[Any]]]) -> None:
+    """The floats of a mean travel in bfloat16, its weight in float32, its count in int32."""
+    for i, received in enumerate(reduced["wire"]):
+        for own in received:
+            np.testing.assert_array_equal(own.numpy(), np.float32([i + 1, i + 1]))
