@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 
@@ -33,8 +33,8 @@ class Reader(Protocol):
 class Format(Protocol):
     """A module of this package that knows one file format."""
 
-    def write(self, path: Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Writes a file. The same contents give the same bytes."""
+    def write(self, file: IO[bytes], text: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Writes to a file that is open and empty. The same contents give the same bytes."""
         ...
 
     def opened(self, path: Path) -> AbstractContextManager[Reader]:
@@ -67,11 +67,14 @@ def format_of(operation: str, path: str | os.PathLike[str]) -> Format:
     """The format that a path's suffix names.
 
     Raises:
-      GradCombineError: for another suffix, and for a format whose library is not installed.
+      GradCombineError: for another suffix, a format whose library is not installed, and where anything else than a file
+        has this path: a FIFO would wait for ever, and nobody means to replace a device or a folder.
     """
     suffix = Path(path).suffix
     if suffix not in _FORMATS:
         raise GradCombineError(operation, f"a path that ends in {' or '.join(_FORMATS)}", repr(str(path)))
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise GradCombineError(operation, "a regular file", repr(str(path)))
     try:
         module: Any = importlib.import_module(f"gradcombine.statefile.{_FORMATS[suffix]}")
     except ModuleNotFoundError as error:

@@ -19,14 +19,15 @@ def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> No
 
     Args:
       path: of a file that ends in ``.npz`` or ``.safetensors`` (which needs ``gradcombine[safetensors]``). An existing
-        one is replaced in one step: after a crash there is the old file or the new one, and nothing between.
+        one is replaced in one step: after a crash there is the old file or the new one, and nothing between. Its mode
+        and owner are kept; where the path is a symbolic link, what it points to is replaced.
       reduction: the one that made the state.
       state: a state of the reduction, or of `gradcombine.accumulate`: partial, full or empty. Of NumPy, JAX or
         TensorFlow, outside of compiled code, and of one replica.
 
     Raises:
-      GradCombineError: for another suffix, a library that is missing, a state of another reduction, states that are
-        stacked in one, and values that are traced or partly in other processes.
+      GradCombineError: for another suffix, a library that is missing, a path of what is no regular file, a state of
+        another reduction, states that are stacked in one, and values that are traced or partly in other processes.
       OSError: where the file cannot be written. The old one is whole then.
 
     Bits: every array is saved as it is, the payloads of NaN included. The same state gives the same file.
@@ -59,9 +60,10 @@ def load(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> Stat
       ``like`` has there.
 
     Raises:
-      GradCombineError: for a file that is damaged, cut off, of another format or a newer version; for one that another
-        reduction, or the same one with other settings, has written; where the leaves' paths, shapes or dtypes differ
-        from those of ``like``; and for several replicas, which `load_replicas` takes.
+      GradCombineError: for a path of what is no regular file; for a file that is damaged, cut off, of another format or
+        a newer version; for one that another reduction, or the same one with other settings, has written; where the
+        leaves' paths, shapes or dtypes differ from those of ``like``; and for several replicas, which `load_replicas`
+        takes.
       OSError: where the file cannot be read.
 
     Bits: those that were saved; checksums cover every byte of every array, and of what the file says about them.

@@ -24,13 +24,13 @@ _MOST_BEFORE_DATA = 4096
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
-def write(path: Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:
+def write(file: IO[bytes], text: str, arrays: Mapping[str, np.ndarray]) -> None:
     header = np.frombuffer(text.encode(), np.uint8)
-    with zipfile.ZipFile(path, "x", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in {_HEADER: header, **arrays}.items():
             # A fixed date: the same state gives the same file.
-            with archive.open(zipfile.ZipInfo(name + _SUFFIX, _EPOCH), "w", force_zip64=True) as file:
-                npy.write_array(file, array, version=(1, 0), allow_pickle=False)
+            with archive.open(zipfile.ZipInfo(name + _SUFFIX, _EPOCH), "w", force_zip64=True) as entry:
+                npy.write_array(entry, array, version=(1, 0), allow_pickle=False)
 
 
 @contextmanager

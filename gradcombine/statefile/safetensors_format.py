@@ -5,14 +5,14 @@ References: `safetensors <https://huggingface.co/docs/safetensors/index>`_.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import safetensors
-from safetensors.numpy import save_file
 
 from gradcombine.statefile.container import refused
 
@@ -22,8 +22,21 @@ _DTYPES |= {f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}
 _DTYPES |= {f"uint{bits}": f"U{bits}" for bits in (8, 16, 32, 64)}
 
 
-def write(path: Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:
-    save_file(dict(arrays), path, metadata={_KEY: text})
+def write(file: IO[bytes], text: str, arrays: Mapping[str, np.ndarray]) -> None:
+    # The library's own writers copy all arrays, or hide the OSError of a full disk in a class of theirs.
+    fields: dict[str, Any] = {"__metadata__": {_KEY: text}}
+    end = 0
+    # The widest first, so that each is aligned to its elements.
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    for name, array in ordered:
+        offsets = [end, end + array.nbytes]
+        fields[name] = {"dtype": _DTYPES[array.dtype.name], "shape": array.shape, "data_offsets": offsets}
+        end += array.nbytes
+    header = json.dumps(fields, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(len(header).to_bytes(8, "little") + header)
+    for _, array in ordered:
+        file.write(array.reshape(-1).view(np.uint8).data)
 
 
 @contextmanager

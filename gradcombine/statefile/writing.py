@@ -45,5 +45,5 @@ def write(operation: str, path: str | os.PathLike[str], reduction: Reduction, st
             leaves.append(Leaf(where, described[0].name, described[1], digests))
     levels = len(parts[0].levels) if isinstance(parts[0], AccumulateState) else None
     header = Header(headers.own_version(), reduction.name, len(parts), levels, first.kinds, tuple(leaves))
-    with replacing(Path(path)) as written:
-        container.write(written, headers.encode(header), arrays)
+    with replacing(Path(path)) as file:
+        container.write(file, headers.encode(header), arrays)
