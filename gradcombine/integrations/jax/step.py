@@ -9,6 +9,8 @@ from typing import Any
 
 import jax
 import optax
+from jax.core import eval_context
+from jax.extend.core import get_opaque_trace_state
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
@@ -28,7 +30,8 @@ class TrainStep:
     """A training step; made by `train_step`.
 
     ``step(params, state, *args, **kwargs)`` is compiled, and takes the buffers of ``params`` and ``state`` over: use
-    what it returns in their place, and the old ones never again.
+    what it returns in their place, and the old ones never again. Inside of another transformation (jit, scan, grad,
+    vmap, shard_map) it is ``function``, and takes nothing over: what is donated is then the caller's to say.
 
     Attributes:
       init: ``init(params, *example, carry=None) -> state``. The example is what a call gets after ``state``, arrays or
@@ -44,14 +47,16 @@ class TrainStep:
 
     def __call__(self, params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """One call; returns ``params, state, metrics``."""
-        return self.compiled(params, state, *args, **kwargs)
+        call = self.function if _is_transformed() else self.compiled
+        return call(params, state, *args, **kwargs)
 
     def flush(self, params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         """Applies a partial window, divided by its true weight, and ends it: at the end of the data.
 
         A window that is empty or has been applied changes nothing. Compiled and donated as a call is.
         """
-        return self.compiled_flush(params, state)
+        call = self.flush_function if _is_transformed() else self.compiled_flush
+        return call(params, state)
 
     @cached_property
     def compiled(self) -> Any:
@@ -67,6 +72,15 @@ class TrainStep:
 def _compiled(function: Callable[..., Any]) -> Any:
     options = _SCHEDULE if jax.default_backend() == "cpu" else None
     return jax.jit(function, donate_argnums=(0, 1), compiler_options=options)
+
+
+with eval_context():
+    _OUTERMOST = get_opaque_trace_state(convention="gradcombine")
+
+
+def _is_transformed() -> bool:
+    """Whether the call is made inside of a transformation, also one of whose values it gets none."""
+    return get_opaque_trace_state(convention="gradcombine") != _OUTERMOST
 
 
 def train_step(
