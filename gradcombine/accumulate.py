@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -12,13 +11,13 @@ from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.combine import require_order, require_reduction
+from gradcombine.checks import require_integer, require_order, require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_levels
 from gradcombine.types import AccumulateState, Array, Order, Reduction, State, Tree
 
 _INT32 = np.dtype(np.int32)
-_EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index"
+_EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (of 32 bits)"
 
 
 class Accumulator(NamedTuple):
@@ -197,15 +196,7 @@ def _count_up(
 
 
 def _length(every: Any) -> int:
-    try:
-        if isinstance(every, (bool, np.bool_)):
-            raise TypeError
-        length = operator.index(every)
-    except TypeError:
-        raise GradCombineError("accumulate", _EXPECTED_LENGTH, repr(every)) from None
-    if length < 1:
-        raise GradCombineError("accumulate", _EXPECTED_LENGTH, length)
-    return length
+    return require_integer("accumulate", _EXPECTED_LENGTH, every)
 
 
 def _at(length: int | Callable[[Array], Any], index: Array) -> Array:

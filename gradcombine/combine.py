@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
 
 from gradcombine import reductions, tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import owner
-from gradcombine.errors import GradCombineError
+from gradcombine.checks import require_order, require_reduction
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.types import Array, Order, Reduction, State, Tree
 
@@ -17,6 +18,7 @@ METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential"
 2: EXPERIMENTAL_ACCUMULATE_N) mean the same three."""
 
 _TF_AGGREGATION_METHODS = ("add_n", "tree", "accumulate_n")
+_NO_LISTS = (dict, str, bytes, bytearray, Set)
 
 
 @ordinary
@@ -52,13 +54,13 @@ def combine(
     {'w': array([2.5, 3.5], dtype=float32)}
     """
     require_reduction("combine", reduction)
-    require_order(reduction.name, order)
-    trees = _list(reduction.name, "trees", values)
-    scales = [1] * len(trees) if weights is None else _weights(reduction.name, weights)
+    require_order("combine", order)
+    trees = _list("trees", values)
+    scales = [1] * len(trees) if weights is None else _weights(weights)
     if not trees:
-        raise GradCombineError(reduction.name, "one tree or more", "an empty list")
+        raise GradCombineError("combine", "one tree or more", "an empty list")
     if len(scales) != len(trees):
-        raise GradCombineError(reduction.name, f"{len(trees)} weights", str(len(scales)))
+        raise GradCombineError("combine", f"{len(trees)} weights", str(len(scales)))
     empty = reduction.init(_common(reduction.name, trees))
     if reduction.update_many is not None:
         many = reduction.update_many(empty, trees, scales, order)
@@ -100,9 +102,10 @@ def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
     name = method
     if isinstance(method, int) and not isinstance(method, bool) and 0 <= method < len(_TF_AGGREGATION_METHODS):
         name = _TF_AGGREGATION_METHODS[method]
-    if name not in METHODS:
-        raise GradCombineError("add_n", f"a method of {list(METHODS)} or a tf.AggregationMethod value", repr(method))
-    return combine(reductions.sum(), values, order=METHODS[name])
+    if not isinstance(name, str) or name not in METHODS:
+        raise GradCombineError("add_n", f"a method of {list(METHODS)} or a tf.AggregationMethod value", shown(method))
+    with renamed("add_n"):
+        return combine(reductions.sum(), values, order=METHODS[name])
 
 
 @ordinary
@@ -113,7 +116,8 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
     >>> gc.tree_sum([np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])])
     array([ 9., 12.], dtype=float32)
     """
-    return add_n(values, method="tree")
+    with renamed("tree_sum"):
+        return combine(reductions.sum(), values, order="tree")
 
 
 @ordinary
@@ -126,33 +130,21 @@ def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -
     >>> gc.mean([np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
     array([1.75, 2.75], dtype=float32)
     """
-    return combine(reductions.mean(), values, weights)
+    with renamed("mean"):
+        return combine(reductions.mean(), values, weights)
 
 
-def require_reduction(operation: str, reduction: Any) -> None:
-    """Refuses what is not a Reduction; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
-    if not isinstance(reduction, Reduction):
-        called = f"{reduction.__name__}, not called" if callable(reduction) else type(reduction).__name__
-        raise GradCombineError(operation, "a Reduction, for instance reductions.mean()", called)
-
-
-def require_order(operation: str, order: Any) -> None:
-    """Refuses an order that is not one of the two."""
-    if order not in ("sequential", "tree"):
-        raise GradCombineError(operation, "order 'sequential' or 'tree'", repr(order))
-
-
-def _list(operation: str, what: str, values: Any) -> list[Any]:
+def _list(what: str, values: Any) -> list[Any]:
     named = isinstance(values, tuple) and hasattr(values, "_fields")
-    if named or isinstance(values, (dict, str)) or owner(values) is not None or not isinstance(values, Iterable):
-        raise GradCombineError(operation, f"a list of {what}", type(values).__name__)
+    if named or isinstance(values, _NO_LISTS) or owner(values) is not None or not isinstance(values, Iterable):
+        raise GradCombineError("combine", f"a list of {what}", type(values).__name__)
     return list(values)
 
 
-def _weights(operation: str, weights: Any) -> list[Any]:
+def _weights(weights: Any) -> list[Any]:
     backend = owner(weights)
     if backend is None or len(backend.shape(weights)) != 1:
-        return _list(operation, "weights", weights)
+        return _list("weights", weights)
     return [weights[i] for i in range(backend.shape(weights)[0])]
 
 

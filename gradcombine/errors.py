@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+_MOST_CHARACTERS = 300
+"""Of what was received, in a message."""
 
 
 class GradCombineError(ValueError):
@@ -29,5 +34,30 @@ class GradCombineError(ValueError):
         self.expected = expected
         self.received = received
         self.path = path
-        where = f"leaf {path}: " if path else ""
-        super().__init__(f"{operation}: {where}expected {expected}, received {received}")
+        where = f"leaf {_short(path, 150)}: " if path else ""
+        super().__init__(f"{operation}: {where}expected {expected}, received {_short(str(received))}")
+
+
+@contextmanager
+def renamed(operation: str | None = None, path: str = "") -> Iterator[None]:
+    """Names this operation, if any, in an error from inside, and this path before the one that the error has."""
+    try:
+        yield
+    except GradCombineError as error:
+        inner = "" if path and error.path == "(root)" else error.path
+        raise GradCombineError(operation or error.operation, error.expected, error.received, path + inner) from None
+
+
+def shown(value: Any) -> str:
+    """A value as messages show it: short, and even where its own ``repr`` fails."""
+    try:
+        return _short(repr(value), 100)
+    except Exception:  # whatever a foreign class makes of it
+        return f"an object of type {type(value).__name__}"
+
+
+def _short(text: str, most: int = _MOST_CHARACTERS) -> str:
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} ... {text[-half:]}"

@@ -9,7 +9,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Tree
 
@@ -57,7 +57,8 @@ def squared_norm(value: Tree) -> Array:
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if is_absent(leaf):
             continue
-        array = backend.asarray(leaf)
+        with renamed("squared_norm", path):
+            array = backend.asarray(leaf)
         if dtypes.kind(backend.dtype(array)) not in _FLOATING:
             raise GradCombineError("squared_norm", "a dtype that is float or complex", backend.dtype(array), path)
         magnitude = abs(array)
@@ -121,7 +122,8 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
     """
     given = {"mean_square": mean_square, "square_of_mean": square_of_mean, "weight": weight, "count": count}
     backend = resolve("noise_scale", given.values())
-    arrays = {name: backend.asarray(x) for name, x in given.items()}
+    with renamed("noise_scale"):
+        arrays = {name: backend.asarray(x) for name, x in given.items()}
     for name, x in arrays.items():
         if backend.shape(x) != () or dtypes.kind(backend.dtype(x)) not in ("float", "integer"):
             received = f"shape {backend.shape(x)} and dtype {backend.dtype(x)}"

@@ -11,8 +11,8 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load, resolve
-from gradcombine.combine import require_order, require_reduction
-from gradcombine.errors import GradCombineError
+from gradcombine.checks import require_collective, require_order, require_reduction
+from gradcombine.errors import renamed
 from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
 
 __all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]
@@ -75,12 +75,14 @@ def all_reduce(
     array([1., 2.], dtype=float32)
     """
     require_reduction("all_reduce", reduction)
-    _require(reduction.name, over, order)
+    require_order("all_reduce", order)
+    require_collective("all_reduce", over)
     over.size()  # refuses a call from outside of the replicas
     leaves, structure = tree.flatten(reduction.name, value)
     # A value may be NumPy's; replicas exchange arrays of the rank's framework.
     backend = resolve(reduction.name, [*leaves, over.rank()])
-    leaves = [x if is_absent(x) else backend.asarray(x) for x in leaves]
+    with renamed(reduction.name):
+        leaves = [x if is_absent(x) else backend.asarray(x) for x in leaves]
     value = tree.unflatten(structure, leaves)
     present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
     over.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
@@ -116,14 +118,8 @@ def merge_replicas(reduction: Reduction, state: State, over: Collective, order: 
     array([1., 2.], dtype=float32)
     """
     require_reduction("merge_replicas", reduction)
-    _require(reduction.name, over, order)
+    require_order("merge_replicas", order)
+    require_collective("merge_replicas", over)
     if isinstance(state, AccumulateState):
         return replace_window(reduction, state, reduction.all_merge(window(reduction, state), over, order))
     return reduction.all_merge(state, over, order)
-
-
-def _require(operation: str, over: Any, order: Any) -> None:
-    require_order(operation, order)
-    if not hasattr(over, "all_gather"):
-        expected = "a collective: LOCAL, jax_axis(name) or tf_replicas()"
-        raise GradCombineError(operation, expected, repr(over))

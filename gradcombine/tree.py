@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -38,13 +39,13 @@ class Structure:
             yield from child.paths(prefix + key)
 
     def __str__(self) -> str:
-        if self.rebuild is None:
-            return "*"
-        inside = ", ".join(f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
-        return f"{getattr(self.kind, '__name__', self.kind)}({inside})"
+        return "a leaf" if self.kind is None else f"a {self.kind.__name__} of {len(self.keys)}"
 
 
 LEAF = Structure()
+MOST_LEVELS = 100
+"""Containers inside one another; a tree that contains itself has no end."""
+_DIFFERENCES_NAMED = 3
 _NUMPY_LEAVES = (np.ndarray, np.generic, bool, int, float, complex)
 
 
@@ -52,25 +53,30 @@ def flatten(operation: str, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
     """The leaves of a tree, None among them, and its structure.
 
     Raises:
-      GradCombineError: for an object that is neither a container nor a leaf.
+      GradCombineError: for an object that is neither a container nor a leaf, for keys of a dict that cannot be sorted,
+        and for more than `MOST_LEVELS` of containers, as in a tree that contains itself.
     """
     leaves: list[Any] = []
 
-    def visit(node: Any, path: str) -> Structure:
+    def visit(node: Any, path: str, level: int) -> Structure:
         if is_leaf is not None and is_leaf(node):
             leaves.append(node)
             return LEAF
-        split = _split(node)
+        split = _split(operation, node, path)
         if split is None:
             if node is not None and owner(node) is None:
                 expected = "an array, a number, None or a container of them"
                 raise GradCombineError(operation, expected, type(node).__name__, path)
             leaves.append(node)
             return LEAF
-        children = [visit(child, path + key) for key, child in zip(split.keys, split.children, strict=True)]
+        if level == MOST_LEVELS:
+            expected = f"at most {MOST_LEVELS} levels of containers"
+            raise GradCombineError(operation, expected, "more (a tree that contains itself?)", path)
+        below = zip(split.keys, split.children, strict=True)
+        children = [visit(child, path + key, level + 1) for key, child in below]
         return Structure(_kind(node), split.keys, tuple(children), split.static, split.rebuild)
 
-    structure = visit(tree, "")
+    structure = visit(tree, "", 0)
     return leaves, structure
 
 
@@ -110,12 +116,10 @@ def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
         if expected.rebuild is None:
             found.append(node)
             return
-        split = _split(node)
-        level = None if split is None else (_kind(node), split.keys, split.static)
-        if split is None or level != (expected.kind, expected.keys, expected.static):
-            received = type(node).__name__ if split is None else f"{_kind(node).__name__}({', '.join(split.keys)})"
-            wanted = f"{getattr(expected.kind, '__name__', '')}({', '.join(expected.keys)})"
-            raise GradCombineError(operation, wanted, received, path or "(root)")
+        split = _split(operation, node, path)
+        received = LEAF if split is None else _level(_kind(node), split.keys, split.static)
+        if split is None or received != _level(expected.kind, expected.keys, expected.static):
+            raise difference(operation, _level(expected.kind, expected.keys, expected.static), received, path)
         for key, child, inner in zip(expected.keys, split.children, expected.children, strict=True):
             visit(inner, child, path + key)
 
@@ -124,13 +128,39 @@ def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
 
 
 def difference(operation: str, expected: Structure, received: Structure, path: str = "") -> GradCombineError:
-    """The error that says where two structures part first."""
-    same_level = (expected.kind, expected.keys) == (received.kind, received.keys)
-    if same_level:
-        for key, a, b in zip(expected.keys, expected.children, received.children, strict=True):
-            if a != b:
-                return difference(operation, a, b, path + key)
-    return GradCombineError(operation, f"the structure {expected}", str(received), path or "(root)")
+    """The error that names the first places where two structures differ."""
+    unequal = _differences(expected, received, path)
+    at, wanted, got = next(unequal, (path, "the same nodes", "others"))
+    also = [other for other, _, _ in islice(unequal, _DIFFERENCES_NAMED)]
+    if also:
+        more = sum(1 for _ in unequal)
+        got += f"; they differ at {', '.join(also)} as well" + (f" and in {more} more places" if more else "")
+    return GradCombineError(operation, f"the structure to have {wanted} here", got, at or "(root)")
+
+
+def _differences(a: Structure, b: Structure, path: str) -> Iterator[tuple[str, str, str]]:
+    """Path, expected and received of each place where two structures differ."""
+    if a.kind is not b.kind:
+        yield path, str(a), str(b)
+    elif a.keys == b.keys:
+        if a.static != b.static:
+            yield path, f"{a} with the same static fields", "other ones"
+        for key, x, y in zip(a.keys, a.children, b.children, strict=True):
+            yield from _differences(x, y, path + key)
+    else:
+        lefts, rights = (dict(zip(x.keys, x.children, strict=True)) for x in (a, b))
+        for key in lefts | rights:
+            if key not in rights:
+                yield path + key, str(lefts[key]), "nothing"
+            elif key not in lefts:
+                yield path + key, "nothing", str(rights[key])
+            else:
+                yield from _differences(lefts[key], rights[key], path + key)
+
+
+def _level(kind: type | None, keys: tuple[str, ...], static: Any) -> Structure:
+    """A structure one level deep."""
+    return Structure(kind, keys, (LEAF,) * len(keys), static)
 
 
 def _kind(node: Any) -> type:
@@ -142,7 +172,7 @@ def _kind(node: Any) -> type:
     return list if isinstance(node, list) else type(node)
 
 
-def _split(node: Any) -> Split | None:
+def _split(operation: str, node: Any, path: str) -> Split | None:
     if node is None:
         return None
     if isinstance(node, tuple) and (names := getattr(node, "_fields", None)) is not None:
@@ -152,7 +182,7 @@ def _split(node: Any) -> Split | None:
         keys = tuple(f"[{i}]" for i in range(len(node)))
         return Split(keys, tuple(node), tuple if isinstance(node, tuple) else list)
     if isinstance(node, dict):
-        return _split_dict(node)
+        return _split_dict(operation, node, path)
     backend = owner(node)
     # A registered node that wraps an array, as flax.nnx.Variable does, has a dtype and a shape as well.
     if backend is not None and (backend.name != "numpy" or isinstance(node, _NUMPY_LEAVES)):
@@ -164,9 +194,13 @@ def _split(node: Any) -> Split | None:
     return None
 
 
-def _split_dict(node: dict[Any, Any]) -> Split:
+def _split_dict(operation: str, node: dict[Any, Any], path: str) -> Split:
     kind = _kind(node)
-    names = list(node) if kind is OrderedDict else sorted(node, key=_sort_key)
+    try:
+        names = list(node) if kind is OrderedDict else sorted(node)
+    except TypeError:
+        kinds = sorted({type(name).__name__ for name in node})
+        raise GradCombineError(operation, "keys that can be sorted", f"keys of {', '.join(kinds)}", path) from None
     keys = tuple(f"[{name!r}]" for name in names)
 
     def rebuild(children: Sequence[Any]) -> Any:
@@ -174,7 +208,3 @@ def _split_dict(node: dict[Any, Any]) -> Split:
         return kind((name, found[name]) for name in node)
 
     return Split(keys, tuple(node[name] for name in names), rebuild)
-
-
-def _sort_key(name: Any) -> tuple[str, Any]:
-    return (type(name).__name__, name)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.types import Array
 
 # A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
@@ -32,7 +32,13 @@ class NumpyBackend:
         return None
 
     def asarray(self, leaf: Any) -> Array:
-        return np.asarray(leaf, self.dtype(leaf))
+        if not self.owns(leaf):
+            raise GradCombineError("numpy", "an array or a number", shown(leaf))
+        try:
+            return np.asarray(leaf, self.dtype(leaf))
+        except OverflowError:
+            expected = "a Python integer of 32 bits (a wider one as an array, which has a dtype)"
+            raise GradCombineError("numpy", expected, shown(leaf)) from None
 
     def dtype(self, leaf: Any) -> np.dtype:
         return _PYTHON_DTYPES.get(type(leaf)) or np.dtype(leaf.dtype)

@@ -8,7 +8,8 @@ from typing import Any
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
-from gradcombine.errors import GradCombineError
+from gradcombine.checks import require_integer
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.legacy.leaves import by_leaf, trees_of
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Tree
@@ -43,7 +44,7 @@ def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
     >>> left_chain([np.float32([1e8]), np.float32([1]), np.float32([-1e8])])
     array([0.], dtype=float32)
     """
-    running = dtypes.parse(dtype)
+    running = dtypes.parse(dtype, "left_chain")
 
     def summed(backend: Backend, terms: list[Array]) -> Array:
         own = backend.dtype(terms[0])
@@ -89,11 +90,12 @@ def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reus
     """
     trees = trees_of("addn_blocks", values)
     if names is not None:
-        if len(names) != len(trees):
-            raise GradCombineError("addn_blocks", f"{len(trees)} names", len(names))
+        named = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+        if not named or len(names) != len(trees):
+            raise GradCombineError("addn_blocks", f"{len(trees)} names", len(names) if named else shown(names))
         trees = [trees[i] for i in sorted(range(len(trees)), key=names.__getitem__)]
-    if not 0 <= reused < len(trees):
-        raise GradCombineError("addn_blocks", f"a reused term from 0 to {len(trees) - 1}", reused)
+    last = len(trees) - 1
+    reused = require_integer("addn_blocks", f"a reused term from 0 to {last}", reused, 0, last)
     trees[0], trees[reused] = trees[reused], trees[0]
     return by_leaf("addn_blocks", trees, blocks)
 

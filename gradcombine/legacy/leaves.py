@@ -10,7 +10,8 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, renamed
+from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Tree
 
 
@@ -49,7 +50,10 @@ def by_leaf(operation: str, values: Sequence[Tree], rule: Callable[[Backend, lis
 
 def _terms(operation: str, column: Sequence[Any], path: str) -> list[Array]:
     backend = resolve(operation, column)
-    terms = [backend.asarray(leaf) for leaf in column]
+    with renamed(operation, path):
+        terms = [backend.asarray(leaf) for leaf in column]
+    if dtypes.kind(backend.dtype(terms[0])) not in dtypes.NUMERIC:
+        raise GradCombineError(operation, "a dtype of numbers", backend.dtype(terms[0]), path)
     expected, *others = ((backend.shape(term), backend.dtype(term)) for term in terms)
     for received in others:
         if received != expected:

@@ -8,6 +8,7 @@ import numpy as np
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
+from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Plain
 from gradcombine.reductions.treewise import TreewiseState, lift
@@ -59,7 +60,7 @@ def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = Non
     >>> gc.combine(gc.reductions.adasum(), [np.float32([2, 0]), np.float32([4, 0])])
     array([3., 0.], dtype=float32)
     """
-    settings = dtypes.Settings(dtype, output_dtype)
+    settings = dtypes.Settings(dtype, output_dtype, "adasum")
     return lift(Plain("adasum", ("float",), _zero, _adaptive, settings=settings), AdasumState, wire_dtype)
 
 
@@ -96,6 +97,9 @@ def _power_of_two(backend: Backend, x: Array) -> Array:
     """
     zero = backend.full((), 0, backend.dtype(x))
     size = backend.total(backend.where(x < zero, -x, x))
-    integer, exponent = _EXPONENT[backend.dtype(x).itemsize]
+    dtype = backend.dtype(x)
+    if dtype.itemsize not in _EXPONENT:
+        raise GradCombineError("adasum", "a float of at most 64 bits", dtype)
+    integer, exponent = _EXPONENT[dtype.itemsize]
     bits = backend.bitcast(size, integer) & backend.full((), exponent, integer)
     return backend.bitcast(bits, backend.dtype(x))

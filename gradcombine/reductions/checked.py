@@ -7,6 +7,7 @@ from typing import Any
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import resolve
+from gradcombine.checks import require_reduction
 from gradcombine.reductions.weights import EXPECTED, parse
 from gradcombine.types import Reduction, State, Tree
 
@@ -30,6 +31,7 @@ def checked(reduction: Reduction) -> Reduction:
     >>> gc.combine(gc.reductions.checked(gc.reductions.sum()), [np.float32([1, 2])], weights=[2])
     array([2., 4.], dtype=float32)
     """
+    require_reduction("checked", reduction)
 
     @ordinary
     def update(state: State, value: Tree, weight: Any = 1) -> State:

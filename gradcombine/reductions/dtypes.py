@@ -12,8 +12,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from gradcombine.errors import GradCombineError, shown
+
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
+NUMERIC = ("float", "complex", "integer")
+"""The kinds of numbers."""
 
 
 @cache
@@ -41,10 +45,11 @@ class Settings:
     Args:
       accumulator: the running value's dtype. None: at least 32 bits wide, else the contributions' own.
       output: the result's dtype. None: the contributions' own; narrow integers stay as wide as their accumulator.
+      operation: that asks, for error messages.
     """
 
-    def __init__(self, accumulator: Any = None, output: Any = None) -> None:
-        self._accumulator, self._output = parse(accumulator), parse(output)
+    def __init__(self, accumulator: Any = None, output: Any = None, operation: str = "dtypes") -> None:
+        self._accumulator, self._output = parse(accumulator, operation), parse(output, operation)
 
     def running(self, dtype: np.dtype) -> np.dtype:
         """The accumulator's dtype for contributions of ``dtype``; an integer or complex one stays what it is."""
@@ -80,10 +85,19 @@ def part(dtype: np.dtype) -> np.dtype:
     return np.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
 
-def parse(dtype: Any) -> np.dtype | None:
-    """A dtype given as NumPy, ml_dtypes, JAX or TensorFlow spell it, or None."""
+def parse(dtype: Any, operation: str = "dtypes") -> np.dtype | None:
+    """A dtype given as NumPy, ml_dtypes, JAX or TensorFlow spell it, or None.
+
+    Raises:
+      GradCombineError: for what is no dtype of numbers.
+    """
     if dtype is None:
         return None
-    if isinstance(dtype, str) and hasattr(ml_dtypes, dtype):
-        return np.dtype(getattr(ml_dtypes, dtype))
-    return np.dtype(getattr(dtype, "as_numpy_dtype", dtype))
+    try:
+        own = getattr(ml_dtypes, dtype, None) if isinstance(dtype, str) else None
+        parsed = np.dtype(own or getattr(dtype, "as_numpy_dtype", dtype))
+    except Exception:  # NumPy has several for what it cannot read
+        parsed = None
+    if parsed is None or kind(parsed) not in NUMERIC:
+        raise GradCombineError(operation, "a dtype of floats, complex numbers or integers", shown(dtype))
+    return parsed

@@ -41,7 +41,8 @@ def max(*, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 5.], dtype=float32)
     """
-    cell = Plain("max", ("float", "integer"), _lowest, _larger, settings=dtypes.Settings(output=output_dtype))
+    settings = dtypes.Settings(None, output_dtype, "max")
+    cell = Plain("max", ("float", "integer"), _lowest, _larger, settings=settings)
     return lift(cell, MaxState)
 
 
@@ -53,7 +54,8 @@ def min(*, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.min(), [np.float32([1, 5]), np.float32([3, 4])])
     array([1., 4.], dtype=float32)
     """
-    cell = Plain("min", ("float", "integer"), _highest, _smaller, settings=dtypes.Settings(output=output_dtype))
+    settings = dtypes.Settings(None, output_dtype, "min")
+    cell = Plain("min", ("float", "integer"), _highest, _smaller, settings=settings)
     return lift(cell, MinState)
 
 

@@ -63,7 +63,7 @@ def mean(
     array([1.75, 2.75], dtype=float32)
     """
     require_precision("mean", precision)
-    settings = dtypes.Settings(dtype, output_dtype)
+    settings = dtypes.Settings(dtype, output_dtype, "mean")
     if precision == "compensated":
         return lift(Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, averages=True)
     if precision == "exact":

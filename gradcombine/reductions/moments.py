@@ -68,7 +68,7 @@ def moments(dtype: Any = None, *, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.moments(), [np.float32([1, 2]), np.float32([5, 2])], weights=[3, 1])
     Moments(mean=array([2., 2.], dtype=float32), variance=array([3., 0.], dtype=float32))
     """
-    return lift(_Spreading(dtypes.Settings(dtype, output_dtype)), MomentsState, averages=True)
+    return lift(_Spreading(dtypes.Settings(dtype, output_dtype, "moments")), MomentsState, averages=True)
 
 
 class Spread(NamedTuple):

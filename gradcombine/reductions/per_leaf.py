@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.checks import require_reduction
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.reductions.weights import presence
 from gradcombine.types import Order, Reduction, State, Tree
 
@@ -45,34 +46,38 @@ def per_leaf(reductions: Tree) -> Reduction:
     (2.0, 4, 7.0)
     """
     members, prefix = tree.flatten("per_leaf", reductions, is_leaf=lambda node: isinstance(node, Reduction))
-    for path, member in zip(prefix.paths(), members, strict=True):
-        if not isinstance(member, Reduction):
-            raise GradCombineError("per_leaf", "a Reduction", type(member).__name__, path)
+    paths = list(prefix.paths())
+    for path, member in zip(paths, members, strict=True):
+        require_reduction("per_leaf", member, path)
+
+    def each(function: Callable[..., Any], *columns: Sequence[Any]) -> Iterator[Any]:
+        for path, *group in zip(paths, members, *columns, strict=True):
+            with renamed(path=path):
+                yield function(*group)
 
     def over(function: Callable[..., Any], states: Sequence[State]) -> PerLeafState:
-        opened = [_parts(state, len(members)) for state in states]
-        return PerLeafState(tuple(function(*group) for group in zip(members, *opened, strict=True)))
+        return PerLeafState(tuple(each(function, *(_parts(state, len(members)) for state in states))))
 
     @ordinary
     def init(like: Tree) -> PerLeafState:
         parts = tree.split_as("per_leaf", prefix, like)
-        return PerLeafState(tuple(member.init(part) for member, part in zip(members, parts, strict=True)))
+        return PerLeafState(tuple(each(lambda member, part: member.init(part), parts)))
 
     @ordinary
     def update(state: PerLeafState, value: Tree, weight: Any = 1) -> PerLeafState:
         parts = tree.split_as("per_leaf", prefix, value)
         leaves, _ = tree.flatten("per_leaf", value)
         present = presence("per_leaf", resolve("per_leaf", [*leaves, weight]), weight)
-        updated = [
-            member.update(old, part, weight if member.averages else present)
-            for member, old, part in zip(members, _parts(state, len(members)), parts, strict=True)
-        ]
-        return PerLeafState(tuple(updated))
+
+        def updated(member: Reduction, old: State, part: Tree) -> State:
+            return member.update(old, part, weight if member.averages else present)
+
+        return PerLeafState(tuple(each(updated, _parts(state, len(members)), parts)))
 
     @ordinary
     def finalize(state: PerLeafState) -> Tree:
         parts = _parts(state, len(members))
-        return tree.unflatten(prefix, [member.finalize(part) for member, part in zip(members, parts, strict=True)])
+        return tree.unflatten(prefix, each(lambda member, part: member.finalize(part), parts))
 
     @ordinary
     def all_merge(state: PerLeafState, collective: Collective, order: Order) -> PerLeafState:

@@ -34,7 +34,7 @@ def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = No
     >>> gc.combine(gc.reductions.product(), [np.float32([1, 2]), np.float32([3, 4])])
     array([3., 8.], dtype=float32)
     """
-    settings = dtypes.Settings(dtype, output_dtype)
+    settings = dtypes.Settings(dtype, output_dtype, "product")
     return lift(Plain("product", ("float", "integer"), _one, _multiply, settings=settings), ProductState, wire_dtype)
 
 

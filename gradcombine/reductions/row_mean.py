@@ -48,6 +48,6 @@ def row_mean(
     >>> out.indices.tolist(), out.values.ravel().tolist()
     ([2, 7], [1.0, 6.0])
     """
-    settings = dtypes.Settings(dtype, output_dtype)
-    wire = dtypes.parse(wire_dtype)
+    settings = dtypes.Settings(dtype, output_dtype, "row_mean")
+    wire = dtypes.parse(wire_dtype, "row_mean")
     return Rows("row_mean", RowMeanState, capacity, settings, over_weight, overflow, wire).reduction(averages=True)

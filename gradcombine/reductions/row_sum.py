@@ -59,6 +59,6 @@ def row_sum(
     >>> out.indices.tolist(), out.values.ravel().tolist()
     ([2, 7, 1000], [52.0, 4.0, 0.0])
     """
-    settings = dtypes.Settings(dtype, output_dtype)
-    wire = dtypes.parse(wire_dtype)
+    settings = dtypes.Settings(dtype, output_dtype, "row_sum")
+    wire = dtypes.parse(wire_dtype, "row_sum")
     return Rows("row_sum", RowSumState, capacity, settings, zero_if_empty, overflow, wire).reduction(averages=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -12,6 +13,7 @@ from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.checks import require_integer, require_one_of
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
@@ -63,11 +65,8 @@ class Rows:
 
     def reduction(self, averages: bool) -> Reduction:
         """The `Reduction` of these functions."""
-        whole = isinstance(self.capacity, (int, np.integer)) and not isinstance(self.capacity, bool)
-        if not whole or self.capacity < 1:
-            raise GradCombineError(self.name, "a capacity of 1 row or more", repr(self.capacity))
-        if self.overflow not in get_args(Overflow):
-            raise GradCombineError(self.name, f"overflow of {list(get_args(Overflow))}", repr(self.overflow))
+        require_integer(self.name, "a capacity of 1 row or more", self.capacity, highest=sys.maxsize)
+        require_one_of(self.name, f"overflow of {list(get_args(Overflow))}", self.overflow, get_args(Overflow))
         functions = (self.init, self.update, self.merge, self.finalize, self.clear, self.all_merge)
         return Reduction(self.name, *functions, averages)
 

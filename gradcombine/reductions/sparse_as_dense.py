@@ -8,6 +8,7 @@ from typing import Any
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import resolve
+from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.sparse.dense import densify
 from gradcombine.sparse.leaf import is_row_sparse, row_slices
@@ -42,6 +43,7 @@ def sparse_as_dense(reduction: Reduction) -> Reduction:
     array([[0.5],
            [4. ]], dtype=float32)
     """
+    require_reduction("sparse_as_dense", reduction)
 
     @ordinary
     def init(like: Tree) -> State:

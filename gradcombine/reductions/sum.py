@@ -8,7 +8,8 @@ import numpy as np
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
-from gradcombine.errors import GradCombineError
+from gradcombine.checks import require_integer, require_one_of
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.added import Added
 from gradcombine.reductions.compensated import Compensated
@@ -70,7 +71,7 @@ def sum(
     array([31., 42.], dtype=float32)
     """
     require_precision("sum", precision)
-    settings = dtypes.Settings(dtype, output_dtype)
+    settings = dtypes.Settings(dtype, output_dtype, "sum")
     if precision == "compensated":
         return lift(Compensated("sum", settings, divides=False), CompensatedSumState, wire_dtype)
     if precision == "exact":
@@ -83,8 +84,7 @@ def sum(
 
 def require_precision(operation: str, precision: str) -> None:
     """Refuses a precision that no algorithm here has."""
-    if precision not in get_args(Precision):
-        raise GradCombineError(operation, f"a precision of {list(get_args(Precision))}", repr(precision))
+    require_one_of(operation, f"a precision of {list(get_args(Precision))}", precision, get_args(Precision))
 
 
 def require_max_terms(operation: str, max_terms: int) -> bool:
@@ -93,16 +93,15 @@ def require_max_terms(operation: str, max_terms: int) -> bool:
     Raises:
       GradCombineError: for what is not an integer from 1 to 2**26.
     """
-    whole = isinstance(max_terms, (int, np.integer)) and not isinstance(max_terms, bool)
-    if not whole or not 1 <= max_terms <= CAPACITY:
-        raise GradCombineError(operation, f"max_terms from 1 to {CAPACITY}", repr(max_terms))
-    return max_terms > FLOAT32.capacity
+    expected = f"max_terms from 1 to {CAPACITY}"
+    return require_integer(operation, expected, max_terms, highest=CAPACITY) > FLOAT32.capacity
 
 
 def require_no_accumulator_dtype(operation: str, dtype: Any, wire_dtype: Any) -> None:
     """Refuses settings that precision "exact" has no use for: its accumulators are integers."""
     if dtype is not None or wire_dtype is not None:
-        raise GradCombineError(operation, "no dtype and no wire_dtype for precision 'exact'", repr(dtype or wire_dtype))
+        given = wire_dtype if dtype is None else dtype
+        raise GradCombineError(operation, "no dtype and no wire_dtype for precision 'exact'", shown(given))
 
 
 def neutral(dtype: np.dtype) -> Any:

@@ -45,7 +45,7 @@ def lift(cell: Cell, state: type[TreewiseState], wire_dtype: Any = None, average
       wire_dtype: in which replicas exchange floating accumulators; None: as they are.
       averages: see `Reduction`.
     """
-    lifted = _Treewise(cell, state, dtypes.parse(wire_dtype))
+    lifted = _Treewise(cell, state, dtypes.parse(wire_dtype, cell.name))
     return Reduction(
         cell.name,
         lifted.init,

@@ -11,6 +11,7 @@ from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.checks import require_collective, require_integer
 from gradcombine.combine import combine
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.dtypes import INT32
@@ -154,16 +155,13 @@ def stacked(replicas: int) -> Stacked:
     >>> replicated.stacked(4)
     stacked(4)
     """
-    if isinstance(replicas, bool) or not isinstance(replicas, (int, np.integer)) or replicas < 1:
-        raise GradCombineError("replicated.stacked", "a number of replicas, 1 or more", repr(replicas))
-    return Stacked(int(replicas))
+    return Stacked(require_integer("replicated.stacked", "a number of replicas, 1 or more", replicas))
 
 
 def layout(over: Any, order: Order) -> Layout:
     """The layout that ``over`` names."""
     if isinstance(over, Stacked):
         return Stacked(over.replicas, order)
-    if not hasattr(over, "all_gather"):
-        expected = "a collective, LOCAL, jax_axis(name) or tf_replicas(), or replicated.stacked(n)"
-        raise GradCombineError("replicated.variable", expected, repr(over))
+    expected = "a collective, LOCAL, jax_axis(name) or tf_replicas(), or replicated.stacked(n)"
+    require_collective("replicated.variable", over, expected)
     return PerReplica(over, order)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from gradcombine import reductions
 from gradcombine.backends.local import LOCAL
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.types import Reduction
 
 
@@ -84,5 +84,5 @@ def _member(kind: type[E], given: Any) -> E:
     if not right or not isinstance(name, str) or name.upper() not in kind.__members__:
         names = ", ".join(member.value for member in kind)
         expected = f"one {kind.__name__.lower()} of {names}, or the tf.Variable{kind.__name__} of that name"
-        raise GradCombineError("replicated.variable", expected, repr(given))
+        raise GradCombineError("replicated.variable", expected, shown(given))
     return kind[name.upper()]

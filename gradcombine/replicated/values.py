@@ -10,7 +10,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import described
 from gradcombine.replicated.layouts import Layout
@@ -62,7 +62,8 @@ def opened(operation: str, state: Any, also: Tree = None) -> Opened:
         raise GradCombineError(operation, "a ReplicatedState", type(state).__name__)
     leaves, structure = tree.flatten(operation, state.value)
     backend = resolve(operation, [*leaves, *tree.flatten(operation, also)[0]])
-    return Opened(backend, structure, [x if is_absent(x) else backend.asarray(x) for x in leaves])
+    with renamed(operation):
+        return Opened(backend, structure, [x if is_absent(x) else backend.asarray(x) for x in leaves])
 
 
 def written(

@@ -11,7 +11,7 @@ from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.combine import require_order
+from gradcombine.checks import require_order
 from gradcombine.errors import GradCombineError
 from gradcombine.replicated.cross import CrossContext
 from gradcombine.replicated.layouts import Layout, Stacked, layout

@@ -8,7 +8,7 @@ from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.sparse.distinct import distinct
 from gradcombine.sparse.leaf import INT32, is_row_sparse, require_in_range, require_rows, row_slices
 from gradcombine.types import Array, Tree
@@ -87,7 +87,8 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     if slices is None:
         raise GradCombineError("add_rows", "a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
     backend = resolve("add_rows", [table, slices.indices, slices.values])
-    whole = backend.asarray(table)
+    with renamed("add_rows"):
+        whole = backend.asarray(table)
     expected = backend.shape(whole)
     received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
     if received != expected:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,8 @@ import numpy as np
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.checks import require_integer
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.types import Array
 
 INT32 = np.dtype(np.int32)
@@ -61,14 +61,11 @@ def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
            [0.],
            [4.]], dtype=float32)
     """
-    try:
-        count = operator.index(rows)
-    except TypeError:
-        count = -1
-    if not 1 <= count <= MOST_ROWS:
-        raise GradCombineError("row_sparse", f"a number of rows from 1 to {MOST_ROWS}", repr(rows))
+    count = require_integer("row_sparse", f"a number of rows from 1 to {MOST_ROWS}", rows, highest=MOST_ROWS)
     backend = resolve("row_sparse", [indices, values])
-    made = RowSparse(backend.asarray(indices), backend.asarray(values), extent(backend, count, [values]))
+    with renamed("row_sparse"):
+        indices, values = backend.asarray(indices), backend.asarray(values)
+    made = RowSparse(indices, values, extent(backend, count, [values]))
     slices = require_rows("row_sparse", backend, RowSlices(made.indices, made.values, count))
     require_in_range("row_sparse", backend, slices.indices, count)
     return made
@@ -94,7 +91,8 @@ def is_row_sparse(leaf: Any) -> bool:
 
 def require_rows(operation: str, backend: Backend, slices: RowSlices, path: str = "") -> RowSlices:
     """The slices as arrays of this backend, whose shapes and dtypes fit one another."""
-    indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
+    with renamed(operation, path):
+        indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
     dtype, positions, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
     if dtype.kind not in "iu" or len(positions) != 1:
         raise GradCombineError(operation, "integer indices of shape (n,)", f"{dtype} of shape {positions}", path)

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import resolve
-from gradcombine.combine import require_reduction
+from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.statefile import header as headers
 from gradcombine.statefile import stored

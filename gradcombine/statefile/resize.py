@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine.accumulate import require_state, window
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import resolve
-from gradcombine.combine import require_reduction
+from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.types import AccumulateState, Array, Reduction, State

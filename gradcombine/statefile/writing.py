@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradcombine import tree
-from gradcombine.combine import require_reduction
+from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.statefile import header as headers
 from gradcombine.statefile import stored

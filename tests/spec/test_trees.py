@@ -115,7 +115,7 @@ def test_registered_jax_nodes_with_static_fields() -> None:
     acc = gc.accumulate(reductions.mean(), every=2)
     state = acc.update(two, jax.jit(acc.update)(one, acc.init(one)))
     chex.assert_trees_all_equal(acc.value(state), Layer(jnp.full(2, 1.5), None))
-    with pytest.raises(gc.GradCombineError, match="sum: leaf"):
+    with pytest.raises(gc.GradCombineError, match="add_n: leaf"):
         gc.add_n([one, Layer(jnp.ones(2), None, name="other")])
 
 

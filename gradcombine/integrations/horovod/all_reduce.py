@@ -11,7 +11,7 @@ from gradcombine import reductions, replicas, tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
-from gradcombine.combine import require_order
+from gradcombine.checks import require_order
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.horovod import sparse
 from gradcombine.integrations.horovod.errors import HorovodError

@@ -13,7 +13,7 @@ import numpy as np
 from gradcombine import reductions
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.combine import require_order, require_reduction
+from gradcombine.checks import require_collective, require_order, require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.loss import Form, LossOutput, opened
@@ -62,8 +62,7 @@ class Objective:
     def __post_init__(self) -> None:
         require_reduction(self.operation, self.reduction)
         require_order(self.operation, self.order)
-        if not hasattr(self.over, "all_gather"):
-            raise self.error("a collective: LOCAL or jax_axis(name)", repr(self.over))
+        require_collective(self.operation, self.over)
         for name, function in (("loss", self.loss), ("weight", self.weight)):
             if not callable(function) and not (name == "weight" and function is None):
                 raise self.error(f"a function as {name}", repr(function))

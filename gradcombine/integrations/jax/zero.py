@@ -13,7 +13,7 @@ from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.jax_collective import JaxAxis, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
-from gradcombine.combine import require_reduction
+from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.mean import MeanState
 from gradcombine.reductions.sum import SumState

@@ -15,9 +15,9 @@ from jax.core import Tracer
 import gradcombine as gc
 from gradcombine.accumulate import window as whole
 from gradcombine.backends.protocol import Collective
+from gradcombine.checks import require_collective
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.optax.agree import any_replica, require_flag
-from gradcombine.integrations.optax.checks import require_collective
 from gradcombine.integrations.optax.contribution import cast_as, gradients_like, keep_dtypes, weight_unless, widen
 from gradcombine.integrations.optax.placeholder import init_for
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail

@@ -8,8 +8,7 @@ import optax
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.combine import require_order, require_reduction
-from gradcombine.integrations.optax.checks import require_collective
+from gradcombine.checks import require_collective, require_order, require_reduction
 from gradcombine.types import Order, Reduction
 
 

@@ -66,7 +66,7 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         (
             {"differentiate": False, "loss": lambda p, x: (jnp.float32(0), {"w": x})},
             None,
-            r"expected the structure .*frozen.*, received",
+            r"leaf \['grads'\]\['frozen'\]: expected .* a leaf here, received nothing",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_aux_is_combined_leaf_by_leaf() -> None:
 def test_aux_is_averaged_by_default_and_integers_ask_for_a_reduction() -> None:
     f = value_and_grad(lambda w, x: (jnp.mean(w * x), {"x": x[0]}), 3, has_aux=True)
     assert float(f(jnp.float32(1), jnp.float32([1, 7, 3, 5, 9]))[0][1]["x"]) == np.float32((2 * 1 + 2 * 3 + 9) / 5)
-    with pytest.raises(gc.GradCombineError, match=r"leaf \['sum'\]: expected a dtype that is float or complex"):
+    with pytest.raises(gc.GradCombineError, match=r"leaf .*\['sum'\]: expected a dtype that is float or complex"):
         value_and_grad(told, 3, has_aux=True)(jnp.float32(1), X[:, 0])
 
 
@@ -199,7 +199,7 @@ ONE = jnp.float32(1)
         ({"loss": 3}, (), "expected a function as loss, received 3"),
         ({"weight": 3}, (), "expected a function as weight, received 3"),
         ({"reduction": reductions.mean}, (), "expected a Reduction, .*, received mean, not called"),
-        ({"over": "data"}, (), "expected a collective: LOCAL or jax_axis"),
+        ({"over": "data"}, (), "expected a collective: LOCAL, jax_axis"),
         ({"order": "ring"}, (), "expected order 'sequential' or 'tree'"),
         ({"rng_argnum": 0}, (), r"expected argument positions, .* received \[0, 0\]"),
         ({"argnums": -1}, (), "expected argument positions"),

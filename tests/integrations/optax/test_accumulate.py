@@ -267,7 +267,10 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"updates": {"v": jnp.zeros(2)}}, r"expected the structure dict\(\['w'\]: \*\), received dict\(\['v'\]: \*\)"),
+        (
+            {"updates": {"v": jnp.zeros(2)}},
+            r"leaf \['w'\]: expected the structure to have a leaf here, received nothing",
+        ),
         ({"updates": {"w": jnp.zeros(3)}}, r"leaf \['w'\]: expected shape \(2,\), received \(3,\)"),
         ({"updates": {"w": jnp.zeros(2, np.int32)}}, r"leaf \['w'\]: expected .*float.*, received int32"),
         ({"state": BFLOAT16}, r"leaf \['w'\]: expected dtype bfloat16, .* received float32"),

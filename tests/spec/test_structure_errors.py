@@ -1,0 +1,113 @@
+"""Where trees differ: the message names the places, is short, and takes time linear in the tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions, tree
+
+ONE = np.ones(1, np.float32)
+MANY = {f"layer{i:04}": {"w": ONE, "b": None} for i in range(3000)}
+
+
+def without(*names: str) -> Any:
+    return {name: leaf for name, leaf in MANY.items() if name not in names}
+
+
+DIFFERENT: dict[str, tuple[Any, str, str, str]] = {
+    "one missing": (without("layer1234"), "['layer1234']", "a dict of 2", "nothing"),
+    "one more": ({**MANY, "zzz": ONE}, "['zzz']", "nothing", "a leaf"),
+    "a leaf for a dict": ({**MANY, "layer0007": ONE}, "['layer0007']", "a dict of 2", "a leaf"),
+    "a key within": (
+        {**MANY, "layer0007": {"w": ONE}},
+        "['layer0007']['b']",
+        "a leaf",
+        "nothing",
+    ),
+    "five missing": (
+        without(*(f"layer000{i}" for i in range(5))),
+        "['layer0000']",
+        "a dict of 2",
+        "nothing; they differ at ['layer0001'], ['layer0002'], ['layer0003'] as well and in 1 more places",
+    ),
+    "all missing": (
+        {},
+        "['layer0000']",
+        "a dict of 2",
+        "nothing; they differ at ['layer0001'], ['layer0002'], ['layer0003'] as well and in 2996 more places",
+    ),
+    "another container": (list(MANY.values()), "(root)", "a dict of 3000", "a list of 3000"),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_message_names_the_places_where_trees_differ(case: str) -> None:
+    other, path, expected, received = DIFFERENT[case]
+    with pytest.raises(gc.GradCombineError) as caught:
+        gc.mean([MANY, other])
+    assert (caught.value.operation, caught.value.path) == ("mean", path)
+    assert caught.value.expected == f"the structure to have {expected} here"
+    assert caught.value.received == received
+    assert len(str(caught.value)) < 400
+
+
+def test_finding_the_difference_visits_each_node_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a chain as on a wide tree: comparing whole subtrees at each level would be quadratic."""
+    chain: Any = {"w": ONE}
+    for _ in range(90):
+        chain = {"next": chain, "w": ONE}
+    _, a = tree.flatten("test", chain)
+    _, b = tree.flatten("test", {**chain, "more": ONE})
+    compared = 0
+
+    def counted(self: tree.Structure, other: object) -> bool:
+        nonlocal compared
+        compared += 1
+        return self is other
+
+    monkeypatch.setattr(tree.Structure, "__eq__", counted)
+    assert tree.difference("test", a, b).path == "['more']"
+    assert compared == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "operation"),
+    [
+        (lambda trees: gc.add_n(trees), "add_n"),
+        (lambda trees: gc.add_n(trees, method="tree"), "add_n"),
+        (lambda trees: gc.tree_sum(trees), "tree_sum"),
+        (lambda trees: gc.mean(trees), "mean"),
+        (lambda trees: gc.combine(reductions.max(), trees), "max"),
+    ],
+)
+@pytest.mark.parametrize("trees", [[], [ONE, {"w": ONE}], ONE, [ONE, np.ones(2, np.float32)], ["text"]])
+def test_an_error_names_the_operation_that_was_called(call: Any, operation: str, trees: Any) -> None:
+    with pytest.raises(gc.GradCombineError) as caught:
+        call(trees)
+    names = {operation, "combine"} if operation == "max" else {operation}
+    assert caught.value.operation in names
+
+
+@pytest.mark.parametrize("bad", [{"w": np.ones(3, np.float32)}, {"w": "text"}, {}, {"w": np.ones(2, np.int32)}])
+def test_the_parts_of_per_leaf_name_the_whole_path(bad: Any) -> None:
+    step = reductions.per_leaf({"grads": reductions.mean(), "loss": reductions.mean()})
+    state = step.init({"grads": {"w": np.ones(2, np.float32)}, "loss": ONE})
+    with pytest.raises(gc.GradCombineError) as caught:
+        step.update(state, {"grads": bad, "loss": ONE})
+    assert caught.value.path == "['grads']['w']"
+
+
+def test_what_cannot_be_printed_or_is_long_still_makes_a_short_message() -> None:
+    class Mute:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    with pytest.raises(gc.GradCombineError, match="received an object of type Mute"):
+        gc.accumulate(reductions.sum(), every=Mute())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(gc.GradCombineError) as caught:
+        gc.accumulate(reductions.sum(), every=10**4000)
+    assert len(str(caught.value)) < 400
