@@ -24,29 +24,37 @@ CAUSES = {
 }
 """What a stage that parts first says."""
 
+UNKNOWN = "something unknown: only one of the runs has recorded it"
+"""What a stage or a step says that could not be compared."""
+
 
 class Divergence(NamedTuple):
     """Where two runs part.
 
     Attributes:
       step: the first step that differs.
-      stage: the first stage of it that differs.
-      row: its worst leaf; None where the runs have no such leaf in common.
+      stage: the first stage of it that differs; None where one run lacks the whole step.
+      row: its worst leaf; None where all leaves that both runs have are alike.
       introduced_by: what stands between this stage and the last one that is equal.
       unrecorded: stages before this one that a run lacks, so that they may be the cause.
+      unmatched: leaves of this stage that only one run has.
     """
 
     step: int
-    stage: str
+    stage: str | None
     row: Row | None
     introduced_by: str
-    unrecorded: tuple[str, ...]
+    unrecorded: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         text = f"step {self.step}: introduced by {self.introduced_by}"
         if self.row is not None:
             found = self.row.found
             text += f"; worst leaf {found.name}, {found.max_ulp:,} ulp, {found.relative:.1e} relative"
+        if self.unmatched:
+            more = f" and {len(self.unmatched) - 3} more" if len(self.unmatched) > 3 else ""
+            text += f"; in one run alone: {', '.join(self.unmatched[:3])}{more}"
         if self.unrecorded:
             text += f"; not recorded before it: {', '.join(self.unrecorded)}"
         return text
@@ -68,7 +76,8 @@ def first_divergence(
       rules: which leaf is which, for names that begin with their stage.
 
     Returns:
-      None where all steps that both have are alike; else a `Divergence`, which prints as a sentence.
+      None where both runs have the same steps, with the same stages, and all of them are alike; else a `Divergence`,
+      which prints as a sentence. A step or stage that only one run has is one where nothing else differs.
 
     Raises:
       GradCombineError: for a directory without a trace, traces without a common step, and as `diff`.
@@ -91,25 +100,40 @@ def first_divergence(
         raise GradCombineError(
             "first_divergence", "two traces with a common step", f"{len(left)} and {len(right)} steps"
         )
+    lacking: list[Divergence] = []
     for step in both:
-        found = _in_step(step, open_dump(left[step]), open_dump(right[step]), allowed, rules)
+        found = _in_step(step, open_dump(left[step]), open_dump(right[step]), allowed, rules, lacking)
         if found is not None:
             return found
-    return None
+    lacking += [Divergence(step, None, None, UNKNOWN) for step in left.keys() ^ right.keys()]
+    return min(lacking, key=lambda found: found.step, default=None)
 
 
-def _in_step(step: int, a: Dump, b: Dump, allowed: Allowed | Mapping[str, Allowed], rules: Rules) -> Divergence | None:
-    unrecorded = []
+def _in_step(
+    step: int,
+    a: Dump,
+    b: Dump,
+    allowed: Allowed | Mapping[str, Allowed],
+    rules: Rules,
+    lacking: list[Divergence],
+) -> Divergence | None:
+    """The first stage that parts; stages that only one run has are added to ``lacking``."""
+    unrecorded: list[str] = []
     for stage in STAGES:
         left, right = _stage(a, stage), _stage(b, stage)
         if not left or not right:
+            # A rule may say of each of its leaves that it needs no counterpart.
+            alone = [name for name in left if (rules.find(name) or (None, name))[1] is not None]
+            alone += [name for name in right if not rules.ignores(name)]
+            if alone:
+                lacking.append(Divergence(step, stage, None, UNKNOWN, tuple(unrecorded), tuple(alone)))
             unrecorded.append(stage)
             continue
         limit = allowed if isinstance(allowed, Allowed) else allowed.get(stage, EQUAL_BITS)
         report = diff(left, right, allowed=limit, rules=rules)
         if not report.passes:
             row = next((row for row in report.rows if not row.passes), None)
-            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded))
+            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), (*report.only_a, *report.only_b))
         unrecorded = []
     return None
 

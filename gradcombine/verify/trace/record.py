@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import os
-import re
 import threading
 from collections.abc import Callable, Container
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.autograph import ordinary
-from gradcombine.backends.registry import is_absent
+from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
+from gradcombine.verify.dumps import open_dump
 from gradcombine.verify.trace import hooks
+from gradcombine.verify.trace.names import names
 
 STAGES = ("inputs", "gradients", "combined", "updates", "params")
 """The stages of a step, in the order in which one makes the next."""
-
-_SEPARATORS = re.compile(r"\[['\"]?|['\"]?\]|\.")
 
 
 def record(directory: str | Path, steps: Container[int] | None = None) -> Recorder:
@@ -60,7 +60,7 @@ class Recorder:
     def __init__(self, directory: Path, steps: Container[int] | None) -> None:
         self._directory, self._steps = directory, steps
         self._written: dict[int, dict[str, np.ndarray]] = {}
-        self._conflicts: list[str] = []
+        self._problems: list[GradCombineError] = []
         self._lock = threading.Lock()
 
     @ordinary
@@ -72,34 +72,40 @@ class Recorder:
         replica context, the call is made once a replica: hand over values that are the same on all of them.
 
         Args:
-          step: its number, an integer scalar that may be traced.
+          step: its number from 0 on, an integer scalar that may be traced.
           **stages: trees of arrays by the names of `STAGES`, the ones that the run has: ``inputs`` (a batch), the
             ``gradients`` of this replica or microbatch, the ``combined`` gradient, the optimizer's ``updates``, and the
-            ``params`` after them. A leaf that is None is left out.
+            ``params`` after them. A leaf that is None is left out. A leaf is called by its stage and keys,
+            ``gradients/layer/0/w``; a key that holds a slash, or reads like another, keeps brackets and quotes,
+            ``gradients/['dense/w']``.
 
         Raises:
-          GradCombineError: for another stage.
+          GradCombineError: for another stage; for leaves that no name tells apart; and for a dtype that .npz files do
+            not keep, such as float8.
         """
         unknown = [name for name in stages if name not in STAGES]
         if unknown:
             raise GradCombineError("record", f"stages of {', '.join(STAGES)}", ", ".join(unknown))
+        _require_step(step)
         named: dict[str, Any] = {}
         for stage, value in stages.items():
             leaves, structure = tree.flatten("record", value)
-            for leaf, path in zip(leaves, structure.paths(), strict=True):
+            for leaf, path, name in zip(leaves, structure.paths(), names(structure, stage), strict=True):
                 if not is_absent(leaf):
-                    named[_name(stage, path)] = leaf
+                    _require_kept(leaf, path)
+                    named[name] = leaf
         hooks.call(list(named.values()), step, self._writer(tuple(named)))
 
     def close(self) -> None:
         """Waits for the callbacks that are under way.
 
         Raises:
-          GradCombineError: for a stage that came twice in a step, with other bits: replicas that differ.
+          GradCombineError: for a stage that came twice in a step, with other bits: replicas that differ; and for a step
+            below 0 that was traced.
         """
         hooks.wait()
-        if self._conflicts:
-            raise GradCombineError("record", "the same values on all replicas", "others", self._conflicts[0])
+        if self._problems:
+            raise self._problems[0]
 
     def __enter__(self) -> Recorder:
         return self
@@ -111,16 +117,21 @@ class Recorder:
         if kind is None:
             self.close()
 
-    def _writer(self, names: tuple[str, ...]) -> Callable[..., None]:
+    def _writer(self, called: tuple[str, ...]) -> Callable[..., None]:
         def write(step: Any, arrays: Any) -> None:
             number = int(step)
             if self._steps is not None and number not in self._steps:
                 return
             with self._lock:
-                kept = self._written.setdefault(number, {})
-                for name, array in zip(names, map(np.asarray, arrays), strict=True):
-                    if name in kept and kept[name].tobytes() != array.tobytes():
-                        self._conflicts.append(f"{name} of step {number}")
+                if number < 0:
+                    self._problems.append(_negative(number))
+                    return
+                kept = self._kept(number)
+                for name, array in zip(called, map(np.asarray, arrays), strict=True):
+                    if name in kept and not _same(kept[name], array):
+                        where = f"{name} of step {number}"
+                        problem = GradCombineError("record", "the same values on all replicas", "others", where)
+                        self._problems.append(problem)
                     # A callback's array may be the buffer of its next call.
                     kept.setdefault(name, array.copy())
                 self._save(number, kept)
@@ -129,15 +140,46 @@ class Recorder:
 
         return write
 
+    def _kept(self, step: int) -> dict[str, np.ndarray]:
+        """What has come of a step so far: callbacks need not come in the order of the steps."""
+        path = self._path(step)
+        if step not in self._written and path.exists():
+            self._written[step] = {name: entry.whole() for name, entry in open_dump(path).items()}
+        return self._written.setdefault(step, {})
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"step_{step:08}.npz"
+
     def _save(self, step: int, arrays: dict[str, np.ndarray]) -> None:
         """A file is there as a whole or not at all."""
-        path = self._directory / f"step_{step:08}.npz"
+        path = self._path(step)
         draft = path.with_name(f".{path.name}.draft")
         with open(draft, "wb") as file:
             np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
         os.replace(draft, path)
 
 
-def _name(stage: str, path: str) -> str:
-    words = [word for word in _SEPARATORS.split(path) if word]
-    return "/".join([stage, *words])
+def _require_step(step: Any) -> None:
+    backend = resolve("record", [step])
+    number = backend.asarray(step)
+    shape, dtype, known = backend.shape(number), backend.dtype(number), backend.concrete(number)
+    if shape != () or dtype.kind not in "iu":
+        raise GradCombineError("record", "an integer scalar as the step", f"{dtype} of shape {shape}")
+    if known is not None and known < 0:
+        raise _negative(int(known))
+
+
+def _negative(step: int) -> GradCombineError:
+    # In a file's name the sign would be lost.
+    return GradCombineError("record", "steps from 0 on", step)
+
+
+def _require_kept(leaf: Any, path: str) -> None:
+    """Refuses a dtype that an .npz file would not give back: one of Python objects, or of a name that it forgets."""
+    dtype = resolve("record", [leaf]).dtype(leaf)
+    if dtype != ml_dtypes.bfloat16 and (dtype.kind not in "biufc" or dtype.type.__module__ != "numpy"):
+        raise GradCombineError("record", "bfloat16, or a number's dtype that NumPy has itself", dtype, path)
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())

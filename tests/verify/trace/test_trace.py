@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from gradcombine import GradCombineError
 from gradcombine.verify import first_divergence, record
 from gradcombine.verify.diff import Allowed
 from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.mapping import Rules
+from gradcombine.verify.mapping.rules import Rule
 from gradcombine.verify.trace import CAUSES, STAGES
 
 XS = np.arange(12, dtype=np.float32).reshape(4, 3)
+X, Y = (np.full(2, i, np.float32) for i in range(2))
 
 
 def arrays(path: Path, step: int) -> dict[str, np.ndarray]:
@@ -114,6 +118,33 @@ def test_bfloat16_stays_what_it_is(tmp_path: Path) -> None:
     assert arrays(tmp_path, 0)["gradients"].dtype == jnp.bfloat16
 
 
+def test_a_traced_step_below_zero_is_told_at_the_end(tmp_path: Path) -> None:
+    with pytest.raises(GradCombineError, match="steps from 0 on, received -1"), record(tmp_path) as recorder:
+        jax.jit(lambda step: recorder(step, params=X))(jnp.int32(-1))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_step_may_go_on_after_later_ones(tmp_path: Path) -> None:
+    """Callbacks of compiled programs come in any order."""
+    with record(tmp_path) as recorder:
+        recorder(0, gradients={"w": jnp.ones(2, jnp.bfloat16)})
+        for step in (1, 2, 3):
+            recorder(step, params=X)
+        recorder(0, params=Y)
+    found = arrays(tmp_path, 0)
+    assert set(found) == {"gradients/w", "params"} and found["gradients/w"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found["params"], Y)
+
+
+@pytest.mark.parametrize("other", [np.zeros((1, 2), np.float32), np.zeros(2, np.int32)], ids=["shape", "dtype"])
+def test_other_shapes_and_dtypes_of_the_same_bytes_are_other_values(other: Any, tmp_path: Path) -> None:
+    recorder = record(tmp_path)
+    for value in (np.zeros(2, np.float32), other):
+        recorder(0, combined=value)
+    with pytest.raises(GradCombineError, match="the same values on all replicas"):
+        recorder.close()
+
+
 def test_replicas_must_agree(tmp_path: Path) -> None:
     """The combined gradient is the same on all replicas, and is written once; each one's own is refused."""
     grads = np.arange(4, dtype=np.float32)
@@ -173,6 +204,44 @@ def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
     found = first_divergence(tmp_path / "a", tmp_path / "b")
     assert found is not None and found.unrecorded == ("gradients", "combined")
     assert "not recorded before it: gradients, combined" in str(found)
+
+
+A, B = {"w": X, "b": Y}, {"w": X}
+ONE_SIDED: dict[str, tuple[dict[int, Any], dict[int, Any], int, str | None, str]] = {
+    "no stage in common": ({0: {"gradients": A}}, {0: {"params": A}}, 0, "gradients", "gradients/b, gradients/w"),
+    "a stage of one run": ({0: {"gradients": A, "params": B}}, {0: {"params": B}}, 0, "gradients", "gradients/b"),
+    "a stage without a leaf": ({0: {"combined": A, "params": B}}, {0: {"combined": {"w": None}, "params": B}}, 0,
+                               "combined", "combined/b, combined/w"),
+    "a leaf of one run": ({0: {"params": A}}, {0: {"params": B}}, 0, "params", "in one run alone: params/b"),
+    "a step of one run": ({0: {"params": A}, 1: {"params": A}}, {0: {"params": A}}, 1, None, "only one of the runs"),
+    "a step in the middle": ({i: {"params": A} for i in range(3)}, {0: {"params": A}, 2: {"params": A}}, 1, None, ""),
+    "what differs comes first": (
+        {0: {"updates": A, "params": B}, 2: {"params": {"w": X}}}, {0: {"params": B}, 2: {"params": {"w": Y}}}, 2,
+        "params", "worst leaf params/w",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_SIDED)
+def test_what_was_not_compared_is_not_alike(name: str, tmp_path: Path) -> None:
+    *runs, step, stage, words = ONE_SIDED[name]
+    for run, steps in zip("ab", runs, strict=True):
+        with record(tmp_path / run) as recorder:
+            for number, stages in steps.items():
+                recorder(number, **stages)
+    for a, b in ("ab", "ba"):
+        found = first_divergence(tmp_path / a, tmp_path / b)
+        assert found is not None and (found.step, found.stage) == (step, stage)
+        assert words in str(found)
+
+
+def test_a_stage_that_rules_leave_out_needs_no_counterpart(tmp_path: Path) -> None:
+    for run, stages in (("a", {"inputs": A, "params": B}), ("b", {"params": B})):
+        with record(tmp_path / run) as recorder:
+            recorder(0, **stages)
+    rules = Rules((Rule(re.compile("inputs/.*"), None, None),), (re.compile("inputs/.*"),))
+    for a, b in ("ab", "ba"):
+        assert first_divergence(tmp_path / a, tmp_path / b, rules=rules) is None
 
 
 def test_bad_input_is_named(tmp_path: Path) -> None:
