@@ -197,7 +197,7 @@ def _split(operation: str, node: Any, path: str) -> Split | None:
 def _split_dict(operation: str, node: dict[Any, Any], path: str) -> Split:
     kind = _kind(node)
     try:
-        names = list(node) if kind is OrderedDict else sorted(node)
+        names = list(node) if kind is OrderedDict else _sorted(node)
     except TypeError:
         kinds = sorted({type(name).__name__ for name in node})
         raise GradCombineError(operation, "keys that can be sorted", f"keys of {', '.join(kinds)}", path) from None
@@ -208,3 +208,10 @@ def _split_dict(operation: str, node: dict[Any, Any], path: str) -> Split:
         return kind((name, found[name]) for name in node)
 
     return Split(keys, tuple(node[name] for name in names), rebuild)
+
+
+def _sorted(names: Iterable[Any]) -> list[Any]:
+    try:
+        return sorted(names)
+    except TypeError:  # keys of several types, which JAX refuses in its own trees
+        return sorted(names, key=lambda name: (type(name).__name__, name))
