@@ -28,6 +28,12 @@ to the system after every call, and the page faults of the next call cost more t
 """
 
 
+_COUNT_BITS = 11
+_COUNT_MASK = 2**_COUNT_BITS - 1
+_MOST_COUNTED = 2**13
+"""Replicas over which the sums of a count's digits are exact in float32."""
+
+
 def varying(leaf: Any) -> frozenset[str]:
     """The manual mesh axes over which shard_map's type system says that a value may differ."""
     return jax.typeof(leaf).manual_axis_type.varying if isinstance(leaf, jax.Array) else frozenset()
@@ -55,7 +61,13 @@ class JaxAxis:
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
             return []
-        return self._in_buckets(self.vary(arrays), lambda bundle: list(lax.psum(tuple(bundle), self.names)), growth=1)
+        # XLA combines all-reduces of one dtype into one operation: a count beside floats would need one of its own.
+        together = 1 < self.size() <= _MOST_COUNTED and any(x.dtype == jnp.float32 for x in arrays)
+        parts = [_digits(x) if together and _is_count(x) else [x] for x in self.vary(arrays)]
+        sent = [x for part in parts for x in part]
+        received = iter(self._in_buckets(sent, lambda bundle: list(lax.psum(tuple(bundle), self.names)), growth=1))
+        sums = [[next(received) for _ in part] for part in parts]
+        return [_number(*digits) if len(digits) > 1 else digits[0] for digits in sums]
 
     def all_max(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
@@ -187,3 +199,19 @@ def _buckets(arrays: Sequence[Array], growth: int) -> list[list[int]]:
             break
         together.setdefault((arrays[i].dtype, varying(arrays[i])), []).append(i)
     return [sorted(bucket) for bucket in together.values() if len(bucket) > 1]
+
+
+def _is_count(x: Array) -> bool:
+    return x.shape == () and x.dtype == jnp.int32
+
+
+def _digits(x: Array) -> list[Array]:
+    """An int32 as three float32 digits; their sums make the sum modulo 2**32."""
+    # An arithmetic shift: the highest digit carries the sign.
+    parts = [x & _COUNT_MASK, (x >> _COUNT_BITS) & _COUNT_MASK, x >> 2 * _COUNT_BITS]
+    return [part.astype(jnp.float32) for part in parts]
+
+
+def _number(*digits: Array) -> Array:
+    low, middle, high = (x.astype(jnp.int32) for x in digits)
+    return low + (middle << _COUNT_BITS) + (high << 2 * _COUNT_BITS)

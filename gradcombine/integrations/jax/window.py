@@ -14,7 +14,6 @@ import gradcombine as gc
 from gradcombine.accumulate import window as whole
 from gradcombine.integrations.jax.axes import align, aligned, own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
-from gradcombine.integrations.jax.exchange import OneExchange
 from gradcombine.integrations.jax.loss import Form
 from gradcombine.integrations.jax.microbatches import divide
 from gradcombine.types import AccumulateState, Reduction, Tree
@@ -84,5 +83,5 @@ def scan_window(
 
 def merged(objective: Objective, reduction: Reduction, state: AccumulateState) -> dict[str, Tree]:
     """The combined parts of a window, merged over the replicas by one exchange and then divided."""
-    over = OneExchange(objective.over)
-    return reduction.finalize(gc.merge_replicas(reduction, whole(reduction, state), over=over, order=objective.order))
+    window = gc.merge_replicas(reduction, whole(reduction, state), over=objective.over, order=objective.order)
+    return reduction.finalize(window)

@@ -210,6 +210,19 @@ def test_replicas_exchange_gradients_inside_the_conditional_alone() -> None:
     assert apply > 0
 
 
+@pytest.mark.parametrize(
+    "tx",
+    [accumulate(NEGATE, 2, over=AXIS), optax.chain(all_reduce(over=AXIS), NEGATE)],
+    ids=["accumulate", "all_reduce"],
+)
+def test_gradients_weight_and_count_are_one_exchange(tx: Any) -> None:
+    def step(grads: Any, tokens: Any) -> Any:
+        return tx.update({"w": grads[0, 0]}, tx.init(PARAMS), PARAMS, weight=tokens[0, 0])[0]
+
+    mapped = jax.jit(jax.shard_map(step, mesh=mesh(), in_specs=P("d"), out_specs=P()))
+    assert mapped.lower(GRADS, TOKENS).compile().as_text().count(" all-reduce(") == 1
+
+
 @MODES
 @ORDERS
 @pytest.mark.parametrize(
