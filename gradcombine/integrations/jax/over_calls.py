@@ -16,6 +16,7 @@ import gradcombine as gc
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.optimize import Applied, optimize, optimize_if
+from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.jax.train_state import (
     StepFunctions,
     StepMetrics,
@@ -61,7 +62,7 @@ def over_calls(
         carry = owned(carry)
         if bound:
             window, carry = window._replace(levels=own(objective.over, window.levels)), own(objective.over, carry)
-        return TrainState(window, owned(optimizer.init(params)), carry)
+        return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)

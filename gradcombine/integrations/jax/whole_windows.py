@@ -12,6 +12,7 @@ import optax
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.optimize import optimize
+from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.jax.train_state import (
     StepFunctions,
     StepMetrics,
@@ -38,7 +39,7 @@ def whole_windows(
         require_carry(objective, carry)
         carry = own(objective.over, owned(carry)) if is_bound(objective) else owned(carry)
         window = AccumulateState((), jnp.zeros((), np.int32), jnp.zeros((), np.int32))
-        return TrainState(window, owned(optimizer.init(params)), carry)
+        return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)

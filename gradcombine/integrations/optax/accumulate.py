@@ -17,6 +17,7 @@ from gradcombine.accumulate import window as whole
 from gradcombine.backends.protocol import Collective
 from gradcombine.checks import require_collective
 from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.optax.agree import any_replica, require_flag
 from gradcombine.integrations.optax.contribution import cast_as, gradients_like, keep_dtypes, weight_unless, widen
 from gradcombine.integrations.optax.placeholder import init_for
@@ -129,7 +130,8 @@ def accumulate(
         # Outside of the mapped function the axis is not bound, and there is nothing to mark.
         with contextlib.suppress(GradCombineError):
             window, skipped = _own(replicas, window, skipped)
-        return AccumulateUpdatesState(window, wrapped.init(params), jnp.asarray(False), skipped)
+        state = AccumulateUpdatesState(window, wrapped.init(params), jnp.asarray(False), skipped)
+        return place_beside(like, state)
 
     def update(
         updates: optax.Updates,

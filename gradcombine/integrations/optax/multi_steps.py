@@ -12,6 +12,7 @@ import optax
 
 import gradcombine as gc
 from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.optax.contribution import gradients_like
 from gradcombine.integrations.optax.skip import Skip, decide, first_detail
 from gradcombine.integrations.optax.window_rules import OptaxOrder, Sums, WindowRule
@@ -115,7 +116,8 @@ class MultiSteps:
         detail: Any = ()
         if self._skip is not None:
             detail = self._kept(jnp.asarray(False), first_detail("MultiSteps", self._skip, like))
-        return MultiStepsState(jnp.int32(0), jnp.int32(0), self._opt.init(params), self._rule.init(like), detail)
+        inner, window = self._opt.init(params), self._rule.init(like)
+        return place_beside(like, MultiStepsState(jnp.int32(0), jnp.int32(0), inner, window, detail))
 
     def update(
         self,
