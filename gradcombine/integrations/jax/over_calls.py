@@ -15,6 +15,7 @@ import optax
 import gradcombine as gc
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
+from gradcombine.integrations.jax.numbers import as_arrays
 from gradcombine.integrations.jax.optimize import Applied, optimize, optimize_if
 from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.jax.train_state import (
@@ -51,6 +52,7 @@ def over_calls(
 
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
         require_carry(objective, carry)
+        params = as_arrays(params)
         bound = is_bound(objective)
         specs = {"grads": params, "value": _scalar(_value_dtype(params)), "weight": _scalar(np.float32)}
         if example or kwargs:
@@ -66,7 +68,7 @@ def over_calls(
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
-        window = state.window
+        params, window = as_arrays(params), state.window
         added = contribution(params, state, args, kwargs)
         if ("aux" in added.parts) != _has_aux(window):
             expected = "a state made by step.init(params, *example), whose example shows the aux that the loss returns"
@@ -81,7 +83,7 @@ def over_calls(
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
-        window = state.window
+        params, window = as_arrays(params), state.window
         reduction = objective.combined(_has_aux(window))
         levels = own(objective.over, window.levels)
         full = length(window.index)

@@ -11,6 +11,7 @@ import optax
 
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.numbers import as_arrays
 from gradcombine.integrations.jax.optimize import optimize
 from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.jax.train_state import (
@@ -37,13 +38,14 @@ def whole_windows(
 
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
         require_carry(objective, carry)
+        params = as_arrays(params)
         carry = own(objective.over, owned(carry)) if is_bound(objective) else owned(carry)
         window = AccumulateState((), jnp.zeros((), np.int32), jnp.zeros((), np.int32))
         return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
-        window = state.window
+        params, window = as_arrays(params), state.window
         called = loss_arguments(objective, params, state.carry, args)
         objective.batch_positions(called)
         if objective.rng_argnum is not None:

@@ -17,6 +17,7 @@ from gradcombine.accumulate import window as whole
 from gradcombine.backends.protocol import Collective
 from gradcombine.checks import require_collective
 from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.numbers import as_arrays
 from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.optax.agree import any_replica, require_flag
 from gradcombine.integrations.optax.contribution import cast_as, gradients_like, keep_dtypes, weight_unless, widen
@@ -122,6 +123,7 @@ def accumulate(
     wrapped = optax.with_extra_args_support(inner)
 
     def init(params: optax.Params) -> AccumulateUpdatesState:
+        params = as_arrays(params)
         like = gradients_like(params)
         window = jax.tree.map(jnp.asarray, init_for(acc.init, like))
         skipped = ()
@@ -142,7 +144,7 @@ def accumulate(
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AccumulateUpdatesState]:
-        before = _checked(state, skip)
+        before, updates = _checked(state, skip), as_arrays(updates)
         contribution, given = widen(reduction, updates, jax.eval_shape(acc.value, before.window), replicas)
         left_out, detail = False, ()
         if skip is not None:

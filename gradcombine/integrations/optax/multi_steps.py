@@ -12,6 +12,7 @@ import optax
 
 import gradcombine as gc
 from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.numbers import as_arrays
 from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.optax.contribution import gradients_like
 from gradcombine.integrations.optax.skip import Skip, decide, first_detail
@@ -112,6 +113,7 @@ class MultiSteps:
 
     def init(self, params: optax.Params) -> optax.MultiStepsState:
         """The state before the first microbatch."""
+        params = as_arrays(params)
         like = gradients_like(params)
         detail: Any = ()
         if self._skip is not None:
@@ -134,6 +136,7 @@ class MultiSteps:
           params: the parameters, where the transformation asks for them.
           **extra_args: for the transformation, which gets those of the window's last microbatch.
         """
+        updates = as_arrays(updates)
         mini_step, gradient_step = jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)
         emit = jnp.asarray(self._ready(AccumulateState(((),), mini_step + 1, gradient_step)))
         skip, detail = None, ()

@@ -1,0 +1,64 @@
+"""Parameters and gradients that are Python's or NumPy's numbers, as jit and optax take them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradcombine.integrations.jax import train_step
+from gradcombine.integrations.optax import MultiSteps, accumulate, skip_large
+
+pytestmark = pytest.mark.needs("jax")
+
+NEGATE = optax.sgd(1.0)
+PARAMS: dict[str, Any] = {
+    "float": 5.0,
+    "list of floats": [5.0, 5.0],
+    "beside None and an array": {"w": 5.0, "frozen": None, "v": np.float32([5, 5])},
+    "numpy scalar": np.float32(5),
+    "numpy float64": np.float64([5, 5]),
+}
+
+
+def loss(params: Any, x: Any) -> Any:
+    """The gradient is the mean of x, in all elements."""
+    return sum((jnp.sum(w) for w in jax.tree.leaves(params)), jnp.float32(0)) * jnp.mean(x)
+
+
+def require_all(values: Any, like: Any, expected: float) -> None:
+    assert jax.tree.structure(values) == jax.tree.structure(like)
+    for found, own in zip(jax.tree.leaves(values), jax.tree.leaves(like), strict=True):
+        assert (found.dtype, found.shape) == (np.float32, np.shape(own))
+        assert (found == expected).all()
+
+
+@pytest.mark.parametrize("form", ["every", "microbatches"])
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_step_trains_them(name: str, form: str) -> None:
+    step = train_step(loss, NEGATE, **{form: 2})
+    params, state = PARAMS[name], step.init(PARAMS[name])
+    for x in np.float32([[1, 1], [1, 5]]) if form == "every" else [np.float32([1, 1, 1, 5])]:
+        params, state, _ = step(params, state, x)
+    require_all(params, PARAMS[name], 5 - 2)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        accumulate(NEGATE, 2),
+        accumulate(NEGATE, 2, skip=skip_large(100.0)),
+        MultiSteps(NEGATE, 2),
+        MultiSteps(NEGATE, 2, compat=True),
+    ],
+    ids=["accumulate", "accumulate with skip", "MultiSteps", "MultiSteps compat"],
+)
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_transformation_takes_them(name: str, tx: Any) -> None:
+    params, state = PARAMS[name], tx.init(PARAMS[name])
+    for gradient in (1, 3):
+        grads = jax.tree.map(lambda w, gradient=gradient: w * 0 + gradient, params)
+        updates, state = tx.update(grads, state, params)
+    require_all(updates, params, -2)
