@@ -11,8 +11,8 @@ from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.checks import require_integer, require_order, require_reduction
-from gradcombine.errors import GradCombineError
+from gradcombine.checks import require_integer, require_order, require_reduction, require_scalar
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.pairwise import fold_levels
 from gradcombine.types import AccumulateState, Array, Order, Reduction, State, Tree
 
@@ -169,6 +169,10 @@ def require_state(state: Any) -> None:
     """Refuses what is not an `AccumulateState`."""
     if not isinstance(state, AccumulateState):
         raise GradCombineError("accumulate", "an AccumulateState", type(state).__name__)
+    if not isinstance(state.levels, (tuple, list)) or not state.levels:
+        raise GradCombineError("accumulate", "a state of 1 level or more", shown(state.levels))
+    require_scalar("accumulate", "a state whose step is an integer scalar", state.step, "iu")
+    require_scalar("accumulate", "a state whose index is an integer scalar", state.index, "iu")
 
 
 def _count_up(

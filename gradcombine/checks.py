@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import numpy as np
 
+from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.types import Order, Reduction
 
@@ -25,6 +26,16 @@ def require_integer(operation: str, expected: str, value: Any, lowest: int = 1, 
     if not lowest <= number <= highest:
         raise GradCombineError(operation, expected, shown(number))
     return number
+
+
+def require_scalar(operation: str, expected: str, leaf: Any, kinds: str) -> None:
+    """Refuses what is not a scalar array or number of one of these NumPy kinds of dtype."""
+    backend = owner(leaf)
+    if backend is None:
+        raise GradCombineError(operation, expected, shown(leaf))
+    shape, dtype = backend.shape(leaf), np.dtype(backend.dtype(leaf))
+    if shape != () or dtype.kind not in kinds:
+        raise GradCombineError(operation, expected, f"shape {shape} and dtype {dtype}")
 
 
 def require_one_of(operation: str, expected: str, value: Any, choices: Sequence[str]) -> None:

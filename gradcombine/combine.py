@@ -145,7 +145,9 @@ def _weights(weights: Any) -> list[Any]:
     backend = owner(weights)
     if backend is None or len(backend.shape(weights)) != 1:
         return _list("weights", weights)
-    return [weights[i] for i in range(backend.shape(weights)[0])]
+    with renamed("combine"):
+        array = backend.asarray(weights)
+    return [array[i] for i in range(backend.shape(array)[0])]
 
 
 def _common(operation: str, trees: list[Tree]) -> Tree:

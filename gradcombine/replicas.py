@@ -12,7 +12,7 @@ from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.checks import require_collective, require_order, require_reduction
-from gradcombine.errors import renamed
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
 
 __all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]
@@ -29,6 +29,8 @@ def jax_axis(names: str | Sequence[str]) -> Collective:
     >>> gc.jax_axis(("replica", "data"))
     jax_axis('replica', 'data')
     """
+    if not isinstance(names, (str, tuple, list)) or not names:
+        raise GradCombineError("jax_axis", "an axis name, or several", shown(names))
     axis: Any = load("jax")
     return axis.over(names)
 

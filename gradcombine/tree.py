@@ -187,6 +187,8 @@ def _split(operation: str, node: Any, path: str) -> Split | None:
     # A registered node that wraps an array, as flax.nnx.Variable does, has a dtype and a shape as well.
     if backend is not None and (backend.name != "numpy" or isinstance(node, _NUMPY_LEAVES)):
         return None
+    if isinstance(node, Iterator):  # JAX warns of it
+        return None
     for backend in loaded():
         split = backend.split(node)
         if split is not None:

@@ -44,7 +44,10 @@ class JaxBackend:
         return _exactly(jnp.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)), array.dtype)
 
     def dtype(self, leaf: Any) -> np.dtype:
-        return np.dtype(leaf.dtype)
+        try:
+            return np.dtype(leaf.dtype)
+        except TypeError:  # of random keys, which NumPy does not know
+            raise GradCombineError("jax", "a dtype of numbers", leaf.dtype) from None
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
         return tuple(leaf.shape)

@@ -39,6 +39,8 @@ class NumpyBackend:
         except OverflowError:
             expected = "a Python integer of 32 bits (a wider one as an array, which has a dtype)"
             raise GradCombineError("numpy", expected, shown(leaf)) from None
+        except (TypeError, ValueError):  # of what has a shape and a dtype, but no elements that NumPy can read
+            raise GradCombineError("numpy", "an array or a number", type(leaf).__name__) from None
 
     def dtype(self, leaf: Any) -> np.dtype:
         return _PYTHON_DTYPES.get(type(leaf)) or np.dtype(leaf.dtype)

@@ -28,10 +28,20 @@ class TensorflowBackend:
     def asarray(self, leaf: Any) -> Array:
         if isinstance(leaf, tf.TensorSpec):
             raise GradCombineError("tensorflow", "a tensor", f"the shape/dtype spec {leaf}")
-        return tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
+        try:
+            return tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
+        except GradCombineError:
+            raise
+        except (TypeError, ValueError):
+            raise GradCombineError("tensorflow", "a dense tensor of numbers", type(leaf).__name__) from None
 
     def dtype(self, leaf: Any) -> np.dtype:
-        return np.dtype(leaf.dtype.as_numpy_dtype) if self.owns(leaf) else NUMPY.dtype(leaf)
+        if not self.owns(leaf):
+            return NUMPY.dtype(leaf)
+        try:
+            return np.dtype(leaf.dtype.as_numpy_dtype)
+        except KeyError:  # of handles
+            raise GradCombineError("tensorflow", "a dtype of numbers", leaf.dtype.name) from None
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
         if not self.owns(leaf):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
+from gradcombine.checks import require_scalar
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Accumulator, described, dtype_of, parts
 from gradcombine.types import Array
@@ -39,7 +40,15 @@ def summary(a: Any) -> str:
     if a is None:
         return "no gradient"
     kept = parts(a)[0]
-    return f"shape {described(kept).shape(kept)} and dtype {dtype_of(kept)}"
+    held = f"shape {described(kept).shape(kept)} and dtype {dtype_of(kept)}"
+    return f"{held} in {type(a).__name__}" if isinstance(a, tuple) else held
+
+
+def require_totals(operation: str, weight: Any, count: Any) -> None:
+    """Refuses a state whose sum of weights or number of contributions is damaged."""
+    for part in parts(weight):
+        require_scalar(operation, "a state whose weight is a real scalar", part, "fiu")
+    require_scalar(operation, "a state whose count is an integer scalar", count, "iu")
 
 
 def absent(backend: Backend, output: Any) -> Any:

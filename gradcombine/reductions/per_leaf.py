@@ -10,7 +10,7 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
 from gradcombine.checks import require_reduction
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions.weights import presence
 from gradcombine.types import Order, Reduction, State, Tree
 
@@ -97,6 +97,6 @@ def per_leaf(reductions: Tree) -> Reduction:
 def _parts(state: State, expected: int) -> tuple[State, ...]:
     if not isinstance(state, PerLeafState):
         raise GradCombineError("per_leaf", "a PerLeafState", type(state).__name__)
-    if len(state.parts) != expected:
-        raise GradCombineError("per_leaf", f"a state of {expected} parts", len(state.parts))
+    if not isinstance(state.parts, (tuple, list)) or len(state.parts) != expected:
+        raise GradCombineError("per_leaf", f"a state of {expected} parts", shown(state.parts))
     return state.parts

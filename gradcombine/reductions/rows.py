@@ -17,6 +17,7 @@ from gradcombine.checks import require_integer, require_one_of
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.accumulator import require_totals
 from gradcombine.reductions.cell import RoundedWeights, Totals, dtype_of
 from gradcombine.reductions.row_table import RowTable, empty_table, join, result, single, table_for
 from gradcombine.reductions.weights import parse
@@ -209,6 +210,7 @@ class Rows:
     def _open(self, state: State) -> tuple[tree.Structure, list[RowTable | None]]:
         if type(state) is not self.state:
             raise GradCombineError(self.name, f"a {self.state.__name__}", type(state).__name__)
+        require_totals(self.name, state.weight, state.count)
         tables, structure = tree.flatten(self.name, state.value, lambda node: isinstance(node, RowTable))
         return structure, tables
 

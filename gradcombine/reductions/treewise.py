@@ -12,7 +12,7 @@ from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import accumulator, dtypes
 from gradcombine.reductions.cell import Accumulator, BatchCell, Cell, IntegerCell, Totals, described, dtype_of, parts
@@ -84,10 +84,11 @@ class _Treewise:
     def _init_leaf(self, backend: Backend, leaf: Any, path: str) -> tuple[Any, Any]:
         if leaf is None:
             return None, None
-        shape = described(leaf).shape(leaf)
-        if described(leaf).absent(leaf):
-            return None, backend.full((0, *shape), 0, np.dtype(np.bool_))
-        dtype = described(leaf).dtype(leaf)
+        with renamed(self.cell.name, path):
+            shape = described(leaf).shape(leaf)
+            if described(leaf).absent(leaf):
+                return None, backend.full((0, *shape), 0, np.dtype(np.bool_))
+            dtype = described(leaf).dtype(leaf)
         if dtypes.kind(dtype) not in self.cell.kinds:
             raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", dtype, path)
         running, output = self.cell.running(dtype), self.cell.output(dtype)
@@ -137,10 +138,11 @@ class _Treewise:
         if a is None:
             raise GradCombineError(name, "no gradient, as where the state was made", "an array", path)
         kept = parts(a)[0]
-        expected, received = described(kept).shape(kept), described(x).shape(x)
+        with renamed(name, path):
+            expected, received = described(kept).shape(kept), described(x).shape(x)
+            dtype, running = described(x).dtype(x), dtype_of(kept)
         if expected != received:
             raise GradCombineError(name, f"shape {expected}", received, path)
-        dtype, running = described(x).dtype(x), dtype_of(kept)
         made_for = running if output is None else dtype_of(output)
         if (self.cell.running(dtype), self.cell.output(dtype)) != (running, made_for):
             raise GradCombineError(name, f"dtype {made_for}, accumulated in {running}", dtype, path)
@@ -292,6 +294,7 @@ class _Treewise:
         name = self.cell.name
         if type(state) is not self.state:
             raise GradCombineError(name, f"a {self.state.__name__}", type(state).__name__)
+        accumulator.require_totals(name, state.weight, state.count)
         compound = self.cell.compound
         is_leaf = None if compound is None else (lambda node: isinstance(node, compound))
         values, found = tree.flatten(name, state.value, is_leaf)

@@ -10,7 +10,8 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, renamed
+from gradcombine.reductions import dtypes
 from gradcombine.types import Array
 
 EXPECTED = "a finite weight that is not negative"
@@ -58,22 +59,25 @@ def parse(operation: str, backend: Backend, weight: Any) -> Weight:
         traced weight only shape and dtype are known: there NaN makes a mean NaN and a negative weight counts
         negatively. The reduction `checked` refuses both at run time.
     """
-    if isinstance(weight, numbers.Real):
+    # NumPy's durations count as integers by their class.
+    if isinstance(weight, numbers.Real) and not isinstance(weight, np.timedelta64):
         known = float(weight)
         if not math.isfinite(known) or known < 0:
             raise GradCombineError(operation, EXPECTED, weight)
         return Weight(known, None, isinstance(weight, numbers.Integral))
     if owner(weight) is None:
         raise GradCombineError(operation, EXPECTED, type(weight).__name__)
-    array = backend.asarray(weight)
-    if backend.shape(array) != ():
-        raise GradCombineError(operation, "a weight of shape ()", f"one of shape {backend.shape(array)}")
-    if np.dtype(backend.dtype(array)).kind in "cbSUO":
-        raise GradCombineError(operation, EXPECTED, f"a weight of dtype {backend.dtype(array)}")
+    with renamed(operation):
+        array = backend.asarray(weight)
+        shape, dtype = backend.shape(array), np.dtype(backend.dtype(array))
+    if shape != ():
+        raise GradCombineError(operation, "a weight of shape ()", f"one of shape {shape}")
+    if dtypes.kind(dtype) not in ("float", "integer"):
+        raise GradCombineError(operation, EXPECTED, f"a weight of dtype {dtype}")
     value = backend.concrete(array)
     if value is not None and not (np.isfinite(value) and value >= 0):
         raise GradCombineError(operation, EXPECTED, value)
-    return Weight(None, array, np.dtype(backend.dtype(array)).kind in "iu")
+    return Weight(None, array, dtype.kind in "iu")
 
 
 def presence(operation: str, backend: Backend, weight: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, RowSlices
-from gradcombine.backends.registry import loaded, resolve
+from gradcombine.backends.registry import loaded, owner, resolve
 from gradcombine.checks import require_integer
 from gradcombine.errors import GradCombineError, renamed
 from gradcombine.types import Array
@@ -79,7 +79,10 @@ def extent(backend: Backend, rows: int, like: Sequence[Array], dtype: np.dtype |
 def row_slices(leaf: Any) -> RowSlices | None:
     """The parts of a `RowSparse` and of what the loaded frameworks have for it; None for anything else."""
     if isinstance(leaf, RowSparse):
-        return RowSlices(leaf.indices, leaf.values, leaf.shape[0])
+        if any(owner(part) is None for part in leaf):
+            expected = "arrays as indices, values and extent"
+            raise GradCombineError("RowSparse", expected, ", ".join(type(part).__name__ for part in leaf))
+        return RowSlices(leaf.indices, leaf.values, int(leaf.extent.shape[0]))
     found = (backend.row_slices(leaf) for backend in loaded())
     return next((slices for slices in found if slices is not None), None)
 

@@ -1,0 +1,114 @@
+"""Whatever is handed over: one kind of error, short, and nothing that was there before is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions, tree
+from tests.spec import hostile
+
+CALLS = [(table, call) for table, (calls, _) in hostile.TABLES.items() for call in calls]
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """What happened, where it is not one short GradCombineError."""
+    try:
+        call()
+    except gc.GradCombineError as error:
+        return "" if len(str(error)) < 800 else f"{len(str(error))} characters"
+    except Exception as error:
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize(("table", "call"), CALLS)
+def test_what_is_no_good_is_refused(table: str, call: str) -> None:
+    calls, values = hostile.TABLES[table]
+    taken = {name: value() if table == "tree" else value for name, value in values.items()}
+    happened = {name: refusal(lambda value=value: calls[call](value)) for name, value in taken.items()}
+    assert {name: what for name, what in happened.items() if what} == {}
+
+
+@pytest.mark.parametrize("name", hostile.OTHERS)
+def test_other_calls_are_refused(name: str) -> None:
+    assert refusal(hostile.OTHERS[name]) == ""
+
+
+STATEFUL: dict[str, gc.Reduction] = {
+    "sum": reductions.sum(),
+    "exact": reductions.mean("exact"),
+    "compensated": reductions.sum("compensated"),
+    "moments": reductions.moments(),
+    "last": reductions.last(),
+    "per_leaf": reductions.per_leaf({"w": reductions.mean(), "b": reductions.max()}),
+}
+
+
+def bits(state: Any) -> list[bytes]:
+    leaves, _ = tree.flatten("test", state)
+    return [np.asarray(leaf).tobytes() for leaf in leaves if leaf is not None]
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_a_failed_update_leaves_the_state_whole(name: str, order: Any) -> None:
+    """The leaf before the bad one is good: what was done to it must not show."""
+    acc = gc.accumulate(STATEFUL[name], every=8, order=order)
+    good = {"b": hostile.ONE, "w": hostile.ONE * 3}
+    state = acc.update(good, acc.update(good, acc.init(good)))
+    before = bits(state)
+    for leaf in hostile.LEAVES.values():
+        assert refusal(lambda leaf=leaf: acc.update({"b": hostile.ONE, "w": leaf}, state)) == ""
+    for weight in hostile.WEIGHTS.values():
+        assert refusal(lambda weight=weight: acc.update(good, state, weight)) == ""
+    assert bits(state) == before
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("call", hostile.TAKES_LEAF)
+def test_tensors_that_hold_no_dense_numbers_are_refused(call: str) -> None:
+    import tensorflow as tf
+
+    leaves = {
+        "a string": tf.constant(["a"]),
+        "a sparse tensor": tf.sparse.from_dense(np.eye(2, dtype=np.float32)),
+        "a ragged tensor": tf.ragged.constant([[1.0], [2.0, 3.0]]),
+        "a handle": tf.Variable(1.0).handle,
+        "rows of an unknown number": tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])),
+        "an unknown shape": tf.TensorSpec(None, tf.float32),
+        "a dataset": tf.data.Dataset.range(2),
+    }
+    happened = {name: refusal(lambda leaf=leaf: hostile.TAKES_LEAF[call](leaf)) for name, leaf in leaves.items()}
+    assert {name: what for name, what in happened.items() if what} == {}
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("reduction", [reductions.sum(), reductions.mean("exact")])
+def test_an_unknown_shape_names_operation_and_leaf(reduction: gc.Reduction) -> None:
+    import tensorflow as tf
+
+    spec = {"layer": {"w": tf.TensorSpec([None, 2], tf.float32)}}
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['layer'\]\['w'\]: expected a static shape") as caught:
+        reduction.init(spec)
+    assert caught.value.operation == reduction.name
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("call", hostile.TAKES_WEIGHT)
+def test_jax_arrays_that_are_no_weights_are_refused(call: str) -> None:
+    import jax
+    from jax.experimental import sparse
+
+    weights = {
+        "a key": jax.random.key(0),
+        "a spec": jax.ShapeDtypeStruct((), np.float32),
+        "a BCOO": sparse.BCOO.fromdense(jax.numpy.ones((2, 2))),
+        "a complex number": jax.numpy.complex64(1),
+    }
+    happened = {name: refusal(lambda w=w: hostile.TAKES_WEIGHT[call](w)) for name, w in weights.items()}
+    assert {name: what for name, what in happened.items() if what} == {}
