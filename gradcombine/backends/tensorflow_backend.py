@@ -47,7 +47,8 @@ class TensorflowBackend:
         if not self.owns(leaf):
             return NUMPY.shape(leaf)
         if not leaf.shape.is_fully_defined():
-            raise GradCombineError("tensorflow", "a static shape", leaf.shape)
+            expected = "a shape that is known while tracing (tf.ensure_shape states it, and checks it)"
+            raise GradCombineError("tensorflow", expected, leaf.shape)
         return tuple(leaf.shape)
 
     def concrete(self, array: Array) -> np.ndarray | None:

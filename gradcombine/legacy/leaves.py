@@ -52,9 +52,9 @@ def _terms(operation: str, column: Sequence[Any], path: str) -> list[Array]:
     backend = resolve(operation, column)
     with renamed(operation, path):
         terms = [backend.asarray(leaf) for leaf in column]
+        expected, *others = ((backend.shape(term), backend.dtype(term)) for term in terms)
     if dtypes.kind(backend.dtype(terms[0])) not in dtypes.NUMERIC:
         raise GradCombineError(operation, "a dtype of numbers", backend.dtype(terms[0]), path)
-    expected, *others = ((backend.shape(term), backend.dtype(term)) for term in terms)
     for received in others:
         if received != expected:
             described = "shape {} and dtype {}".format

@@ -10,10 +10,11 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
 from gradcombine.legacy.blocks import chain
 from gradcombine.legacy.leaves import by_leaf, require_dtypes, trees_of
+from gradcombine.reductions.accumulator import shape_of
 from gradcombine.types import Array, Tree
 
 _DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
@@ -55,8 +56,9 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     found = require_dtypes("ring", trees[0], _DTYPES)
     if packed and len(set(found)) > 1:
         raise GradCombineError("ring", "leaves of one dtype in a pack", ", ".join(sorted({x.name for x in found})))
-    leaves, _ = tree.flatten("ring", trees[0])
-    shapes = [resolve("ring", [leaf]).shape(leaf) for leaf in leaves if not is_absent(leaf)]
+    leaves, structure = tree.flatten("ring", trees[0])
+    pairs = zip(leaves, structure.paths(), strict=True)
+    shapes = [shape_of("ring", leaf, path) for leaf, path in pairs if not is_absent(leaf)]
     packs = [shapes] if packed else [[shape] for shape in shapes]
     chunks = iter([own for pack, dtype in zip(packs, found, strict=False) for own in _chunks(pack, dtype, len(trees))])
 

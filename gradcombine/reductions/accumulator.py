@@ -9,6 +9,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_scalar
+from gradcombine.errors import renamed
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Accumulator, described, dtype_of, parts
 from gradcombine.types import Array
@@ -58,3 +59,13 @@ def absent(backend: Backend, output: Any) -> Any:
 
 def result_dtype(a: Accumulator, output: Any) -> np.dtype:
     return dtype_of(parts(a)[0] if output is None else output)
+
+
+def shape_of(operation: str, leaf: Any, path: str) -> tuple[int, ...]:
+    """The shape of an array or spec of any framework.
+
+    Raises:
+      GradCombineError: for one of which a dimension is not known while tracing.
+    """
+    with renamed(operation, path):
+        return described(leaf).shape(leaf)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.accumulator import shape_of
 from gradcombine.reductions.cell import described, dtype_of, weighted
 from gradcombine.reductions.weights import Weight
 from gradcombine.sparse.distinct import Distinct, across, distinct
@@ -41,7 +42,7 @@ def table_for(
     """The empty table for contributions like a row-sparse leaf, or for the gradient of a dense one."""
     slices = row_slices(leaf)
     values = leaf if slices is None else slices.values
-    shape, dtype = described(values).shape(values), described(values).dtype(values)
+    shape, dtype = shape_of(operation, values, path), described(values).dtype(values)
     if dtypes.kind(dtype) not in ("float", "complex"):
         raise GradCombineError(operation, "a dtype that is float or complex", dtype, path)
     if not shape or (slices is not None and slices.rows is None):

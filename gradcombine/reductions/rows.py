@@ -17,7 +17,7 @@ from gradcombine.checks import require_integer, require_one_of
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.accumulator import require_totals
+from gradcombine.reductions.accumulator import require_totals, shape_of
 from gradcombine.reductions.cell import RoundedWeights, Totals, dtype_of
 from gradcombine.reductions.row_table import RowTable, empty_table, join, result, single, table_for
 from gradcombine.reductions.weights import parse
@@ -121,7 +121,7 @@ class Rows:
             expected = "a RowSparse, tf.IndexedSlices or BCOO (for dense ones as well: sparse_as_dense)"
             raise GradCombineError(self.name, expected, "a dense array", path)
         rows, shape = backend.shape(table.extent)[0], backend.shape(table.values)[1:]
-        received = (rows if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
+        received = (rows if slices.rows is None else slices.rows, *shape_of(self.name, slices.values, path)[1:])
         if received != (rows, *shape):
             raise GradCombineError(self.name, f"rows of shape {(rows, *shape)}", received, path)
         dtype, running, output = dtype_of(slices.values), dtype_of(table.values), dtype_of(table.extent)

@@ -10,6 +10,7 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import resolve
 from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
+from gradcombine.reductions.accumulator import shape_of
 from gradcombine.sparse.dense import densify
 from gradcombine.sparse.leaf import is_row_sparse, row_slices
 from gradcombine.types import Order, Reduction, State, Tree
@@ -73,5 +74,5 @@ def _whole(leaf: Any) -> Any:
     if slices.rows is None:
         raise GradCombineError("sparse_as_dense", "a known number of rows", "a dense_shape that is not static")
     backend = resolve("sparse_as_dense", [slices.values])
-    shape = (slices.rows, *backend.shape(slices.values)[1:])
+    shape = (slices.rows, *shape_of("sparse_as_dense", slices.values, "")[1:])
     return backend.full(shape, 0, backend.dtype(slices.values), [slices.values])

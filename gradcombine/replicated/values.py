@@ -12,6 +12,7 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.accumulator import shape_of
 from gradcombine.reductions.cell import described
 from gradcombine.replicated.layouts import Layout
 from gradcombine.types import Array, Tree
@@ -92,7 +93,7 @@ def _leaf(operation: str, backend: Backend, component: Any, x: Any, path: str, l
         if one:
             raise GradCombineError(operation, f"shape {one}", f"the number {x!r}", path)
         return Written(_number(operation, backend, x, dtype, path), number=True)
-    expected, received = (shape(component, path), dtype), (described(x).shape(x), described(x).dtype(x))
+    expected, received = (shape(component, path), dtype), (shape_of(operation, x, path), described(x).dtype(x))
     if expected != received:
         wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
         raise GradCombineError(operation, wanted, got, path)

@@ -38,7 +38,8 @@ def to_dense(rows: Any) -> Array:
     if slices.rows is None:
         raise GradCombineError("to_dense", "a known number of rows", "a dense_shape that is not static")
     backend = resolve("to_dense", [slices.indices, slices.values])
-    shape = (slices.rows, *backend.shape(slices.values)[1:])
+    with renamed("to_dense"):
+        shape = (slices.rows, *backend.shape(slices.values)[1:])
     zeros = backend.full(shape, 0, backend.dtype(slices.values))
     once = _once("to_dense", backend, rows, slices.rows)
     return zeros if once is None else backend.put(zeros, *once)
@@ -89,8 +90,8 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     backend = resolve("add_rows", [table, slices.indices, slices.values])
     with renamed("add_rows"):
         whole = backend.asarray(table)
-    expected = backend.shape(whole)
-    received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
+        expected = backend.shape(whole)
+        received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
     if received != expected:
         raise GradCombineError("add_rows", f"rows of shape {expected}", received)
     once = _once("add_rows", backend, rows, expected[0], unique)

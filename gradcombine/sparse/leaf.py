@@ -96,7 +96,7 @@ def require_rows(operation: str, backend: Backend, slices: RowSlices, path: str 
     """The slices as arrays of this backend, whose shapes and dtypes fit one another."""
     with renamed(operation, path):
         indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
-    dtype, positions, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
+        dtype, positions, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
     if dtype.kind not in "iu" or len(positions) != 1:
         raise GradCombineError(operation, "integer indices of shape (n,)", f"{dtype} of shape {positions}", path)
     if shape[:1] != positions:

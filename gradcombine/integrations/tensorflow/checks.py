@@ -73,6 +73,8 @@ def _described(value: Any) -> str:
 
 
 def _dense(gradient: Any, target: Any) -> Any:
+    if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
+        return tf.ensure_shape(gradient, target.shape)  # checked where the graph runs
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows = tf.cast(gradient.indices, tf.int64)
