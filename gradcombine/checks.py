@@ -28,14 +28,14 @@ def require_integer(operation: str, expected: str, value: Any, lowest: int = 1, 
     return number
 
 
-def require_scalar(operation: str, expected: str, leaf: Any, kinds: str) -> None:
+def require_scalar(operation: str, expected: str, leaf: Any, kinds: str, path: str = "") -> None:
     """Refuses what is not a scalar array or number of one of these NumPy kinds of dtype."""
     backend = owner(leaf)
     if backend is None:
-        raise GradCombineError(operation, expected, shown(leaf))
+        raise GradCombineError(operation, expected, shown(leaf), path)
     shape, dtype = backend.shape(leaf), np.dtype(backend.dtype(leaf))
     if shape != () or dtype.kind not in kinds:
-        raise GradCombineError(operation, expected, f"shape {shape} and dtype {dtype}")
+        raise GradCombineError(operation, expected, f"shape {shape} and dtype {dtype}", path)
 
 
 def require_one_of(operation: str, expected: str, value: Any, choices: Sequence[str]) -> None:

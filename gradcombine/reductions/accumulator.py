@@ -48,8 +48,8 @@ def summary(a: Any) -> str:
 def require_totals(operation: str, weight: Any, count: Any) -> None:
     """Refuses a state whose sum of weights or number of contributions is damaged."""
     for part in parts(weight):
-        require_scalar(operation, "a state whose weight is a real scalar", part, "fiu")
-    require_scalar(operation, "a state whose count is an integer scalar", count, "iu")
+        require_scalar(operation, "a real scalar", part, "fiu", ".weight")
+    require_scalar(operation, "an integer scalar", count, "iu", ".count")
 
 
 def absent(backend: Backend, output: Any) -> Any:

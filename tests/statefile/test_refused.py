@@ -115,7 +115,7 @@ NOT_SAVED: dict[str, tuple[Any, str]] = {
     "a tree": (LIKE, "expected a MeanState, received dict"),
     "a stacked position": (SAVED._replace(step=np.zeros(3, np.int32)), "leaf .step: expected int32 of shape ()"),
     "a wide position": (SAVED._replace(index=np.int64(0)), "received int64 of shape ()"),
-    "stacked parts": (STACKED, "leaf .weight: expected float32 of shape (), received float32 of shape (3,)"),
+    "stacked parts": (STACKED, "leaf .weight: expected a real scalar, received shape (3,) and dtype float32"),
     "a level of another kind": (SAVED._replace(levels=(1, 2, 3)), "expected a MeanState, received ndarray"),
     "an object": (SAVED._replace(step=object()), "received object"),
 }
