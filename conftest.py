@@ -37,6 +37,7 @@ NEEDED_AT_IMPORT = {
     "tests/integrations/tensorflow": {"tensorflow", "keras"},
     "tests/multi_process": {"jax", "tensorflow"},
     "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},
+    "tests/targets": {"jax", "optax"},
     "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "sklearn"},
     "examples": {"jax", "tensorflow", "optax", "keras", "flax", "sklearn"},
 }
