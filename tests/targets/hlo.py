@@ -86,7 +86,10 @@ class Program:
         total = 0
         for x in self.computations[name]:
             if x.opcode == "conditional":
-                branches = x.called("branch_computations") or x.called("false_computation", "true_computation")
+                branches = x.called("branch_computations") or [
+                    *x.called("false_computation"),
+                    *x.called("true_computation"),
+                ]
                 total += self._moved(branches[due], due)
             elif x.opcode == "while":
                 turns = int(due) if x.trip_count is None else x.trip_count
