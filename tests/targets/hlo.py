@@ -56,7 +56,7 @@ class Program:
                 self.computations[inside].append(_instruction(line))
 
     def bytes_moved(self, due: bool) -> int:
-        """Read and written by one call.
+        """Read and written by one call; an operation that reads a part of an array counts as reading all of it.
 
         Args:
           due: whether conditionals take their second branch, and loops of an unknown number of turns turn once.
