@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -11,9 +10,10 @@ import keras
 
 from gradcombine.accumulate import accumulate
 from gradcombine.autograph import ordinary
-from gradcombine.integrations.keras import checks, saving
+from gradcombine.integrations.keras import checks
 from gradcombine.integrations.keras.backend import BackendWindow
 from gradcombine.integrations.keras.checks import error
+from gradcombine.integrations.keras.saved import Saved
 from gradcombine.integrations.keras.settings import Name, Parts, reduction_of
 from gradcombine.integrations.keras.weights import Weights
 from gradcombine.reductions.sum import Precision
@@ -21,7 +21,7 @@ from gradcombine.types import Order
 
 
 @keras.saving.register_keras_serializable("gradcombine")
-class Accumulate(keras.optimizers.Optimizer):
+class Accumulate(Saved):
     """Runs a Keras optimizer once a window, on the gradients combined over its microbatches and over the replicas.
 
     An optimizer as any other for ``compile``, ``fit`` and custom loops. All but the last microbatch of a window only
@@ -38,10 +38,10 @@ class Accumulate(keras.optimizers.Optimizer):
     takes gradients that are to be summed over replicas: Keras divides its losses by their number. The mean is over
     all their microbatches, by weight.
 
-    A dynamic loss scale goes inside: ``Accumulate(LossScaleOptimizer(inner), ...)``, and ``compile`` with
-    ``auto_scale_loss=False``. It then decides at the boundary, by the combined gradients, which are the same on all
-    replicas; a window with an infinity is skipped whole. Around this optimizer it leaves out single microbatches, and
-    is refused where there are several replicas, of which it would ask the first one only.
+    A dynamic loss scale goes inside: ``Accumulate(LossScaleOptimizer(inner), ...)``. It then decides at the boundary,
+    by the combined gradients, which are the same on all replicas; a window with an infinity is skipped whole. Around
+    this optimizer, where ``compile`` puts it under the policy mixed_float16 if there is none inside, it leaves out
+    single microbatches, and is refused where there are several replicas, of which it would ask the first one only.
 
     Args:
       inner_optimizer: a Keras optimizer, its name or its config.
@@ -61,8 +61,11 @@ class Accumulate(keras.optimizers.Optimizer):
     `gradcombine.merge_replicas`), on both backends.
 
     A ``.keras`` file resumes in the middle of a window, to the bit, under as many replicas or more, and on the other
-    backend; under fewer, their windows are merged. A tf.train.Checkpoint does on one replica; of several it holds the
-    first one's window alone, so flush before.
+    backend; under fewer, their windows are merged. With another ``every`` or ``order``, and with a wider ``dtype``, a
+    window that has been begun goes on, too; it is refused, and nothing of it changed, where it has as many microbatches
+    as ``every`` says already, and with another reduction, precision or narrower dtype. A tf.train.Checkpoint resumes
+    with the same settings (with a shorter ``every``, the window gets as many microbatches more), on one replica; of
+    several it holds the first one's window alone, so flush before.
 
     References: `Keras optimizers <https://keras.io/api/optimizers/>`_, argument ``gradient_accumulation_steps``.
 
@@ -90,22 +93,23 @@ class Accumulate(keras.optimizers.Optimizer):
         inner = checks.inner_optimizer(inner_optimizer)
         combined = reduction_of(reduction, precision, dtype)
         accumulate(combined, every, order=order, max_every=max_every)
-        super().__init__(learning_rate=0.0, name=name)
+        super().__init__(name)
         self.every, self.reduction, self.precision, self.dtype = every, reduction, precision, dtype
         self.order: Order = order
         self.max_every = max_every
+        self._kind = f"{reduction}, precision {precision!r}"
         self._combined, self._weights = combined, Weights()
-        self._window: BackendWindow | None = None
         self._scaled_outside = False
         self.inner_optimizer = inner
+        if type(self) is Accumulate and checks.scales_loss(inner):
+            object.__setattr__(self, "__class__", ScaledAccumulate)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name == "loss_scale_factor" and "inner_optimizer" in self.__dict__:
-            # So a LossScaleOptimizer around this one says that the gradients are unscaled already.
+        if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
             if checks.scales_loss(self.inner_optimizer):
                 raise checks.one_loss_scale()
-            self._scaled_outside = True
-            self.inner_optimizer.loss_scale_factor = value
+            # So a LossScaleOptimizer around this one says that the gradients are unscaled already.
+            self._scaled_outside = value is None
         super().__setattr__(name, value)
 
     def build(self, variables: Sequence[Any]) -> None:
@@ -114,12 +118,15 @@ class Accumulate(keras.optimizers.Optimizer):
         Args:
           variables: what is trained.
         """
+        if self.built:
+            return
         variables = list(variables)
         parts = Parts([self._overwrite_variable_with_gradient(x) for x in variables], self._combined)
         accumulator = accumulate(parts.reduction, self.every, order=self.order, max_every=self.max_every)
         inner = self.inner_optimizer
         if not inner.built:
             inner.build(variables)
+        checks.require_built_alike(inner, variables)
         with keras.name_scope(self.name):
             window = BackendWindow(accumulator, parts, self.order, inner, variables)
         if self._scaled_outside:
@@ -127,7 +134,11 @@ class Accumulate(keras.optimizers.Optimizer):
         for variable in window.state.variables:
             self._track_variable(variable)
         self._window = window
-        super().build(variables)
+        self._checkpointed = window.checkpointed(self._kind)
+        # Past the tracking of attributes: what is trained is none of the optimizer's own variables.
+        self.__dict__["_trainable_variables"] = variables
+        self._trainable_variables_indices = {self._var_key(x): i for i, x in enumerate(variables)}
+        self.built = True
 
     @ordinary
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, weight: Any = None) -> None:
@@ -173,7 +184,8 @@ class Accumulate(keras.optimizers.Optimizer):
           order where they are donated to jax.jit: it pairs donated arguments with results by order.
         """
         with self._weights.given(self._weights.current() if weight is None else weight):
-            return super().stateless_apply(optimizer_variables, grads, trainable_variables)
+            # Not super(), which in a `ScaledAccumulate` is a LossScaleOptimizer's.
+            return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     @ordinary
     def flush(self) -> Any:
@@ -207,48 +219,12 @@ class Accumulate(keras.optimizers.Optimizer):
         """
         return self._weights.given(weight)
 
-    @property
-    def variables(self) -> list[Any]:
-        """The windows, and the inner optimizer's variables."""
-        return [*self._variables, *self.inner_optimizer.variables]
-
-    @property
-    def iterations(self) -> Any:
-        """How often the inner optimizer has run."""
-        return self.inner_optimizer.iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        """The inner optimizer's."""
-        return self.inner_optimizer.learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
-        self.inner_optimizer.learning_rate = learning_rate
-
-    def scale_loss(self, loss: Any) -> Any:
-        """As the inner optimizer does."""
-        return self.inner_optimizer.scale_loss(loss)
-
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """As the inner optimizer does."""
-        self.inner_optimizer.finalize_variable_values(var_list)
-        if self._window is not None:
-            self._window.unshare(var_list)
-
-    def save_own_variables(self, store: Any) -> None:
-        """Every replica's window; Keras saves the inner optimizer by itself."""
-        if self._window is None:
-            super().save_own_variables(store)
+        if self._window is None or not self._window.holds(var_list):
             return
-        saving.save(store, self._others(), self._window)
-
-    def load_own_variables(self, store: Any) -> None:
-        """What `save_own_variables` has saved, on either backend and under any number of replicas."""
-        if self._window is None or len(store.keys()) != len(self._variables):
-            warnings.warn(f"Skipping the window of optimizer '{self.name}': it was built otherwise.", stacklevel=2)
-            return
-        saving.load(store, self._others(), self._window)
+        super().finalize_variable_values(var_list)
+        self._window.unshare(var_list)
 
     def get_config(self) -> dict[str, Any]:
         """The arguments, with the inner optimizer's config."""
@@ -273,15 +249,6 @@ class Accumulate(keras.optimizers.Optimizer):
         }
         return cls(**{**config, **made})
 
-    def _built_window(self) -> BackendWindow:
-        if self._window is None:
-            raise error("an optimizer that is built, or trainable_variables", "neither")
-        return self._window
-
-    def _others(self) -> list[Any]:
-        """The variables of its own that are not a window's."""
-        return self._variables[: len(self._variables) - len(self._built_window().state.variables)]
-
     def _aligned(self, gradients: list[Any], variables: Sequence[Any] | None) -> list[Any]:
         """One gradient for each variable that the optimizer was built with."""
         targets = list(self._trainable_variables if variables is None else variables)
@@ -297,3 +264,12 @@ class Accumulate(keras.optimizers.Optimizer):
 def accumulating(optimizer: Any) -> Accumulate | None:
     """The accumulating optimizer of a model: its own, or the one in a LossScaleOptimizer."""
     return next((found for found in checks.chain(optimizer) if isinstance(found, Accumulate)), None)
+
+
+@keras.saving.register_keras_serializable("gradcombine")
+class ScaledAccumulate(Accumulate, keras.optimizers.LossScaleOptimizer):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """What an `Accumulate` around a LossScaleOptimizer is: a LossScaleOptimizer to Keras.
+
+    So ``compile`` puts no second one around it, also where it compiles what a file holds: that does not say that it was
+    compiled with ``auto_scale_loss=False``.
+    """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,11 @@ def chain(optimizer: Any) -> list[Any]:
     return found
 
 
+def unscaled(optimizer: Any) -> Any:
+    """An optimizer, without the LossScaleOptimizers around it."""
+    return next(x for x in chain(optimizer) if not isinstance(x, keras.optimizers.LossScaleOptimizer))
+
+
 def scales_loss(optimizer: Any) -> bool:
     """Whether there is a LossScaleOptimizer in the chain."""
     return any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in chain(optimizer))
@@ -41,7 +47,14 @@ def scales_loss(optimizer: Any) -> bool:
 
 def one_loss_scale() -> GradCombineError:
     """For a LossScaleOptimizer around an accumulating optimizer that has one inside."""
-    return error("one LossScaleOptimizer: compile(auto_scale_loss=False), for instance", "another one around it")
+    return error("one LossScaleOptimizer, around this optimizer or inside", "both")
+
+
+def require_built_alike(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Refuses an inner optimizer that trains other variables, or the same in another order."""
+    built = [id(x) for x in optimizer._trainable_variables]
+    if built != [id(x) for x in variables]:
+        raise error("an inner optimizer that is not built, or built with the same variables", "one built with others")
 
 
 def require_agreed_scale(replicas: int) -> None:

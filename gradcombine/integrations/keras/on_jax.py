@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from gradcombine.accumulate import Accumulator
 from gradcombine.integrations.keras.settings import Parts
-from gradcombine.integrations.keras.window import Window
+from gradcombine.integrations.keras.window import FULL, Window
 from gradcombine.types import AccumulateState, Order
 
 
@@ -40,25 +40,29 @@ class JaxWindow:
         variables: Sequence[Any],
     ) -> None:
         self.state = Window(accumulator, parts, variables)
-        self._accumulator, self._parts = accumulator, parts
+        self.accumulator, self._parts = accumulator, parts
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
 
     def contribute(self, gradients: list[Any], weight: Any) -> None:
         """One more microbatch; runs the optimizer where it fills the window."""
-        after = self._accumulator.update(self._parts.split(gradients), self._read(), weight)
+        before = self._read()
+        step = jnp.where(self._applied(before), FULL, jnp.where(self.accumulator.ready(before), 0, before.step))
+        after = self.accumulator.update(self._parts.split(gradients), before._replace(step=step), weight)
+        ready = self.accumulator.ready(after)
         self.state.write(after)
         present = np.array([gradient is not None for gradient in gradients])
-        self.state.touched.assign(jnp.where(present, after.index + 1, self.state.touched.value))
+        marked = jnp.append(present, ready)
+        self.state.touched.assign(jnp.where(marked, after.index + 1, self.state.touched.value))
         self._seen |= set(np.flatnonzero(present).tolist())
-        self._apply_if(self._accumulator.ready(after), after)
+        self._apply_if(ready, after)
 
     def flush(self) -> Any:
         """Runs the optimizer on a partial window, and ends it."""
         before = self._read()
-        partial = (before.step > 0) & ~self._accumulator.ready(before)
+        partial = (before.step > 0) & ~self._applied(before)
         self._apply_if(partial, before)
-        self.state.write(self._accumulator.restart(before))
+        self.state.write(self.accumulator.restart(before))
         return partial
 
     def load(self, states: list[AccumulateState], touched: Any) -> None:
@@ -66,9 +70,16 @@ class JaxWindow:
         self.state.write(states[0])
         self.state.touched.assign(touched)
 
+    def checkpointed(self, kind: str) -> None:
+        """Nothing: tf.train.Checkpoint does not save variables of this backend."""
+
     def values(self, variable: Any) -> list[Any]:
         """The value of a variable of the window on each replica."""
         return [variable.numpy()]
+
+    def holds(self, variables: Sequence[Any]) -> bool:
+        """Whether variables have values: while ``fit`` runs, and where it has failed, they have none."""
+        return all(variable._value is not None for variable in variables)
 
     def unshare(self, variables: Sequence[Any]) -> None:
         """Gives variables buffers of their own: Keras' averages share theirs with what they are written over.
@@ -81,6 +92,9 @@ class JaxWindow:
     def _read(self) -> AccumulateState:
         return self.state.read(lambda variable: variable.value)
 
+    def _applied(self, state: AccumulateState) -> Any:
+        return self.state.touched.value[-1] == state.index + 1
+
     def _apply_if(self, condition: Any, window: AccumulateState) -> None:
         states = self._optimizer.variables
         before = [x.value for x in self._targets], [x.value for x in states]
@@ -89,7 +103,7 @@ class JaxWindow:
 
         # The window is only read in the conditional: a buffer that passes through one is copied.
         def apply(left_out: Sequence[int]) -> Any:
-            values = self._parts.join(self._accumulator.value(window))
+            values = self._parts.join(self.accumulator.value(window))
             gradients = [None if i in left_out else x for i, x in enumerate(values)]
             return tuple(map(list, self._optimizer.stateless_apply(before[1], gradients, before[0])))
 

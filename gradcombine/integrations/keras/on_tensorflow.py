@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import tensorflow as tf
@@ -11,7 +12,7 @@ import tensorflow as tf
 from gradcombine.accumulate import Accumulator
 from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.settings import Parts
-from gradcombine.integrations.keras.window import Window
+from gradcombine.integrations.keras.window import FULL, Window
 from gradcombine.integrations.tensorflow import in_place
 from gradcombine.integrations.tensorflow.checks import checked_result, require_synchronous
 from gradcombine.integrations.tensorflow.state import ReplicaState
@@ -26,9 +27,40 @@ class _Variables(ReplicaState):
         held = [getattr(x, "value", x) for x in window.leaves]
         whole = window.read(lambda variable: variable.value)
         *self._all_leaves, step, index = held
-        self.position = {"step": step, "index": index}
+        self.position: dict[str, Any] = {"step": step, "index": index}
         self._structure = window.structure.children[0]
         self._accumulator, self._size, self._is_sum = accumulator, size, in_place.is_sum(whole.levels)
+        self._touched = window.touched
+
+    def applied(self) -> tf.Tensor:
+        """Whether this replica's window was full, and applied."""
+        return tf.equal(self._touched.value[-1], tf.convert_to_tensor(self.position["index"]) + 1)
+
+    def _state(self, leaves: list[Any]) -> AccumulateState:
+        state = super()._state(leaves)
+        step = tf.where(self.applied(), FULL, tf.where(self._accumulator.ready(state), 0, state.step))
+        return state._replace(step=step)
+
+
+class Layout(tf.train.experimental.PythonState):
+    """What a window is made of: tf.train.Checkpoint would restore another one's variables by their numbers alone.
+
+    Args:
+      lines: that are the same where windows are.
+    """
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._text = "\n".join(lines).encode()
+
+    def serialize(self) -> bytes:
+        """For the checkpoint."""
+        return self._text
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Refuses a checkpoint of another window, before its variables are read."""
+        if string_value != self._text:
+            pair = zip_longest(self._text.decode().split("\n"), string_value.decode().split("\n"))
+            raise error(*next((f"a window with {a}", b) for a, b in pair if a != b))
 
 
 class TensorflowWindow:
@@ -59,7 +91,7 @@ class TensorflowWindow:
             raise error("a strategy with variables on every replica", type(self._strategy).__name__)
         self.state = Window(accumulator, parts, variables)
         self._windows = _Variables(self.state, accumulator, len(variables))
-        self._accumulator, self._parts = accumulator, parts
+        self.accumulator, self._parts = accumulator, parts
         self._merge = partial(merge_replicas, parts.reduction, over=tf_replicas(), order=order)
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
@@ -75,7 +107,8 @@ class TensorflowWindow:
         self._windows.write(pending)
         present = [gradient is not None for gradient in gradients]
         touched = self.state.touched.value
-        touched.assign(tf.where(present, pending.index + 1, tf.convert_to_tensor(touched)))
+        marked = tf.concat([present, [ready]], 0)
+        touched.assign(tf.where(marked, pending.index + 1, tf.convert_to_tensor(touched)))
         self._seen |= {i for i, chosen in enumerate(present) if chosen}
         _in_cross_replica(self._apply_if, ready)
 
@@ -100,8 +133,16 @@ class TensorflowWindow:
         for component in self._components(self.state.touched):
             component.assign(touched)
 
+    def holds(self, variables: Sequence[Any]) -> bool:
+        """Whether variables have values."""
+        return True
+
     def unshare(self, variables: Sequence[Any]) -> None:
         """Nothing: variables have buffers of their own."""
+
+    def checkpointed(self, kind: str) -> Layout:
+        """What tf.train.Checkpoint saves beside the variables."""
+        return Layout([kind, *(f"{x.dtype}{list(x.shape)}" for x in self.state.held)])
 
     def values(self, variable: Any) -> list[Any]:
         """The value of a variable of the window on each replica."""
@@ -112,10 +153,10 @@ class TensorflowWindow:
 
     @tf.autograph.experimental.do_not_convert
     def _flush(self) -> Any:
-        before = self._windows.read()
-        begun = tf.logical_and(before.step > 0, tf.logical_not(self._accumulator.ready(before)))
+        before = self._windows.read()._replace(step=tf.convert_to_tensor(self._windows.position["step"]))
+        begun = tf.logical_and(before.step > 0, tf.logical_not(self._windows.applied()))
         _in_cross_replica(self._apply_if, begun)
-        self._windows.write(self._accumulator.restart(before))
+        self._windows.write(self.accumulator.restart(before))
         return begun
 
     def _flush_replicas(self) -> Any:

@@ -3,34 +3,104 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from gradcombine import tree
 from gradcombine.accumulate import replace_window
 from gradcombine.accumulate import window as whole
+from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras.backend import BackendWindow
+from gradcombine.integrations.keras.checks import error
+from gradcombine.integrations.keras.window import Window
 from gradcombine.types import AccumulateState, Reduction
 
-
-def save(store: Any, others: Sequence[Any], window: BackendWindow) -> None:
-    """Writes variables by their numbers: of the window along a first axis of replicas, if there are several."""
-    for i, variable in enumerate([*others, *window.state.variables]):
-        values = window.values(variable) if i >= len(others) else [variable.numpy()]
-        store[str(i)] = np.stack(values) if len(values) > 1 else values[0]
+KIND = "window"
+"""The entry that says what the window is of."""
 
 
-def load(store: Any, others: Sequence[Any], window: BackendWindow) -> None:
-    """Reads what `save` has written, under any number of replicas."""
+def save(store: Any, others: Sequence[Any], window: BackendWindow, kind: str) -> None:
+    """Writes variables by their numbers: of the window along a first axis of replicas."""
     for i, variable in enumerate(others):
-        variable.assign(np.asarray(store[str(i)]))
-    rows = []
+        store[str(i)] = variable.numpy()
     for i, variable in enumerate(window.state.variables, len(others)):
-        array = np.asarray(store[str(i)])
-        rows.append(list(array) if array.ndim > variable.ndim else [array])
-    numbers = {id(variable): i for i, variable in enumerate(window.state.held)}
-    states = [window.state.read(lambda x, rank=rank: rows[numbers[id(x)]][rank]) for rank in range(len(rows[0]))]
-    window.load(_divided(window.state.reduction, states, window.replicas), rows[-1][0])
+        store[str(i)] = np.stack(window.values(variable))
+    store[KIND] = np.frombuffer(kind.encode(), np.uint8)
+
+
+def load(store: Any, others: Sequence[Any], window: BackendWindow, kind: str) -> None:
+    """Reads what `save` has written, under any number of replicas, as `replace` does."""
+    received = np.asarray(store[KIND]).tobytes().decode()
+    arrays = [np.asarray(store[str(i)]) for i in range(len(store.keys()) - 1)]
+    replace(arrays[len(others) :], window, received, kind)
+    for variable, array in zip(others, arrays, strict=False):
+        variable.assign(array)
+
+
+def begun(arrays: Sequence[np.ndarray]) -> bool:
+    """Whether a saved window holds microbatches that have not been applied."""
+    *_, step, index, touched = arrays
+    return bool(step[0] > 0 and touched[0, -1] != index[0] + 1)
+
+
+def replace(arrays: Sequence[np.ndarray], window: BackendWindow, received: str, kind: str) -> None:
+    """Replaces the windows by saved ones; where those have not been begun, by empty ones if they do not fit.
+
+    Args:
+      arrays: the variables of a window, the replicas along a first axis.
+      window: to be replaced.
+      received: what the arrays are of.
+      kind: what the window is of.
+
+    Raises:
+      GradCombineError: where a window that has been begun cannot be gone on with. Nothing is changed then.
+    """
+    *_, step, index, touched = arrays
+    marks = np.zeros(window.state.touched.shape, np.int32)
+    try:
+        states = _states(arrays, window, received, kind)
+        marks = touched[0]
+    except GradCombineError:
+        if begun(arrays):
+            raise
+        states = [_empty(window.state, int(index[0]) + int(step[0] > 0))] * window.replicas
+    window.load(states, marks)
+
+
+def _states(arrays: Sequence[np.ndarray], window: BackendWindow, received: str, kind: str) -> list[AccumulateState]:
+    *held, step, index, touched = arrays
+    if received != kind:
+        raise error(f"a window of {kind}", received)
+    if touched.shape[1:] != tuple(window.state.touched.shape):
+        raise error(f"a window of {window.state.touched.shape[0] - 1} variables", touched.shape[1] - 1)
+    states = [_state(window.state, [x[rank] for x in (*held, step, index)]) for rank in range(len(step))]
+    if begun(arrays) and window.accumulator.ready(states[0]):
+        raise error("a window of fewer microbatches, as every says", f"{int(step[0])} that have not been applied")
+    return _divided(window.state.reduction, states, window.replicas)
+
+
+def _state(window: Window, arrays: Sequence[np.ndarray]) -> AccumulateState:
+    """A state of the depth of a window, of arrays that may be of another depth."""
+    *held, step, index = arrays
+    reduction, saved = window.reduction, window.levels(held)
+    missing = [reduction.clear(saved[0])] * (window.depth - len(saved))
+    state = AccumulateState((*saved[: window.depth], *missing), step, index)
+    if all(map(partial(_is_empty, reduction), saved[window.depth :])):
+        return state
+    return replace_window(reduction, state, whole(reduction, state._replace(levels=tuple(saved))))
+
+
+def _is_empty(reduction: Reduction, level: Any) -> bool:
+    arrays, structure = tree.flatten(KIND, level)
+    empty = tree.flatten_as(KIND, structure, reduction.clear(level))
+    return all(x is None or np.array_equal(x, y) for x, y in zip(arrays, empty, strict=True))
+
+
+def _empty(window: Window, index: int) -> AccumulateState:
+    state = window.read(lambda variable: variable.numpy())
+    return AccumulateState(tuple(map(window.reduction.clear, state.levels)), np.int32(0), np.int32(index))
 
 
 def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: int) -> list[AccumulateState]:

@@ -40,7 +40,8 @@ class WeightedTrainStep:
         Returns:
           A scalar, finite and not negative; a microbatch of weight 0 changes nothing.
         """
-        return keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))[0]
+        shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
+        return shape[0]
 
     def train_step(self, *args: Any) -> Any:
         """Keras' own, with the weight of the batch, which is the last argument on every backend."""

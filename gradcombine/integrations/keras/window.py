@@ -11,22 +11,29 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.accumulate import Accumulator
+from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.reductions import dtypes
 from gradcombine.types import AccumulateState
 
 _OPERATION = "Accumulate"
+FULL = np.int32(np.iinfo(np.int32).max)
+"""A step that fills a window of any length."""
 _ACCUMULATOR = re.compile(r"\.levels\[(\d+)\](?:\.parts\[0\])?\.value\[(\d+)\]")
 
 
 class Window:
-    """The variables of an `AccumulateState`, what in it never changes, and which variables have had a gradient.
+    """The variables of an `AccumulateState`, what in it never changes, and what became of its windows.
+
+    Whether a window was applied is written down, and not told by the number of its microbatches: a checkpoint may hold
+    one of another length, of which nothing may be lost, and nothing applied twice.
 
     Attributes:
       leaves: variables; None and empty arrays, which carry a dtype, as they are.
       structure: of the state.
       reduction: that the state is of.
-      touched: for each trainable variable, 1 + the number of the last window that has a gradient for it.
+      touched: for each trainable variable, 1 + the number of the last window that has a gradient for it; at the end,
+        1 + the number of the last window that was full, and applied.
 
     Args:
       accumulator: from `gradcombine.accumulate`.
@@ -39,7 +46,7 @@ class Window:
         empty, self.structure = tree.flatten(_OPERATION, accumulator.init(parts.split(like)))
         self.reduction = parts.reduction
         paths = self.structure.paths()
-        self.touched = _variable(np.zeros(len(variables), np.int32), "touched")
+        self.touched = _variable(np.zeros(len(variables) + 1, np.int32), "touched")
         self.leaves = [
             x if x is None or 0 in x.shape else _variable(x, *_place(path, parts, variables))
             for x, path in zip(empty, paths, strict=True)
@@ -59,6 +66,28 @@ class Window:
         """The state, with ``value(variable)`` for each variable."""
         return tree.unflatten(self.structure, [value(x) if isinstance(x, keras.Variable) else x for x in self.leaves])
 
+    @property
+    def depth(self) -> int:
+        """How many levels the state has."""
+        return len(self.structure.children[0].children)
+
+    def levels(self, arrays: Sequence[np.ndarray]) -> list[Any]:
+        """Levels as those of the state, of which there may be more or fewer, with these arrays.
+
+        Raises:
+          GradCombineError: for arrays of other shapes or another number, and of dtypes that a cast loses digits of.
+        """
+        leaves = self.leaves[: (len(self.leaves) - 2) // self.depth]
+        held = [x for x in leaves if isinstance(x, keras.Variable)]
+        if len(arrays) % len(held):
+            raise error(f"{len(held)} arrays a level of the window", len(arrays))
+        made = []
+        for first in range(0, len(arrays), len(held)):
+            given = iter([_cast(x, array) for x, array in zip(held, arrays[first : first + len(held)], strict=True)])
+            values = [next(given) if isinstance(x, keras.Variable) else x for x in leaves]
+            made.append(tree.unflatten(self.structure.children[0].children[0], values))
+        return made
+
     def arrays(self, state: AccumulateState) -> list[Any]:
         """What a state has for each of the variables of its leaves."""
         pairs = zip(self.leaves, tree.flatten_as(_OPERATION, self.structure, state), strict=True)
@@ -68,6 +97,15 @@ class Window:
         """Assigns a state to the variables."""
         for x, array in zip(self.held, self.arrays(state), strict=True):
             x.assign(array)
+
+
+def _cast(variable: keras.Variable, array: np.ndarray) -> np.ndarray:
+    dtype = np.dtype(dtypes.parse(variable.dtype))
+    expected, received = (dtype, tuple(variable.shape)), (array.dtype, array.shape)
+    if received[1] != expected[1] or not np.can_cast(array.dtype, dtype):
+        names = ["{} of shape {}".format(*x) for x in (expected, received)]
+        raise error(*names, path=variable.path)
+    return array.astype(dtype)
 
 
 def _dtype(variable: Any) -> str:
@@ -91,7 +129,7 @@ def _variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
     def initializer(shape: Any, dtype: Any) -> Any:
         return keras.ops.convert_to_tensor(first, dtype=dtype)
 
-    return keras.Variable(
+    made = keras.Variable(
         initializer,
         shape=first.shape,
         dtype=dtype,
@@ -103,3 +141,7 @@ def _variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
         name=name,
         layout=layout,
     )
+    held = keras.backend.standardize_dtype(made.value.dtype)
+    if held != dtype:
+        raise error(f"accumulators of {dtype}, which JAX has with jax_enable_x64", held, path=made.path)
+    return made

@@ -110,16 +110,6 @@ def test_a_config_makes_the_same_optimizer() -> None:
     assert again.get_config() == made.get_config() and again.every is doubling
 
 
-def test_a_window_that_was_built_otherwise_is_not_loaded(tmp_path: Path) -> None:
-    model = trained(Accumulate(sgd(), 3), batches(4, 4))
-    model.save_weights(tmp_path / "a.weights.h5")
-    other = trained(Accumulate(sgd(), 3, order="tree"), batches(4))
-    before = bits(other.optimizer.variables[2:-3])
-    with pytest.warns(UserWarning, match="Skipping the window"):
-        other.load_weights(tmp_path / "a.weights.h5")
-    assert bits(other.optimizer.variables[2:-3]) == before
-
-
 def test_a_callback_sets_the_inner_learning_rate() -> None:
     model = trained(
         Accumulate(sgd(), 2), batches(4, 4), callbacks=[keras.callbacks.LearningRateScheduler(lambda epoch: 0.125)]

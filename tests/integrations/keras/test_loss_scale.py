@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -52,10 +55,41 @@ def test_around_it_turns_a_fixed_scale_off() -> None:
 
 
 def test_one_dynamic_scale_is_enough() -> None:
+    with pytest.raises(GradCombineError, match="one LossScaleOptimizer, around this optimizer or inside"):
+        dynamic(Accumulate(dynamic(keras.optimizers.SGD(1.0)), 2))
+
+
+@pytest.fixture
+def mixed_float16() -> Iterator[None]:
+    keras.config.set_dtype_policy("mixed_float16")
+    yield
+    keras.config.set_dtype_policy("float32")
+
+
+def recompiled(model: Any, path: Path) -> Any:
+    again = keras.models.clone_model(model)
+    again.compile_from_config(model.get_compile_config())
+    return again
+
+
+def saved(model: Any, path: Path) -> Any:
+    model.save(path / "model.keras")
+    return keras.models.load_model(path / "model.keras")
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation")
+@pytest.mark.usefixtures("mixed_float16")
+@pytest.mark.parametrize("settings", [{}, {"auto_scale_loss": False}], ids=str)
+@pytest.mark.parametrize("way", [recompiled, saved, lambda model, path: pickle.loads(pickle.dumps(model))])
+def test_a_model_of_mixed_float16_comes_back(way: Any, settings: Any, tmp_path: Path) -> None:
+    """Keras does not save auto_scale_loss, and would put a second loss scale around."""
     optimizer = Accumulate(dynamic(keras.optimizers.SGD(1.0)), 2)
-    with pytest.raises(GradCombineError, match=r"auto_scale_loss=False"):
-        dynamic(optimizer)
-    assert linear(optimizer, auto_scale_loss=False).optimizer is optimizer
+    model = linear(optimizer, **settings)
+    assert model.optimizer is optimizer
+    optimizer.build(model.trainable_variables)
+    again = way(model, tmp_path).optimizer
+    assert isinstance(again, Accumulate)
+    assert keras.optimizers.serialize(again)["config"] == keras.optimizers.serialize(optimizer)["config"]
 
 
 def test_what_takes_its_variables_place_has_the_maximum(mode: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate
 from tests.integrations.keras.cases import bits, linear
 from tests.integrations.keras.test_replicas import X, Y, mirrored
@@ -68,3 +69,30 @@ def test_a_checkpoint_resumes_on_one_replica(tmp_path: Path) -> None:
         train(each, slice(4, 8))
     assert bits(restored.weights) == bits(model.weights)
     assert bits(restored.optimizer.variables) == bits(model.optimizer.variables)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"order": "tree"}, "a window with"), ({"reduction": "sum"}, "a window with sum, .* received mean")],
+)
+def test_a_checkpoint_of_another_window_is_refused(settings: Any, message: str, tmp_path: Path) -> None:
+    optimizers = [Accumulate("sgd", 3), Accumulate("sgd", 3, **settings)]
+    for each in optimizers:
+        w = keras.Variable([0.0])
+        each.build([w])
+    optimizers[0].apply([tf.ones(1)])
+    path = tf.train.Checkpoint(optimizer=optimizers[0]).save(str(tmp_path / "c"))
+    before = bits(optimizers[1].variables)
+    with pytest.raises(GradCombineError, match=message):
+        tf.train.Checkpoint(optimizer=optimizers[1]).restore(path)
+    assert bits(optimizers[1].variables) == before
+
+
+def test_weights_of_one_of_several_windows_are_refused() -> None:
+    with mirrored().scope():
+        model = linear(Accumulate("sgd", 4))
+    train(model, slice(0, 4))
+    before = windows(model)
+    with pytest.raises(GradCombineError, match="a window of all replicas"):
+        model.optimizer.set_weights([x.numpy() for x in model.optimizer.variables])
+    assert windows(model) == before

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
+from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate
 from tests.integrations.keras.cases import Replace, matrix_and_vector, microbatches
 
@@ -67,3 +68,11 @@ def test_parameters_window_and_state_are_updated_in_place(make: Any) -> None:
     assert memory.alias_size_in_bytes >= size
     assert memory.temp_size_in_bytes < 4 * 4096 * 4
     assert "f32[4096]{0} copy(" not in compiled.as_text()
+
+
+def test_accumulators_that_jax_has_not_are_refused() -> None:
+    with (
+        pytest.warns(UserWarning, match="float64"),
+        pytest.raises(GradCombineError, match="accumulators of float64, which JAX has with jax_enable_x64"),
+    ):
+        Accumulate(Replace(), 2, dtype="float64").build(matrix_and_vector())

@@ -1,0 +1,148 @@
+"""Windows that are loaded into optimizers of other settings: gone on with, or refused, and never lost."""
+
+from __future__ import annotations
+
+import pickle
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.keras import Accumulate
+from tests.integrations.keras.cases import bits, linear, tensor
+
+
+def made(every: int, **settings: Any) -> tuple[Any, Any]:
+    w = keras.Variable(np.zeros(2, np.float32), dtype="bfloat16" if "dtype" in settings else "float32")
+    optimizer = Accumulate(keras.optimizers.SGD(-1.0), every, **settings)
+    optimizer.build([w])
+    return optimizer, w
+
+
+def feed(optimizer: Any, w: Any, numbers: range) -> None:
+    """Microbatch number n has gradient n and 2 n, and weight n."""
+    for n in numbers:
+        optimizer.apply([tensor(np.array([n, 2 * n]), w.dtype)], [w], weight=n)
+
+
+def copied(source: Any, target: Any, way: str) -> None:
+    if way == "weights":
+        target.set_weights([x.numpy() for x in source.variables])
+    elif way == "assigned":
+        for x, y in zip(target.variables, source.variables, strict=True):
+            x.assign(y.value)
+    else:
+        store: dict[str, Any] = {}
+        source.save_own_variables(store)
+        target.load_own_variables(store)
+
+
+def mean(numbers: range) -> Fraction:
+    return Fraction(sum(n * n for n in numbers), sum(numbers))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {}),
+        ({}, {"order": "tree"}),
+        ({"order": "tree"}, {}),
+        ({"order": "tree"}, {"order": "tree"}),
+        ({"precision": "compensated"}, {"precision": "compensated"}),
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("every", "longer"), [(3, 5), (4, 3), (5, 3)])
+def test_a_window_goes_on_in_one_of_another_length_and_order(every: int, longer: int, before: Any, after: Any) -> None:
+    (old, v), (new, w) = made(every, **before), made(longer, **after)
+    feed(old, v, range(1, 3))
+    copied(old, new, "store")
+    feed(new, w, range(3, longer))
+    assert int(new.iterations) == 0
+    feed(new, w, range(longer, longer + 1))
+    expected = mean(range(1, longer + 1))
+    assert int(new.iterations) == 1
+    rounding = Fraction(1, 2**8 if "dtype" in after else 2**22)
+    assert abs(Fraction(float(w[0])) - expected) <= rounding * expected
+
+
+@pytest.mark.parametrize(
+    ("way", "every", "before", "after", "message"),
+    [
+        ("store", 2, {}, {}, "fewer microbatches, as every says, received 2"),
+        ("weights", 2, {}, {}, "fewer microbatches, as every says, received 2"),
+        ("store", 1, {"order": "tree"}, {"order": "tree"}, "fewer microbatches"),
+        ("weights", 1, {"order": "tree"}, {"order": "tree"}, "of shapes"),
+        ("store", 3, {"reduction": "sum"}, {}, "a window of mean, .* received sum"),
+        ("store", 3, {}, {"precision": "compensated"}, "a window of mean, precision 'compensated'"),
+        ("weights", 3, {}, {"precision": "compensated"}, "of shapes"),
+        ("store", 3, {"dtype": "float32"}, {"dtype": "bfloat16"}, "bfloat16 of shape"),
+        ("weights", 3, {"dtype": "float32"}, {"dtype": "bfloat16"}, "bfloat16 of shape"),
+    ],
+)
+def test_a_window_that_cannot_go_on_is_refused(way: str, every: int, before: Any, after: Any, message: str) -> None:
+    (old, v), (new, w) = made(3, **before), made(every, **after)
+    feed(old, v, range(1, 3))
+    feed(new, w, range(7, 7 + every // 2))
+    state = bits(new.variables)
+    with pytest.raises(GradCombineError, match=message):
+        copied(old, new, way)
+    assert bits(new.variables) == state
+
+
+@pytest.mark.parametrize("way", ["store", "weights", "assigned"])
+@pytest.mark.parametrize("every", [2, 5])
+def test_a_window_that_was_applied_is_over(way: str, every: int) -> None:
+    (old, v), (new, w) = made(3), made(every)
+    feed(old, v, range(1, 4))
+    copied(old, new, way)
+    before = int(new.iterations)
+    assert not bool(new.flush())
+    feed(new, w, range(4, 4 + every))
+    expected = mean(range(4, 4 + every))
+    assert int(new.iterations) == before + 1
+    assert abs(Fraction(float(w[0])) - expected) <= Fraction(1, 2**22) * expected
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_what_nobody_checks_is_not_lost(flush: bool) -> None:
+    """A checkpoint of a longer window, for instance: as many microbatches as a window has come on top."""
+    (old, v), (new, w) = made(3), made(2)
+    feed(old, v, range(1, 3))
+    copied(old, new, "assigned")
+    if flush:
+        assert bool(new.flush())
+    else:
+        feed(new, w, range(3, 5))
+    expected = mean(range(1, 3 if flush else 5))
+    assert int(new.iterations) == 1
+    assert abs(Fraction(float(w[0])) - expected) <= Fraction(1, 2**22) * expected
+
+
+def test_a_file_says_what_could_not_be_loaded(tmp_path: Path) -> None:
+    x, y = np.ones((4, 2), np.float32), np.ones((4, 1), np.float32)
+    model, other = linear(Accumulate("sgd", 3)), linear(Accumulate("sgd", 2))
+    model.fit(x, y, batch_size=2, verbose=0)
+    other.optimizer.build(other.trainable_variables)
+    model.save_weights(tmp_path / "a.weights.h5")
+    with pytest.raises(ValueError, match="a window of fewer microbatches, as every says"):
+        other.load_weights(tmp_path / "a.weights.h5")
+    assert int(other.optimizer.variables[0]) == 0
+
+
+def test_what_is_not_built_says_so(tmp_path: Path) -> None:
+    model, other = linear(Accumulate("sgd", 3)), linear(Accumulate("sgd", 3))
+    model.save_weights(tmp_path / "nothing.weights.h5")
+    model.optimizer.build(model.trainable_variables)
+    with pytest.warns(UserWarning, match="Skipping the window .* there is none in the file"):
+        model.load_weights(tmp_path / "nothing.weights.h5")
+    model.save_weights(tmp_path / "a.weights.h5")
+    with pytest.warns(UserWarning, match="it is not built; call build"):
+        other.load_weights(tmp_path / "a.weights.h5")
+    again: Any = pickle.loads(pickle.dumps(Accumulate("sgd", 3)))
+    assert again.every == 3
