@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, NamedTuple, Protocol
 
 import numpy as np
 
 from gradcombine.errors import GradCombineError
+from gradcombine.formats import Entry
 
 
-class Reader(Protocol):
-    """An open file. Its methods may raise anything for damaged contents: `decoding` gives it one name."""
+class Contents(NamedTuple):
+    """What a state file holds: the header's text, and the arrays by name, read when they are asked for."""
 
-    def text(self) -> str:
-        """The header's text."""
-        ...
-
-    def names(self) -> frozenset[str]:
-        """The names of the arrays."""
-        ...
-
-    def array(self, name: str, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-        """One array, whose dtype and shape in the file must be these. Nothing of its size is allocated before."""
-        ...
+    text: str
+    arrays: dict[str, Entry]
 
 
 class Format(Protocol):
@@ -37,8 +27,8 @@ class Format(Protocol):
         """Writes to a file that is open and empty. The same contents give the same bytes."""
         ...
 
-    def opened(self, path: Path) -> AbstractContextManager[Reader]:
-        """Opens a file."""
+    def read(self, path: Path) -> Contents:
+        """Reads a file's header. It may raise anything for damaged contents: `decoding` gives that one name."""
         ...
 
 
@@ -50,6 +40,9 @@ def decoding(path: Path) -> Iterator[None]:
     except (GradCombineError, MemoryError):
         raise
     except Exception as error:
+        # An error about a path says so; one without a name is about a place in the file that is not there.
+        if isinstance(error, OSError) and error.filename is not None:
+            raise
         # Decoders of archives raise a dozen classes, depending on where the damage is.
         received = f"{path.name}: {type(error).__name__}: {error}"
         raise GradCombineError("statefile.load", "a whole state file", received) from error
@@ -58,29 +51,6 @@ def decoding(path: Path) -> Iterator[None]:
 def refused(expected: str, received: object) -> GradCombineError:
     """The error of a file whose contents are not what they should be."""
     return GradCombineError("statefile.load", expected, received)
-
-
-_FORMATS = {".npz": "npz_format", ".safetensors": "safetensors_format"}
-
-
-def format_of(operation: str, path: str | os.PathLike[str]) -> Format:
-    """The format that a path's suffix names.
-
-    Raises:
-      GradCombineError: for another suffix, a format whose library is not installed, and where anything else than a file
-        has this path: a FIFO would wait for ever, and nobody means to replace a device or a folder.
-    """
-    suffix = Path(path).suffix
-    if suffix not in _FORMATS:
-        raise GradCombineError(operation, f"a path that ends in {' or '.join(_FORMATS)}", repr(str(path)))
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise GradCombineError(operation, "a regular file", repr(str(path)))
-    try:
-        module: Any = importlib.import_module(f"gradcombine.statefile.{_FORMATS[suffix]}")
-    except ModuleNotFoundError as error:
-        expected = f"the library {error.name}, for files that end in {suffix}: pip install 'gradcombine[{error.name}]'"
-        raise GradCombineError(operation, expected, "an environment without it") from None
-    return module
 
 
 def array_name(rank: int, leaf: int) -> str:

@@ -12,18 +12,21 @@ from gradcombine import tree
 from gradcombine.backends.registry import resolve
 from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
+from gradcombine.formats import Entry
 from gradcombine.statefile import header as headers
 from gradcombine.statefile import stored
-from gradcombine.statefile.container import Reader, array_name, decoding, format_of, refused
+from gradcombine.statefile.container import array_name, decoding, refused
 from gradcombine.statefile.header import Header
 from gradcombine.statefile.layout import Layout, difference, layout, template
+from gradcombine.statefile.suffix import format_of
 from gradcombine.types import Reduction, State, Tree
 
 
 def read_header(operation: str, path: str | os.PathLike[str]) -> Header:
     """The header alone."""
-    with format_of(operation, path).opened(Path(path)) as reader, decoding(Path(path)):
-        return headers.decode(reader.text())
+    container = format_of(operation, path)
+    with decoding(Path(path)):
+        return headers.decode(container.read(Path(path)).text)
 
 
 def read(
@@ -31,18 +34,19 @@ def read(
 ) -> list[State]:
     """One state a replica; see `gradcombine.statefile.load`."""
     require_reduction(operation, reduction)
-    with format_of(operation, path).opened(Path(path)) as reader:
-        with decoding(Path(path)):
-            header = headers.decode(reader.text())
-        if header.reduction != reduction.name:
-            raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
-        if replicas is not None and header.replicas != replicas:
-            raise refused(f"{replicas} replica (load_replicas takes several)", header.replicas)
-        empty = template(operation, reduction, like, header.levels)
-        wanted = layout(operation, empty)
-        _require_layout(wanted, header)
-        with decoding(Path(path)):
-            columns = _read(reader, header, wanted)
+    container = format_of(operation, path)
+    with decoding(Path(path)):
+        contents = container.read(Path(path))
+        header = headers.decode(contents.text)
+    if header.reduction != reduction.name:
+        raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
+    if replicas is not None and header.replicas != replicas:
+        raise refused(f"{replicas} replica (load_replicas takes several)", header.replicas)
+    empty = template(operation, reduction, like, header.levels)
+    wanted = layout(operation, empty)
+    _require_layout(wanted, header)
+    with decoding(Path(path)):
+        columns = _read(contents.arrays, header, wanted)
     # What stands for "no gradient" is that of ``like``; nothing else is taken from the empty state.
     spare, structure = tree.flatten(operation, empty)
     backend = resolve(operation, tree.flatten(operation, like)[0])
@@ -78,18 +82,23 @@ def _marks_absence(dtype: str | None, shape: tuple[int, ...] | None) -> bool:
     return shape is None or (dtype == "bool" and shape[:1] == (0,))
 
 
-def _read(reader: Reader, header: Header, wanted: Layout) -> list[list[Any]]:
+def _read(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[list[Any]]:
     """The leaves of every replica, in the order of the wanted layout; None where there is nothing to read."""
     numbers = {leaf.path: i for i, leaf in enumerate(header.leaves)}
     written = [i for i, leaf in enumerate(header.leaves) if leaf.dtype is not None]
-    if reader.names() != {array_name(rank, i) for rank in range(header.replicas) for i in written}:
+    if set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in written}:
         raise refused("the arrays that the header names", "others")
 
     def array(rank: int, path: str, described: tuple[np.dtype, tuple[int, ...]] | None) -> np.ndarray | None:
         number = numbers[path]
         if described is None or header.leaves[number].dtype is None:
             return None
-        found = reader.array(array_name(rank, number), *stored.stored_as(*described))
+        dtype, shape = stored.stored_as(*described)
+        entry = arrays[array_name(rank, number)]
+        # Nothing is allocated by what a file claims: it is first compared with what ``like`` says.
+        if (entry.dtype, entry.shape) != (dtype, shape):
+            raise GradCombineError("statefile.load", f"{dtype}{shape} in the file", f"{entry.dtype}{entry.shape}", path)
+        found = entry.whole()
         if stored.digest(found) != header.leaves[number].sha256[rank]:
             raise GradCombineError("statefile.load", "bytes that match their checksum", "others: damaged", path)
         return stored.from_stored(found, *described)

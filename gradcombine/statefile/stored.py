@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 
 import numpy as np
 
@@ -34,11 +33,6 @@ def from_stored(stored: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> 
     if dtype.name in NATIVE:
         return stored.astype(dtype, copy=False)
     return stored.reshape(-1).view(dtype).reshape(shape)
-
-
-def nbytes(dtype: np.dtype, shape: tuple[int, ...]) -> int:
-    """The size of an array, without making it."""
-    return math.prod(shape) * dtype.itemsize
 
 
 def digest(stored: np.ndarray) -> str:

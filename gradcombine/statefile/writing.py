@@ -11,10 +11,11 @@ from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.statefile import header as headers
 from gradcombine.statefile import stored
-from gradcombine.statefile.container import array_name, format_of
+from gradcombine.statefile.container import array_name
 from gradcombine.statefile.header import Header, Leaf
 from gradcombine.statefile.layout import layout, on_host, require_state_of
 from gradcombine.statefile.replacing import replacing
+from gradcombine.statefile.suffix import format_of
 from gradcombine.types import AccumulateState, Reduction, State
 
 

@@ -6,39 +6,12 @@ import base64
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from matplotlib.figure import Figure as Plot
 
-
-class Cells(NamedTuple):
-    """One row of a table."""
-
-    cells: Sequence[str]
-    passes: bool = True
-
-
-class Figure(NamedTuple):
-    """A plot, and what it shows in words."""
-
-    svg: str
-    alt: str
-
-
-class Section(NamedTuple):
-    """A part of the page: a note, plots, a table.
-
-    Attributes:
-      folded: whether the table is closed until it is clicked.
-    """
-
-    title: str
-    note: str = ""
-    figures: Sequence[Figure] = ()
-    columns: Sequence[str] = ()
-    rows: Sequence[Cells] = ()
-    folded: bool = False
+from gradcombine.verify.sections import Figure, Section
 
 
 def write(path: Path, title: str, verdict: str, passes: bool, sections: Sequence[Section]) -> None:

@@ -19,7 +19,7 @@ def ulp_distance(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     infinity. NaN is 0 from NaN, whatever its payload, and `NAN_DISTANCE` from everything else.
 
     Args:
-      a, b: arrays of one shape and one float dtype of 16, 32 or 64 bits, bfloat16 among them.
+      a, b: arrays of one shape and one float dtype of 8 to 64 bits, those of ml_dtypes among them.
 
     Returns:
       uint64, of that shape.
@@ -52,7 +52,7 @@ def equal_bits(a: npt.ArrayLike, b: npt.ArrayLike) -> bool:
 
 
 def _alike(a: npt.ArrayLike, b: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    left, right = np.asarray(a), np.asarray(b)
+    left, right = (x.astype(x.dtype.newbyteorder("="), copy=False) for x in (np.asarray(a), np.asarray(b)))
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         expected = f"two arrays of shape {left.shape} and dtype {left.dtype}"
         raise GradCombineError("verify", expected, f"shape {right.shape} and dtype {right.dtype}")
@@ -61,6 +61,10 @@ def _alike(a: npt.ArrayLike, b: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
 def _ordered(array: np.ndarray) -> npt.NDArray[np.int64]:
     """An integer a float, in the floats' own order: the magnitude's bits, negated where the sign bit is set."""
+    if array.dtype.itemsize == 1:
+        # Not every 8-bit float has a sign bit, or a zero; but there are only 256 of them.
+        values = np.arange(256, dtype=np.uint8).view(array.dtype).astype(np.float32)
+        return np.searchsorted(np.unique(values[~np.isnan(values)]), array.astype(np.float32))
     size = array.dtype.itemsize
     bits = np.ascontiguousarray(array).reshape(array.shape).view(f"i{size}")
     magnitude = bits & np.iinfo(bits.dtype).max

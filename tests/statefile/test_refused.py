@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -159,19 +157,3 @@ def test_paths(tmp_path: Path) -> None:
 def test_a_reduction_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(gc.GradCombineError, match="mean, not called"):
         statefile.save(tmp_path / "a.npz", reductions.mean, SAVED)  # pyright: ignore[reportArgumentType]
-
-
-def test_without_safetensors_npz_still_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def without(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name.partition(".")[0] == "safetensors":
-            raise ModuleNotFoundError("No module named 'safetensors'", name="safetensors")
-        return real(name, *args, **kwargs)
-
-    monkeypatch.delitem(sys.modules, "gradcombine.statefile.safetensors_format", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(gc.GradCombineError, match=r"pip install 'gradcombine\[safetensors\]'"):
-        statefile.save(tmp_path / "a.safetensors", reductions.mean(), SAVED)
-    statefile.save(tmp_path / "a.npz", reductions.mean(), SAVED)
-    assert list(tmp_path.iterdir()) == [tmp_path / "a.npz"]

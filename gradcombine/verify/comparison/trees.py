@@ -11,8 +11,8 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
+from gradcombine.verify.comparison.distance import comparable
 from gradcombine.verify.comparison.leaf import LeafDifference, Meter
-from gradcombine.verify.ulp import NAN_DISTANCE
 
 SHOWN = 8
 """How many leaves a message names."""
@@ -25,17 +25,20 @@ class Comparison(NamedTuple):
       leaves: every leaf that both have, the worst first: by distance in ulp, then by relative difference.
       only_a, only_b: names of leaves that only one of them has.
       shapes: leaves that both have in two shapes, as (name, shape of a, shape of b).
+      kinds: leaves that both have in dtypes without a common measure, such as a float and an integer, as (name, dtype
+        of a, dtype of b).
     """
 
     leaves: tuple[LeafDifference, ...]
     only_a: tuple[str, ...] = ()
     only_b: tuple[str, ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    kinds: tuple[tuple[str, np.dtype, np.dtype], ...] = ()
 
     @property
     def matched(self) -> bool:
-        """Whether every leaf has its counterpart, of the same shape."""
-        return not (self.only_a or self.only_b or self.shapes)
+        """Whether every leaf has its counterpart, of the same shape and of a kind that can be measured against it."""
+        return not (self.only_a or self.only_b or self.shapes or self.kinds)
 
     @property
     def equal_bits(self) -> bool:
@@ -62,7 +65,7 @@ def compare(a: Tree, b: Tree) -> Comparison:
       A `Comparison`, which prints as a report of the leaves that differ.
 
     Raises:
-      GradCombineError: for leaves of kinds that have no common measure, a float and an integer for instance.
+      GradCombineError: for a leaf that is no array.
 
     >>> import numpy as np
     >>> from gradcombine.verify import compare
@@ -75,11 +78,14 @@ def compare(a: Tree, b: Tree) -> Comparison:
     """
     lefts, rights = _named(a), _named(b)
     shared = [name for name in lefts if name in rights]
-    leaves, shapes = [], []
+    leaves, shapes, kinds = [], [], []
     for name in shared:
         left, right = lefts[name], rights[name]
         if left.shape != right.shape:
             shapes.append((name, left.shape, right.shape))
+            continue
+        if not comparable(left.dtype, right.dtype):
+            kinds.append((name, left.dtype, right.dtype))
             continue
         meter = Meter(name, left.shape, left.dtype, right.dtype)
         meter.add(left, right)
@@ -89,6 +95,7 @@ def compare(a: Tree, b: Tree) -> Comparison:
         tuple(name for name in lefts if name not in rights),
         tuple(name for name in rights if name not in lefts),
         tuple(shapes),
+        tuple(kinds),
     )
 
 
@@ -147,9 +154,9 @@ def badness(leaf: LeafDifference) -> tuple[bool, int, float, str]:
     return leaf.equal_bits, -leaf.max_ulp, -leaf.relative, leaf.name
 
 
-def describe_ulp(ulp: int) -> str:
+def describe_ulp(leaf: LeafDifference) -> str:
     """A distance in words."""
-    return "NaN on one side" if ulp == NAN_DISTANCE else f"up to {ulp:,} ulp"
+    return "NaN on one side" if leaf.nan_against_number else f"up to {leaf.max_ulp:,} ulp"
 
 
 def _named(value: Tree) -> dict[str, np.ndarray]:
@@ -164,6 +171,7 @@ def _lines(found: Comparison, leaves: list[LeafDifference]) -> list[str]:
     if len(leaves) > SHOWN:
         lines.append(f"  and {len(leaves) - SHOWN} more")
     lines += [f"  {name}: shape {a} against {b}" for name, a, b in found.shapes[:SHOWN]]
+    lines += [f"  {name}: not compared, {a} against {b}" for name, a, b in found.kinds[:SHOWN]]
     for side, names in (("first", found.only_a), ("second", found.only_b)):
         if names:
             more = "" if len(names) <= SHOWN else f" and {len(names) - SHOWN} more"
@@ -173,7 +181,7 @@ def _lines(found: Comparison, leaves: list[LeafDifference]) -> list[str]:
 
 def _described(leaf: LeafDifference) -> str:
     dtype = leaf.dtypes[0] if leaf.same_dtype else f"{leaf.dtypes[0]} against {leaf.dtypes[1]}"
-    text = f"{leaf.name} {dtype} {leaf.shape}: {describe_ulp(leaf.max_ulp)}, {leaf.relative:.1e} relative"
+    text = f"{leaf.name} {dtype} {leaf.shape}: {describe_ulp(leaf)}, {leaf.relative:.1e} relative"
     if leaf.nans != (0, 0):
         text += f"; NaN {leaf.nans[0]:,} against {leaf.nans[1]:,}"
     if leaf.worst is None:

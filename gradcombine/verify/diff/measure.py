@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
 from gradcombine.verify.comparison import LeafDifference, Meter
+from gradcombine.verify.comparison.distance import comparable
 from gradcombine.verify.comparison.trees import badness
 from gradcombine.verify.dumps import Dump, Entry
 from gradcombine.verify.mapping import Pair, Rules, match
@@ -30,7 +30,7 @@ class Allowed(NamedTuple):
         """Whether a leaf is within either of the two."""
         if self.ulp is None and self.relative is None:
             return found.equal_bits and found.same_dtype
-        close = self.relative is not None and found.relative <= self.relative and _same_specials(found)
+        close = self.relative is not None and found.relative <= self.relative and found.same_specials
         return close or (self.ulp is not None and found.max_ulp <= self.ulp)
 
 
@@ -44,24 +44,44 @@ class Row(NamedTuple):
     found: LeafDifference
     passes: bool
 
+    @property
+    def turned(self) -> bool:
+        """Whether the second leaf is like the first with its axes in another order, though the shapes agree.
+
+        A kernel that is transposed by mistake looks like that; where it is none, a rule can say so.
+        """
+        axes, shape = self.pair.axes, self.found.shape
+        return axes is not None and self.pair.reason != "rule" and tuple(shape[i] for i in axes) == shape
+
+
+class LeftOut(NamedTuple):
+    """A leaf, or a pair of leaves, that could not be compared, and why."""
+
+    name: str
+    reason: str
+
 
 class DiffReport(NamedTuple):
     """What was found about two dumps.
 
     Attributes:
-      rows: every pair, the worst first.
+      rows: every pair that was compared, the worst first.
       only_a, only_b: leaves without a counterpart.
       elements: how many were compared.
+      left_out: leaves that could not be: they hold no numbers, or numbers without a common measure.
     """
 
     rows: tuple[Row, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     elements: int
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def passes(self) -> bool:
-        return not self.only_a and not self.only_b and all(row.passes for row in self.rows)
+        """Whether there are leaves, each has been compared with its counterpart, and all are within what is allowed."""
+        missing = self.only_a or self.only_b or self.left_out
+        return bool(self.rows) and not missing and all(row.passes for row in self.rows)
 
 
 def diff(
@@ -81,44 +101,60 @@ def diff(
       progress: called before each leaf, and after the last, with its name, the elements so far and all elements.
 
     Raises:
-      GradCombineError: for damaged files, rules that do not fit, and leaves of kinds without a common measure.
+      GradCombineError: for damaged files, and rules that do not fit.
 
     >>> import numpy as np
-    >>> from gradcombine.verify.dumps.entry import from_array
+    >>> from gradcombine.formats import from_array
     >>> def dump(**arrays):
-    ...     return {n: from_array(n, lambda x=x: x, x.shape, x.dtype) for n, x in arrays.items()}
+    ...     return {n: from_array("diff", n, x.shape, x.dtype, lambda x=x: x) for n, x in arrays.items()}
     >>> a = dump(kernel=np.float32([[1, 2, 3], [4, 5, 6]]))
     >>> report = diff(a, dump(w=np.float32([[1, 4], [2, 5], [3, 6]])))
     >>> report.passes, report.rows[0].pair.axes
     (True, (1, 0))
     """
-    matching = match(a, b, rules)
-    total, done, rows = sum(a[pair.a].size for pair in matching.pairs), 0, []
+    everything = sum(entry.size for entry in a.values())
+    matching = match(a, b, rules, lambda name: progress(f"matching {name}", 0, everything))
+    total, done, rows, left_out = sum(a[pair.a].size for pair in matching.pairs), 0, [], []
     for pair in matching.pairs:
         progress(pair.a, done, total)
-        found = _measured(a[pair.a], b[pair.b], pair)
-        rows.append(Row(pair, found, allowed.passes(found)))
-        done += a[pair.a].size
+        reason = _incomparable(a[pair.a], b[pair.b])
+        if reason:
+            left_out.append(LeftOut(_name(pair), reason))
+        else:
+            found = _measured(a[pair.a], b[pair.b], pair)
+            rows.append(Row(pair, found, allowed.passes(found)))
+            done += a[pair.a].size
     progress("", done, total)
+    only_a, only_b = (
+        tuple(name for name in names if not dump[name].unread)
+        for dump, names in ((a, matching.only_a), (b, matching.only_b))
+    )
+    for side, dump, names in (("A", a, matching.only_a), ("B", b, matching.only_b)):
+        left_out += [LeftOut(name, f"{side}: {dump[name].unread}") for name in names if dump[name].unread]
     rows.sort(key=lambda row: (row.passes, *badness(row.found)))
-    return DiffReport(tuple(rows), matching.only_a, matching.only_b, done)
+    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out))
+
+
+def _name(pair: Pair) -> str:
+    return pair.a if pair.a == pair.b else f"{pair.a} = {pair.b}"
+
+
+def _incomparable(a: Entry, b: Entry) -> str:
+    """Why two leaves cannot be compared; empty if they can."""
+    unread = [f"{side}: {entry.unread}" for side, entry in (("A", a), ("B", b)) if entry.unread]
+    if unread:
+        return "; ".join(unread)
+    return "" if comparable(a.dtype, b.dtype) else f"{a.dtype} against {b.dtype}: no common measure"
 
 
 def _measured(a: Entry, b: Entry, pair: Pair) -> LeafDifference:
-    name = pair.a if pair.a == pair.b else f"{pair.a} = {pair.b}"
-    meter = Meter(name, a.shape, a.dtype, b.dtype)
-    try:
-        if pair.axes is None:
-            for left, right in _in_step(a.pieces(), b.pieces()):
-                meter.add(left, right)
-        else:
-            meter.add(a.whole(), b.whole().transpose(pair.axes))
-        return meter.result()
-    except GradCombineError:
-        raise
-    except Exception as error:
-        # A damaged file shows as it is read, by a class of its format's own.
-        raise GradCombineError("diff", "a leaf that can be read", f"{type(error).__name__}: {error}", name) from error
+    meter = Meter(_name(pair), a.shape, a.dtype, b.dtype)
+    if pair.axes is None:
+        for left, right in _in_step(a.pieces(), b.pieces()):
+            meter.add(left, right)
+    else:
+        meter.add(a.whole(), b.whole().transpose(pair.axes))
+    return meter.result()
 
 
 def _in_step(a: Iterator[np.ndarray], b: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -132,8 +168,3 @@ def _in_step(a: Iterator[np.ndarray], b: Iterator[np.ndarray]) -> Iterator[tuple
             return
         yield left[:size], right[:size]
         left, right = left[size:], right[size:]
-
-
-def _same_specials(found: LeafDifference) -> bool:
-    """Whether NaN and infinity stand in the same numbers on both sides, which a relative difference leaves out."""
-    return found.nans[0] == found.nans[1] and found.infs[0] == found.infs[1] and found.ulp_counts[-1] == 0

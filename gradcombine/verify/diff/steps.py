@@ -14,7 +14,8 @@ from gradcombine.verify.dumps.open import detect
 from gradcombine.verify.mapping import Rules
 from gradcombine.verify.mapping.rules import NO_RULES
 
-_NUMBER = re.compile(r"\d+")
+_NUMBER = re.compile(r"(?:(?<=_)-)?\d+")
+"""A hyphen is a sign after an underscore, as in step_-0000001; ckpt-1 is the first."""
 
 
 class StepReport(NamedTuple):
@@ -23,15 +24,19 @@ class StepReport(NamedTuple):
     Attributes:
       steps: the report of each step that both have, by its number.
       only_a, only_b: steps that only one run has.
+      left_out: dumps beside them whose names hold no step.
     """
 
     steps: dict[int, DiffReport]
     only_a: tuple[int, ...]
     only_b: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def passes(self) -> bool:
-        return not self.only_a and not self.only_b and all(report.passes for report in self.steps.values())
+        """Whether there are steps, each run has all of them and nothing else, and each passes."""
+        missing = self.only_a or self.only_b or self.left_out
+        return bool(self.steps) and not missing and all(report.passes for report in self.steps.values())
 
     @property
     def first(self) -> int | None:
@@ -70,8 +75,9 @@ def diff_steps(
         progress(f"step {step}", i, len(both))
         reports[step] = diff(open_dump(left[step]), open_dump(right[step]), allowed=allowed, rules=rules)
     progress("", len(both), len(both))
-    only = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
-    return StepReport(reports, *only)
+    only_a, only_b = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
+    nameless = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]
+    return StepReport(reports, only_a, only_b, tuple(nameless))
 
 
 def dumps_by_step(directory: Path) -> dict[int, Path]:
@@ -83,14 +89,23 @@ def dumps_by_step(directory: Path) -> dict[int, Path]:
     if not directory.is_dir():
         raise GradCombineError("diff", "a directory of dumps", str(directory))
     found: dict[int, Path] = {}
-    for path in sorted(directory.iterdir()):
-        numbers = _NUMBER.findall(path.name.partition(".")[0])
-        if not numbers or detect(path) is None or path.name.endswith(".index"):
+    for path in _dumps(directory):
+        step = _step(path)
+        if step is None:
             continue
-        step = int(numbers[-1])
         if step in found:
             raise GradCombineError(
                 "diff", f"one dump of step {step} in {directory}", f"{found[step].name}, {path.name}"
             )
         found[step] = path
     return dict(sorted(found.items()))
+
+
+def _dumps(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.iterdir()) if detect(path) is not None]
+
+
+def _step(path: Path) -> int | None:
+    """The last number in a dump's name."""
+    numbers = _NUMBER.findall(path.name.partition(".")[0])
+    return int(numbers[-1]) if numbers else None

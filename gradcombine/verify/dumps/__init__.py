@@ -1,6 +1,6 @@
-"""Files of arrays, read leaf by leaf and piece by piece. Each format's library is imported as such a file is met."""
+"""Files and checkpoints of arrays. Each format's library is imported as such a file is met."""
 
-from gradcombine.verify.dumps.entry import Dump, Entry
-from gradcombine.verify.dumps.open import open_dump
+from gradcombine.formats import Entry
+from gradcombine.verify.dumps.open import Dump, open_dump
 
 __all__ = ["Dump", "Entry", "open_dump"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.dumps.entry import Dump
+from gradcombine.formats import Entry, npz, safetensors
+from gradcombine.formats.entry import first_line
+
+Dump: TypeAlias = Mapping[str, Entry]
+"""The entries of a file, by name."""
 
 _READERS = {
-    "npz": ("gradcombine.verify.dumps.npz", "numpy"),
-    "safetensors": ("gradcombine.verify.dumps.safetensors", "safetensors"),
     "h5": ("gradcombine.verify.dumps.hdf5", "h5py"),
     "tensorflow": ("gradcombine.verify.dumps.tensorflow", "tensorflow"),
     "orbax": ("gradcombine.verify.dumps.orbax", "orbax-checkpoint"),
@@ -37,18 +40,26 @@ def open_dump(path: str | Path) -> Dump:
     if kind is None:
         received = str(path) if path.exists() else f"{path}, which does not exist"
         raise GradCombineError("diff", EXPECTED, received)
+    try:
+        return _read(kind, path)
+    except (GradCombineError, MemoryError):
+        raise
+    except Exception as error:
+        # Each library has its own classes for a damaged file, from zlib.error to tf.errors.DataLossError.
+        raise GradCombineError("diff", f"{path.name} to be a whole {kind} file", first_line(error)) from error
+
+
+def _read(kind: str, path: Path) -> Dump:
+    if kind == "npz":
+        return npz.read("diff", path)
+    if kind == "safetensors":
+        return safetensors.read("diff", path).entries
     module, package = _READERS[kind]
     try:
         reader: Any = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise GradCombineError("diff", f"{package} to be installed, to read {path.name}", str(error)) from None
-    try:
-        return reader.read(path)
-    except GradCombineError:
-        raise
-    except Exception as error:
-        # Each library has its own classes for a damaged file, from zlib.error to tf.errors.DataLossError.
-        raise GradCombineError("diff", f"{path.name} to be a whole {kind} file", _first_line(error)) from error
+    return reader.read(path)
 
 
 def detect(path: Path) -> str | None:
@@ -64,7 +75,3 @@ def detect(path: Path) -> str | None:
         return None
     index = path if path.name.endswith(".index") else path.with_name(f"{path.name}.index")
     return "tensorflow" if index.is_file() else None
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -8,28 +8,33 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
-from gradcombine.verify.dumps.entry import Dump, from_array
+from gradcombine.formats import Entry, entry, from_array, unread
 
 _SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
+_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+"""How objects hang together: the file's own bookkeeping, which is no leaf."""
 
 
-def read(path: Path) -> Dump:
-    """The numeric variables of a checkpoint, by the paths of the objects that held them.
+def read(path: Path) -> dict[str, Entry]:
+    """The variables of a checkpoint, by the paths of the objects that held them.
 
     Args:
       path: the checkpoint's prefix; its .index file; or a directory, whose latest checkpoint is read.
     """
     prefix = tf.train.latest_checkpoint(path) if path.is_dir() else str(path).removesuffix(".index")
     reader = tf.train.load_checkpoint(prefix)
-    dtypes = reader.get_variable_to_dtype_map()
+    dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
     found = {}
-    for key, shape in sorted(reader.get_variable_to_shape_map().items()):
-        dtype = dtypes[key]
-        if dtype in (tf.string, tf.variant, tf.resource):
+    for key in sorted(shapes):
+        if key == _GRAPH:
             continue
-        name = key.removesuffix(_SUFFIX)
-        load = partial(_load, reader, key)
-        found[name] = from_array(name, load, tuple(shape), np.dtype(dtype.as_numpy_dtype))
+        short = key.removesuffix(_SUFFIX)
+        name = key if short != key and short in shapes else short
+        shape, dtype = tuple(shapes[key]), np.dtype(dtypes[key].as_numpy_dtype)
+        if entry.holds_numbers(dtype):
+            found[name] = from_array("diff", name, shape, dtype, partial(_load, reader, key))
+        else:
+            found[name] = unread("diff", name, f"elements of dtype {dtypes[key].name}", shape)
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
 
@@ -10,11 +10,9 @@ from gradcombine.errors import GradCombineError
 from gradcombine.verify.dumps import Dump
 from gradcombine.verify.mapping import alignment
 from gradcombine.verify.mapping.alignment import Axes
+from gradcombine.verify.mapping.closest import closest
 from gradcombine.verify.mapping.names import canonical
 from gradcombine.verify.mapping.rules import NO_RULES, Rules
-
-ALIKE = 0.9
-"""The least cosine at which two leaves are taken for the same one by their values alone."""
 
 
 class Pair(NamedTuple):
@@ -23,7 +21,8 @@ class Pair(NamedTuple):
     Attributes:
       a, b: their names.
       axes: the order of b's axes that gives a; None where they are in a's order.
-      reason: how the pair was found: ``"rule"``, ``"name"``, ``"similar name"``, ``"shape"`` or ``"values"``.
+      reason: how the pair was found: ``"rule"`` (``"rule, axes by values"``), ``"name"``, ``"similar name"``,
+        ``"shape"`` or ``"values"``.
     """
 
     a: str
@@ -40,13 +39,18 @@ class Matching(NamedTuple):
     only_b: tuple[str, ...]
 
 
-def match(a: Dump, b: Dump, rules: Rules = NO_RULES) -> Matching:
+def match(a: Dump, b: Dump, rules: Rules = NO_RULES, reading: Callable[[str], None] = lambda name: None) -> Matching:
     """Pairs the leaves of two dumps.
 
     In this order, each step for what those before have left over: the rules; equal names; names that are alike but
     for the habits of a framework (`names.canonical`), if only one leaf of each dump has such a name; shapes, transposed
     or not, that only one leaf of each dump has; values, the closest first. Where two leaves may be transposed, the
-    values tell.
+    values tell. A leaf that cannot be read has a counterpart by rule or by name alone.
+
+    Args:
+      a, b: the dumps.
+      rules: what is known beforehand.
+      reading: called with the name of each leaf before its values are read.
 
     Raises:
       GradCombineError: for a rule that names a leaf that is not there, or of another shape.
@@ -69,25 +73,33 @@ def match(a: Dump, b: Dump, rules: Rules = NO_RULES) -> Matching:
         elif other not in rest_b:
             raise GradCombineError("diff", f"a leaf {other} in the second dump, as a rule says", "none", name)
         else:
-            pair(name, other, "rule", _ruled(a, b, name, other, rule.transpose))
+            axes = _ruled(a, b, name, other, rule.transpose)
+            pair(name, other, "rule" if axes == rule.transpose else "rule, axes by values", axes)
 
     def by(key: Callable[[Dump, str], Hashable], reason: str) -> None:
         for left, right in _unique(rest_a, rest_b, key):
-            if alignment.possible(a[left].shape, b[right].shape):
+            if a[left].unread or b[right].unread:
+                pair(left, right, reason)
+            elif alignment.orders(a[left].shape, b[right].shape):
+                reading(left)
                 pair(left, right, reason, alignment.axes(a[left], b[right]))
 
     by(lambda dump, name: name, "name")
     by(lambda dump, name: canonical(name), "similar name")
+    unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
-    for left, right, axes in _closest(rest_a, rest_b):
+    for left, right, axes in list(closest(rest_a, rest_b, reading)):
         pair(left, right, "values", axes)
+    rest_a, rest_b = rest_a | unread[0], rest_b | unread[1]
     position = {name: i for i, name in enumerate(a)}
     return Matching(tuple(sorted(pairs, key=lambda found: position[found.a])), tuple(rest_a), tuple(rest_b))
 
 
 def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes | None:
+    if a[left].unread or b[right].unread:
+        return None
     shapes = a[left].shape, b[right].shape
-    if axes is None and alignment.possible(*shapes):
+    if axes is None and alignment.orders(*shapes):
         return alignment.axes(a[left], b[right])
     if axes is None or len(axes) != len(shapes[1]) or tuple(shapes[1][i] for i in axes) != shapes[0]:
         raise GradCombineError("diff", f"a leaf that fits {right} of shape {shapes[1]}", f"shape {shapes[0]}", left)
@@ -101,21 +113,3 @@ def _unique(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) -> Iterable[
     return [
         (name, others[key(a, name)]) for name in a if counts[0][key(a, name)] == 1 and counts[1].get(key(a, name)) == 1
     ]
-
-
-def _closest(a: Dump, b: Dump) -> Iterable[tuple[str, str, Axes | None]]:
-    """Pairs by value, the most alike first; among equals, in the order of the dumps."""
-    groups: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
-    for name, entry in b.items():
-        groups[tuple(sorted(entry.shape))].append(name)
-    candidates = []
-    for i, (left, entry) in enumerate(a.items()):
-        for j, right in enumerate(groups[tuple(sorted(entry.shape))]):
-            if alignment.possible(entry.shape, b[right].shape):
-                found = alignment.best(entry, b[right])
-                candidates.append((-found.cosine, abs(i - j), i, j, left, right, found.axes))
-    taken: set[tuple[str, str]] = set()
-    for negative, _, _, _, left, right, axes in sorted(candidates, key=lambda found: found[:4]):
-        if -negative >= ALIKE and ("a", left) not in taken and ("b", right) not in taken:
-            taken |= {("a", left), ("b", right)}
-            yield left, right, axes

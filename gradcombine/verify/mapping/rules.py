@@ -41,7 +41,7 @@ class Rules(NamedTuple):
         for rule in self.rules:
             found = rule.pattern.fullmatch(name)
             if found is not None:
-                return rule, None if rule.template is None else found.expand(rule.template)
+                return rule, None if rule.template is None else _expanded(rule.template, found)
         return None
 
     def ignores(self, name: str) -> bool:
@@ -71,6 +71,8 @@ def read_rules(path: str | Path) -> Rules:
         content = tomllib.loads(Path(path).read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise GradCombineError("diff", f"a TOML file of rules at {path}", str(error)) from None
+    if not isinstance(content.get("rule", []), list):
+        raise GradCombineError("diff", "rules as [[rule]]", repr(content["rule"]))
     unknown = set(content) - {"ignore_a", "ignore_b", "rule"}
     if unknown:
         raise GradCombineError("diff", "ignore_a, ignore_b and [[rule]] in the rules", ", ".join(sorted(unknown)))
@@ -84,12 +86,23 @@ def _rule(entry: Any, number: int) -> Rule:
         raise GradCombineError("diff", f"rule {number} with a, b and perhaps transpose", repr(entry))
     (pattern,) = _patterns([entry["a"]])
     axes = entry.get("transpose")
-    if axes is not None and sorted(axes) != list(range(len(axes))):
+    if axes is not None and not (isinstance(axes, list) and set(axes) == set(range(len(axes)))):
         raise GradCombineError("diff", f"rule {number} with transpose as an order of axes", axes)
+    if not isinstance(entry["b"], str):
+        raise GradCombineError("diff", f"rule {number} with a name as b", repr(entry["b"]))
     return Rule(pattern, entry["b"], None if axes is None else tuple(axes))
 
 
-def _patterns(texts: Iterable[str]) -> Iterable[re.Pattern[str]]:
+def _expanded(template: str, found: re.Match[str]) -> str:
+    try:
+        return found.expand(template)
+    except (re.error, IndexError) as error:
+        raise GradCombineError("diff", "a name with groups of its rule", f"{template!r}: {error}", found[0]) from None
+
+
+def _patterns(texts: Any) -> Iterable[re.Pattern[str]]:
+    if not isinstance(texts, list):
+        raise GradCombineError("diff", "a list of regular expressions in the rules", repr(texts))
     for text in texts:
         try:
             yield re.compile(text)

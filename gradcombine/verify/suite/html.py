@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine.verify import page
+from gradcombine.verify.sections import Cells, Figure, Section
 from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
 from gradcombine.verify.suite.report import NOTES, TITLES, found, number
 from gradcombine.verify.ulp import NAN_DISTANCE
@@ -27,28 +28,28 @@ def write(path: Path, report: Report) -> None:
     sections = [_section(name, list(rows)) for name, rows in groupby(report.findings, key=lambda row: row.section)]
     if failed:
         columns = ("row", "promise", "found")
-        names = [page.Cells((row.name, row.promise, found(row)), False) for row in failed]
-        sections.insert(0, page.Section("Not kept", columns=columns, rows=names))
+        names = [Cells((row.name, row.promise, found(row)), False) for row in failed]
+        sections.insert(0, Section("Not kept", columns=columns, rows=names))
     page.write(path, "gradcombine verify", verdict, not failed, [*sections, _curves(report.curves), _settings(report)])
 
 
-def _section(name: str, findings: Sequence[Finding]) -> page.Section:
+def _section(name: str, findings: Sequence[Finding]) -> Section:
     figures = [_distances(findings)] if name == "combine" else []
     measured = ("found", "relative", "of bound") if name != "training" else ("ratio",)
     columns = (*findings[0].labels, "promise", *measured, "")
     # Many rows are folded away, unless one of them failed.
     folded = len(findings) > 20 and all(finding.holds for finding in findings)
-    return page.Section(TITLES[name], NOTES[name], figures, columns, [_cells(row) for row in findings], folded)
+    return Section(TITLES[name], NOTES[name], figures, columns, [_cells(row) for row in findings], folded)
 
 
-def _cells(row: Finding) -> page.Cells:
+def _cells(row: Finding) -> Cells:
     # In the training, what was found is the ratio itself.
     measured = (found(row), number(row.relative)) if row.section != "training" else ()
     mark = "ok" if row.holds else "no"
-    return page.Cells((*map(str, row.labels.values()), row.promise, *measured, number(row.share), mark), row.holds)
+    return Cells((*map(str, row.labels.values()), row.promise, *measured, number(row.share), mark), row.holds)
 
 
-def _distances(findings: Sequence[Finding]) -> page.Figure:
+def _distances(findings: Sequence[Finding]) -> Figure:
     """A line for each row but for its number of replicas, a dot for each such number."""
     lines: dict[str, list[Finding]] = {}
     for finding in findings:
@@ -81,7 +82,7 @@ def _ulps(row: Finding) -> float:
     return 2.0**32 if row.ulps == NAN_DISTANCE else max(float(row.ulps), 0.5)
 
 
-def _curves(curves: Mapping[str, Sequence[float]]) -> page.Section:
+def _curves(curves: Mapping[str, Sequence[float]]) -> Section:
     figure, axes = page.plot(6.5, 3.2)
     for (name, losses), line in zip(curves.items(), _LINES, strict=False):
         axes.plot(range(1, len(losses) + 1), losses, line, label=name, linewidth=1.6)
@@ -102,15 +103,15 @@ def _curves(curves: Mapping[str, Sequence[float]]) -> page.Section:
     apart = page.drawn(figure, "The distance of the other trainings' losses from those in JAX")
     columns = ("window", *curves)
     values = zip(*curves.values(), strict=True)
-    rows = [page.Cells((str(i), *(f"{x:.7f}" for x in losses))) for i, losses in enumerate(values, 1)]
+    rows = [Cells((str(i), *(f"{x:.7f}" for x in losses))) for i, losses in enumerate(values, 1)]
     note = "The mean of means is there as a contrast: the same training with the microbatches' weights left out."
-    return page.Section("Losses", note, [losses, apart], columns, rows, folded=True)
+    return Section("Losses", note, [losses, apart], columns, rows, folded=True)
 
 
-def _settings(report: Report) -> page.Section:
-    rows = [page.Cells((name, text)) for name, text in _named("", report.settings)]
-    rows.append(page.Cells(("seconds", f"{report.seconds:.0f}")))
-    return page.Section("Versions and settings", columns=("", ""), rows=rows)
+def _settings(report: Report) -> Section:
+    rows = [Cells((name, text)) for name, text in _named("", report.settings)]
+    rows.append(Cells(("seconds", f"{report.seconds:.0f}")))
+    return Section("Versions and settings", columns=("", ""), rows=rows)
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, str]]:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradcombine.errors import GradCombineError
+from gradcombine.verify.comparison.trees import describe_ulp
 from gradcombine.verify.diff import Allowed, Row, diff
-from gradcombine.verify.diff.measure import EQUAL_BITS
+from gradcombine.verify.diff.measure import EQUAL_BITS, LeftOut
 from gradcombine.verify.diff.steps import dumps_by_step
 from gradcombine.verify.dumps import Dump, open_dump
 from gradcombine.verify.mapping import Rules
@@ -38,6 +39,7 @@ class Divergence(NamedTuple):
       introduced_by: what stands between this stage and the last one that is equal.
       unrecorded: stages before this one that a run lacks, so that they may be the cause.
       unmatched: leaves of this stage that only one run has.
+      left_out: leaves of this stage that could not be compared, and why.
     """
 
     step: int
@@ -46,12 +48,17 @@ class Divergence(NamedTuple):
     introduced_by: str
     unrecorded: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
 
     def __str__(self) -> str:
         text = f"step {self.step}: introduced by {self.introduced_by}"
         if self.row is not None:
             found = self.row.found
-            text += f"; worst leaf {found.name}, {found.max_ulp:,} ulp, {found.relative:.1e} relative"
+            text += f"; worst leaf {found.name}, {describe_ulp(found)}, {found.relative:.1e} relative"
+            if self.row.turned:
+                text += f", once its axes are in the order {self.row.pair.axes}, of which no rule says that it is right"
+        if self.left_out:
+            text += f"; not compared: {', '.join(map(' '.join, self.left_out[:3]))}"
         if self.unmatched:
             more = f" and {len(self.unmatched) - 3} more" if len(self.unmatched) > 3 else ""
             text += f"; in one run alone: {', '.join(self.unmatched[:3])}{more}"
@@ -77,7 +84,9 @@ def first_divergence(
 
     Returns:
       None where both runs have the same steps, with the same stages, and all of them are alike; else a `Divergence`,
-      which prints as a sentence. A step or stage that only one run has is one where nothing else differs.
+      which prints as a sentence. A step or stage that only one run has is one where nothing else differs; a leaf that
+      could not be compared is one, and so is a leaf that is like the other's only in another order of axes, though the
+      shapes agree and no rule gives that order.
 
     Raises:
       GradCombineError: for a directory without a trace, traces without a common step, and as `diff`.
@@ -131,9 +140,11 @@ def _in_step(
             continue
         limit = allowed if isinstance(allowed, Allowed) else allowed.get(stage, EQUAL_BITS)
         report = diff(left, right, allowed=limit, rules=rules)
-        if not report.passes:
-            row = next((row for row in report.rows if not row.passes), None)
-            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), (*report.only_a, *report.only_b))
+        apart = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.turned]
+        if apart or not report.passes:
+            unmatched = (*report.only_a, *report.only_b)
+            row = apart[0] if apart else None
+            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, report.left_out)
         unrecorded = []
     return None
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gradcombine import GradCombineError
 from gradcombine.verify import NAN_DISTANCE, LeafDifference, ulp_distance
 from gradcombine.verify.comparison import Element, Meter
+from gradcombine.verify.diff import Allowed
 
 FLOATS = st.floats(width=32)
 
@@ -46,8 +47,9 @@ def test_pieces_give_what_the_whole_gives(pairs: list[tuple[float, float]], piec
 
 
 def lengths(ulps: np.ndarray) -> tuple[int, ...]:
-    known = [int(x).bit_length() for x in ulps if x != NAN_DISTANCE]
-    return (*(known.count(n) for n in range(max(known, default=0) + 1)), int((ulps == NAN_DISTANCE).sum()))
+    nans = [ulps.dtype == np.uint64 and x == NAN_DISTANCE for x in ulps]
+    known = [int(x).bit_length() for x, nan in zip(ulps, nans, strict=True) if not nan]
+    return (*(known.count(n) for n in range(max(known, default=0) + 1)), sum(nans))
 
 
 def rounded(ulp: int) -> int:
@@ -78,10 +80,63 @@ def test_the_signs_of_zeros_are_different_bits_but_no_distance() -> None:
         (np.bool_([True]), np.bool_([False]), 1),
         (np.complex64([1 + 2j]), np.complex64([1 + 2.0000005j]), 2),
         (np.array([1.0], ml_dtypes.float8_e4m3fn), np.array([1.0], ml_dtypes.float8_e4m3fn), 0),
+        (np.array([1.0], ml_dtypes.float8_e4m3fn), np.array([1.25], ml_dtypes.float8_e4m3fn), 2),
+        (np.array([0.5, 1.0], ml_dtypes.float8_e8m0fnu), np.array([0.5, 4.0], ml_dtypes.float8_e8m0fnu), 2),
+        (np.array([-8], ml_dtypes.int4), np.array([7], ml_dtypes.int4), 15),
+        (np.array([1.0], ">f4"), np.array([1.0000001], "<f4"), 1),
+        (np.array([256], ">i4"), np.array([1], ">i4"), 255),
+        (np.uint64([2**60 + 1]), np.int64([2**60]), 1),
+        (np.uint64([2**64 - 1]), np.int64([-1]), 2**64),
+        (np.uint64([2**64 - 1, 0]), np.int64([-(2**63), -1]), 2**64 - 1 + 2**63),
+        (np.int8([-1]), np.uint8([255]), 256),
+        (np.float32([1e30]), np.float16([np.inf]), 1),
     ],
 )
 def test_every_kind_of_number_has_a_distance(a: Any, b: Any, ulp: int) -> None:
     assert measured(a, b).max_ulp == ulp
+
+
+@given(pairs=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=20))
+def test_integers_are_measured_exactly(pairs: list[tuple[int, int]]) -> None:
+    unsigned, signed = (list(side) for side in zip(*pairs, strict=True))
+    apart = [abs(x - y) for x, y in pairs]
+    found = measured(np.uint64(unsigned), np.int64(signed))
+    assert found.max_ulp == max(apart)
+    assert found.equal_bits == (max(apart) == 0)
+    assert found.ulp_counts == (
+        *([x.bit_length() for x in apart].count(n) for n in range(max(apart).bit_length() + 1)),
+        0,
+    )
+    largest = max(map(abs, signed))
+    assert found.relative == (max(apart) / largest if largest else math.inf if max(apart) else 0)
+    assert measured(np.int64(signed), np.uint64(unsigned)).max_ulp == max(apart)
+
+
+INF, NAN = np.inf, np.nan
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ([INF, 1], [INF, 1.5], True),
+        ([INF, 1], [-INF, 1], False),
+        ([INF, 1], [1, INF], False),
+        ([INF, NAN], [NAN, INF], False),
+        ([NAN, 1], [NAN, 2], True),
+        ([complex(INF, 1)], [complex(INF, 1)], True),
+        ([complex(INF, 1)], [complex(INF, 2)], False),
+    ],
+)
+def test_an_allowance_in_proportion_is_for_finite_numbers(a: Any, b: Any, same: bool) -> None:
+    found = measured(np.array(a), np.array(b))
+    assert found.same_specials == same
+    assert Allowed(relative=10).passes(found) == same
+
+
+def test_integers_beyond_float64_are_told_apart_by_an_allowance_in_proportion() -> None:
+    found = measured(np.int64([2**60]), np.int64([2**60 + 1]))
+    assert found.relative == 1 / (2**60 + 1)
+    assert not Allowed(relative=0).passes(found) and Allowed(relative=1e-15).passes(found)
 
 
 def test_an_empty_leaf_is_equal() -> None:

@@ -50,6 +50,13 @@ def test_leaves_without_a_counterpart_are_listed() -> None:
             check({"a": np.ones(2)}, {"c": np.ones(2)})
 
 
+def test_leaves_without_a_common_measure_are_listed() -> None:
+    found = compare({"a": np.float32([1]), "b": np.ones(2)}, {"a": np.int32([1]), "b": np.ones(2)})
+    assert found.kinds == (("['a']", np.float32, np.int32),) and len(found.leaves) == 1
+    assert not (found.matched or found.equal_bits)
+    assert "['a']: not compared, float32 against int32" in str(found)
+
+
 def test_no_gradient_matches_only_itself() -> None:
     assert_equal_bits({"w": None}, {"w": None})
     assert compare({"w": np.ones(1)}, {"w": None}).only_a == ("['w']",)

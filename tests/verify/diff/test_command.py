@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,19 @@ def dumps(tmp_path: Path) -> tuple[Path, Path]:
 def test_equal_dumps_pass(dumps: tuple[Path, Path]) -> None:
     code, output = run(dumps[0], dumps[0])
     assert code == 0
-    assert "The 2 leaves (8 elements) pass." in output
+    assert "All 2 leaves (8 elements) pass." in output
 
 
 def test_a_difference_fails_and_is_shown(dumps: tuple[Path, Path]) -> None:
     code, output = run(*dumps)
     assert code == 1
-    for text in ("kernel", "1 ulp", "6 | 6", "1 leaves have equal bits", "1 of 2 leaves do not pass"):
+    for text in (
+        "kernel",
+        "1 ulp",
+        "[5] 6.0 | 6.00",
+        "Leaves with equal bits: 1",
+        "2 leaves were compared; 1 do not pass.",
+    ):
         assert text in output
 
 
@@ -95,10 +103,33 @@ def test_a_missing_step_does_not_pass(runs: tuple[Path, Path]) -> None:
     (runs[1] / "step_00003.npz").unlink()
     code, output = run(*runs, "--max-ulp", 100)
     assert code == 1
-    assert "steps only in A: 3" in output
+    assert "step 3  only in A" in output
 
 
 def test_what_cannot_be_read_is_another_status(dumps: tuple[Path, Path], tmp_path: Path) -> None:
     code, output = run(dumps[0], tmp_path / "none.npz")
     assert code == 2
     assert "which does not exist" in output
+
+
+@pytest.mark.parametrize("option", ["--json", "--html"])
+def test_a_report_that_cannot_be_written_is_another_status(
+    dumps: tuple[Path, Path], tmp_path: Path, option: str
+) -> None:
+    code, output = run(*dumps, option, tmp_path / "nowhere" / "out")
+    assert code == 2
+    assert f"expected a path in an existing folder for {option}" in output
+    (tmp_path / "folder").mkdir()
+    assert run(*dumps, option, tmp_path / "folder")[0] == 2
+
+
+def test_a_truncated_member_is_no_difference(tmp_path: Path) -> None:
+    """Neither as it stands nor transposed: what is not there is not compared as whatever memory held."""
+    file = io.BytesIO()
+    np.save(file, np.ones((4, 3), np.float32))
+    np.savez(tmp_path / "a.npz", w=np.ones((3, 4), np.float32))
+    with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
+        archive.writestr("w.npy", file.getvalue()[:-8])
+    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert code == 2 and output.count("\n") == 1
+    assert "expected an array of float32(4, 3), 48 bytes" in output

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import zipfile
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +12,18 @@ import numpy as np
 import pytest
 
 from gradcombine import GradCombineError
+from gradcombine.formats import from_array
 from gradcombine.verify.diff import diff
-from gradcombine.verify.dumps.entry import Dump, from_array
+from gradcombine.verify.dumps import Dump, open_dump
 from gradcombine.verify.mapping import Rules, match, read_rules
+from tests.verify.diff.test_command import run
 
 RNG = np.random.default_rng(5)
 KERNELS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(3)]
 
 
 def dump(arrays: dict[str, Any]) -> Dump:
-    return {name: from_array(name, lambda x=x: x, x.shape, x.dtype) for name, x in arrays.items()}
+    return {name: from_array("diff", name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
 
 
 def pairs(a: dict[str, Any], b: dict[str, Any], rules: Rules | None = None) -> list[tuple[Any, ...]]:
@@ -70,6 +75,59 @@ def test_zeros_pair_in_order() -> None:
     assert [pair[:2] for pair in pairs(dict(a), dict(b))] == [(f"left{i}", f"right{i}") for i in range(3)]
 
 
+def test_leaves_of_many_axes_meet_by_name() -> None:
+    a = {"x": np.arange(64.0).reshape((2,) * 6)}
+    assert pairs(a, a) == [("x", "x", None, "name")]
+
+
+def test_unlike_kernels_are_not_taken_for_transposed() -> None:
+    assert pairs({"w": KERNELS[0]}, {"w": KERNELS[1]}) == [("w", "w", None, "name")]
+
+
+def test_a_square_kernel_that_is_turned_is_said(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=KERNELS[0], v=KERNELS[1][:, :3])
+    np.savez(tmp_path / "b.npz", w=KERNELS[0].T, v=KERNELS[1][:, :3].T)
+    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert code == 0
+    assert "alike only in another order of axes" in output and "w          1, 0" in output
+    (tmp_path / "rules.toml").write_text("[[rule]]\na = 'w'\nb = 'w'\ntranspose = [1, 0]")
+    assert "another order" not in run(*(tmp_path / f"{x}.npz" for x in "ab"), "--rules", tmp_path / "rules.toml")[1]
+
+
+@pytest.mark.parametrize("factor", [1, 1.001])
+def test_renamed_leaves_are_read_a_few_times_each(factor: float) -> None:
+    """However many there are of one shape; some are the same, and some transposed."""
+    reads, kernels = [], [np.random.default_rng(i % 50).normal(size=(20, 20)) for i in range(60)]
+
+    def counted(arrays: dict[str, np.ndarray]) -> Dump:
+        def load(name: str, x: np.ndarray) -> np.ndarray:
+            reads.append(name)
+            return x
+
+        return {n: from_array("diff", n, x.shape, x.dtype, partial(load, n, x)) for n, x in arrays.items()}
+
+    b = {f"{'xyz'[i % 3]}q{i * 7 % 60}z": (k.T if i % 4 == 0 else k) * factor for i, k in enumerate(kernels)}
+    found = match(counted({f"a{i}": k for i, k in enumerate(kernels)}), counted(b))
+    assert len(found.pairs) == 60
+    for pair in found.pairs:
+        other = b[pair.b] if pair.axes is None else b[pair.b].transpose(pair.axes)
+        np.testing.assert_array_equal(kernels[int(pair.a[1:])] * factor, other)
+    assert max(Counter(reads).values()) <= 6
+
+
+def test_an_archive_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, real = [], zipfile.ZipFile
+    np.savez(tmp_path / "a.npz", **{f"x{i}": np.ones((2, 2)) for i in range(20)})
+
+    def counted(path: Any) -> Any:
+        opened.append(path)
+        return real(path)
+
+    monkeypatch.setattr("gradcombine.formats.npz.zipfile.ZipFile", counted)
+    assert diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "a.npz")).passes
+    assert len(opened) == 2
+
+
 RULES = r"""
 ignore_a = ["opt.*"]
 ignore_b = ["step"]
@@ -101,6 +159,10 @@ def test_rules_go_before_all(tmp_path: Path) -> None:
         ("[[rule]]\na = '('\nb = 'x'", "a regular expression"),
         ("[[rule]]\na = 'x'\nb = 'y'\ntranspose = [0, 2]", "an order of axes"),
         ("[[rule]", "a TOML file"),
+        ("ignore_a = 3", "a list of regular expressions"),
+        ("rule = 3", "rules as"),
+        ("[[rule]]\na = 'x'\nb = 3", "a name as b"),
+        ("[[rule]]\na = 'x'\nb = 'y'\ntranspose = ['a']", "an order of axes"),
     ],
 )
 def test_bad_rules_are_named(tmp_path: Path, text: str, message: str) -> None:

@@ -244,6 +244,26 @@ def test_a_stage_that_rules_leave_out_needs_no_counterpart(tmp_path: Path) -> No
         assert first_divergence(tmp_path / a, tmp_path / b, rules=rules) is None
 
 
+def test_a_turned_kernel_is_a_divergence(tmp_path: Path) -> None:
+    kernel = np.random.default_rng(0).normal(size=(4, 4))
+    for name, value in (("a", kernel), ("b", kernel.T)):
+        with record(tmp_path / name) as recorder:
+            recorder(0, gradients={"w": value})
+    found = first_divergence(tmp_path / "a", tmp_path / "b")
+    assert "once its axes are in the order (1, 0), of which no rule says that it is right" in str(found)
+    rule = Rules((Rule(re.compile("gradients/w"), "gradients/w", (1, 0)),))
+    assert first_divergence(tmp_path / "a", tmp_path / "b", rules=rule) is None
+
+
+def test_what_cannot_be_compared_is_a_divergence(tmp_path: Path) -> None:
+    for name, value in (("a", np.int32(1)), ("b", np.float32(1))):
+        with record(tmp_path / name) as recorder:
+            recorder(0, gradients={"n": value, "w": np.ones(2)})
+    found = first_divergence(tmp_path / "a", tmp_path / "b")
+    assert found is not None and found.row is None
+    assert "not compared: gradients/n int32 against float32: no common measure" in str(found)
+
+
 def test_bad_input_is_named(tmp_path: Path) -> None:
     write(tmp_path / "a")
     with pytest.raises(GradCombineError, match="a directory without a trace"):

@@ -1,0 +1,114 @@
+"""The .npz format: a ZIP archive of .npy files.
+
+References: `numpy.lib.format <https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html>`_; `numpy.savez
+<https://numpy.org/doc/stable/reference/generated/numpy.savez.html>`_.
+"""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from numpy.lib import format as npy
+
+from gradcombine.errors import GradCombineError
+from gradcombine.formats import entry
+from gradcombine.formats.entry import Entry
+
+_SUFFIX = ".npy"
+_HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_MOST_DEFLATED = 1032
+"""The most that deflate can shrink by: what claims more is no archive, and is not unpacked."""
+
+
+def read(operation: str, path: Path, compressed: bool = True) -> dict[str, Entry]:
+    """The arrays of an .npz file, by name. All that is read before they are asked for is their headers.
+
+    NumPy writes bfloat16 as unnamed words of two bytes, and those are read as bfloat16.
+
+    Args:
+      operation: for errors.
+      path: of the file. It stays open as long as an entry of it lives.
+      compressed: whether entries may be; one that is not is no larger than its part of the file.
+
+    Raises:
+      GradCombineError: for entries that overlap, share a name, or are not what their headers say.
+      OSError: for a path that is not there.
+      Exception: of many classes, for other damage.
+    """
+    size = path.stat().st_size
+    archive = zipfile.ZipFile(path)
+    members = [member for member in archive.infolist() if not member.is_dir()]
+    if sum(member.compress_size for member in members) > size:
+        raise GradCombineError(operation, "entries that do not overlap", path.name)
+    found = {}
+    for member in members:
+        _require_plausible(operation, member, compressed)
+        name = member.filename.removesuffix(_SUFFIX)
+        if name in found:
+            raise GradCombineError(operation, "entries whose names differ", f"{path.name} with two", name)
+        found[name] = _entry(operation, archive, member, name)
+    return found
+
+
+def _require_plausible(operation: str, member: zipfile.ZipInfo, compressed: bool) -> None:
+    stored = member.compress_type == zipfile.ZIP_STORED
+    if not stored and not compressed:
+        raise GradCombineError(operation, "entries that are not compressed", member.filename)
+    if not stored and member.compress_type != zipfile.ZIP_DEFLATED:
+        raise GradCombineError(operation, "entries that are stored or deflated", member.filename)
+    most = member.compress_size * (1 if stored else _MOST_DEFLATED)
+    if member.file_size > most:
+        received = f"{member.file_size} in {member.compress_size} bytes of the file"
+        raise GradCombineError(operation, f"an entry of no more than {most} bytes", received, member.filename)
+
+
+def _entry(operation: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Entry:
+    if not member.filename.endswith(_SUFFIX):
+        return entry.unread(operation, name, "a file that is no .npy array")
+    with archive.open(member) as stream:
+        version = npy.read_magic(stream)
+        if version not in _HEADERS:
+            return entry.unread(operation, name, f"an .npy array of format {'.'.join(map(str, version))}")
+        try:
+            shape, fortran, dtype = _HEADERS[version](stream)
+        except ValueError as error:
+            if "dtype" not in str(error):
+                raise
+            # NumPy writes what it cannot read: 8-bit floats of ml_dtypes as "<f1".
+            return entry.unread(operation, name, str(error))
+        start = stream.tell()
+    if dtype.hasobject:
+        return entry.unread(operation, name, "Python objects", shape)
+    numbers = np.dtype(ml_dtypes.bfloat16) if dtype == np.dtype("V2") else dtype
+    nbytes = math.prod(shape) * dtype.itemsize
+    if any(n < 0 for n in shape) or start + nbytes != member.file_size:
+        received = f"one of {member.file_size} bytes with its header of {start}"
+        raise GradCombineError(operation, f"an array of {dtype}{shape}, {nbytes} bytes", received, name)
+    if not entry.holds_numbers(numbers):
+        return entry.unread(operation, name, f"elements of dtype {dtype}", shape)
+    contents = partial(_pieces, archive, member, start, shape, fortran, numbers)
+    return entry.from_pieces(operation, name, shape, numbers, contents)
+
+
+def _pieces(
+    archive: zipfile.ZipFile,
+    member: zipfile.ZipInfo,
+    start: int,
+    shape: tuple[int, ...],
+    fortran: bool,
+    dtype: np.dtype,
+) -> Iterator[np.ndarray]:
+    with archive.open(member) as stream:
+        stream.read(start)
+        if fortran and len(shape) > 1:
+            yield np.frombuffer(stream.read(), dtype).reshape(shape, order="F").reshape(-1)
+            return
+        # Up to the empty read: the entry's checksum is compared there.
+        while data := stream.read(entry.PIECE * dtype.itemsize):
+            yield np.frombuffer(data, dtype)

@@ -1,0 +1,99 @@
+"""The .safetensors format: the length of a header, the header in JSON, and the arrays one after another.
+
+References: `safetensors <https://huggingface.co/docs/safetensors/index>`_.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from gradcombine.errors import GradCombineError
+from gradcombine.formats import entry
+from gradcombine.formats.entry import Entry
+
+DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    **{f"{sign}{bits}": np.dtype(f"<{sign.lower()}{bits // 8}") for sign in "IU" for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": np.dtype(f"<f{bits // 8}") for bits in (16, 32, 64)},
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "C64": np.dtype("<c8"),
+}
+"""What the format calls the dtypes that are known here."""
+
+_MOST_IN_HEADER = 100_000_000
+"""The format's own limit, in bytes."""
+
+
+class Contents(NamedTuple):
+    """The arrays of a file by name, and the texts that its header holds beside them."""
+
+    entries: dict[str, Entry]
+    texts: dict[str, str]
+
+
+def read(operation: str, path: Path) -> Contents:
+    """The arrays of a .safetensors file; all that is read before they are asked for is the header.
+
+    Raises:
+      GradCombineError: for a damaged header, and for arrays that are not exactly the rest of the file.
+      OSError: for a path that is not there.
+      Exception: of some other classes, for a header that is no JSON of the right form.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 0 < length <= min(size - 8, _MOST_IN_HEADER):
+            raise GradCombineError(operation, f"a header of up to {size - 8} bytes in {path.name}", length)
+        fields = json.loads(file.read(length).decode(), object_pairs_hook=partial(_distinct, operation))
+    texts = fields.pop("__metadata__", {})
+    end, found = 0, {}
+    for name, array in sorted(fields.items(), key=lambda field: field[1]["data_offsets"]):
+        begin, after = map(_natural, array["data_offsets"])
+        shape, dtype = tuple(map(_natural, array["shape"])), DTYPES.get(array["dtype"])
+        if begin != end or after < begin:
+            raise GradCombineError(operation, f"bytes that begin at {end}", f"{begin} to {after}", name)
+        end = after
+        if dtype is None:
+            found[name] = entry.unread(operation, name, f"elements of dtype {array['dtype']}", shape)
+            continue
+        if math.prod(shape) * dtype.itemsize != after - begin:
+            raise GradCombineError(operation, f"the bytes of {dtype}{shape}", after - begin, name)
+        contents = partial(_pieces, path, 8 + length + begin, after - begin, dtype)
+        found[name] = entry.from_pieces(operation, name, shape, dtype, contents)
+    if 8 + length + end != size:
+        raise GradCombineError(operation, f"a file of {8 + length + end} bytes", f"{path.name} of {size}")
+    return Contents({name: found[name] for name in fields}, texts)
+
+
+def _pieces(path: Path, start: int, nbytes: int, dtype: np.dtype) -> Iterator[np.ndarray]:
+    with path.open("rb") as file:
+        file.seek(start)
+        while nbytes and (data := file.read(min(nbytes, entry.PIECE * dtype.itemsize))):
+            nbytes -= len(data)
+            yield np.frombuffer(data, dtype)
+
+
+def _natural(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is no size")
+    return number
+
+
+def _distinct(operation: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise GradCombineError(operation, "names that differ in the header", f"{len(pairs) - len(found)} that do not")
+    return found

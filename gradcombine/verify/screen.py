@@ -1,0 +1,44 @@
+"""A report on a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from gradcombine.verify.sections import Section
+
+SHOWN = 12
+"""How many rows of a long table are shown."""
+
+
+def show(console: Console, verdict: str, passes: bool, sections: Sequence[Section]) -> None:
+    """Prints the first rows of each section's table, and the answer at the end. Plots are for pages."""
+    for section in sections:
+        if section.folded or not section.rows:
+            console.print(Text(f"{section.title}: {len(section.rows):,}" if section.rows else section.title, "bold"))
+            continue
+        console.print(Text(section.title, "bold"))
+        if section.note:
+            console.print(Text(section.note, "dim"))
+        shown = len(section.rows) if section.whole else min(SHOWN, len(section.rows))
+        console.print(_table(section, shown))
+        if len(section.rows) > shown:
+            console.print(f"and {len(section.rows) - shown:,} more")
+        console.print()
+    console.print(Text(verdict, "green" if passes else "bold red"))
+
+
+def _table(section: Section, shown: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    rows = section.rows[:shown]
+    # A column in which nothing stands takes no room.
+    used = [i for i in range(len(section.columns)) if i == 0 or any(row.cells[i] for row in rows)]
+    for i in used:
+        table.add_column(section.columns[i], overflow="fold", justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*(Text(row.cells[i]) for i in used), style=None if row.passes else "red")
+    return table

@@ -1,0 +1,180 @@
+"""Readers of files that are damaged or made to harm: an error of one class, the same numbers, and little memory."""
+
+from __future__ import annotations
+
+import io
+import json
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from gradcombine import GradCombineError
+from gradcombine.verify.dumps import open_dump
+
+ARRAYS = {
+    "kernel": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "turned": np.asarray(np.arange(6.0).reshape(2, 3), order="F"),
+    "half": np.array([1, 2.5], ml_dtypes.bfloat16),
+    "scalar": np.int64(7),
+    "empty": np.zeros((0, 3)),
+}
+CASES = 400
+
+
+def stored(path: Path) -> Path:
+    np.savez(path / "a.npz", **ARRAYS)
+    return path / "a.npz"
+
+
+def compressed(path: Path) -> Path:
+    np.savez_compressed(path / "b.npz", **ARRAYS)
+    return path / "b.npz"
+
+
+def safetensors(path: Path) -> Path:
+    save_file({name: np.array(x, order="C") for name, x in ARRAYS.items()}, path / "c.safetensors")
+    return path / "c.safetensors"
+
+
+WRITERS = [stored, compressed, safetensors]
+
+
+def damaged(data: bytes, rng: np.random.Generator, case: int) -> bytes:
+    """The file with bits flipped, a piece overwritten, or its end cut off."""
+    out = bytearray(data)
+    if case % 4 == 0:
+        del out[rng.integers(len(data)) :]
+    elif case % 4 == 1:
+        start = rng.integers(len(data))
+        out[start : start + rng.integers(1, 64)] = rng.bytes(rng.integers(1, 64))
+    else:
+        for _ in range(case % 4 - 1):
+            out[rng.integers(len(data))] ^= 1 << rng.integers(8)
+    return bytes(out)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_damage_is_one_class_of_error_and_little_memory(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path, rng = write(tmp_path), np.random.default_rng(0)
+    data, refused = path.read_bytes(), 0
+    open_dump(path)
+    tracemalloc.start()
+    for case in range(CASES):
+        path.write_bytes(damaged(data, rng, case))
+        try:
+            found = {name: entry.whole() for name, entry in open_dump(path).items() if not entry.unread}
+        except GradCombineError:
+            refused += 1
+            continue
+        assert case % 4 or found.keys() < ARRAYS.keys()  # nothing that is cut off is read as a whole
+        if path.suffix == ".npz":  # whose arrays carry checksums
+            for name in found.keys() & ARRAYS.keys():
+                same = np.asarray(ARRAYS[name])
+                assert found[name].shape != same.shape or found[name].dtype != same.dtype or (found[name] == same).all()
+    assert refused > CASES / 4
+    assert tracemalloc.get_traced_memory()[1] < 2e6
+    tracemalloc.stop()
+
+
+def header(text: str, data: bytes = b"\0" * 12) -> bytes:
+    """An .npy file with this header."""
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + data
+
+
+def shaped(shape: str) -> bytes:
+    return header(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}\n")
+
+
+MEMBERS = {
+    "more than is there": shaped("(4,)"),
+    "less than is there": shaped("(2,)"),
+    "huge": shaped("(10**15,)".replace("10**15", str(10**15))),
+    "beyond 64 bits": shaped(f"({2**62}, 4)"),
+    "negative": shaped("(-1, -3)"),
+    "no number": shaped("(3.0,)"),
+    "a header that is cut off": header("{'descr': '<f4', ")[:24],
+    "a header that is deep": header("(" * 5000),
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
+@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_headers_that_do_not_fit_are_refused(member: bytes, method: int, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w", method) as archive:
+        archive.writestr("x.npy", member)
+    with pytest.raises(GradCombineError):
+        open_dump(tmp_path / "a.npz")
+
+
+def test_an_array_that_fits_its_header_is_read(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", shaped("(3,)"))
+    assert open_dump(tmp_path / "a.npz")["x"].whole().tolist() == [0, 0, 0]
+
+
+def two_of_a_name(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("x", "x.npy"):
+            archive.writestr(name, shaped("(3,)"))
+
+
+def a_bomb(path: Path) -> None:
+    """A directory that claims that a few bytes are a gigabyte."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", shaped("(3,)"))
+    claimed = 10**9
+    size = len(shaped("(3,)")).to_bytes(4, "little")
+    path.write_bytes(file.getvalue().replace(size, claimed.to_bytes(4, "little")))
+
+
+@pytest.mark.parametrize("make", [two_of_a_name, a_bomb])
+def test_archives_that_mislead_are_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "a.npz")
+    with pytest.raises(GradCombineError):
+        open_dump(tmp_path / "a.npz")
+
+
+def tensor(**fields: Any) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]} | fields
+
+
+HEADERS = {
+    "too short a shape": {"x": tensor(shape=[2])},
+    "a huge shape": {"x": tensor(shape=[10**15])},
+    "a negative shape": {"x": tensor(shape=[-1, -3])},
+    "a shape of a truth value": {"x": tensor(shape=[True, 3])},
+    "offsets beyond the end": {"x": tensor(shape=[4], data_offsets=[0, 16])},
+    "offsets backwards": {"x": tensor(shape=[0], data_offsets=[12, 0])},
+    "an overlap": {"x": tensor(), "y": tensor()},
+    "a hole": {"x": tensor(shape=[1], data_offsets=[0, 4]), "y": tensor(shape=[1], data_offsets=[8, 12])},
+    "a rest": {"x": tensor(shape=[2], data_offsets=[0, 8])},
+    "no offsets": {"x": {"dtype": "F32", "shape": [3]}},
+    "a list": [1, 2],
+    "a name twice": f'{{"x": {json.dumps(tensor())}, "x": {json.dumps(tensor())}}}',
+    "no JSON": "{",
+    "deep JSON": "[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS)
+def test_headers_of_safetensors_that_do_not_fit_are_refused(content: Any, tmp_path: Path) -> None:
+    text = (content if isinstance(content, str) else json.dumps(content)).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 12)
+    with pytest.raises(GradCombineError):
+        open_dump(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("length", [0, 2**40, 2**64 - 1])
+def test_lengths_of_headers_that_do_not_fit_are_refused(length: int, tmp_path: Path) -> None:
+    (tmp_path / "a.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
+    with pytest.raises(GradCombineError, match="a header of up to 2 bytes"):
+        open_dump(tmp_path / "a.safetensors")

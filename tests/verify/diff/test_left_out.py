@@ -1,0 +1,172 @@
+"""What is not compared never passes: it is named, and the rest is compared all the same."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+import tensorflow as tf
+
+from gradcombine import GradCombineError
+from gradcombine.verify.diff import diff, diff_steps
+from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.mapping import read_rules
+from tests.verify.diff.test_command import run
+
+ONES = np.ones(3, np.float32)
+
+
+def npz(path: Path) -> Path:
+    arrays = {
+        "objects": np.array([{}], dtype=object),
+        "text": np.array(["a"]),
+        "float8": np.ones(2, ml_dtypes.float8_e5m2),
+        "record": np.zeros(2, [("x", "f4")]),
+        "day": np.zeros(2, "M8[D]"),
+    }
+    np.savez(path / "a.npz", w=ONES, **arrays)
+    with zipfile.ZipFile(path / "a.npz", "a") as archive:
+        archive.writestr("settings.json", "{}")
+    return path / "a.npz"
+
+
+def hdf5(path: Path) -> Path:
+    with h5py.File(path / "a.h5", "w") as file:
+        file["w"] = ONES
+        file["text"] = "a"
+        file["empty"] = h5py.Empty("f4")
+        file["record"] = np.zeros(2, [("x", "f4")])
+        file["opaque"] = np.zeros(2, "V2")
+        file["type"] = np.dtype("f4")
+        file["lost"] = h5py.SoftLink("/nowhere")
+        file["elsewhere"] = h5py.ExternalLink("nowhere.h5", "/w")
+        file["group/circle"] = h5py.SoftLink("/group")
+        file.create_dataset("unwritten", (10**12,), "f4", chunks=(10**6,))
+    return path / "a.h5"
+
+
+def safetensors(path: Path) -> Path:
+    fields = {
+        "w": {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]},
+        "float4": {"dtype": "F4", "shape": [2], "data_offsets": [12, 13]},
+    }
+    text = json.dumps(fields).encode()
+    (path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + ONES.tobytes() + b"\0")
+    return path / "a.safetensors"
+
+
+def tensorflow(path: Path) -> Path:
+    return Path(tf.train.Checkpoint(w=tf.Variable(ONES), text=tf.Variable("a")).write(str(path / "a")))
+
+
+def orbax(path: Path) -> Path:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(path / "a", {"w": jnp.asarray(ONES), "text": "a", "x": {"y": np.ones(2)}, "x.y": np.zeros(2)})
+    return path / "a"
+
+
+LEFT_OUT = {
+    npz: {"objects", "text", "float8", "record", "day", "settings.json"},
+    hdf5: {"text", "empty", "record", "opaque", "type", "lost", "elsewhere", "group/circle", "unwritten"},
+    safetensors: {"float4"},
+    tensorflow: {"text"},
+    orbax: {"text", "x/y", "x.y"},
+}
+
+
+@pytest.mark.parametrize("write", LEFT_OUT)
+def test_what_cannot_be_read_is_named_and_fails(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    path = write(tmp_path)
+    report = diff(open_dump(path), open_dump(path))
+    assert {each.name for each in report.left_out} == LEFT_OUT[write]
+    assert [row.found.name for row in report.rows] == ["w"] and report.rows[0].passes
+    assert not report.passes
+    with pytest.raises(GradCombineError, match="an array of numbers"):
+        open_dump(path)[report.left_out[0].name].whole()
+
+
+def test_the_screen_says_it_and_a_rule_may_leave_it_out(tmp_path: Path) -> None:
+    path = npz(tmp_path)
+    code, output = run(path, path, "--json", tmp_path / "out.json")
+    assert code == 1
+    assert "Leaves that were not compared" in output and "A: a file that is no .npy array" in output
+    assert "1 leaves were compared; 6 could not be compared." in output
+    assert len(json.loads((tmp_path / "out.json").read_text())["left_out"]) == 6
+    (tmp_path / "rules.toml").write_text("ignore_a = ['[^w].*']\nignore_b = ['[^w].*']")
+    assert run(path, path, "--rules", tmp_path / "rules.toml")[0] == 0
+
+
+def test_nothing_compared_is_nothing_passed(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=ONES)
+    np.savez(tmp_path / "none.npz")
+    (tmp_path / "rules.toml").write_text("ignore_a = ['w']\nignore_b = ['w']")
+    assert not diff({}, {}).passes
+    rules = read_rules(tmp_path / "rules.toml")
+    assert not diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "a.npz"), rules=rules).passes
+    code, output = run(tmp_path / "none.npz", tmp_path / "none.npz")
+    assert code == 1 and "No leaf was compared." in output
+
+
+def test_an_unlike_leaf_leaves_the_others_to_be_compared(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", step=np.int32(3), w=ONES, long=np.longdouble([1]))
+    np.savez(tmp_path / "b.npz", step=np.float32(3), w=ONES, long=np.longdouble([1]))
+    report = diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz"))
+    assert {each.name: each.reason for each in report.left_out} == {
+        "step": "int32 against float32: no common measure",
+        "long": f"{np.dtype(np.longdouble)} against {np.dtype(np.longdouble)}: no common measure",
+    }
+    assert [row.found.name for row in report.rows] == ["w"] and not report.passes
+
+
+@pytest.mark.parametrize("off", [0, 1])
+def test_bfloat16_in_hdf5_and_linked_datasets_are_compared(off: float, tmp_path: Path) -> None:
+    """As Keras writes bfloat16: as opaque words, with an attribute."""
+    for name, value in (("a", 0.0), ("b", off)):
+        with h5py.File(tmp_path / f"{name}_linked.h5", "w") as file:
+            file["w"] = ONES + value
+        with h5py.File(tmp_path / f"{name}.h5", "w") as file:
+            file["half"] = (ONES + value).astype(ml_dtypes.bfloat16).view("V2")
+            file["half"].attrs["dtype"] = "bfloat16"
+            file["far"] = h5py.ExternalLink(f"{name}_linked.h5", "/w")
+            file["near"] = h5py.SoftLink("/hard")
+            file["hard"] = ONES + value
+            file["hard twice"] = file["hard"]
+    report = diff(open_dump(tmp_path / "a.h5"), open_dump(tmp_path / "b.h5"))
+    assert {row.found.name for row in report.rows} == {"half", "far", "near", "hard", "hard twice"}
+    assert [row.passes for row in report.rows] == [not off] * 5 and report.passes == (not off)
+    assert {row.found.name: row.found.dtypes[0] for row in report.rows}["half"] == "bfloat16"
+
+
+def test_a_big_endian_leaf_is_measured_by_its_values(tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", w=np.array([1.0, 256.0], ">f4"))
+    np.savez(tmp_path / "b.npz", w=np.array([1.0, np.nextafter(np.float32(256), np.float32(300))], "<f4"))
+    (row,) = diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz")).rows
+    assert (row.found.max_ulp, row.found.dtypes) == (1, ("float32", "float32"))
+
+
+def test_names_that_collide_stay_apart(tmp_path: Path) -> None:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "a", {"a": {"b": np.zeros(2)}, "a/b": np.ones(2)})
+    found = {name: entry.whole().tolist() for name, entry in open_dump(tmp_path / "a").items()}
+    assert found == {"['a']['b']": [0, 0], "['a/b']": [1, 1]}
+
+
+@pytest.mark.parametrize("names", [("final", "final"), ("step_1", "step_-1")])
+def test_dumps_of_a_run_that_are_no_common_step_are_named(names: tuple[str, str], tmp_path: Path) -> None:
+    for side, name in zip("ab", names, strict=True):
+        (tmp_path / side).mkdir()
+        for each in ("step_0", name):
+            np.savez(tmp_path / side / f"{each}.npz", w=ONES)
+    report = diff_steps(tmp_path / "a", tmp_path / "b")
+    assert not report.passes
+    left_out: Any = [Path(each).name for each in report.left_out] or (report.only_a, report.only_b)
+    assert left_out == (["final.npz"] * 2 if names[0] == "final" else ((1,), (-1,)))
