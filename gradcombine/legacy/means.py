@@ -14,6 +14,7 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.combine import mean
 from gradcombine.errors import GradCombineError
 from gradcombine.legacy.leaves import by_leaf, require_dtypes, trees_of
+from gradcombine.reductions import dtypes
 from gradcombine.reductions.compensated import two_sum
 from gradcombine.reductions.dtypes import FLOAT32
 from gradcombine.types import Array, Tree
@@ -23,16 +24,18 @@ _SPLITTER = np.float32(2**12 + 1)
 
 
 @ordinary
-def welford(values: Sequence[Tree], fused: bool = True) -> Tree:
+def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT32) -> Tree:
     """The mean of optax.MultiSteps: ``acc = acc + (g - acc) / (n + 1)`` from ``acc = 0``, for n = 0, 1, ....
 
     XLA multiplies by ``1 / (n + 1)``, rounded, in place of the division, and contracts that product and the addition
-    into one fused multiply-add. It divides, and fuses nothing, where a leaf has one element.
+    into one fused multiply-add. It divides, and fuses nothing, where a leaf has one element, and where all is bfloat16.
 
     Args:
-      values: as for `left_chain`, of float32, bfloat16 or float16; the accumulator is float32.
+      values: as for `left_chain`, of float32, bfloat16 or float16.
       fused: whether products are fused into additions, as in optax outside and inside of jit. False: they are rounded
         by themselves, as under jax.disable_jit.
+      accumulator: the dtype that the mean has between two contributions, MultiSteps' ``accumulator_dtype``. The last
+        step is not rounded to it. Where the contributions have the same narrow dtype, each operation is.
 
     Returns:
       The mean, of the contributions' dtype.
@@ -53,7 +56,10 @@ def welford(values: Sequence[Tree], fused: bool = True) -> Tree:
     """
     trees = trees_of("welford", values)
     require_dtypes("welford", trees[0], _DTYPES)
-    return by_leaf("welford", trees, partial(_welford, fused=fused))
+    kept = dtypes.parse(accumulator)
+    if kept is None or kept.name not in _DTYPES:
+        raise GradCombineError("welford", f"an accumulator of {', '.join(_DTYPES)}", accumulator)
+    return by_leaf("welford", trees, partial(_welford, fused=fused, accumulator=kept))
 
 
 @ordinary
@@ -87,18 +93,22 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | N
     return mean([mean(trees[own], None if weights is None else weights[own]) for own in blocks])
 
 
-def _welford(backend: Backend, terms: list[Array], fused: bool) -> Array:
-    shape = backend.shape(terms[0])
-    average = backend.full(shape, 0, FLOAT32)
+def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.dtype) -> Array:
+    shape, own = backend.shape(terms[0]), backend.dtype(terms[0])
+    running = own if own == accumulator else FLOAT32
+    average = backend.full(shape, 0, accumulator)
     for n, term in enumerate(terms, start=1):
-        difference = _subtract(backend, backend.cast(term, FLOAT32), average)
-        if math.prod(shape) == 1:
-            average = backend.add(average, backend.divide(difference, backend.asarray(np.float32(n))))
-        elif fused:
-            average = multiply_add(backend, difference, 1 / np.float32(n), average)
+        before = backend.cast(average, running)
+        difference = _subtract(backend, backend.cast(term, running), before)
+        reciprocal = (1 / np.float32(n)).astype(running)
+        if math.prod(shape) == 1 or running.name == "bfloat16":
+            after = backend.add(before, backend.divide(difference, backend.asarray(np.asarray(n).astype(running))))
+        elif fused and running == FLOAT32:
+            after = multiply_add(backend, difference, reciprocal, before)
         else:
-            average = backend.add(average, _times(backend, difference, 1 / np.float32(n)))
-    return backend.cast(average, backend.dtype(terms[0]))
+            after = backend.add(before, _times(backend, difference, reciprocal))
+        average = after if n == len(terms) else backend.cast(after, accumulator)
+    return backend.cast(average, own)
 
 
 def multiply_add(backend: Backend, x: Array, factor: np.float32, y: Array) -> Array:

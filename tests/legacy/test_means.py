@@ -18,13 +18,13 @@ from tests.legacy.data import assert_same_bits, normal
 SHAPES = [(513,), (33, 7), (1,), (), (2,), (17,)]
 
 
-def multi_steps(values: list[Any], jit: bool) -> Any:
+def multi_steps(values: list[Any], jit: bool, accumulator: Any = np.float32) -> Any:
     """The mean that the inner transformation receives."""
     import jax
     import optax
 
     with jax.numpy_dtype_promotion("standard"):
-        transformation = optax.MultiSteps(optax.identity(), len(values))
+        transformation = optax.MultiSteps(optax.identity(), len(values), accumulator_dtype=accumulator)
         state, mean = transformation.init(values[0]), None
         update: Callable[..., Any] = jax.jit(transformation.update) if jit else transformation.update
         for value in values:
@@ -58,6 +58,16 @@ def test_multi_steps_without_compilation() -> None:
 def test_multi_steps_of_narrow_floats(dtype: str) -> None:
     values = normal(20, dtype=dtype)
     assert_same_bits(multi_steps(values, jit=True), legacy.welford(values))
+
+
+@pytest.mark.needs("jax", "optax")
+@pytest.mark.parametrize("accumulator", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(300,), (1,)])
+def test_multi_steps_with_a_narrow_accumulator(shape: tuple[int, ...], dtype: str, accumulator: str) -> None:
+    values = normal(7, shape, dtype=dtype)
+    expected = legacy.welford(values, accumulator=accumulator)
+    assert_same_bits(multi_steps(values, jit=True, accumulator=np.dtype(accumulator)), expected)
 
 
 def test_welford_is_not_the_textbook_mean() -> None:

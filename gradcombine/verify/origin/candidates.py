@@ -47,14 +47,22 @@ def candidates(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Se
       weights: one a tree, if there were any.
       ranks: numbers of replicas that may have shared them.
     """
+    found = {x.dtype for value in trees for x in tree.flatten("explain", value)[0] if x is not None}
     known = dict(orders(len(trees), ranks))
-    for dtype in map(np.dtype, ACCUMULATORS):
+    common = [np.dtype(x) for x in ACCUMULATORS]
+    for dtype in [*common, *sorted(found - set(common), key=str)]:
         cast = [as_dtype(x, dtype) for x in trees]
         for name, order in known.items():
+            if dtype not in common and name.startswith("ring"):
+                continue  # TensorFlow's has no such dtype
             for scaling, run in _scaled(order, cast, weights, dtype):
                 yield Candidate(name, str(dtype), scaling, run)
+    wide = np.dtype(np.float64) in found
+    if not found <= set(common):
+        # What is narrower still is exact in float32.
+        trees = [as_dtype(x, np.dtype(np.float64 if wide else np.float32)) for x in trees]
     yield from _precise(trees, weights)
-    yield from _means(trees, weights, ranks)
+    yield from _means(trees, weights, ranks, wide)
 
 
 def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
@@ -121,22 +129,28 @@ def _precise(trees: Sequence[Tree], weights: Sequence[float] | None) -> Iterator
                 )
 
 
-def _means(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]) -> Iterator[Candidate]:
+def _means(
+    trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int], wide: bool
+) -> Iterator[Candidate]:
     """Means that are no scaled sums."""
     fused, plain = "Welford's mean (optax.MultiSteps)", "Welford's mean, no fused multiply-adds"
-    yield Candidate("one after another", "float32", fused, partial(welford, list(trees)))
-    yield Candidate("one after another", "float32", plain, partial(welford, list(trees), fused=False))
+    if not wide:
+        for dtype in (np.dtype(x) for x in ACCUMULATORS[:3]):
+            run = partial(welford, list(trees), accumulator=dtype)
+            yield Candidate("one after another", str(dtype), fused, run)
+        yield Candidate("one after another", "float32", plain, partial(welford, list(trees), fused=False))
+    accumulator = "float64" if wide else "float32"
     for number in ranks:
         if number < 2 or len(trees) % number or number == len(trees):
             continue
         for how, split in (("in blocks", blocks), ("in turn", turns)):
             dealt = [x for own in split(trees, number) for x in own]
             name = f"by rank over {number} ranks, dealt {how}"
-            yield Candidate(name, "float32", "mean of means", partial(mean_of_means, dealt, number))
+            yield Candidate(name, accumulator, "mean of means", partial(mean_of_means, dealt, number))
             if weights is not None:
                 own = [w for part in split(list(weights), number) for w in part]
                 run = partial(mean_of_means, dealt, number, own)
-                yield Candidate(name, "float32", "mean of weighted means", run)
+                yield Candidate(name, accumulator, "mean of weighted means", run)
 
 
 def _quiet(operation: Any, value: Tree, scalar: Any) -> Tree:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.dumps import Dump, open_dump
-from gradcombine.verify.origin.explain import RANKS, explain
+from gradcombine.verify.origin.explain import explain
 
 NEAREST = 8
 """How many candidates are shown where none gives the result."""
@@ -23,19 +23,24 @@ def explain_command(
     contributions: Annotated[list[str], typer.Argument(help="The dumps that were combined, in their order.")],
     result: Annotated[str, typer.Option(help="The dump that was made of them.")],
     weights: Annotated[str | None, typer.Option(help="One weight a contribution, with commas between.")] = None,
-    ranks: Annotated[str | None, typer.Option(help="Numbers of replicas to try, with commas between.")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of replicas to try, with commas between; by default all that divide the contributions."
+        ),
+    ] = None,
 ) -> None:
     """Finds the order of additions, the precision and the scaling that made a result of its contributions, to the bit.
 
     Names of leaves that the result lacks are left out. Exit status: 0 if a known order gives the result, 1 if none
-    does, 2 for what cannot be read.
+    does, or all do, so that nothing is explained, 2 for what cannot be read.
     """
     console = Console()
     try:
         dumps, wanted = [open_dump(path) for path in contributions], open_dump(result)
         trees = [_loaded(dump, path, wanted) for dump, path in zip(dumps, contributions, strict=True)]
         scales = None if weights is None else _numbers("weights", weights)
-        counts = RANKS if ranks is None else [int(x) for x in _numbers("ranks", ranks)]
+        counts = None if ranks is None else [int(x) for x in _numbers("ranks", ranks)]
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             task = bar.add_task("", total=None)
             whole = {name: entry.whole() for name, entry in wanted.items()}
@@ -46,7 +51,7 @@ def explain_command(
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     console.print(Text(str(found), "green" if found.matches else "red"), soft_wrap=True)
-    if not found.matches:
+    if not found.matches and found.elements:
         for verdict in found.verdicts[:NEAREST]:
             line = f"  {verdict.share:8.2%} equal, up to {verdict.max_ulp:,} ulp: {verdict.candidate}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)

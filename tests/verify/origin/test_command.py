@@ -53,3 +53,13 @@ def test_a_missing_leaf_is_named(dumps: list[Path], tmp_path: Path) -> None:
     code, output = run(*dumps, "--result", tmp_path / "two.npz")
     assert code == 2
     assert "the result's leaf v in g0.npz" in output
+
+
+def test_what_explains_nothing_does_not_pass(tmp_path: Path) -> None:
+    np.savez(tmp_path / "zeros.npz", w=np.zeros(5, np.float32))
+    np.savez(tmp_path / "empty.npz")
+    zeros, empty = tmp_path / "zeros.npz", tmp_path / "empty.npz"
+    code, output = run(zeros, zeros, zeros, "--result", zeros)
+    assert code == 1 and "it does not tell which one made it" in output
+    code, output = run(zeros, zeros, "--result", empty)
+    assert code == 2 and "one element or more in the result" in output

@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine import GradCombineError
+from gradcombine import GradCombineError, legacy
 from gradcombine.verify import explain
 from gradcombine.verify.origin.candidates import candidates
 
@@ -149,14 +149,69 @@ def test_a_narrower_result_is_compared_as_such() -> None:
     )
 
 
+def chain_of(trees: Sequence[Any], wide: Any) -> Any:
+    """Added one after another in this dtype, and rounded once."""
+    total = trees[0].astype(wide)
+    for x in trees[1:]:
+        total = total + x.astype(wide)
+    return total.astype(trees[0].dtype)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulator"),
+    [
+        (np.float64, np.float64),
+        (np.float64, np.float32),
+        (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
+        (ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2),
+        (ml_dtypes.float8_e5m2, np.float32),
+    ],
+)
+def test_every_float_dtype_is_explained(dtype: Any, accumulator: Any) -> None:
+    trees = [x.astype(dtype) for x in one("kernel")]
+    found = explain(trees, chain_of(trees, accumulator), WEIGHTS)
+    assert str(found.matches[0].candidate) == f"sum, added one after another, in {np.dtype(accumulator)}"
+
+
+@pytest.mark.parametrize("count", [5, 7, 9])
+def test_a_ring_is_known_over_any_number_of_ranks(count: int) -> None:
+    found = explain(TREES[:count], legacy.ring(TREES[:count]))
+    assert str(found.matches[0].candidate) == f"sum, added ring over {count} ranks, in float32"
+
+
+def test_a_leaf_that_all_candidates_give_says_nothing() -> None:
+    zeros = np.zeros(10_000, np.float32)
+    trees = [x | {"zeros": zeros, "nan": np.full(3, np.nan, np.float32)} for x in TREES[:5]]
+    result = gc.add_n(trees)
+    found = explain(trees, result)
+    assert found.uninformative == ("['nan']", "['zeros']")
+    assert found.elements == 23 * 30 + 70
+    assert "these leaves say nothing, since all candidates give them: ['nan'], ['zeros']" in str(found)
+    result["kernel"][:] += 1
+    result["bias"][:] += 1
+    assert explain(trees, result).verdicts[0].share < 0.1
+
+
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_a_result_that_all_candidates_give_has_no_explanation(value: float) -> None:
+    constant = np.full(1000, value, np.float32)
+    found = explain([constant] * 5, constant, [1, 2, 3, 4, 5])
+    assert found.matches == () and found.uninformative == ("",)
+    assert str(found).startswith("all ") and "does not tell which one made it" in str(found)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (([], np.ones(2)), "one contribution or more"),
         (([np.ones(2)], np.ones(2), [1, 2]), "expected 1 weights, received 2"),
         (([np.ones(3)], np.ones(2)), r"the result's shape, \(2,\)"),
-        (([np.int32([1])], np.ones(1)), "a float array, received int32"),
+        (([np.int32([1])], np.ones(1)), "a float array of 64 bits at most, received int32"),
         (([{"a": np.ones(1)}], {"b": np.ones(1)}), "expected the structure"),
+        (([{}, {}], {}), "one element or more in the result, received none"),
+        (([{"a": None}], {"a": None}), "one element or more in the result, received none"),
+        (([np.ones((0, 3))], np.ones((0, 3))), "one element or more in the result, received none"),
+        (([np.ones(1, np.longdouble)], np.ones(1)), "64 bits at most, received float128"),
     ],
 )
 def test_bad_input_is_named(arguments: Any, message: str) -> None:
