@@ -9,10 +9,16 @@ import numpy as np
 from gradcombine.verify.microbatches import combination
 from gradcombine.verify.microbatches.combination import NARROW, Window
 from gradcombine.verify.microbatches.report import Cause, Fault, WindowResult
-from gradcombine.verify.microbatches.subject import Step, Trace
+from gradcombine.verify.microbatches.subject import Change, Step, Trace
 
-Replay = Callable[[Callable[[int, int, np.ndarray], np.ndarray]], Trace]
+Replay = Callable[[Change], Trace]
 """Accumulates the trace's gradients again, changed."""
+
+TELLING = 32
+"""So many elements must agree to the bit before an accumulator is blamed."""
+
+REPLAYS = 16
+"""So many further gradients are made for that, where a model has few parameters."""
 
 TINY = 2.0**-20
 """At this part of their size, gradients are below what clipping clips; scaling by it is exact."""
@@ -35,9 +41,9 @@ def faults(trace: Trace, replay: Replay) -> Iterator[Fault]:
     for w, steps in enumerate(trace):
         ran = [step.outcome.calls for step in steps]
         if len(steps) < every and not any(ran):
-            yield _left_over(trace, w)
+            yield _left_over(trace, w, replay)
             return
-        fault = _of_window(w, steps, ran) or _of_gradient(w, steps, every, replay)
+        fault = _of_window(w, steps, ran) or _of_gradient(w, trace, every, replay)
         if fault is None and steps[-1].outcome.changed:
             fault = Fault(Cause.CHANGED_AFTER, w)
         if fault is not None:
@@ -62,18 +68,63 @@ def _of_window(w: int, steps: Sequence[Step], ran: Sequence[int]) -> Fault | Non
     return None
 
 
-def _of_gradient(w: int, steps: Sequence[Step], every: int, replay: Replay) -> Fault | None:
-    reached = steps[-1].outcome.reached
-    if reached is None:
+def _of_gradient(w: int, trace: Trace, every: int, replay: Replay) -> Fault | None:
+    given = _arrived(trace, w)
+    if given is None or combination.share(given, given.mean) <= 1:
         return None
-    given = combination.window(steps, reached)
-    if combination.share(given, given.mean) <= 1:
+    return (
+        _changed(w, given, trace, replay)
+        or _added(w, replay)
+        or _known(w, given, every)
+        or _fitted(w, given)
+        or _narrow(w, given, every, replay)
+        or Fault(Cause.UNKNOWN, w, f"{_times(given)}; no combination, order or precision that is known gives it")
+    )
+
+
+def _arrived(trace: Trace, w: int) -> Window | None:
+    """A window and what reached the optimizer at its end, if anything did."""
+    reached = trace[w][-1].outcome.reached
+    return None if reached is None else combination.window(trace[w], reached)
+
+
+def _times(given: Window) -> str:
+    return f"{combination.share(given, given.mean):.3g} times the bound of float32 from the mean"
+
+
+def _changed(w: int, given: Window, trace: Trace, replay: Replay) -> Fault | None:
+    """What acts on large gradients alone, as clipping does: on each microbatch, or on their mean?"""
+    small = _arrived(replay(lambda i, j, _, x: (x * x.dtype.type(TINY)).astype(x.dtype)), w)
+    if small is None or combination.share(small, small.mean) > 1:
         return None
-    tiny = replay(lambda i, j, x: (x * x.dtype.type(TINY)).astype(x.dtype))[w]
-    arrived = tiny[-1].outcome.reached
-    if arrived is not None and combination.share(scaled := combination.window(tiny, arrived), scaled.mean) <= 1:
-        return Fault(Cause.CHANGED_BEFORE, w, "gradients of a millionth of the size are averaged rightly")
-    return _known(w, given, every) or _fitted(w, given) or _narrow(w, given, every) or Fault(Cause.UNKNOWN, w)
+    sizes = "gradients of a millionth of the size are averaged rightly"
+    if len(given.weights) > 1:
+        # What acts on each microbatch gives the sum of what it makes of the first and of the others. What acts on the
+        # mean does not see which microbatches it comes from.
+        first = _arrived(replay(lambda i, j, _, x: x if j == 0 else np.zeros_like(x)), w)
+        others = _arrived(replay(lambda i, j, _, x: np.zeros_like(x) if j == 0 else x), w)
+        each = first is not None and others is not None and combination.adds_up(given, [first, others])
+        alike = _arrived(replay(lambda i, j, leaf, x: _mean(trace[w], leaf, x) if i == w else x), w)
+        mean = alike is not None and combination.adds_up(given, [alike])
+        if each != mean:
+            return Fault(Cause.CHANGED_BEFORE if each else Cause.CHANGED_MEAN, w, sizes)
+    return Fault(Cause.UNKNOWN, w, f"{sizes}, but not these")
+
+
+def _mean(steps: Sequence[Step], leaf: int, like: np.ndarray) -> np.ndarray:
+    total = sum(step.weight for step in steps)
+    found = ((step.weight / total, step.gradient[leaf]) for step in steps)
+    return np.asarray(sum(c * x.astype(np.float64) for c, x in found if x is not None)).astype(like.dtype)
+
+
+def _added(w: int, replay: Replay) -> Fault | None:
+    nothing = _arrived(replay(lambda i, j, _, x: np.zeros_like(x)), w)
+    if nothing is None:
+        return None
+    largest = max((float(np.abs(x).max(initial=0)) for x in nothing.reached), default=0.0)
+    if not 0 < largest < float("inf"):
+        return None
+    return Fault(Cause.ADDED, w, f"up to {largest:.3g} arrives where all gradients are 0")
 
 
 def _known(w: int, given: Window, every: int, accumulator: np.dtype = combination.FLOAT32) -> Fault | None:
@@ -105,42 +156,58 @@ def _fitted(w: int, given: Window) -> Fault | None:
     return Fault(Cause.COEFFICIENTS, w, "they count {} in place of {}".format(*texts))
 
 
-def _narrow(w: int, given: Window, every: int) -> Fault | None:
-    for accumulator in NARROW:
-        if combination.share(given, given.mean, accumulator) <= 1:
-            off = f"{combination.share(given, given.mean):.3g} times the bound of float32"
-            bits = combination.explained(given)
-            able = " and ".join(str(x) for x in NARROW[NARROW.index(accumulator) :])
-            return Fault(Cause.PRECISION, w, f"{off}; {bits or f'within what accumulators of {able} do'}")
-        found = _known(w, given, every, accumulator)
-        if found is not None:
-            return found
-    return None
+def _narrow(w: int, given: Window, every: int, replay: Replay) -> Fault | None:
+    """An accumulator of another precision, where known additions in it give what arrived, to the bit."""
+    samples, rng = [given], np.random.default_rng(0)
+    for _ in range(REPLAYS):
+        if combination.telling(samples) >= TELLING:
+            break
+        other = _arrived(replay(lambda i, j, _, x: (x * rng.uniform(0.5, 1, x.shape)).astype(x.dtype)), w)
+        if other is None:
+            return None
+        samples.append(other)
+    found = combination.explained(samples) if combination.telling(samples) >= TELLING else None
+    if found is None:
+        return None
+    accumulator = next(x for x in NARROW if str(x) == found.accumulator)
+    if combination.share(given, given.mean, accumulator) > 1:
+        return _known(w, given, every, accumulator)
+    return Fault(Cause.PRECISION, w, f"{_times(given)}; to the bit: {found}")
 
 
-def _left_over(trace: Trace, w: int) -> Fault:
-    """What becomes of a partial window that was not applied: the next one tells."""
+def _left_over(trace: Trace, w: int, replay: Replay) -> Fault:
+    """What becomes of a partial window that was not applied: does the next update depend on it?"""
     left = f"{len(trace[w])} microbatches"
-    for steps in trace[w + 1 :]:
-        ends = [i for i, step in enumerate(steps) if step.outcome.calls]
+    for v in range(w + 1, len(trace)):
+        ends = [i for i, step in enumerate(trace[v], 1) if step.outcome.calls]
         if not ends:
             continue
-        reached = steps[ends[0]].outcome.reached
-        own = combination.window(steps, reached) if reached is not None and ends[0] + 1 == len(steps) else None
-        if own is None or combination.share(own, own.mean) > 1:
-            return Fault(Cause.PARTIAL_LEAKS, w, f"of {left}; the next update came after microbatch {ends[0] + 1}")
+        then = f"of {left}; the next update came after microbatch {ends[0]}"
+        with_it, without = (replay(lambda i, j, _, x, n=n: x * n if i == w else x)[v] for n in (1, 0))
+        if ends[0] < len(trace[v]) or _differ(with_it[ends[0] - 1], without[ends[0] - 1]):
+            return Fault(Cause.PARTIAL_LEAKS, w, then)
         break
     return Fault(Cause.PARTIAL_DROPPED, w, f"of {left}")
+
+
+def _differ(a: Step, b: Step) -> bool:
+    """Whether other gradients reached the optimizer."""
+    pairs = zip(a.outcome.reached or [], b.outcome.reached or [], strict=True)
+    return any(x is not None and y is not None and not np.array_equal(x, y) for x, y in pairs)
 
 
 def _nan(trace: Trace, replay: Replay) -> Iterator[Fault]:
     """Whether a NaN in the first microbatch of all is still there once its window is over."""
 
-    def poisoned(w: int, i: int, x: np.ndarray) -> np.ndarray:
+    def poisoned(w: int, i: int, leaf: int, x: np.ndarray) -> np.ndarray:
+        del leaf
         return np.full_like(x, np.nan) if (w, i) == (0, 0) else x
 
-    for w, steps in enumerate(replay(poisoned)):
-        reached = [x for step in steps for x in step.outcome.reached or [] if x is not None]
-        if w > 0 and not all(np.isfinite(x).all() for x in reached):
+    for w, (before, steps) in enumerate(zip(trace, replay(poisoned), strict=True)):
+        if w > 0 and _finite(before) and not _finite(steps):
             yield Fault(Cause.NAN_LEAKS, w, "one was put into the first microbatch of window 0")
             return
+
+
+def _finite(steps: Sequence[Step]) -> bool:
+    return all(np.isfinite(x).all() for step in steps for x in step.outcome.reached or [] if x is not None)

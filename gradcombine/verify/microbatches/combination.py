@@ -16,7 +16,7 @@ References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import ml_dtypes
@@ -24,6 +24,7 @@ import numpy as np
 
 from gradcombine.verify.microbatches.subject import Leaves, Step
 from gradcombine.verify.origin import explain
+from gradcombine.verify.origin.candidates import Candidate
 
 FLOAT32 = np.dtype(np.float32)
 NARROW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -106,13 +107,45 @@ def _within(given: Window, coefficients: np.ndarray) -> bool:
     return sum(float(off @ off - bound @ bound) for off, bound in pairs) <= 0
 
 
-def explained(given: Window) -> str | None:
-    """The order and precision that give what reached the optimizer to the bit, if a known one does."""
-    narrow = zip(given.terms, given.reached, given.output, strict=True)
-    sample = [(terms[:, :SAMPLE].astype(output), found[:SAMPLE].astype(output)) for terms, found, output in narrow]
-    contributions = [[terms[i] for terms, _ in sample] for i in range(len(given.weights))]
-    found = explain(contributions, [found for _, found in sample], given.weights.tolist(), ranks=())
-    return f"to the bit: {found.matches[0].candidate}" if found.matches else None
+def explained(samples: Sequence[Window]) -> Candidate | None:
+    """The order and narrow precision that give what reached the optimizer in all samples, to the bit, if one does.
+
+    Args:
+      samples: of one accumulation, with the same weights.
+    """
+    columns: list[list[np.ndarray]] = [[] for _ in samples[0].weights]
+    arrived = []
+    for terms, found, output in _leaves(samples):
+        arrived.append(found[:SAMPLE].astype(output))
+        for column, term in zip(columns, terms, strict=True):
+            column.append(term[:SAMPLE].astype(output))
+    matches = explain(columns, arrived, samples[0].weights.tolist(), ranks=()).matches
+    accumulators = {verdict.candidate.accumulator for verdict in matches}
+    return matches[0].candidate if accumulators and accumulators <= set(map(str, NARROW)) else None
+
+
+def telling(samples: Sequence[Window]) -> int:
+    """How many elements tell a narrow accumulator from a wide one: those whose exact mean neither has."""
+    count = 0
+    for terms, _, _ in _leaves(samples):
+        exact = samples[0].mean @ terms[:, :SAMPLE]
+        count += int(np.count_nonzero(np.all([exact.astype(narrow) != exact for narrow in NARROW], axis=0)))
+    return count
+
+
+def adds_up(given: Window, parts: Sequence[Window]) -> bool:
+    """Whether the parts' sum is what reached the optimizer, but for the rounding of each."""
+    bounds = [bound for _, bound in _distances(given, given.mean, FLOAT32)]
+    columns = zip(given.reached, *(part.reached for part in parts), strict=True)
+    return all(
+        bool((np.abs(whole - sum(own)) <= (1 + len(parts)) * bound).all())
+        for (whole, *own), bound in zip(columns, bounds, strict=True)
+    )
+
+
+def _leaves(samples: Sequence[Window]) -> Iterator[tuple[np.ndarray, np.ndarray, np.dtype]]:
+    for sample in samples:
+        yield from zip(sample.terms, sample.reached, sample.output, strict=True)
 
 
 def _distances(given: Window, coefficients: np.ndarray, accumulator: np.dtype) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -57,7 +57,26 @@ def _likely(whole: Leaves, parts: Sequence[Leaves]) -> str:
         return "it is their sum: a loss that is summed over examples has no mean of its microbatches"
     if _share(whole, parts, ones / len(parts)) <= 1:
         return "it is their unweighted mean: the weights given are others than the loss has"
-    return "other weights, or examples that depend on each other, as in batch normalization"
+    free = _fitted(whole, parts)
+    if free is not None:
+        return "its microbatches count {} in it".format(", ".join(f"{x:.4g}" for x in free))
+    return "it is no combination of its microbatches' gradients that is known, as where batch normalization joins them"
+
+
+def _fitted(whole: Leaves, parts: Sequence[Leaves]) -> np.ndarray | None:
+    """The coefficients that make the whole of its parts, if there are some and nothing else is possible."""
+    columns = [(x, column) for x, column in zip(whole, zip(*parts, strict=True), strict=True) if x is not None]
+    rows = [
+        np.stack([np.zeros_like(x) if y is None else y for y in column]).reshape(len(parts), -1)
+        for x, column in columns
+    ]
+    if not rows:
+        return None
+    matrix, found = np.concatenate(rows, axis=1).T, np.concatenate([x.reshape(-1) for x, _ in columns])
+    if len(found) <= len(parts):
+        return None
+    coefficients, _, rank, _ = np.linalg.lstsq(matrix, found, rcond=None)
+    return coefficients if rank == len(parts) and _share(whole, parts, coefficients) <= 1 else None
 
 
 def _share(whole: Leaves, parts: Sequence[Leaves], coefficients: np.ndarray) -> float:

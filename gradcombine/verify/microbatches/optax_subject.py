@@ -67,6 +67,7 @@ class OptaxSubject:
     def __init__(self, loss: Loss, inner: optax.GradientTransformation, wrap: Wrap, arguments: Arguments) -> None:
         self._inner, self._wrap, self._arguments = inner, wrap, arguments
         self._gradient = _differentiated(loss)
+        self._made: dict[bool, tuple[Any, Any]] = {}
 
     def gradient(self, params: Any, microbatch: Any) -> Leaves:
         return leaves(self._gradient(params, microbatch))
@@ -84,21 +85,24 @@ class OptaxSubject:
             return leaves(self._gradient(*wide))
 
     def start(self, params: Any, alone: bool) -> OptaxRun:
-        watched = probe(optax.identity() if alone else self._inner)
-        return OptaxRun(self._wrap(watched), params, self._arguments, fixed=alone)
+        # Compiled once, for all runs.
+        if alone not in self._made:
+            made = self._wrap(probe(optax.identity() if alone else self._inner))
+            if not (hasattr(made, "init") and hasattr(made, "update")):
+                raise GradCombineError(OPERATION, "accumulating to return a transformation", type(made).__name__)
+            self._made[alone] = made, jax.jit(made.update)
+        return OptaxRun(*self._made[alone], params, self._arguments, fixed=alone)
 
 
 class OptaxRun:
     """One training."""
 
-    def __init__(self, accumulating: Any, params: Any, arguments: Arguments, fixed: bool) -> None:
-        if not (hasattr(accumulating, "init") and hasattr(accumulating, "update")):
-            raise GradCombineError(OPERATION, "accumulating to return a transformation", type(accumulating).__name__)
+    def __init__(self, accumulating: Any, update: Any, params: Any, arguments: Arguments, fixed: bool) -> None:
         self.params = jax.tree.map(jnp.asarray, params)
         self._fixed, self._arguments = fixed, arguments
         self._structure = tree.flatten(OPERATION, self.params)[1]
         self._state = accumulating.init(self.params)
-        self._update = jax.jit(accumulating.update)
+        self._update = update
         _seen(self._state)
 
     def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:

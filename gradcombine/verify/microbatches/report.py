@@ -15,6 +15,8 @@ class Cause(StrEnum):
     SCALED = "the mean is scaled"
     COEFFICIENTS = "the microbatches count with other weights than their own"
     CHANGED_BEFORE = "something acts on each microbatch before it is accumulated, as clipping per microbatch does"
+    CHANGED_MEAN = "something acts on the mean before it reaches the inner optimizer, as clipping outside of it does"
+    ADDED = "something is added that does not come from the gradients, as weight decay before the accumulation is"
     CHANGED_AFTER = "something changes the updates after the accumulation, as a schedule outside of it does"
     MOVED = "the parameters move within a window, as with weight decay outside of the accumulation"
     COUNTED = "the inner optimizer counts microbatches, so schedules and bias corrections run too fast"

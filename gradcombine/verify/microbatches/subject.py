@@ -98,17 +98,17 @@ def observe(
     return trace
 
 
-def replay(subject: Subject, params: Any, trace: Trace, change: Callable[[int, int, np.ndarray], np.ndarray]) -> Trace:
-    """Accumulates the gradients of a trace again, changed, with nothing behind the accumulation.
+Change: TypeAlias = Callable[[int, int, int, np.ndarray], np.ndarray]
+"""From the numbers of window, microbatch and leaf, and the leaf, to another one of the same shape and dtype."""
 
-    Args:
-      change: from the numbers of window and microbatch, and a leaf, to another leaf of the same shape and dtype.
-    """
+
+def replay(subject: Subject, params: Any, trace: Trace, change: Change) -> Trace:
+    """Accumulates the gradients of a trace again, changed, with nothing behind the accumulation."""
     run, again = subject.start(params, alone=True), []
     for w, window in enumerate(trace):
         steps = []
         for i, step in enumerate(window):
-            gradient: Leaves = [None if x is None else change(w, i, x) for x in step.gradient]
+            gradient: Leaves = [None if x is None else change(w, i, leaf, x) for leaf, x in enumerate(step.gradient)]
             outcome = run.step(gradient, step.weight, i + 1 == len(window))
             steps.append(Step(step.weight, gradient, outcome))
         again.append(steps)

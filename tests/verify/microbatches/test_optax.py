@@ -63,6 +63,28 @@ def scaled(inner: Any) -> Any:
     return optax.chain(optax.scale(0.25), right(inner))
 
 
+def clipped_mean(clip: Any) -> Any:
+    return lambda inner: accumulate(optax.chain(clip, inner), EVERY)
+
+
+def decayed_before(rate: float, wrap: Any = right) -> Any:
+    return lambda inner: optax.chain(optax.add_decayed_weights(rate), wrap(inner))
+
+
+def noisy(inner: Any) -> Any:
+    return optax.chain(optax.add_noise(1e-3, 0.0, jax.random.key(0)), right(inner))
+
+
+def elementwise(function: Any, wrap: Any = right) -> Any:
+    return lambda inner: optax.chain(optax.stateless_with_tree_map(lambda g, _: function(g)), wrap(inner))
+
+
+def in_eighths(g: Any) -> Any:
+    """What a quantization to eight bits makes of a gradient: within what bfloat16 would do, and of its scale."""
+    unit = jnp.max(jnp.abs(g)) / 127
+    return jnp.round(g / unit) * unit
+
+
 def multi_steps(inner: Any, **options: Any) -> Any:
     return optax.MultiSteps(inner, EVERY, **options)
 
@@ -76,6 +98,20 @@ FAULTS = {
     "clipping by norm": (ALIKE, clipped, {}, Cause.CHANGED_BEFORE, 0),
     "clipping by element": (ALIKE, clipped_by_element, {}, Cause.CHANGED_BEFORE, 0),
     "normalized": (ALIKE, normalized, {}, Cause.COEFFICIENTS, 0),
+    "the mean clipped": (ALIKE, clipped_mean(optax.clip_by_global_norm(0.5)), {}, Cause.CHANGED_MEAN, 0),
+    "the mean clipped by element": (ALIKE, clipped_mean(optax.clip(0.1)), {}, Cause.CHANGED_MEAN, 0),
+    "decay before": (ALIKE, decayed_before(1e-2), {}, Cause.ADDED, 0),
+    "much decay before": (ALIKE, decayed_before(0.3), {}, Cause.ADDED, 0),
+    "little decay before, weighted": (FULL, decayed_before(1e-4), {"arguments": weighted}, Cause.ADDED, 0),
+    "decay of the mean": (ALIKE, clipped_mean(optax.add_decayed_weights(1e-2)), {}, Cause.ADDED, 0),
+    "noise": (ALIKE, noisy, {}, Cause.ADDED, 0),
+    "quantized": (ALIKE, elementwise(in_eighths), {}, Cause.UNKNOWN, 0),
+    "rounded to bfloat16 before": (ALIKE, elementwise(lambda g: g.astype("bfloat16").astype(g.dtype)), {},
+                                   Cause.UNKNOWN, 0),
+    "scaled by the sign": (ALIKE, elementwise(lambda g: g * jnp.where(g > 0, 1.01, 1)), {}, Cause.UNKNOWN, 0),
+    "float16": (ALIKE, lambda inner: accumulate(inner, EVERY, reduction=reductions.mean(dtype="float16")), {},
+                Cause.PRECISION, 0),
+    "float16 in optax": (ALIKE, partial(multi_steps, accumulator_dtype=jnp.float16), {}, Cause.PRECISION, 0),
     "decay outside": (ALIKE, decayed, {}, Cause.MOVED, 0),
     "schedule outside": (ALIKE, scheduled, {}, Cause.CHANGED_AFTER, 0),
     "state kept at every microbatch": (ALIKE, partial(by_hand, kept=True), {"arguments": last_only}, Cause.COUNTED, 0),
@@ -107,6 +143,12 @@ def test_a_planted_fault_is_named(name: str) -> None:
     assert not report.passes
     assert (report.faults[0].cause, report.faults[0].window) == (cause, window), str(report)
     assert str(cause) in str(report)
+
+
+def test_a_partial_window_leaks_only_where_the_next_one_depends_on_it() -> None:
+    """The next window is wrong as well, but by weights that are forgotten."""
+    report = check(PARTIAL, SGD, partial(by_hand, dropped=True), arguments=last_only)
+    assert [fault.cause for fault in report.faults] == [Cause.MEAN_OF_MEANS, Cause.PARTIAL_DROPPED]
 
 
 @pytest.mark.parametrize("windows", [FULL, PARTIAL, [FULL[0], FULL[1][:2], FULL[2]]])
@@ -152,6 +194,7 @@ def test_tokens_weigh() -> None:
     assert tokens.passes, str(tokens)
     examples = check(windows, SGD, right, loss=masked, arguments=weighted)
     assert examples.cause is Cause.LOSS
+    assert "its microbatches count " in str(examples)
 
 
 def test_examples_that_depend_on_each_other_are_found() -> None:
