@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import numpy as np
 import typer
@@ -14,6 +15,8 @@ from rich.text import Text
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.dumps import Dump, open_dump
 from gradcombine.verify.origin.explain import explain
+
+Number = TypeVar("Number", int, float)
 
 NEAREST = 8
 """How many candidates are shown where none gives the result."""
@@ -39,15 +42,15 @@ def explain_command(
     try:
         dumps, wanted = [open_dump(path) for path in contributions], open_dump(result)
         trees = [_loaded(dump, path, wanted) for dump, path in zip(dumps, contributions, strict=True)]
-        scales = None if weights is None else _numbers("weights", weights)
-        counts = None if ranks is None else [int(x) for x in _numbers("ranks", ranks)]
+        scales = None if weights is None else _numbers("weights", weights, float)
+        counts = None if ranks is None else _numbers("ranks", ranks, int)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             task = bar.add_task("", total=None)
             whole = {name: entry.whole() for name, entry in wanted.items()}
             found = explain(
                 trees, whole, scales, ranks=counts, progress=lambda tried, name: bar.update(task, description=name)
             )
-    except GradCombineError as error:
+    except (GradCombineError, OSError, MemoryError) as error:
         Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     console.print(Text(str(found), "green" if found.matches else "red"), soft_wrap=True)
@@ -65,8 +68,12 @@ def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:
     return {name: dump[name].whole() for name in wanted}
 
 
-def _numbers(option: str, text: str) -> list[float]:
+def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
     try:
-        return [float(x) for x in text.split(",")]
+        numbers = [kind(x) for x in text.split(",")]
     except ValueError:
-        raise GradCombineError("explain", f"--{option} as numbers with commas between", repr(text)) from None
+        numbers = []
+    if not numbers or (kind is float and not all(map(math.isfinite, numbers))):
+        expected = f"--{option} as {'whole' if kind is int else 'finite'} numbers with commas between"
+        raise GradCombineError("explain", expected, repr(text))
+    return numbers

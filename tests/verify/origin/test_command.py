@@ -41,9 +41,12 @@ def test_no_order_is_another_status(dumps: list[Path]) -> None:
     assert "no known order gives this result" in output
 
 
-@pytest.mark.parametrize("weights", ["1,2", "a,b,c,d,e"])
-def test_wrong_weights_are_named(dumps: list[Path], weights: str) -> None:
-    code, output = run(*dumps, "--result", dumps[0].with_name("mean.npz"), "--weights", weights)
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("weights", "1,2"), ("weights", "a,b,c,d,e"), ("weights", "1,2,nan,4,5"), ("ranks", "nan"), ("ranks", "2.5")],
+)
+def test_wrong_numbers_are_named(dumps: list[Path], option: str, value: str) -> None:
+    code, output = run(*dumps, "--result", dumps[0].with_name("mean.npz"), f"--{option}", value)
     assert code == 2
     assert "explain: expected" in output
 
