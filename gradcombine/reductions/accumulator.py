@@ -42,7 +42,7 @@ def summary(a: Any) -> str:
         return "no gradient"
     kept = parts(a)[0]
     held = f"shape {described(kept).shape(kept)} and dtype {dtype_of(kept)}"
-    return f"{held} in {type(a).__name__}" if isinstance(a, tuple) else held
+    return f"{held} in {getattr(type(a), 'in_words', type(a).__name__)}" if isinstance(a, tuple) else held
 
 
 def require_totals(operation: str, weight: Any, count: Any) -> None:

@@ -35,6 +35,8 @@ from gradcombine.types import Array
 class Digits(NamedTuple):
     """The three slots of every element, int32 or int64. All 0: no value, or only zeros."""
 
+    in_words = "digits for max_terms up to 4096"
+
     slot0: Array
     slot1: Array
     slot2: Array

@@ -33,6 +33,8 @@ BETWEEN = FLOAT32.capacity // 2
 class SpilledDigits(NamedTuple):
     """The three slots of every element, and the spill word of each, int32."""
 
+    in_words = "digits for max_terms above 4096"
+
     slot0: Array
     slot1: Array
     slot2: Array

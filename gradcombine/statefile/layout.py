@@ -79,6 +79,10 @@ def require_state_of(operation: str, reduction: Reduction, state: State) -> None
 def _require_part(operation: str, reduction: Reduction, part: State, path: str) -> None:
     # The empty state has the right shapes of weights and counts, which in stacked states have one more axis.
     right, received = layout(operation, reduction.clear(part)), layout(operation, part)
+    for node in [*right.kinds, *received.kinds]:
+        expected, found = right.kinds.get(node), received.kinds.get(node)
+        if expected != found:
+            raise GradCombineError(operation, f"{expected}, as these settings make it", str(found), path + node)
     for leaf, expected in right.leaves.items():
         if received.leaves.get(leaf) != expected:
             raise difference(operation, path + leaf, expected, received.leaves.get(leaf))
