@@ -62,7 +62,7 @@ class Compensated(RoundedWeights):
 
     def finish(self, backend: Backend, a: Pair, totals: Totals, output: np.dtype) -> Array:
         # What an infinite value has "lost" is NaN, and means nothing.
-        finite = a.high - a.high == backend.full((), 0, backend.dtype(a.high))
+        finite = backend.add(a.high, -a.high) == backend.full((), 0, backend.dtype(a.high))
         total = backend.where(finite, backend.add(a.high, a.low), a.high)
         return backend.cast(over_weight(backend, total, totals) if self.divides else total, output)
 

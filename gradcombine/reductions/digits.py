@@ -42,22 +42,36 @@ class Digits(NamedTuple):
     slot2: Array
 
 
-class Decoded(NamedTuple):
-    """A float, ``significand * 2**exponent`` times the smallest subnormal number, and its sign as 0 or -1."""
+class Lower(NamedTuple):
+    """The lower bits of a number that are too many for one word, ``significand * 2**exponent`` of the same unit."""
 
-    bits: Array
+    exponent: Array
+    significand: Array
+
+
+class Decoded(NamedTuple):
+    """A number, ``significand * 2**exponent`` times the smallest subnormal float.
+
+    Attributes:
+      magnitude: the bits of the float without its sign, where it is not finite; else less than those of infinity.
+      exponent: of a number below the normal range it may be negative.
+      significand: of the precision's bits.
+      sign: 0 or -1.
+      lower: further bits, below the significand's.
+    """
+
     magnitude: Array
     exponent: Array
     significand: Array
     sign: Array
+    lower: Lower | None = None
 
 
-def deposit(backend: Backend, grid: Grid, digits: Digits, values: Sequence[Array]) -> Digits:
-    """Adds floats, all in one pass over the digits."""
-    decoded = [decode(backend, grid, x) for x in values]
+def deposit(backend: Backend, grid: Grid, digits: Digits, values: Sequence[Decoded]) -> Digits:
+    """Adds numbers, all in one pass over the digits."""
 
     def slot(word: Array, s: int) -> Array:
-        tag, added = arriving(backend, grid, word & grid.tag, decoded, s)
+        tag, added = arriving(backend, grid, word & grid.tag, values, s)
         return backend.where((word & grid.tag) < tag, tag, word) + added
 
     return Digits(*(slot(word, s) for s, word in enumerate(digits)))
@@ -80,7 +94,19 @@ def decode(backend: Backend, grid: Grid, x: Array) -> Decoded:
     # Subnormal numbers share the exponent of the smallest normal ones, and have no hidden bit.
     field = backend.maximum((magnitude & grid.infinity) - grid.hidden, backend.full((), 0, grid.word))
     exponent = backend.shift_right(field, grid.precision - 1)
-    return Decoded(bits, magnitude, exponent, magnitude - field, backend.shift_right(bits, grid.bits - 1))
+    return Decoded(magnitude, exponent, magnitude - field, backend.shift_right(bits, grid.bits - 1))
+
+
+def normal(backend: Backend, grid: Grid, magnitude: Array) -> tuple[Array, Array]:
+    """Significand and exponent of a float's bits without sign; the leading bit is set, but of zero none is."""
+    tiny = magnitude < grid.hidden
+    as_float = backend.bitcast(backend.cast(magnitude, grid.value), grid.word)
+    scaled = backend.where(tiny, as_float, magnitude)
+    down, one, none = (backend.full((), n, grid.word) for n in (grid.unit + 1, 1, 0))
+    exponent = backend.shift_right(scaled, grid.precision - 1) - backend.where(tiny, down, one)
+    # Only of zero is the field of the exponent still 0.
+    leading = backend.where(scaled < grid.hidden, none, backend.full((), grid.hidden, grid.word))
+    return (scaled & (grid.hidden - 1)) | leading, exponent
 
 
 def arriving(backend: Backend, grid: Grid, kept: Array, values: Sequence[Decoded], s: int) -> tuple[Array, Array]:
@@ -101,18 +127,24 @@ def arriving(backend: Backend, grid: Grid, kept: Array, values: Sequence[Decoded
 
 def _digit(backend: Backend, grid: Grid, value: Decoded, position: Array) -> Array:
     """The value's signed digit in the bin at a position, above the tag; 0 where the bin is above the value."""
+    digit = _bits_at(backend, grid, value, position)
+    if value.lower is not None:
+        digit = digit | _bits_at(backend, grid, value.lower, position)
+    return (digit ^ value.sign) - value.sign
+
+
+def _bits_at(backend: Backend, grid: Grid, value: Decoded | Lower, position: Array) -> Array:
     zero, most = backend.full((), 0, grid.word), backend.full((), grid.bits - 1, grid.word)
     down = position - value.exponent
     up = backend.maximum(-down, zero)
     down = -backend.maximum(-backend.maximum(down, zero), -most)
-    digit = backend.shift_right(backend.shift_left(value.significand, up), down) & (grid.digit << grid.tag_bits)
-    return (digit ^ value.sign) - value.sign
+    return backend.shift_right(backend.shift_left(value.significand, up), down) & (grid.digit << grid.tag_bits)
 
 
 def _counted(backend: Backend, grid: Grid, value: Decoded, digit: Array) -> Array:
     """In slot 0: a value that is not finite counts in place of its digit."""
     counts = (1, grid.negative, 1 + grid.negative)
     one, many, both = (backend.full((), n << grid.tag_bits, grid.word) for n in counts)
-    infinite = backend.where(value.bits < 0, many, one)
+    infinite = backend.where(value.sign < 0, many, one)
     special = backend.where(value.magnitude > grid.infinity, both, infinite)
     return backend.where(value.magnitude >= grid.infinity, special, digit)

@@ -13,10 +13,11 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import digits, dtypes, grid, rounding, scatter, spill, terms, wire
 from gradcombine.reductions.cell import Totals
-from gradcombine.reductions.digits import Digits
+from gradcombine.reductions.digits import Decoded, Digits
 from gradcombine.reductions.exact_weight import counted, limited, rounded
 from gradcombine.reductions.grid import FLOAT32, Grid
 from gradcombine.reductions.spill import SpilledDigits
+from gradcombine.reductions.terms import Part
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Order
 
@@ -42,12 +43,13 @@ class Exact:
     settings: dtypes.Settings
     divides: bool
     many: bool
-    kinds: tuple[str, ...] = ("float",)
+    kinds: tuple[str, ...] = (dtypes.FLOAT_OF_BITS,)
     compound: tuple[type, ...] = (Digits, SpilledDigits)
     additive: bool = False
 
     def running(self, dtype: np.dtype) -> np.dtype:
-        return grid.of(dtype).word
+        # No state has the words of a wider float.
+        return grid.of(dtype).word if dtype.itemsize <= 8 else dtype
 
     def output(self, dtype: np.dtype) -> np.dtype:
         return self.settings.output(dtype)
@@ -76,9 +78,8 @@ class Exact:
         xs, weights = zip(*((x, w) for x, w in zip(xs, weights, strict=True) if x is not None), strict=True)
         own = grid.of(backend.dtype(a.slot0))
         parts = [[] if w.is_one else terms.weight_parts(backend, own, w) for w in weights]
-        ones = [[] if w.known is not None else [_is_one(backend, w)] for w in weights]
-        plan = tuple((w.whole, len(part), bool(one)) for w, part, one in zip(weights, parts, ones, strict=True))
-        scalars = (array for part, one in zip(parts, ones, strict=True) for array in (*part, *one))
+        plan = tuple((w.whole, len(part)) for w, part in zip(weights, parts, strict=True))
+        scalars = (array for several in parts for part in several for array in part)
         words = type(a)(*backend.fused(_deposit, (own, type(a), plan), [*a, *xs, *scalars]))
         # A list is settled in the same pass.
         return words if len(plan) > 1 else self.idle(backend, words, every, totals)
@@ -99,7 +100,7 @@ class Exact:
         full = _CAPACITY[type(a), own]
         scalars = [totals.weight.deposits > full]
         if self.divides:
-            scalars.append(rounded(backend, own, totals.weight))
+            scalars += rounded(backend, own, totals.weight)
         (result,) = backend.fused(_finish, (own, type(a), output), [*a, *scalars])
         return result
 
@@ -118,16 +119,14 @@ class Exact:
         kind, known = type(words), [w for w in weights if w.known]
         if known:
             # Weights that are known while tracing are added up there.
-            values = [part for w in known for part in terms.weight_parts(NUMPY, own, w)]
+            values = _weights(NUMPY, own, known)
             zeros = (NUMPY.full((), 0, own.word) for _ in kind._fields)
             added = _deposit_all(NUMPY, own, kind(*zeros), values)
             words = _module(kind).merge(backend, own, words, kind(*(backend.full((), int(x), own.word) for x in added)))
-        for w in weights:
-            if w.known is None:
-                words = _deposit_all(backend, own, words, terms.weight_parts(backend, own, w))
+        words = _deposit_all(backend, own, words, _weights(backend, own, [w for w in weights if w.known is None]))
         if isinstance(words, SpilledDigits):
             words = spill.settle(backend, own, words)
-        count = sum(terms.deposits(backend, w) for w in weights if w.known != 0)
+        count = sum(terms.deposits(backend, w) for w in weights)
         return counted(words, limited(backend, total.deposits + count))
 
     @np.errstate(all="ignore")
@@ -164,7 +163,7 @@ class Exact:
         words = self._words(backend, totals.weight)
         *tops, top = wire.highest(backend, collective, [*accumulators, words])
         _, merged = wire.merged(backend, collective, [words], [top], totals)
-        divisors = [[rounded(backend, own, merged.weight)] if self.divides else [] for own, _ in fitting]
+        divisors = [rounded(backend, own, merged.weight) if self.divides else () for own, _ in fitting]
         leaves = list(zip(fitting, accumulators, tops, outputs, strict=True))
         return scatter.finish(backend, collective, leaves, divisors)
 
@@ -195,7 +194,7 @@ def _module(kind: type) -> Any:
 
 
 @np.errstate(all="ignore")  # words wrap around, as meant
-def _deposit_all(backend: Backend, own: Grid, a: Any, values: Sequence[Array]) -> Any:
+def _deposit_all(backend: Backend, own: Grid, a: Any, values: Sequence[Decoded]) -> Any:
     for start in range(0, len(values), BLOCK):
         if start and start % spill.BETWEEN == 0 and isinstance(a, SpilledDigits):
             a = spill.settle(backend, own, a)
@@ -208,23 +207,28 @@ def _settle(backend: Backend, own: Grid, *words: Array) -> SpilledDigits:
     return spill.settle(backend, own, SpilledDigits(*words))
 
 
-def _deposit(backend: Backend, own: Grid, kind: type, plan: tuple[tuple[bool, int, bool], ...], *arrays: Array) -> Any:
-    """The kernel of `Exact.update_many`: accumulator, contributions, and of each weight its parts and whether it is 1.
+def _weights(backend: Backend, own: Grid, weights: Sequence[Weight]) -> list[Decoded]:
+    """What weights add to their sum."""
+    parts = (part for weight in weights for part in terms.weight_parts(backend, own, weight))
+    return [terms.of_weight(backend, own, part) for part in parts]
+
+
+def _deposit(backend: Backend, own: Grid, kind: type, plan: tuple[tuple[bool, int], ...], *arrays: Array) -> Any:
+    """The kernel of `Exact.update_many`: accumulator, contributions, and of each weight its parts.
 
     Args:
       backend: of the arrays.
       own: the grid.
       kind: the class of the accumulator.
-      plan: of each weight, whether it is whole, the number of its parts, and whether it is traced.
+      plan: of each weight, whether it is whole, and the number of its parts: none where it is known to be 1.
       arrays: one after another.
     """
     size = len(kind._fields)
     words, xs, scalars = arrays[:size], arrays[size : size + len(plan)], iter(arrays[size + len(plan) :])
-    values: list[Array] = []
-    for x, (whole, count, traced) in zip(xs, plan, strict=True):
-        weight = [next(scalars) for _ in range(count)]
-        one = next(scalars) if traced else None
-        values += terms.weighted(backend, own, backend.cast(x, own.value), weight, whole, one)
+    values: list[Decoded] = []
+    for x, (whole, count) in zip(xs, plan, strict=True):
+        parts = [Part(next(scalars), next(scalars)) for _ in range(count)]
+        values += terms.weighted(backend, own, backend.cast(x, own.value), parts, whole)
     total = _deposit_all(backend, own, kind(*words), values)
     return spill.settle(backend, own, total) if len(plan) > 1 and kind is SpilledDigits else total
 
@@ -242,12 +246,5 @@ def _finish(backend: Backend, own: Grid, kind: type, output: np.dtype, *arrays: 
     overfull, *divisor = arrays[size:]
     spilled = spill.beside(backend, own, kind(*arrays[:size])) if kind is SpilledDigits else ()
     wide = rounding.carry(backend, own, Digits(*arrays[:3]), spilled)
-    if divisor:
-        wide = rounding.divide(backend, own, wide, divisor[0])
-    result = rounding.special(backend, own, arrays[0], rounding.to_float(backend, own, wide, output))
-    result = backend.where(overfull, backend.full((), np.nan, own.value), result)
-    return (backend.cast(result, output),)
-
-
-def _is_one(backend: Backend, weight: Weight) -> Array:
-    return weight.array == backend.full((), 1, backend.dtype(weight.array))
+    result = rounding.finished(backend, own, wide, arrays[0], divisor, output)
+    return (backend.where(overfull, backend.full((), np.nan, output), result),)

@@ -10,6 +10,7 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes, grid, rounding, spill
 from gradcombine.reductions.digits import Digits
 from gradcombine.reductions.grid import Grid
+from gradcombine.reductions.rounding import Divisor
 from gradcombine.reductions.spill import SpilledDigits
 from gradcombine.types import Array
 
@@ -62,11 +63,14 @@ def whole(backend: Backend, low: Array, high: Array) -> Array:
 
 
 @np.errstate(all="ignore")
-def rounded(backend: Backend, own: Grid, total: ExactWeight | SpilledWeight) -> Array:
-    """The sum of weights, rounded once to the grid's float; 1 where there were none."""
+def rounded(backend: Backend, own: Grid, total: ExactWeight | SpilledWeight) -> Divisor:
+    """The sum of weights, rounded once to the precision of the grid's float; 1 where there were none."""
     kept = grid.of(backend.dtype(total.slot0))
     spilled = spill.beside(backend, kept, SpilledDigits(*total[:-1])) if isinstance(total, SpilledWeight) else ()
     wide = rounding.carry(backend, kept, Digits(*total[:3]), spilled)
-    value = rounding.special(backend, kept, total.slot0, rounding.to_float(backend, kept, wide, own.value))
-    one = backend.full((), 1, own.value)
-    return backend.where(total.deposits == 0, one, backend.cast(value, own.value))
+    significand, carried = rounding.nearest(backend, kept, wide, own)
+    exponent = wide.exponent + carried + (1 - kept.top // 2)
+    none, one = backend.full((), 0, kept.word), backend.full((), own.hidden, kept.word)
+    undefined = wide.zero | ((total.slot0 & kept.tag) == kept.special)
+    pairs = (backend.where(undefined, none, significand), one), (exponent, none)
+    return Divisor(*(backend.cast(backend.where(total.deposits == 0, b, a), own.word) for a, b in pairs))

@@ -68,6 +68,21 @@ class Grid:
         return 1 << (self.precision - 1)
 
     @property
+    def half(self) -> int:
+        """The bits of the lower half of a significand: products of halves, and sums of a few, fit a word."""
+        return (self.precision + 1) // 2
+
+    @property
+    def lower(self) -> int:
+        """The mask of the lower bits of a product of significands, below the precision's."""
+        return (1 << 2 * self.half) - 1
+
+    @property
+    def unit(self) -> int:
+        """``2**-unit`` is the smallest subnormal number."""
+        return self.top // 2 + self.precision - 2
+
+    @property
     def infinity(self) -> int:
         """The bits of +inf."""
         return self.most & -self.hidden

@@ -52,8 +52,9 @@ def mean(
       precision, dtype, output_dtype, wire_dtype, max_terms: as for `gradcombine.reductions.sum`.
 
     Returns:
-      A reduction of float and complex leaves; a mean of integers is an error. No contribution: zeros. Weights that sum
-      to 0 though some are not 0 cannot be given while weights are known; traced ones divide by 0.
+      A reduction of float and complex leaves; a mean of integers is an error. No contribution: zeros. NaN where
+      the sum of weights is not a finite number in the range of the accumulator (of precision ``"exact"``, where a
+      weight is not); traced weights that are negative, infinite or NaN make it NaN as well.
 
     Bits: as for `gradcombine.reductions.sum`, and the quotient is correctly rounded on CPU. (XLA on GPU does not divide
     correctly rounded.)

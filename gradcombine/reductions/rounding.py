@@ -10,8 +10,18 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions.digits import Digits
-from gradcombine.reductions.grid import FLOAT64, Grid
+from gradcombine.reductions.grid import FLOAT32, FLOAT64, Grid
 from gradcombine.types import Array
+
+
+class Divisor(NamedTuple):
+    """A positive number, ``significand * 2**(exponent - precision + 1)``: two integer scalars.
+
+    The leading bit of the significand is set; 0 stands for what nothing can be divided by.
+    """
+
+    significand: Array
+    exponent: Array
 
 
 class Wide(NamedTuple):
@@ -105,11 +115,9 @@ def _moved_out(backend: Backend, grid: Grid, word: Array, up: Array) -> Array:
     return backend.shift_right(logical_right(backend, grid, word, 1), (grid.bits - 1) - up)
 
 
-def divide(backend: Backend, grid: Grid, wide: Wide, divisor: Array) -> Wide:
-    """``wide / divisor`` for a positive, normal float scalar, by long division; what remains goes into ``low``."""
-    bits, precision = backend.bitcast(divisor, grid.word), grid.precision
-    significand = (bits & (grid.hidden - 1)) | grid.hidden
-    exponent = backend.shift_right(bits, precision - 1) - grid.top // 2
+def divide(backend: Backend, grid: Grid, wide: Wide, divisor: Divisor) -> Wide:
+    """``wide / divisor`` by long division; what remains goes into ``low``."""
+    (significand, exponent), precision = divisor, grid.precision
     one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
 
     remainder = logical_right(backend, grid, wide.high, grid.bits - precision)
@@ -131,48 +139,92 @@ def divide(backend: Backend, grid: Grid, wide: Wide, divisor: Array) -> Wide:
     return Wide(high, low, wide.exponent - exponent - shorter, wide.negative, wide.zero)
 
 
+def finished(
+    backend: Backend, grid: Grid, wide: Wide, slot0: Array, divisor: Sequence[Array], output: np.dtype
+) -> Array:
+    """The result of a sum or, where there is a divisor, of a mean.
+
+    Args:
+      backend: of the arrays.
+      grid: of the digits.
+      wide: the sum, if it is finite.
+      slot0: the first slot, which tells if it is not.
+      divisor: the arrays of a `Divisor`, or none.
+      output: the dtype of the result.
+    """
+    by = Divisor(*divisor) if divisor else None
+    finite = to_float(backend, grid, wide if by is None else divide(backend, grid, wide, by), output)
+    if by is not None:
+        finite = backend.where(by.significand == 0, backend.full((), np.nan, backend.dtype(finite)), finite)
+    return widened(backend, special(backend, grid, slot0, finite), output)
+
+
+def nearest(backend: Backend, grid: Grid, wide: Wide, target: Grid) -> tuple[Array, Array]:
+    """The significand rounded to the precision of another float, ties to even, and 1 where that made a power of two."""
+    dropped = grid.bits - target.precision
+    one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
+    rounded = _rounded(backend, grid, wide.high, wide.low != 0, dropped)
+    carried = backend.where(rounded == 2 * target.hidden, one, none)
+    return backend.shift_right(rounded, carried), carried
+
+
+def _rounded(backend: Backend, grid: Grid, high: Array, below: Array, dropped: int) -> Array:
+    one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
+    kept, rest, half = logical_right(backend, grid, high, dropped), high & ((1 << dropped) - 1), 1 << (dropped - 1)
+    tie = backend.where(below, one, kept & 1)
+    return kept + backend.where(rest > half, one, backend.where(rest == half, tie, none))
+
+
 def to_float(backend: Backend, grid: Grid, wide: Wide, output: np.dtype) -> Array:
     """The nearest float, ties to even; overflow is infinite, and a zero sum +0.
 
-    For an output narrower than the grid's float, rounded to odd: toward zero, with the lowest bit set if inexact.
-    Rounded once more, to the output, that is the correctly rounded one.
+    It is a float64 where both the grid and the output are, else a float32. For a narrower output it is rounded to odd:
+    toward zero, with the lowest bit set if inexact. Rounded once more, to the output, that is correctly rounded.
     """
+    target = FLOAT64 if grid is FLOAT64 and output.itemsize >= 8 else FLOAT32
     one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
-    dropped = grid.bits - grid.precision
+    dropped = grid.bits - target.precision
+    exponent = wide.exponent + (target.top // 2 - grid.top // 2)
     # A result below the normal range keeps fewer bits: what it loses joins those below.
-    lost = backend.maximum(-wide.exponent, none)
+    lost = backend.maximum(-exponent, none)
     lost = -backend.maximum(-lost, backend.full((), 1 - grid.bits, grid.word))
     fallen = wide.high & ~backend.shift_left(backend.full((), -1, grid.word), lost)
     high = backend.shift_right(logical_right(backend, grid, wide.high, 1), backend.maximum(lost - 1, none))
     high = backend.where(lost == 0, wide.high, high)
     below = (wide.low | fallen) != 0
 
-    kept, rest = logical_right(backend, grid, high, dropped), high & ((1 << dropped) - 1)
-    inexact = (rest != 0) | below
-    if output.itemsize < grid.value.itemsize:
-        rounded, over = kept | backend.where(inexact, one, none), backend.full((), grid.infinity - 1, grid.word)
+    if output.itemsize < target.value.itemsize:
+        inexact = ((high & ((1 << dropped) - 1)) != 0) | below
+        rounded = logical_right(backend, grid, high, dropped) | backend.where(inexact, one, none)
+        over = backend.full((), target.infinity - 1, grid.word)
     else:
-        half = 1 << (dropped - 1)
-        tie = backend.where(below, one, kept & 1)
-        up = backend.where(rest > half, one, backend.where(rest == half, tie, none))
-        rounded, over = kept + up, backend.full((), grid.infinity, grid.word)
-    field = backend.maximum(wide.exponent, none)
-    most = backend.full((), 1 - grid.top, grid.word)
-    bits = backend.shift_left(-backend.maximum(-field, most), grid.precision - 1) + rounded
-    bits = backend.where(wide.exponent > grid.top - 1, over, bits)
-    if grid is FLOAT64 and output.itemsize < 4:
-        # Frameworks go by way of float32: rounded to odd in its precision, that step is exact.
-        low = (1 << 29) - 1
-        bits = backend.where((bits & low) == 0, bits, bits & ~low | (low + 1))
-    bits = backend.where(wide.negative, bits | (-1 << (grid.bits - 1)), bits)
-    return backend.bitcast(backend.where(wide.zero, none, bits), grid.value)
+        rounded = _rounded(backend, grid, high, below, dropped)
+        over = backend.full((), target.infinity, grid.word)
+    field = backend.maximum(exponent, none)
+    most = backend.full((), 1 - target.top, grid.word)
+    bits = backend.shift_left(-backend.maximum(-field, most), target.precision - 1) + rounded
+    bits = backend.where(exponent > target.top - 1, over, bits)
+    bits = backend.where(wide.negative, bits | (-1 << (target.bits - 1)), bits)
+    return backend.bitcast(backend.cast(backend.where(wide.zero, none, bits), target.word), target.value)
+
+
+def widened(backend: Backend, x: Array, output: np.dtype) -> Array:
+    """A float32 or float64 in the dtype of the result: frameworks flush subnormal float32 numbers that become wider."""
+    dtype = backend.dtype(x)
+    converted = backend.cast(x, output)
+    if output.itemsize <= dtype.itemsize or dtype != FLOAT32.value:
+        return converted
+    bits = backend.bitcast(x, FLOAT32.word)
+    units = backend.cast(backend.where(bits < 0, -(bits & FLOAT32.most), bits), output)
+    tiny = (bits & FLOAT32.most) < FLOAT32.hidden
+    return backend.where(tiny, units * backend.full((), 2.0**-FLOAT32.unit, output), converted)
 
 
 def special(backend: Backend, grid: Grid, slot0: Array, finite: Array) -> Array:
     """``finite``, or where a value was not: the infinity of one sign, NaN where there were both or a NaN."""
     counts = backend.shift_right(slot0, grid.tag_bits)
     positive, negative = counts & (grid.negative - 1), counts >= grid.negative
-    infinity, minus, nan = (backend.full((), value, grid.value) for value in (np.inf, -np.inf, np.nan))
+    infinity, minus, nan = (backend.full((), value, backend.dtype(finite)) for value in (np.inf, -np.inf, np.nan))
     result = backend.where(positive == 0, minus, backend.where(negative, nan, infinity))
     return backend.where((slot0 & grid.tag) == grid.special, result, finite)
 

@@ -105,9 +105,6 @@ def _finished(
     high = backend.shift_right(high, own.bits - low)
     level = backend.cast(top, own.word)
     wide = rounding.normalised(backend, own, [lower, high], level * own.width + own.lowest(0))
-    if divisor:
-        wide = rounding.divide(backend, own, wide, divisor[0])
     counts = backend.shift_left(high, own.tag_bits) | own.special
     slot0 = backend.where(level == _special(own), counts, backend.full((), 0, own.word))
-    result = rounding.special(backend, own, slot0, rounding.to_float(backend, own, wide, output))
-    return (backend.cast(result, output),)
+    return (rounding.finished(backend, own, wide, slot0, divisor, output),)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import digits as plain
-from gradcombine.reductions.digits import Digits
+from gradcombine.reductions.digits import Decoded, Digits
 from gradcombine.reductions.grid import FLOAT32, Grid
 from gradcombine.types import Array
 
@@ -47,8 +47,8 @@ class SpilledDigits(NamedTuple):
         return Digits(*self[:3])
 
 
-def deposit(backend: Backend, grid: Grid, digits: SpilledDigits, values: Sequence[Array]) -> SpilledDigits:
-    """Adds floats, of which a settled sum has room for `BETWEEN`, all in one pass over the slots."""
+def deposit(backend: Backend, grid: Grid, digits: SpilledDigits, values: Sequence[Decoded]) -> SpilledDigits:
+    """Adds numbers, of which a settled sum has room for `BETWEEN`, all in one pass over the slots."""
     return SpilledDigits(*plain.deposit(backend, grid, digits.slots, values), *digits[3:])
 
 

@@ -54,8 +54,8 @@ def sum(
         integers.
       output_dtype: of the result. None: the contributions' own; narrow integers stay as wide as their accumulator.
       wire_dtype: in which replicas exchange the partial sums. None: the accumulators' own.
-      max_terms: what an exact sum must have room for: one term a contribution, two for each 12 bits of a weight of an
-        integer type other than 1 (six for one of 32 bits that is traced). Up to 4096, an element takes 12 bytes, else
+      max_terms: what an exact sum must have room for: one term a contribution, and one for each further 24 bits of a
+        weight of an integer type (two for one of 32 bits that is an array). Up to 4096, an element takes 12 bytes, else
         24. There is room for 4096 terms or for 2**26 (float64: always 2**26); with more, the result is NaN.
 
     Returns:

@@ -1,17 +1,22 @@
-"""Weighted contributions as floats whose exact sum they are, for exact sums.
+"""Weighted contributions as numbers whose exact sum they are, for exact sums.
 
-A weight of an integer type multiplies exactly: value and weight are split into parts whose products the float format
-holds (float32: 12 bits each). Another weight multiplies with one rounding. Subnormal parts and products are 0 in every
-framework.
+A weight is split into parts of the precision of the float: one of a floating type is one part, and a whole number has
+one for each 24 bits (float64: 53). The product of a contribution and a part has twice the bits, and all of them are
+kept: integers multiply, so that no step depends on how a device rounds, or on what it does to subnormal numbers.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend
+from gradcombine.reductions import digits
+from gradcombine.reductions.digits import Decoded, Lower
 from gradcombine.reductions.grid import FLOAT32, Grid
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array
@@ -19,77 +24,131 @@ from gradcombine.types import Array
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
 
-def weight_parts(backend: Backend, grid: Grid, weight: Weight) -> list[Array]:
-    """Float scalars of half the precision whose exact sum is a whole weight; another weight as it is."""
-    if not weight.whole:
-        return [weight.cast(backend, grid.value)]
-    part = grid.precision // 2
-    low = (1 << part) - 1
+class Part(NamedTuple):
+    """``significand * 2**exponent``: integer scalars. A significand is 0, or has the precision's leading bit set.
+
+    Infinity has the exponent `infinite`, and NaN one above it.
+    """
+
+    significand: Array
+    exponent: Array
+
+
+def infinite(grid: Grid) -> int:
+    """The exponent of an infinite part: above that of every finite product of it."""
+    return 4 * grid.top
+
+
+def weight_parts(backend: Backend, grid: Grid, weight: Weight) -> list[Part]:
+    """The parts of a weight, one or more."""
     if weight.known is not None:
-        whole = int(weight.known)
-        pieces = (whole & (low << shift) for shift in range(0, whole.bit_length(), part))
-        return [backend.full((), piece, grid.value) for piece in pieces if piece] or [backend.full((), 0, grid.value)]
-    wide = backend.dtype(weight.array).itemsize == 8
-    whole = weight.cast(backend, INT64 if wide else INT32)
-
-    def piece(shift: int) -> Array:
-        return backend.cast(backend.shift_right(whole, shift) & low, grid.value)
-
-    def scale(shift: int) -> Array:
-        return backend.full((), 2**shift, grid.value)
-
-    shifts = range(0, 64 if wide else 32, part)
-    return [piece(0), *(backend.product(piece(shift), scale(shift)) for shift in shifts[1:])]
+        known = _of_known(grid, weight.known, weight.whole)
+        return [Part(*(backend.full((), x, grid.word) for x in pair)) for pair in known]
+    if not weight.whole:
+        return [_part(backend, grid, backend.cast(weight.array, grid.value), 0, weight.refused)]
+    size = backend.dtype(weight.array).itemsize
+    word = INT64 if size == 8 else max(INT32, grid.word, key=lambda dtype: dtype.itemsize)
+    # The bits of unsigned integers are the same.
+    whole = backend.bitcast(weight.array, word) if size == word.itemsize else backend.cast(weight.array, word)
+    parts = []
+    for shift in range(0, 8 * size, grid.precision):
+        mask = (1 << min(grid.precision, 8 * size - shift)) - 1
+        piece = backend.cast(backend.shift_right(whole, shift) & mask, grid.value)
+        parts.append(_part(backend, grid, piece, shift, weight.refused))
+    return parts
 
 
 def deposits(backend: Backend, weight: Weight) -> int:
     """How many terms a contribution of this weight has on the grid of float32; on a finer one it has no more."""
-    return 1 if weight.is_one or not weight.whole else 2 * len(weight_parts(backend, FLOAT32, weight))
+    if weight.known is not None:
+        return len(_of_known(FLOAT32, weight.known, weight.whole)) if weight.known else 0
+    return -(-8 * backend.dtype(weight.array).itemsize // FLOAT32.precision) if weight.whole else 1
 
 
-def weighted(
-    backend: Backend, grid: Grid, x: Array, parts: Sequence[Array], whole: bool, one: Array | None
-) -> list[Array]:
-    """Floats whose exact sum is the weighted x; for a weight of a floating type, its rounded value.
+def _of_known(grid: Grid, known: float, whole: bool) -> list[tuple[int, int]]:
+    if not whole:
+        value = float(NUMPY.cast(np.float64(known), grid.value))
+        if value in (0, math.inf):
+            return [(grid.hidden, infinite(grid))] if value else [(0, 0)]
+        fraction, exponent = math.frexp(value)
+        return [(int(math.ldexp(fraction, grid.precision)), exponent - grid.precision)]
+    whole_number, parts = int(known), []
+    if whole_number.bit_length() > 2 * grid.top:  # times the smallest subnormal number it is above the range
+        return [(grid.hidden, infinite(grid))]
+    for shift in range(0, whole_number.bit_length(), grid.precision):
+        piece = (whole_number >> shift) & ((1 << grid.precision) - 1)
+        up = grid.precision - piece.bit_length()
+        if piece:
+            parts.append((piece << up, shift - up))
+    return parts or [(0, 0)]
+
+
+def _part(backend: Backend, grid: Grid, x: Array, shift: int, refused: Array | None) -> Part:
+    """``x * 2**shift``, of a float; NaN where it is refused."""
+    magnitude = backend.bitcast(x, grid.word) & grid.most
+    significand, exponent = digits.normal(backend, grid, magnitude)
+    finite = exponent + (shift - grid.unit)
+    infinity, nan = (backend.full((), infinite(grid) + i, grid.word) for i in (0, 1))
+    exponent = backend.where(magnitude >= grid.infinity, infinity, finite)
+    return Part(significand, exponent if refused is None else backend.where(refused, nan, exponent))
+
+
+def of_weight(backend: Backend, grid: Grid, part: Part) -> Decoded:
+    """A part as a term of the sum of weights."""
+    exponent = part.exponent + grid.unit
+    exponent = backend.where(part.significand == 0, backend.full((), 0, grid.word), exponent)
+    top, infinity, nan, none = (backend.full((), n, grid.word) for n in (grid.top, grid.infinity, grid.infinity + 1, 0))
+    over = exponent >= grid.top
+    special = backend.where(part.exponent > infinite(grid), nan, infinity)
+    exponent = backend.where(over, top, exponent)
+    return Decoded(backend.where(over, special, none), exponent, part.significand, none)
+
+
+def weighted(backend: Backend, grid: Grid, x: Array, parts: Sequence[Part], whole: bool) -> list[Decoded]:
+    """Numbers whose exact sum is the weighted x; for a weight of a floating type, its value rounded to the precision.
 
     Args:
       backend: of the arrays.
       grid: of the digits.
       x: the contribution, in the grid's float.
-      parts: of the weight, by `weight_parts`; none for a weight that is known to be 1.
+      parts: of the weight; none for a weight that is known to be 1.
       whole: whether the type of the weight is an integer one.
-      one: where the weight is traced, whether it is 1: then nothing is multiplied, and subnormal numbers stay.
     """
     if not parts:
-        return [x]
-    products = _products(backend, grid, x, parts) if whole else [_rounded(backend, grid, x, parts[0])]
-    if one is None:
-        return products
-    zero = backend.full((), 0, grid.value)
-    kept = [x, *[zero] * (len(products) - 1)]
-    return [backend.where(one, a, b) for a, b in zip(kept, products, strict=True)]
-
-
-def _rounded(backend: Backend, grid: Grid, x: Array, weight: Array) -> Array:
-    scaled = backend.scale(_flushed(backend, grid, x, grid.hidden - 1), weight)
-    return _flushed(backend, grid, scaled, grid.hidden)
-
-
-def _products(backend: Backend, grid: Grid, x: Array, parts: Sequence[Array]) -> list[Array]:
+        return [digits.decode(backend, grid, x)]
     bits = backend.bitcast(x, grid.word)
-    high = backend.bitcast(bits & -(1 << (grid.precision + 1) // 2), grid.value)
-    # The difference of an infinity and itself is NaN; its high part alone stands for it.
-    infinite = (bits & grid.infinity) == grid.infinity
-    low = backend.where(infinite, backend.full((), 0, grid.value), backend.add(x, -high))
-    halves = [_flushed(backend, grid, half, grid.hidden - 1) for half in (high, low)]
-    products = (backend.product(half, part) for part in parts for half in halves)
-    return [_flushed(backend, grid, product, grid.hidden) for product in products]
+    magnitude, sign = bits & grid.most, backend.shift_right(bits, grid.bits - 1)
+    significand, exponent = digits.normal(backend, grid, magnitude)
+    infinity, nan, none = (backend.full((), n, grid.word) for n in (grid.infinity, grid.infinity + 1, 0))
+    top, not_finite = backend.full((), grid.top, grid.word), magnitude >= grid.infinity
+
+    def product(part: Part) -> Decoded:
+        leading, rest, up = _product(backend, grid, significand, part.significand)
+        reached = exponent + part.exponent + (2 * grid.half - up)
+        if not whole:
+            leading = leading + backend.shift_right(rest + (leading & 1) + (grid.lower >> 1), 2 * grid.half)
+            carried = backend.shift_right(leading, grid.precision)
+            leading, reached = backend.shift_right(leading, carried), reached + carried
+        reached = backend.where(leading == 0, none, reached)
+        special = backend.where(reached >= grid.top, infinity, none)
+        special = backend.where(not_finite, magnitude, special)
+        special = backend.where(part.exponent > infinite(grid), nan, special)
+        reached = backend.where(special == 0, reached, top)
+        below = Lower(reached - 2 * grid.half, backend.where(special == 0, rest, none)) if whole else None
+        return Decoded(special, reached, leading, sign, below)
+
+    return [product(part) for part in parts]
 
 
-def _flushed(backend: Backend, grid: Grid, x: Array, most: int) -> Array:
-    """0 where the magnitude's bits are ``most`` or less: what XLA and TensorFlow do to subnormal operands and results.
-
-    A result counts up to the smallest normal number, since hardware looks for underflow after rounding.
-    """
-    tiny = (backend.bitcast(x, grid.word) & grid.most) <= most
-    return backend.where(tiny, backend.full((), 0, grid.value), x)
+def _product(backend: Backend, grid: Grid, a: Array, b: Array) -> tuple[Array, Array, Array]:
+    """``a * b * 2**up`` of two significands: its leading bits, `Grid.precision` of them, those below, and ``up``."""
+    half, low = grid.half, (1 << grid.half) - 1
+    a_high, b_high, a_low, b_low = backend.shift_right(a, half), backend.shift_right(b, half), a & low, b & low
+    middle = a_high * b_low + a_low * b_high
+    rest = backend.shift_left(middle & low, half) + a_low * b_low
+    leading = a_high * b_high + backend.shift_right(middle, half) + backend.shift_right(rest, 2 * half)
+    one, none = (backend.full((), n, grid.word) for n in (1, 0))
+    short = backend.where(leading < 1 << (2 * (grid.precision - half) - 1), one, none)
+    up = short + (2 * half - grid.precision)
+    rest = backend.shift_left(rest & grid.lower, up)
+    return backend.shift_left(leading, up) | backend.shift_right(rest, 2 * half), rest & grid.lower, up

@@ -73,10 +73,10 @@ class _Treewise:
         made = [self._init_leaf(backend, x, path) for x, path in zip(leaves, structure.paths(), strict=True)]
         present = [x for x in leaves if not is_absent(x)]
         reals = [dtypes.part(described(x).dtype(x)) for x in present if dtypes.kind(described(x).dtype(x)) != "integer"]
-        wide = [dtype for dtype in reals if dtype == np.float64]
+        widest = max([dtypes.FLOAT32, *reals], key=lambda dtype: dtype.itemsize)
         return self.state(
             tree.unflatten(structure, [value for value, _ in made]),
-            self.cell.empty_weight(backend, wide[0] if wide else dtypes.FLOAT32, present),
+            self.cell.empty_weight(backend, widest, present),
             backend.full((), 0, dtypes.INT32, present),
             tree.unflatten(structure, [output for _, output in made]),
         )
@@ -89,7 +89,7 @@ class _Treewise:
             if described(leaf).absent(leaf):
                 return None, backend.full((0, *shape), 0, np.dtype(np.bool_))
             dtype = described(leaf).dtype(leaf)
-        if dtypes.kind(dtype) not in self.cell.kinds:
+        if not dtypes.is_of(dtype, self.cell.kinds):
             raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", dtype, path)
         running, output = self.cell.running(dtype), self.cell.output(dtype)
         value = self.cell.empty(backend, shape, running, leaf)

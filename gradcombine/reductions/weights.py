@@ -6,6 +6,7 @@ import math
 import numbers
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
@@ -21,14 +22,16 @@ class Weight(NamedTuple):
     """A validated weight.
 
     Attributes:
-      known: its value, where that is known while tracing.
+      known: its value, where it is a Python or NumPy number.
       array: the scalar array, where it is not.
       whole: whether its type is an integer one, known or not.
+      refused: of a traced weight, whether it would have been refused; None where it was not, or cannot be.
     """
 
-    known: float | None
+    known: int | float | None
     array: Array
     whole: bool
+    refused: Array | None = None
 
     @property
     def is_one(self) -> bool:
@@ -38,17 +41,29 @@ class Weight(NamedTuple):
         """A Python bool where the weight is known, else a boolean scalar."""
         if self.known is not None:
             return self.known == 0
-        return self.array == backend.full((), 0, backend.dtype(self.array))
+        value = backend.concrete(self.array)
+        if value is not None:
+            return bool(value == 0)
+        if self.whole:
+            return self.array == backend.full((), 0, backend.dtype(self.array))
+        # XLA and TensorFlow take subnormal floats for zeros.
+        return _magnitude(backend, self.array)[1] == 0
 
     @property
     def is_integral(self) -> bool:
         """Whether the weight is a whole number for certain: by its type, or where it is known by its value."""
-        return self.whole or (self.known is not None and self.known.is_integer())
+        return self.whole or (self.known is not None and float(self.known).is_integer())
 
     def cast(self, backend: Backend, dtype: np.dtype) -> Array:
+        """Rounded to a float dtype, infinite above its range; modulo the width of an integer dtype."""
+        integer = dtypes.kind(dtype) == "integer"
         if self.known is not None:
-            return backend.full((), self.known, dtype)
-        return backend.cast(self.array, dtype)
+            return backend.full((), (_modulo if integer else _nearest)(self.known, dtype), dtype)
+        array = backend.cast(self.array, dtype)
+        if integer or self.refused is None:
+            return array
+        # No array: JAX looks for NaN where one is made, if it is asked to.
+        return backend.where(self.refused, dtype.type(np.nan), array)
 
 
 def parse(operation: str, backend: Backend, weight: Any) -> Weight:
@@ -56,13 +71,13 @@ def parse(operation: str, backend: Backend, weight: Any) -> Weight:
 
     Raises:
       GradCombineError: for what is not one number, and for a known weight that is negative, NaN or infinite. Of a
-        traced weight only shape and dtype are known: there NaN makes a mean NaN and a negative weight counts
-        negatively. The reduction `checked` refuses both at run time.
+        traced weight only shape and dtype are known: there each of them counts as NaN; but integer leaves, which
+        cannot be NaN, are multiplied by a negative integer. The reduction `checked` refuses them at run time.
     """
     # NumPy's durations count as integers by their class.
     if isinstance(weight, numbers.Real) and not isinstance(weight, np.timedelta64):
-        known = float(weight)
-        if not math.isfinite(known) or known < 0:
+        known = int(weight) if isinstance(weight, numbers.Integral) else _float(weight)
+        if not known >= 0 or known == math.inf:
             raise GradCombineError(operation, EXPECTED, weight)
         return Weight(known, None, isinstance(weight, numbers.Integral))
     if owner(weight) is None:
@@ -74,10 +89,44 @@ def parse(operation: str, backend: Backend, weight: Any) -> Weight:
         raise GradCombineError(operation, "a weight of shape ()", f"one of shape {shape}")
     if dtypes.kind(dtype) not in ("float", "integer"):
         raise GradCombineError(operation, EXPECTED, f"a weight of dtype {dtype}")
-    value = backend.concrete(array)
-    if value is not None and not (np.isfinite(value) and value >= 0):
-        raise GradCombineError(operation, EXPECTED, value)
-    return Weight(None, array, dtype.kind in "iu")
+    value, whole = backend.concrete(array), dtypes.kind(dtype) == "integer"
+    if value is not None:
+        if not (np.isfinite(value) and value >= 0):
+            raise GradCombineError(operation, EXPECTED, value)
+        return Weight(None, array, whole)
+    if whole:
+        signed = dtype.kind != "u"
+        return Weight(None, array, whole, array < backend.full((), 0, dtype) if signed else None)
+    bits, magnitude = _magnitude(backend, array)
+    infinity = np.array(np.inf).astype(dtype).view(f"i{dtype.itemsize}").item()
+    return Weight(None, array, whole, (magnitude >= infinity) | ((bits < 0) & (magnitude != 0)))
+
+
+def _magnitude(backend: Backend, array: Array) -> tuple[Array, Array]:
+    """The bits of a float, with its sign and without."""
+    integer = np.dtype(f"i{backend.dtype(array).itemsize}")
+    bits = backend.bitcast(array, integer)
+    return bits, bits & np.iinfo(integer).max
+
+
+def _float(x: Any) -> float:
+    """Infinite above the range of Python's floats."""
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf
+
+
+def _nearest(x: float, dtype: np.dtype) -> float:
+    """The nearest float of this dtype; infinite above its range."""
+    with np.errstate(over="ignore"):
+        return float(np.float64(_float(x)).astype(dtype))
+
+
+def _modulo(x: float, dtype: np.dtype) -> int:
+    """The integer of this dtype that equals x modulo its width."""
+    info = ml_dtypes.iinfo(dtype)
+    return (int(x) - int(info.min)) % (1 << info.bits) + int(info.min)
 
 
 def presence(operation: str, backend: Backend, weight: Any) -> Any:

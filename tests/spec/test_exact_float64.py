@@ -146,3 +146,34 @@ def test_leaves_of_both_widths_share_their_weights() -> None:
         products = sum(Fraction(float(kind(w) * t[leaf][0])) for w, t in zip((0.1, 0.2, 0.3), trees, strict=True))
         weight = exact.round_to(sum(map(Fraction, (0.1, 0.2, 0.3))), dtype)
         assert float(mean[leaf][0]) == float(exact.round_to(products / weight, dtype))
+
+
+SUBNORMAL = {"float32": 2.0**-149, "bfloat16": 2.0**-133, "float16": 2.0**-24}
+"""The smallest numbers of the narrower floats."""
+
+
+def narrowed(env: modes.Env, x: Any) -> Any:
+    return [gc.combine(reductions.sum("exact", output_dtype=dtype), rows(x)) for dtype in SUBNORMAL]
+
+
+@pytest.mark.parametrize("name", among(("numpy", "tf_eager"), ("numpy", "tf_eager", "tf_function", "tf_xla")))
+def test_subnormal_results_of_narrower_outputs(name: str) -> None:
+    """Ties, and sums that lie beside one by less than float32 could tell."""
+    parts = [[n + 0.5, beside, -0.25, 0.25] for n in (0, 1, 2, 5) for beside in (0, 2.0**-40, -(2.0**-40))]
+    for i, (dtype, unit) in enumerate(SUBNORMAL.items()):
+        x = np.float64(parts).T * unit
+        (results,) = modes.get(name).run(narrowed, [x])
+        expected = [float(round(sum(map(Fraction, column)))) * unit for column in parts]
+        assert results[i].dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
+        np.testing.assert_array_equal(results[i].astype(np.float64), expected)
+
+
+def widened(env: modes.Env, x: Any) -> Any:
+    return gc.combine(reductions.sum("exact", output_dtype="float64"), rows(x))
+
+
+@pytest.mark.parametrize("name", among(("tf_eager",), ("numpy", "tf_eager", "tf_function", "tf_xla")))
+def test_subnormal_results_of_a_wider_output(name: str) -> None:
+    x = np.float32([[3, -1, 2**23, 0], [-1, -1, 1, 0]]) * np.float32(2.0**-149)
+    (result,) = modes.get(name).run(widened, [x])
+    np.testing.assert_array_equal(result, np.float64([2, -2, 2**23 + 1, 0]) * 2.0**-149)

@@ -108,21 +108,25 @@ FULL = np.float32(2**16 - 2**-8)
 """The top digit of which is the largest one: its leading bit is the highest of a bin."""
 
 
+LONG = 3 * (2**24 + 1)
+"""A known weight of two parts, 24 bits each: a contribution makes two deposits."""
+
+
 @ordinary
-def tripled(env: modes.Env, x: Any) -> Any:
-    return gc.all_reduce(FEW, x, env.collective, 3), gc.all_reduce(reductions.sum("exact"), x, env.collective, 3)
+def long_weights(env: modes.Env, x: Any) -> Any:
+    return tuple(gc.all_reduce(r, x, env.collective, LONG) for r in (FEW, reductions.sum("exact")))
 
 
 @pytest.mark.needs("jax")
 @pytest.mark.parametrize("replicas", [128, 256])
 def test_two_words_hold_the_digits_of_128_replicas(replicas: int) -> None:
-    """A known weight of 3 makes two deposits; with 256 replicas there is no room, and three words are exchanged."""
+    """With two deposits each. With 256 replicas there is no room, and three words are exchanged."""
     third = FULL / np.float32(3)
     columns = [third, -third, FULL * np.float32(2**-16), -np.float32(2**-149), np.inf, -np.inf, np.nan, 0]
     x = np.tile(np.float32(columns), (replicas, 1))
     x[1:, -1] = np.float32([FULL, -FULL])[np.arange(replicas - 1) % 2]
-    expected = [gc.combine(r, list(x), [3] * replicas) for r in (FEW, reductions.sum("exact"))]
-    for result in modes.get("jax_vmap").run(tripled, list(x))[:: replicas - 1]:
+    expected = [gc.combine(r, list(x), [LONG] * replicas) for r in (FEW, reductions.sum("exact"))]
+    for result in modes.get("jax_vmap").run(long_weights, list(x))[:: replicas - 1]:
         for found, other in zip(result, expected, strict=True):
             np.testing.assert_array_equal(exact.bits(found), exact.bits(other))
 

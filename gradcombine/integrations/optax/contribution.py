@@ -63,11 +63,12 @@ def weight_unless(operation: str, left_out: Any, weight: Any) -> Any:
     """0 where a microbatch is left out, else its weight; a whole number stays one, for leaves of integers."""
     if isinstance(left_out, bool):
         return 0 if left_out else weight
-    parsed = parse(operation, load("jax"), weight)
+    backend = load("jax")
+    parsed = parse(operation, backend, weight)
     if parsed.known is None:
         array = jnp.asarray(parsed.array)
     elif parsed.is_integral and parsed.known < 2**31:
         array = jnp.asarray(int(parsed.known), jnp.int32)
     else:
-        array = jnp.asarray(parsed.known)
+        array = parsed.cast(backend, np.dtype(jnp.result_type(float)))
     return jnp.where(left_out, jnp.zeros_like(array), array)

@@ -1,0 +1,167 @@
+"""What a weight may be: of every integer type, of any size, outside of the range of float32, and refused too late."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+from tests.spec import exact, modes
+from tests.spec.programs import rows
+from tests.spec.selection import among
+
+SUM, MEAN = reductions.sum("exact"), reductions.mean("exact")
+QUICK, DISTINCT = (
+    ("numpy", "jax_jit", "tf_eager"),
+    ("numpy", "jax_eager", "jax_jit", "tf_eager", "tf_function", "tf_xla"),
+)
+X = np.float32([[1, 0.25, 1.1, -3e-30], [0.5, 1, -0.3, 2.0**-149]])
+
+WEIGHTS = {
+    "uint8": np.uint8([200, 255]),
+    "uint16": np.uint16([65535, 3]),
+    "uint32": np.uint32([3 * 10**9, 10**9]),
+    "uint64": np.uint64([2**64 - 1, 3]),
+    "int64": np.int64([2**62 + 1, 3]),
+    "sum above float32": np.float32([3e38, 3e38]),
+    "subnormal": np.float32([1e-40, 3e-40]),
+    "subnormal and large": np.float32([1e-40, 3e38]),
+    "float16": np.float16([6e-8, 2]),
+}
+
+
+def rounded(value: Fraction) -> float:
+    """To float32, subnormal numbers too."""
+    unit = Fraction(2) ** -149
+    return float(exact.round_to(value) if abs(value) >= Fraction(2) ** -126 else round(value / unit) * unit)
+
+
+def wanted(column: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    """The sum, which may be above the range of float32, and the mean."""
+    scales = [Fraction(w.item()) for w in weights]
+    products = [Fraction(float(x)) * w for x, w in zip(column, scales, strict=True)]
+    if weights.dtype.kind == "f":
+        products = [exact.round_to(p) for p in products]
+    total = sum(products, Fraction(0))
+    over = abs(total) >= 2**128
+    return np.copysign(np.inf, float(total)) if over else rounded(total), rounded(total / exact.round_to(sum(scales)))
+
+
+def weighed(env: modes.Env, data: Any) -> Any:
+    return [gc.combine(reduction, rows(data["x"]), rows(data["weights"])) for reduction in (SUM, MEAN)]
+
+
+@pytest.mark.parametrize("kind", WEIGHTS)
+@pytest.mark.parametrize("name", among(QUICK, DISTINCT))
+def test_sums_and_means_by_weights_of_any_type_and_size(name: str, kind: str) -> None:
+    """The nearest floats to exact fractions, the same in every framework."""
+    mode, weights = modes.get(name), WEIGHTS[kind]
+    if mode.framework == "jax" and weights.dtype.itemsize == 8:
+        # JAX has no 64-bit integers here, and no 64-bit array enters unseen.
+        weights = weights.astype(np.uint32)
+    # Products of weights and values are floats as well, within the same range.
+    x = X[:, :2] if "float32" in kind or "subnormal" in kind else X
+    ((total, mean),) = mode.run(weighed, [{"x": x, "weights": weights}])
+    for column, *received in zip(x.T, total, mean, strict=True):
+        assert [float(x) for x in received] == list(wanted(column, weights))
+
+
+@pytest.mark.parametrize("weight", [2**31, 2**53 + 1, 2**60 + 2**7 + 1, 2**64 - 1, 10**60, 3 * 10**37])
+def test_known_integers_multiply_exactly(weight: int) -> None:
+    """By no weight is a value of two bits rounded before the end."""
+    values = np.float32([3, -1e-30, 2.0**-149, 0])
+    for value, received in zip(values, gc.combine(SUM, [values], [weight]), strict=True):
+        product = Fraction(float(value)) * weight
+        assert received == (np.copysign(np.inf, value) if abs(product) >= 2**128 else np.float32(rounded(product)))
+    total = sum(2 * weight - x for x in range(3))
+    mean = gc.combine(MEAN, [np.float32([1.5])] * 3, [2 * weight - x for x in range(3)])
+    assert mean[0] == 1.5 if total < 2**128 else np.isinf(mean[0])
+
+
+@pytest.mark.parametrize("weight", [10**400, 10**60, 1e60])
+def test_weights_above_the_range_count_as_infinite(weight: Any) -> None:
+    values = np.float32([1, -1, 0])
+    if weight != 10**60:
+        np.testing.assert_array_equal(gc.combine(SUM, [values], [weight]), [np.inf, -np.inf, 0])
+    np.testing.assert_array_equal(gc.combine(MEAN, [values], [weight]), [np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(gc.mean([values], weights=[weight]), [np.nan] * 3)
+
+
+def test_a_sum_of_weights_that_overflows_or_vanishes_makes_a_mean_nan() -> None:
+    """Division by infinity would give 0."""
+    for precision in ("fast", "compensated"):
+        mean = gc.combine(reductions.mean(precision), [np.float32([1e-9])] * 2, [3e38, 3e38])
+        assert np.isnan(mean).all()
+    assert np.isnan(gc.combine(reductions.moments(), [np.float32([1e-9])] * 2, [3e38, 3e38]).mean).all()
+    assert np.isnan(gc.combine(MEAN, [np.float32([3])], [1e-60])).all()
+
+
+REFUSED = {
+    "negative": np.float32([-1, 3]),
+    "negative integer": np.int32([-1, 3]),
+    "smallest integer": np.int8([-128, 3]),
+    "infinite": np.float16([np.inf, 3]),
+    "NaN": np.float32([np.nan, 3]),
+}
+PRECISIONS = ("fast", "compensated", "exact")
+
+
+def everything(env: modes.Env, data: Any) -> Any:
+    chosen = [kind(precision) for kind in (reductions.sum, reductions.mean) for precision in PRECISIONS]
+    return [gc.combine(r, rows(data["x"]), rows(data["weights"])) for r in (*chosen, reductions.moments())]
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize("name", among(("jax_jit", "tf_function"), ("jax_jit", "jax_scan", "tf_function", "tf_xla")))
+def test_a_traced_weight_that_would_be_refused_gives_nan(name: str, kind: str) -> None:
+    """In every precision: it is too late for an error."""
+    (results,) = modes.get(name).run(everything, [{"x": X[:, :2], "weights": REFUSED[kind]}])
+    for result in results[:-1]:
+        assert np.isnan(result).all()
+    assert np.isnan(results[-1].mean).all()
+    assert np.isnan(results[-1].variance).all()
+
+
+def test_integers_are_multiplied_modulo_their_width() -> None:
+    values = np.int32([3, -(2**30)])
+    expected = [(int(v) * (2**32 + 2**31 + 5) + 2**31) % 2**32 - 2**31 for v in values]
+    np.testing.assert_array_equal(gc.combine(reductions.sum(), [values], [2**32 + 2**31 + 5]), expected)
+    np.testing.assert_array_equal(gc.combine(reductions.sum(), [values], [np.array(2**31 + 5, np.uint32)]), expected)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        lambda like: reductions.sum("exact").init(like),
+        lambda like: reductions.mean("exact", output_dtype="float32").init(like),
+        lambda like: reductions.adasum().init(like),
+    ],
+)
+def test_long_doubles_are_refused_where_bits_are_decoded(start: Any) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected .* at most 64 bits, received (float|longd)"):
+        start({"w": np.longdouble([1])})
+    with pytest.raises(gc.GradCombineError, match=r"adasum: expected .* at most 64 bits"):
+        reductions.adasum(np.longdouble)
+
+
+def test_means_of_long_doubles_add_their_weights_in_long_doubles() -> None:
+    weights = [1, np.longdouble(0.1)]
+    mean = gc.combine(reductions.mean(), [np.longdouble([3])] * 2, weights)
+    assert abs(mean[0] - 3) <= 4 * np.finfo(np.longdouble).eps
+
+
+@pytest.mark.needs("jax")
+def test_a_masked_contribution_divides_by_nothing() -> None:
+    """Under an eager vmap a weight of 0 is not known: until it is masked, no quotient is NaN."""
+    import jax
+
+    def variance(weights: Any) -> Any:
+        return gc.combine(reductions.moments(), [X[0, :2], X[1, :2]], [weights[0], weights[1]]).variance
+
+    with jax.debug_nans(True):
+        received = jax.vmap(variance)(np.float32([[0, 2], [0, 0], [1, 1]]))
+    np.testing.assert_array_equal(received, np.float32([[0, 0], [0, 0], [0.0625, 0.140625]]))
