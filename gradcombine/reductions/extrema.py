@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
@@ -9,7 +10,7 @@ import numpy as np
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions import dtypes
+from gradcombine.reductions import dtypes, grid
 from gradcombine.reductions.cell import Plain
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array, Reduction
@@ -34,8 +35,8 @@ def max(*, output_dtype: Any = None) -> Reduction:
       A reduction of float and integer leaves. NaN in any contribution is NaN in the result. No contribution: -inf, or
       the smallest integer.
 
-    Bits: the same for any order and grouping, in every mode; a zero result is +0, and of NaN payloads nothing is
-    promised.
+    Bits: those of one of the contributions, subnormal ones too, the same for any order and grouping, in every mode; but
+    a zero result is +0, and of NaN payloads nothing is promised.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])
@@ -68,18 +69,34 @@ def _highest(dtype: np.dtype) -> Any:
 
 
 def _larger(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
-    return _positive_zero(backend, backend.maximum(a, b))
+    return _chosen(backend, a, b, lambda x, y: x > y)
 
 
 def _smaller(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
-    # min(a, b) picks the other one than max; where they are equal, either will do.
-    smaller = backend.where(a < b, a, b)
-    if dtypes.kind(backend.dtype(smaller)) == "float":
-        smaller = backend.where(a != a, a, smaller)
-    return _positive_zero(backend, smaller)
+    return _chosen(backend, a, b, lambda x, y: x < y)
 
 
-def _positive_zero(backend: Backend, x: Array) -> Array:
-    # -0 == +0, so which of them stays would depend on the order.
-    zero = backend.full((), 0, backend.dtype(x))
-    return backend.where(x == zero, zero, x)
+def _chosen(backend: Backend, a: Array, b: Array, before: Callable[[Array, Array], Array]) -> Array:
+    """What comes first; NaN where either is, and +0 for a zero: which of two stays would depend on the order."""
+    left, right = _image(backend, a), _image(backend, b)
+    first = before(left, right)
+    chosen = backend.where(first, a, b)
+    if dtypes.kind(backend.dtype(chosen)) != "float":
+        return chosen
+    # The image of what was chosen, but not of its bits: compilers compare those as floats, subnormal ones as zeros.
+    zero = backend.where(first, left, right) == backend.full((), 0, backend.dtype(left))
+    chosen = backend.where(zero, backend.full((), 0, backend.dtype(chosen)), chosen)
+    return backend.where(a != a, a, backend.where(b != b, b, chosen))
+
+
+def _image(backend: Backend, x: Array) -> Array:
+    """Integers in the order of these floats: XLA and TensorFlow compare subnormal floats as zeros.
+
+    Integers stand for themselves, and so do NumPy's long doubles, of which no other framework has any.
+    """
+    dtype = backend.dtype(x)
+    if dtypes.kind(dtype) != "float" or dtype.itemsize > 8:
+        return x
+    own = grid.of(dtype)
+    bits = backend.bitcast(x, own.word)
+    return backend.where(bits < 0, -(bits & own.most), bits)
