@@ -61,7 +61,9 @@ def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = Non
     array([3., 0.], dtype=float32)
     """
     settings = dtypes.Settings(dtype, output_dtype, "adasum")
-    return lift(Plain("adasum", ("float",), _zero, _adaptive, settings=settings), AdasumState, wire_dtype)
+    if settings.running(dtypes.FLOAT32).itemsize > 8:
+        raise GradCombineError("adasum", f"an accumulator that is a {dtypes.FLOAT_OF_BITS}", dtype)
+    return lift(Plain("adasum", (dtypes.FLOAT_OF_BITS,), _zero, _adaptive, settings=settings), AdasumState, wire_dtype)
 
 
 def _zero(dtype: np.dtype) -> int:
@@ -97,9 +99,6 @@ def _power_of_two(backend: Backend, x: Array) -> Array:
     """
     zero = backend.full((), 0, backend.dtype(x))
     size = backend.total(backend.where(x < zero, -x, x))
-    dtype = backend.dtype(x)
-    if dtype.itemsize not in _EXPONENT:
-        raise GradCombineError("adasum", "a float of at most 64 bits", dtype)
-    integer, exponent = _EXPONENT[dtype.itemsize]
+    integer, exponent = _EXPONENT[backend.dtype(x).itemsize]
     bits = backend.bitcast(size, integer) & backend.full((), exponent, integer)
     return backend.bitcast(bits, backend.dtype(x))

@@ -134,12 +134,16 @@ def _joined(backend: Backend, a: Spread, b: Spread) -> Spread:
     running, working = backend.dtype(a.total), backend.dtype(a.weight)
     one = backend.full((), 1, working)
 
+    def divisor(weight: Array, count: Array) -> Array:
+        # A weight that turns out to be 0 is masked later: until then nothing is divided by it.
+        return backend.where((count == 0) | (weight == backend.full((), 0, working)), one, weight)
+
     def center(part: Spread) -> Array:
-        return backend.divide(backend.cast(part.total, working), backend.where(part.count == 0, one, part.weight))
+        return backend.divide(backend.cast(part.total, working), divisor(part.weight, part.count))
 
     weight, count = backend.add(a.weight, b.weight), a.count + b.count
     apart = backend.add(center(a), -center(b))
-    share = backend.divide(backend.product(a.weight, b.weight), backend.where(count == 0, one, weight))
+    share = backend.divide(backend.product(a.weight, b.weight), divisor(weight, count))
     # A product with nothing but another product after it has its own rounding; `scale` gives the last one its own.
     between = backend.scale(backend.product(apart, apart), share)
     within = backend.add(backend.cast(a.squares, working), backend.cast(b.squares, working))
