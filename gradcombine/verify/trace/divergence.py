@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -129,13 +129,12 @@ def _in_step(
     """The first stage that parts; stages that only one run has are added to ``lacking``."""
     unrecorded: list[str] = []
     for stage in STAGES:
-        left, right = _stage(a, stage), _stage(b, stage)
+        # A rule may say of a leaf that it needs no counterpart.
+        left = _stage(a, stage, lambda name: (rules.find(name) or (None, name))[1] is not None)
+        right = _stage(b, stage, lambda name: not rules.ignores(name))
         if not left or not right:
-            # A rule may say of each of its leaves that it needs no counterpart.
-            alone = [name for name in left if (rules.find(name) or (None, name))[1] is not None]
-            alone += [name for name in right if not rules.ignores(name)]
-            if alone:
-                lacking.append(Divergence(step, stage, None, UNKNOWN, tuple(unrecorded), tuple(alone)))
+            if left or right:
+                lacking.append(Divergence(step, stage, None, UNKNOWN, tuple(unrecorded), (*left, *right)))
             unrecorded.append(stage)
             continue
         limit = allowed if isinstance(allowed, Allowed) else allowed.get(stage, EQUAL_BITS)
@@ -149,5 +148,7 @@ def _in_step(
     return None
 
 
-def _stage(dump: Dump, stage: str) -> Dump:
-    return {name: entry for name, entry in dump.items() if name.startswith(f"{stage}/") or name == stage}
+def _stage(dump: Dump, stage: str, counts: Callable[[str], bool]) -> Dump:
+    return {
+        name: entry for name, entry in dump.items() if (name.startswith(f"{stage}/") or name == stage) and counts(name)
+    }

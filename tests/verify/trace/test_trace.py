@@ -236,11 +236,12 @@ def test_what_was_not_compared_is_not_alike(name: str, tmp_path: Path) -> None:
 
 
 def test_a_stage_that_rules_leave_out_needs_no_counterpart(tmp_path: Path) -> None:
-    for run, stages in (("a", {"inputs": A, "params": B}), ("b", {"params": B})):
+    runs = {"a": {"inputs": A, "params": B}, "b": {"params": B}, "c": {"inputs": {"w": Y}, "params": B}}
+    for run, stages in runs.items():
         with record(tmp_path / run) as recorder:
             recorder(0, **stages)
     rules = Rules((Rule(re.compile("inputs/.*"), None, None),), (re.compile("inputs/.*"),))
-    for a, b in ("ab", "ba"):
+    for a, b in ("ab", "ba", "ac"):
         assert first_divergence(tmp_path / a, tmp_path / b, rules=rules) is None
 
 
