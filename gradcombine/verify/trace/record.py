@@ -15,7 +15,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.types import Tree
 from gradcombine.verify.dumps import open_dump
 from gradcombine.verify.trace import hooks
@@ -91,6 +91,10 @@ class Recorder:
         for stage, value in stages.items():
             leaves, structure = tree.flatten("record", value)
             for leaf, path, name in zip(leaves, structure.paths(), names(structure, stage), strict=True):
+                if str(getattr(leaf, "dtype", None)).startswith("key<"):
+                    raise GradCombineError(
+                        "record", "numbers: of a random key, its jax.random.key_data", leaf.dtype, path
+                    )
                 if not is_absent(leaf):
                     _require_kept(leaf, path)
                     named[name] = leaf
@@ -161,7 +165,8 @@ class Recorder:
 
 def _require_step(step: Any) -> None:
     backend = resolve("record", [step])
-    number = backend.asarray(step)
+    with renamed("record"):
+        number = backend.asarray(step)
     shape, dtype, known = backend.shape(number), backend.dtype(number), backend.concrete(number)
     if shape != () or dtype.kind not in "iu":
         raise GradCombineError("record", "an integer scalar as the step", f"{dtype} of shape {shape}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -82,6 +83,12 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "float8, which .npz forgets": (0, {"w": X.astype(ml_dtypes.float8_e4m3fn)}, r"leaf \['w'\]: expected bfloat16"),
     "float8 of another kind": (0, {"w": X.astype(ml_dtypes.float8_e5m2)}, "received float8_e5m2"),
     "int4": (0, {"w": X.astype(ml_dtypes.int4)}, "received int4"),
+    "a random key": (
+        0,
+        {"rng": jax.random.key(0)},
+        r"leaf \['rng'\]: expected numbers: of a random key, its jax.random",
+    ),
+    "no step": (None, X, "record: expected an array or a number, received None"),
     "step -1": (-1, X, "expected steps from 0 on, received -1"),
     "step 1.5": (1.5, X, "an integer scalar as the step, received float32"),
     "step True": (True, X, "an integer scalar as the step, received bool"),
