@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
+from functools import partial
 from typing import Any
 
 from gradcombine import reductions, tree
@@ -11,6 +12,7 @@ from gradcombine.backends.registry import owner
 from gradcombine.checks import require_order, require_reduction
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.pairwise import fold_pairwise
+from gradcombine.reductions.differentiable import derived
 from gradcombine.types import Array, Order, Reduction, State, Tree
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
@@ -61,6 +63,10 @@ def combine(
         raise GradCombineError("combine", "one tree or more", "an empty list")
     if len(scales) != len(trees):
         raise GradCombineError("combine", f"{len(trees)} weights", str(len(scales)))
+    return derived(reduction, partial(_combined, order=order), trees, scales)
+
+
+def _combined(reduction: Reduction, trees: list[Tree], scales: list[Any], order: Order) -> Tree:
     empty = reduction.init(_common(reduction.name, trees))
     if reduction.update_many is not None:
         many = reduction.update_many(empty, trees, scales, order)

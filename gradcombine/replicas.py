@@ -13,6 +13,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.checks import require_collective, require_order, require_reduction
 from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.reductions.differentiable import derived
 from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
 
 __all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]
@@ -88,10 +89,14 @@ def all_reduce(
     value = tree.unflatten(structure, leaves)
     present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
     over.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
-    state = reduction.update(reduction.init(value), value, weight)
-    if reduction.all_finalize is not None:
-        return reduction.all_finalize(state, over, weight)
-    return reduction.finalize(reduction.all_merge(state, over, order))
+
+    def run(reduction: Reduction, value: Tree, weight: Any) -> Tree:
+        state = reduction.update(reduction.init(value), value, weight)
+        if reduction.all_finalize is not None:
+            return reduction.all_finalize(state, over, weight)
+        return reduction.finalize(reduction.all_merge(state, over, order))
+
+    return derived(reduction, run, value, weight)
 
 
 @ordinary

@@ -36,6 +36,7 @@ class Reduction(NamedTuple):
         reductions that have no such way.
       all_finalize: ``all_finalize(state, collective, weight) -> value``: ``finalize`` of ``all_merge`` of states that
         have each had one contribution, of this weight, with less to exchange. None for reductions without such a way.
+      derivative: the reduction whose derivative is this one's. None: derivatives flow through these functions.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Reduction(NamedTuple):
     averages: bool = False
     update_many: Callable[[State, Sequence[Tree], Sequence[Any], Order], State | None] | None = None
     all_finalize: Callable[[State, Any, Any], Tree] | None = None
+    derivative: Reduction | None = None
 
 
 class AccumulateState(NamedTuple):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 from jax.experimental import checkify, sparse
 from jax.sharding import NamedSharding
 
@@ -142,6 +143,32 @@ class JaxBackend:
 
         return lax.while_loop(lambda state: state[0], turn, (condition, carried))[1]
 
+    def custom_derivative(
+        self,
+        function: Callable[..., Sequence[Array]],
+        surrogate: Callable[..., Sequence[Array]],
+        leaves: Sequence[Any],
+    ) -> list[Array]:
+        traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
+        if not traced:
+            return list(function(*leaves))
+
+        @jax.custom_jvp
+        def call(*arrays: Array) -> list[Array]:
+            return list(function(*_replaced(leaves, traced, arrays)))
+
+        def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Array]]:
+            moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+
+            def of(*arrays: Array) -> list[Array]:
+                return list(surrogate(*_replaced(leaves, traced, _replaced(primals, moving, arrays))))
+
+            _, along = jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
+            return call(*primals), along
+
+        call.defjvp(rule, symbolic_zeros=True)
+        return call(*(leaves[i] for i in traced))
+
     def over(self, names: str | Sequence[str]) -> Collective:
         return JaxAxis(names)
 
@@ -187,6 +214,13 @@ class JaxBackend:
 @partial(jax.jit, static_argnums=(0, 1))
 def _compiled(kernel: Kernel, static: tuple[Any, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(kernel(BACKEND, *static, *arrays))
+
+
+def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[Any]) -> list[Any]:
+    result = list(items)
+    for i, other in zip(positions, others, strict=True):
+        result[i] = other
+    return result
 
 
 def _exactly(array: Array, dtype: np.dtype) -> Array:

@@ -147,6 +147,21 @@ class Backend(Protocol):
         """
         ...
 
+    def custom_derivative(
+        self,
+        function: Callable[..., Sequence[Array]],
+        surrogate: Callable[..., Sequence[Array]],
+        leaves: Sequence[Any],
+    ) -> list[Array]:
+        """``function(*leaves)``, whose derivative of every order, in forward and reverse mode, is the surrogate's.
+
+        Args:
+          function: from leaves to arrays.
+          surrogate: likewise, to arrays of the same shapes and dtypes. Nothing of it runs where no derivative is taken.
+          leaves: arrays of any framework and None. Derivatives are with respect to those of this one.
+        """
+        ...
+
     def row_slices(self, leaf: Any) -> RowSlices | None:
         """The parts of a row-sparse array of this framework's own kind; None for anything else."""
         ...

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective, Kernel, RowSlices, Split
+from gradcombine.backends.tensorflow_derivative import custom_derivative
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
@@ -142,6 +143,8 @@ class TensorflowBackend:
 
         # Under jit_compile a conditional would copy all of the arrays; a loop of no turns leaves them where they are.
         return tf.while_loop(lambda due, *_: due, turn, (condition, *arrays))[1:]
+
+    custom_derivative = staticmethod(custom_derivative)
 
     def over(self) -> Collective:
         return TfReplicas()

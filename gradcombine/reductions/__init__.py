@@ -2,6 +2,7 @@
 
 from gradcombine.reductions.adasum import adasum
 from gradcombine.reductions.checked import checked
+from gradcombine.reductions.differentiable import differentiable
 from gradcombine.reductions.extrema import max, min
 from gradcombine.reductions.first import first, last
 from gradcombine.reductions.mean import mean
@@ -16,6 +17,7 @@ from gradcombine.reductions.sum import sum
 __all__ = [
     "adasum",
     "checked",
+    "differentiable",
     "first",
     "last",
     "max",

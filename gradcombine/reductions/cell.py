@@ -124,6 +124,10 @@ class IntegerCell(Cell, Protocol):
         """The accumulator, where contributions of these weights had nothing for it."""
         ...
 
+    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
+        """The sum of weights, which frameworks take for a function of these contributions as well."""
+        ...
+
     @property
     def most_replicas(self) -> int:
         """So many may take part."""

@@ -14,7 +14,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.reductions import digits, dtypes, grid, rounding, scatter, spill, terms, wire
 from gradcombine.reductions.cell import Totals
 from gradcombine.reductions.digits import Decoded, Digits
-from gradcombine.reductions.exact_weight import counted, limited, rounded
+from gradcombine.reductions.exact_weight import counted, limited, linked, refusing, rounded
 from gradcombine.reductions.grid import FLOAT32, Grid
 from gradcombine.reductions.spill import SpilledDigits
 from gradcombine.reductions.terms import Part
@@ -101,13 +101,14 @@ class Exact:
         scalars = [totals.weight.deposits > full]
         if self.divides:
             scalars += rounded(backend, own, totals.weight)
-        (result,) = backend.fused(_finish, (own, type(a), output), [*a, *scalars])
-        return result
+        results = backend.fused(_finish, (own, type(a), output), [*a, *scalars])
+        return refusing(self.name, backend, results, totals.weight.link)[0]
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Any:
         kind = self._kind(grid.of(dtype).word)
         words = (backend.full((), 0, grid.of(dtype).word, like) for _ in kind._fields)
-        return counted(kind(*words), backend.full((), 0, dtypes.INT32, like))
+        counts = (backend.full((), 0, dtype, like) for dtype in (dtypes.INT32, dtypes.FLOAT32))
+        return counted(kind(*words), *counts)
 
     def add_weight(self, backend: Backend, total: Any, weight: Weight) -> Any:
         return self.add_weights(backend, total, [weight], "sequential")
@@ -127,13 +128,18 @@ class Exact:
         if isinstance(words, SpilledDigits):
             words = spill.settle(backend, own, words)
         count = sum(terms.deposits(backend, w) for w in weights)
-        return counted(words, limited(backend, total.deposits + count))
+        arrays = [w.array for w in weights if w.known is None]
+        link = linked(backend, total.link, arrays) if arrays else total.link
+        return counted(words, limited(backend, total.deposits + count), link)
+
+    def link(self, backend: Backend, total: Any, leaves: Sequence[Any]) -> Any:
+        return total._replace(link=linked(backend, total.link, leaves))
 
     @np.errstate(all="ignore")
     def merge_weights(self, backend: Backend, a: Any, b: Any) -> Any:
         own, left, right = grid.of(backend.dtype(a.slot0)), self._words(backend, a), self._words(backend, b)
         words = _module(type(left)).merge(backend, own, left, right)
-        return counted(words, limited(backend, a.deposits + b.deposits))
+        return counted(words, limited(backend, a.deposits + b.deposits), a.link + b.link)
 
     @property
     def most_replicas(self) -> int:
@@ -165,7 +171,8 @@ class Exact:
         _, merged = wire.merged(backend, collective, [words], [top], totals)
         divisors = [rounded(backend, own, merged.weight) if self.divides else () for own, _ in fitting]
         leaves = list(zip(fitting, accumulators, tops, outputs, strict=True))
-        return scatter.finish(backend, collective, leaves, divisors)
+        results = scatter.finish(backend, collective, leaves, divisors)
+        return refusing(self.name, backend, results, totals.weight.link)
 
     def _words(self, backend: Backend, total: Any) -> Any:
         """The digits of a sum of weights.
@@ -174,9 +181,9 @@ class Exact:
           GradCombineError: for a state of a reduction with more or less room.
         """
         kind = self._kind(backend.dtype(total.slot0))
-        if len(total) != len(kind._fields) + 1:
+        if len(total) != len(kind._fields) + 2:
             raise GradCombineError(self.name, "a state made with room for as many terms", type(total).__name__)
-        return kind(*total[:-1])
+        return kind(*total[:-2])
 
     def _kind(self, word: np.dtype) -> type[Digits] | type[SpilledDigits]:
         return SpilledDigits if self.many and word == FLOAT32.word else Digits

@@ -1,12 +1,19 @@
-"""The sum of weights of an exact reduction, in digits, and how many deposits its accumulators have had."""
+"""The sum of weights of an exact reduction, in digits, and how many deposits its accumulators have had.
+
+Integers carry no derivative, so a derivative that goes through a state would be 0 unseen. A float scalar beside the
+digits, the *link*, depends on all contributions and weights in the eyes of the frameworks, though it is always 0: where
+a derivative comes upon it, the result refuses.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
+from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes, grid, rounding, spill
 from gradcombine.reductions.digits import Digits
 from gradcombine.reductions.grid import Grid
@@ -25,6 +32,7 @@ class ExactWeight(NamedTuple):
     slot1: Array
     slot2: Array
     deposits: Array
+    link: Array
 
 
 class SpilledWeight(NamedTuple):
@@ -37,12 +45,35 @@ class SpilledWeight(NamedTuple):
     spill1: Array
     spill2: Array
     deposits: Array
+    link: Array
 
 
-def counted(words: Digits | SpilledDigits, deposits: Array) -> ExactWeight | SpilledWeight:
+def counted(words: Digits | SpilledDigits, deposits: Array, link: Array) -> ExactWeight | SpilledWeight:
     if isinstance(words, SpilledDigits):
-        return SpilledWeight(*words, deposits)
-    return ExactWeight(*words, deposits)
+        return SpilledWeight(*words, deposits, link)
+    return ExactWeight(*words, deposits, link)
+
+
+def linked(backend: Backend, link: Array, leaves: Sequence[Any]) -> Array:
+    """The link, which depends on these arrays as well."""
+
+    def depending(link: Array, *leaves: Any) -> list[Array]:
+        for x in leaves:
+            if x is not None and dtypes.kind(backend.dtype(x)) == "float":
+                link = link + backend.cast(backend.total(x[None][:0]), backend.dtype(link))
+        return [link]
+
+    return backend.custom_derivative(lambda link, *_: [link], depending, [link, *leaves])[0]
+
+
+def refusing(operation: str, backend: Backend, results: Sequence[Array], link: Array) -> list[Array]:
+    """The results, of which a derivative that comes upon the link is an error."""
+
+    def refuse(*_: Array) -> list[Array]:
+        expected = "reductions.differentiable(...) of this reduction, whose states know their derivative"
+        raise GradCombineError(operation, expected, "a derivative through a state of integers")
+
+    return backend.custom_derivative(lambda *arrays: arrays[:-1], refuse, [*results, link])
 
 
 def limited(backend: Backend, deposits: Array) -> Array:
@@ -66,7 +97,7 @@ def whole(backend: Backend, low: Array, high: Array) -> Array:
 def rounded(backend: Backend, own: Grid, total: ExactWeight | SpilledWeight) -> Divisor:
     """The sum of weights, rounded once to the precision of the grid's float; 1 where there were none."""
     kept = grid.of(backend.dtype(total.slot0))
-    spilled = spill.beside(backend, kept, SpilledDigits(*total[:-1])) if isinstance(total, SpilledWeight) else ()
+    spilled = spill.beside(backend, kept, SpilledDigits(*total[:-2])) if isinstance(total, SpilledWeight) else ()
     wide = rounding.carry(backend, kept, Digits(*total[:3]), spilled)
     significand, carried = rounding.nearest(backend, kept, wide, own)
     exponent = wide.exponent + carried + (1 - kept.top // 2)

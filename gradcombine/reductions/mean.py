@@ -69,10 +69,7 @@ def mean(
         return lift(Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, averages=True)
     if precision == "exact":
         require_no_accumulator_dtype("mean", dtype, wire_dtype)
-        return lift(
-            Exact("mean", settings, divides=True, many=require_max_terms("mean", max_terms)),
-            ExactMeanState,
-            averages=True,
-        )
+        cell = Exact("mean", settings, divides=True, many=require_max_terms("mean", max_terms))
+        return lift(cell, ExactMeanState, averages=True)._replace(derivative=mean(output_dtype=output_dtype))
     cell = Added("mean", ("float", "complex"), neutral, add, over_weight, settings=settings)
     return lift(cell, MeanState, wire_dtype, averages=True)

@@ -91,7 +91,10 @@ def per_leaf(reductions: Tree) -> Reduction:
     def clear(state: PerLeafState) -> PerLeafState:
         return over(lambda member, part: member.clear(part), [state])
 
-    return Reduction("per_leaf", init, update, merge, finalize, clear, all_merge, averages=True)
+    derivative = None
+    if any(member.derivative is not None for member in members):
+        derivative = per_leaf(tree.unflatten(prefix, [member.derivative or member for member in members]))
+    return Reduction("per_leaf", init, update, merge, finalize, clear, all_merge, averages=True, derivative=derivative)
 
 
 def _parts(state: State, expected: int) -> tuple[State, ...]:

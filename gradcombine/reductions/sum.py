@@ -77,7 +77,7 @@ def sum(
     if precision == "exact":
         require_no_accumulator_dtype("sum", dtype, wire_dtype)
         cell = Exact("sum", settings, divides=False, many=require_max_terms("sum", max_terms))
-        return lift(cell, ExactSumState)
+        return lift(cell, ExactSumState)._replace(derivative=sum(output_dtype=output_dtype))
     cell = Added("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, settings=settings)
     return lift(cell, SumState, wire_dtype)
 

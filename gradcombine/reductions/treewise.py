@@ -109,6 +109,8 @@ class _Treewise:
         if zero is True:
             return state
         total, count = self.cell.add_weight(backend, state.weight, w), state.count + 1
+        if isinstance(self.cell, IntegerCell):
+            total = self.cell.link(backend, total, contributions)
         if zero is not False:
             # Masked by where: a contribution of weight 0 may hold NaN.
             pairs = zip(values, updated, strict=True)
@@ -187,6 +189,8 @@ class _Treewise:
                 zero = w.is_zero(backend)
                 total = accumulator.where(backend, zero, total, cell.add_weight(backend, total, w))
                 count = backend.where(zero, count, count + 1)
+        if isinstance(cell, IntegerCell):
+            total = cell.link(backend, total, arrays)
         return self.state(tree.unflatten(structure, updated), total, count, state.output)
 
     @ordinary

@@ -48,13 +48,13 @@ def merged(
       totals: this replica's.
     """
     arrays = [word for a, top in zip(sums, tops, strict=True) for word in _fused(backend, _aligned, a, [top, *a])]
-    counts = [totals.count, *exact_weight.halves(backend, totals.weight.deposits)]
+    counts = [totals.count, *exact_weight.halves(backend, totals.weight.deposits), totals.weight.link]
     received = iter(_sum_with_scalars(backend, collective, [*arrays, *counts]))
     summed = [[next(received) for _ in a] for a in sums]
     joined = (_fused(backend, _joined, a, [top, *words]) for a, top, words in zip(sums, tops, summed, strict=True))
     *accumulators, weight = (type(a)(*words) for a, words in zip(sums, joined, strict=True))
-    count, *halves = received
-    return accumulators, Totals(exact_weight.counted(weight, exact_weight.whole(backend, *halves)), count)
+    count, *halves, link = received
+    return accumulators, Totals(exact_weight.counted(weight, exact_weight.whole(backend, *halves), link), count)
 
 
 def _sum_with_scalars(backend: Backend, collective: Collective, arrays: Sequence[Array]) -> list[Array]:
