@@ -122,8 +122,7 @@ class JaxBackend:
         return jnp.where(a != a, a, jnp.where(b != b, b, jnp.where(a > b, a, b)))
 
     def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        if any(isinstance(array, Tracer) for array in arrays):
-            return tuple(kernel(self, *static, *arrays))
+        # Inside of another program too: leaves of one shape are traced and lowered once.
         return _compiled(kernel, static, tuple(arrays))
 
     def seldom(

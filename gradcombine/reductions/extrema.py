@@ -85,7 +85,11 @@ def _chosen(backend: Backend, a: Array, b: Array, before: Callable[[Array, Array
         return chosen
     # The image of what was chosen, but not of its bits: compilers compare those as floats, subnormal ones as zeros.
     zero = backend.where(first, left, right) == backend.full((), 0, backend.dtype(left))
-    chosen = backend.where(zero, backend.full((), 0, backend.dtype(chosen)), chosen)
+    none = backend.full((), 0, backend.dtype(chosen))
+    # The derivative is that of what was chosen, at 0 too.
+    (chosen,) = backend.custom_derivative(
+        lambda zero, x: [backend.where(zero, none, x)], lambda _, x: [x], [zero, chosen]
+    )
     return backend.where(a != a, a, backend.where(b != b, b, chosen))
 
 

@@ -124,12 +124,23 @@ def divide(backend: Backend, grid: Grid, wide: Wide, divisor: Divisor) -> Wide:
     fits = remainder >= significand
     remainder = backend.where(fits, remainder - significand, remainder)
     quotient = backend.where(fits, one, none)
-    for at in range(grid.bits - precision - 1, -precision - 3 + grid.bits - precision, -1):
-        source, bit = (wide.high, at) if at >= 0 else (wide.low, at + grid.bits)
-        remainder = backend.shift_left(remainder, 1) | (backend.shift_right(source, bit) & 1)
-        fits = remainder >= significand
-        remainder = backend.where(fits, remainder - significand, remainder)
-        quotient = backend.shift_left(quotient, 1) | backend.where(fits, one, none)
+    # Two long digits, of the low bits of `high` and the top bits of `low`.
+    head, first, second = grid.bits - precision, (precision + 3) // 2, precision + 2 - (precision + 3) // 2
+    taken = first - head
+    entering = backend.shift_left(wide.high & ((1 << head) - 1), taken)
+    entering = entering | logical_right(backend, grid, wide.low, grid.bits - taken)
+    below = backend.shift_right(wide.low, grid.bits - taken - second) & ((1 << second) - 1)
+    for length, bits_in in ((first, entering), (second, below)):
+        # A float tells the digit to within 1, however it is rounded, and integers that wrap around what is wrong.
+        factor = backend.divide(backend.full((), 1 << length, grid.value), backend.cast(significand, grid.value))
+        digit = backend.cast(backend.product(backend.cast(remainder, grid.value), factor), grid.word)
+        remainder = (backend.shift_left(remainder, length) | bits_in) - backend.product(digit, significand)
+        over, under = remainder >= significand, remainder < 0
+        digit = backend.where(over, digit + 1, backend.where(under, digit - 1, digit))
+        remainder = backend.where(
+            over, remainder - significand, backend.where(under, remainder + significand, remainder)
+        )
+        quotient = backend.shift_left(quotient, length) + digit
     rest = remainder | (wide.low & ((1 << (2 * (grid.bits - precision) - 2)) - 1))
     long = quotient >= 1 << (precision + 2)
     up = grid.bits - precision - 3

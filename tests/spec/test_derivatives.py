@@ -1,0 +1,369 @@
+"""Derivatives of what is combined, of first and second order, forward and reverse: those of the formula, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions, sparse
+from tests.spec.duals import derivatives
+
+N, SIZE = 3, 2
+X = np.float32([[1.5, -2], [0.25, 3], [7, 0.5]])
+W = np.float32([1, 2.5, 4])
+ALONG_X = np.float32([[1, 0.5], [-2, 1], [0.25, 3]])
+ALONG_W = np.float32([0.5, -1, 2])
+SCALES = (3, 2)
+EXACT = {name: getattr(reductions, name)("exact") for name in ("sum", "mean")}
+
+
+def total(xs: Any, ws: Any) -> Any:
+    return sum(x * w for x, w in zip(xs, ws, strict=True))
+
+
+def mean(xs: Any, ws: Any) -> Any:
+    return total(xs, ws) / sum(ws)
+
+
+def variance(xs: Any, ws: Any) -> Any:
+    center = mean(xs, ws)
+    return mean([(x - center) * (x - center) for x in xs], ws)
+
+
+def elementwise(formula: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda rows, ws: [formula([row[k] for row in rows], ws) for k in range(SIZE)]
+
+
+def adasum(rows: Any, ws: Any) -> Any:
+    def dot(a: Any, b: Any) -> Any:
+        return sum(x * y for x, y in zip(a, b, strict=True))
+
+    def pair(a: Any, b: Any) -> Any:
+        one, half = Fraction(1), Fraction(1, 2)
+        left, right = (dot(a, b) / dot(own, own) * -half + one for own in (a, b))
+        return [x * left + y * right for x, y in zip(a, b, strict=True)]
+
+    return reduce(pair, rows)
+
+
+FORMULAS = {"sum": elementwise(total), "mean": elementwise(mean)}
+OTHERS: dict[str, tuple[gc.Reduction, Callable[..., Any]]] = {
+    "sum": (reductions.sum(), FORMULAS["sum"]),
+    "compensated": (reductions.mean("compensated"), FORMULAS["mean"]),
+    "moments": (reductions.moments(), lambda rows, ws: elementwise(mean)(rows, ws) + elementwise(variance)(rows, ws)),
+    "adasum": (reductions.adasum(), adasum),
+    "product": (reductions.product(), elementwise(lambda xs, ws: reduce(lambda a, b: a * b, xs))),
+    "max": (reductions.max(), elementwise(lambda xs, ws: max(xs))),
+    "min": (reductions.min(), elementwise(lambda xs, ws: min(xs))),
+    "checked": (reductions.checked(EXACT["mean"]), FORMULAS["mean"]),
+    "per_leaf": (
+        reductions.per_leaf({"a": EXACT["mean"], "b": reductions.max()}),
+        lambda rows, ws: elementwise(mean)(rows, ws) + elementwise(lambda xs, ws: max(xs))(rows, ws),
+    ),
+}
+
+
+def true_derivatives(formula: Callable[..., Any], x: np.ndarray = X) -> tuple[float, float]:
+    """Of ``sum(scale * result**2)``."""
+
+    def loss(numbers: list[Any]) -> Any:
+        rows = [numbers[i * SIZE : (i + 1) * SIZE] for i in range(N)]
+        results = formula(rows, numbers[N * SIZE :])
+        return sum(y * y * Fraction(SCALES[k % SIZE]) for k, y in enumerate(results))
+
+    return derivatives(loss, [*x.ravel().tolist(), *W.tolist()], [*ALONG_X.ravel().tolist(), *ALONG_W.tolist()])
+
+
+def listed(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
+    trees = [{"a": xs[i], "b": xs[i]} if reduction.name == "per_leaf" else xs[i] for i in range(N)]
+    return gc.combine(reduction, trees, [ws[i] for i in range(N)])
+
+
+def rows_listed(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
+    trees = [sparse.row_sparse(np.int32([3, 1]), xs[i][:, None], rows=5) for i in range(N)]
+    return gc.combine(reduction, trees, [ws[i] for i in range(N)]).values[::-1, 0]
+
+
+def over_time(reduction: gc.Reduction, xs: Any, ws: Any, order: Any = "sequential") -> Any:
+    acc = gc.accumulate(reduction, every=N, order=order)
+    state = acc.init(xs[0])
+    for i in range(N):
+        state = acc.update(xs[i], state, ws[i])
+    return acc.value(state)
+
+
+def scanned(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
+    import jax
+
+    acc = gc.accumulate(reduction, every=N)
+    return acc.value(jax.lax.scan(lambda s, x: (acc.update(x[0], s, x[1]), None), acc.init(xs[0]), (xs, ws))[0])
+
+
+def merged(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
+    states = [reduction.update(reduction.init(xs[i]), xs[i], ws[i]) for i in range(N)]
+    return reduction.finalize(reduce(reduction.merge, states))
+
+
+def over_replicas(kind: str, through_a_state: bool = False) -> Callable[..., Any]:
+    """Every replica's result is divided by their number, so that all of them together are one."""
+    import jax
+    from jax.sharding import AxisType, PartitionSpec
+
+    axis = gc.jax_axis("data")
+
+    def mapped(body: Any) -> Any:
+        if kind == "vmap":
+            return jax.vmap(body, axis_name="data")
+        mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:N])
+        spec, check = PartitionSpec("data"), kind == "shard_map"
+        return jax.shard_map(
+            lambda x, w: body(x[0], w[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check
+        )
+
+    def call(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
+        def body(x: Any, w: Any) -> Any:
+            if not through_a_state:
+                return gc.all_reduce(reduction, x, axis, w)
+            state = reduction.update(reduction.init(x), x, w)
+            return reduction.finalize(gc.merge_replicas(reduction, state, axis))
+
+        return mapped(body)(xs, ws).sum(0) / np.float32(N)
+
+    return call
+
+
+def jax_derivatives(place: Callable[..., Any], reduction: gc.Reduction, x: np.ndarray = X) -> list[list[float]]:
+    """First and second ones, by forward and reverse mode and by one over the other."""
+    import jax
+    import jax.numpy as jnp
+
+    def loss(xs: Any, ws: Any) -> Any:
+        return sum((y * y * np.float32(SCALES)).sum() for y in jax.tree.leaves(place(reduction, xs, ws)))
+
+    def forward(function: Any) -> Any:
+        return lambda xs, ws: jax.jvp(function, (xs, ws), (jnp.asarray(ALONG_X), jnp.asarray(ALONG_W)))[1]
+
+    def reverse(function: Any) -> Any:
+        def slope(xs: Any, ws: Any) -> Any:
+            by_x, by_w = jax.grad(function, (0, 1))(xs, ws)
+            return (by_x * ALONG_X).sum() + (by_w * ALONG_W).sum()
+
+        return slope
+
+    @jax.jit
+    def all_of(xs: Any, ws: Any) -> Any:
+        first = [forward(loss), reverse(loss)]
+        return [f(xs, ws) for f in first], [mode(f)(xs, ws) for f in first for mode in (forward, reverse)]
+
+    return [list(map(float, order)) for order in all_of(jnp.asarray(x), jnp.asarray(W))]
+
+
+def tensorflow_derivatives(wrap: Any, place: Any, reduction: gc.Reduction, x: np.ndarray = X) -> list[list[float]]:
+    """By reverse mode, reverse over reverse, and forward mode around all."""
+    import tensorflow as tf
+
+    along = [tf.constant(ALONG_X), tf.constant(ALONG_W)]
+
+    def loss(*given: Any) -> Any:
+        leaves = tf.nest.flatten(place(reduction, *given))
+        return tf.add_n([tf.reduce_sum(y * y * tf.constant(SCALES, tf.float32)) for y in leaves])
+
+    def slope(function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(given)
+                result = function(*given)
+            return tf.add_n([tf.reduce_sum(g * u) for g, u in zip(tape.gradient(result, given), along, strict=True)])
+
+        return call
+
+    given = [tf.constant(x), tf.constant(W)]
+    with tf.autodiff.ForwardAccumulator(given, along) as accumulator:
+        result = wrap(loss)(*given)
+    first = [wrap(slope(loss))(*given), accumulator.jvp(result)]
+    return [list(map(float, order)) for order in (first, [wrap(slope(slope(loss)))(*given)])]
+
+
+def check(received: list[list[float]], expected: tuple[float, float]) -> None:
+    for order, value in zip(received, expected, strict=True):
+        np.testing.assert_allclose(order, value, rtol=2e-5)
+
+
+JAX_PLACES: dict[str, Callable[[], Any]] = {
+    "list": lambda: listed,
+    "vmap": lambda: over_replicas("vmap"),
+    "shard_map": lambda: over_replicas("shard_map"),
+    "shard_map_unchecked": lambda: over_replicas("shard_map_unchecked"),
+}
+JAX_STATES: dict[str, Callable[[], Any]] = {
+    "time": lambda: over_time,
+    "time, order tree": lambda: lambda *given: over_time(*given, order="tree"),
+    "scan": lambda: scanned,
+    "merge": lambda: merged,
+    "merge_replicas": lambda: over_replicas("shard_map", through_a_state=True),
+}
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("place", JAX_PLACES)
+def test_exact_in_one_call_in_jax(place: str) -> None:
+    check(jax_derivatives(JAX_PLACES[place](), EXACT["mean"]), true_derivatives(FORMULAS["mean"]))
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("place", ["time", "scan", "merge_replicas"])
+def test_exact_through_states_in_jax(place: str) -> None:
+    reduction = reductions.differentiable(EXACT["mean"])
+    check(jax_derivatives(JAX_STATES[place](), reduction), true_derivatives(FORMULAS["mean"]))
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("place", JAX_STATES)
+@pytest.mark.parametrize("of", ["contributions", "weights"])
+def test_a_derivative_through_integers_is_refused_in_jax(place: str, of: str) -> None:
+    import jax
+
+    def loss(xs: Any, ws: Any) -> Any:
+        return JAX_STATES[place]()(EXACT["mean"], xs, ws).sum()
+
+    with pytest.raises(gc.GradCombineError, match=r"mean: expected reductions\.differentiable"):
+        jax.eval_shape(jax.grad(loss, argnums=0 if of == "contributions" else 1), X, W)
+    jax.eval_shape(loss, X, W)
+
+
+@pytest.mark.needs("jax")
+def test_a_state_beside_a_derivative_is_no_derivative() -> None:
+    import jax
+
+    acc = gc.accumulate(EXACT["sum"], every=2)
+
+    def loss(x: Any) -> Any:
+        return (x * x).sum(), acc.update(x, acc.init(x))
+
+    gradient, state = jax.grad(loss, has_aux=True)(X)
+    np.testing.assert_array_equal(gradient, 2 * X)
+    np.testing.assert_array_equal(acc.value(state), X)
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "checked"])  # under jit it asks for checkify
+def test_other_reductions_in_jax(name: str) -> None:
+    reduction, formula = OTHERS[name]
+    check(jax_derivatives(listed, reduction), true_derivatives(formula))
+
+
+@pytest.mark.needs("jax")
+def test_rows_in_jax() -> None:
+    """Forward mode; reverse mode goes through a loop only outside of compiled code, and JAX says so inside."""
+    import jax
+
+    def loss(xs: Any, ws: Any) -> Any:
+        result = rows_listed(reductions.row_mean(capacity=2), xs, ws)
+        return (result * result * np.float32(SCALES)).sum()
+
+    expected, _ = true_derivatives(FORMULAS["mean"])
+    _, along = jax.jvp(jax.jit(loss), (X, W), (ALONG_X, ALONG_W))
+    by_x, by_w = jax.grad(loss, (0, 1))(X, W)
+    np.testing.assert_allclose([along, (by_x * ALONG_X).sum() + (by_w * ALONG_W).sum()], expected, rtol=2e-5)
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.eval_shape(jax.jit(jax.grad(loss)), X, W)
+
+
+AT_ZERO = np.float32([[0, -2], [-1, 0], [-3, -1]])
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", ["max", "min"])
+def test_extrema_at_zero_in_jax(name: str) -> None:
+    import jax
+
+    sign = np.float32(1 if name == "max" else -1)
+    gradient = jax.grad(lambda xs: listed(OTHERS[name][0], xs, W).sum())(sign * AT_ZERO)
+    np.testing.assert_array_equal(gradient, np.float32(AT_ZERO == 0))
+
+
+TF_WRAPS: dict[str, Callable[[], Any]] = {
+    "eager": lambda: lambda function: function,
+    "function": lambda: _tf().function,
+    "xla": lambda: lambda function: _tf().function(function, jit_compile=True),
+}
+
+
+def _tf() -> Any:
+    import tensorflow
+
+    return tensorflow
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("place", [listed, over_time])
+@pytest.mark.parametrize("wrap", ["eager", "function", pytest.param("xla", marks=pytest.mark.slow)])
+def test_exact_in_tensorflow(wrap: str, place: Any) -> None:
+    reduction = EXACT["mean"] if place is listed else reductions.differentiable(EXACT["mean"])
+    check(tensorflow_derivatives(TF_WRAPS[wrap](), place, reduction), true_derivatives(FORMULAS["mean"]))
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("wrap", ["eager", "function"])
+@pytest.mark.parametrize("of", ["contributions", "weights"])
+def test_a_derivative_through_integers_is_refused_in_tensorflow(wrap: str, of: str) -> None:
+    import tensorflow as tf
+
+    def gradient(*given: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(given[of == "weights"])
+            result = tf.reduce_sum(over_time(EXACT["mean"], *given))
+        return tape.gradient(result, given[of == "weights"])
+
+    with pytest.raises(gc.GradCombineError, match=r"mean: expected reductions\.differentiable"):
+        TF_WRAPS[wrap]()(gradient)(tf.constant(X), tf.constant(W))
+
+
+@pytest.mark.needs("tensorflow")
+def test_forward_mode_within_a_graph_is_refused() -> None:
+    import tensorflow as tf
+
+    @tf.function
+    def along(xs: Any, ws: Any) -> Any:
+        with tf.autodiff.ForwardAccumulator(xs, tf.constant(ALONG_X)) as accumulator:
+            result = listed(EXACT["mean"], xs, ws)
+        return accumulator.jvp(result)
+
+    with pytest.raises(gc.GradCombineError, match=r"around the tf\.function"):
+        along(tf.constant(X), tf.constant(W))
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_reductions_in_tensorflow(name: str) -> None:
+    reduction, formula = OTHERS[name]
+    check(tensorflow_derivatives(TF_WRAPS["eager"](), listed, reduction), true_derivatives(formula))
+
+
+@pytest.mark.needs("tensorflow")
+def test_exact_over_the_replicas_of_tensorflow() -> None:
+    import tensorflow as tf
+
+    strategy = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(N)], tf.distribute.ReductionToOneDevice())
+
+    def slope(x: Any, w: Any, along_x: Any, along_w: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch([x, w])
+            result = gc.all_reduce(EXACT["mean"], x, gc.tf_replicas(), w)
+            loss = tf.reduce_sum(result * result * tf.constant(SCALES, tf.float32)) / np.float32(N)
+        by_x, by_w = tape.gradient(loss, [x, w])
+        return tf.reduce_sum(by_x * along_x) + by_w * along_w
+
+    def own(context: Any) -> Any:
+        return [tf.constant(a[context.replica_id_in_sync_group]) for a in (X, W, ALONG_X, ALONG_W)]
+
+    given = strategy.experimental_distribute_values_from_function(own)
+    received = tf.function(lambda given: strategy.run(slope, given))(given)
+    total_slope = sum(float(x) for x in strategy.experimental_local_results(received))
+    np.testing.assert_allclose(total_slope, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)
