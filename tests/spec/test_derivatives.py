@@ -179,7 +179,9 @@ def tensorflow_derivatives(wrap: Any, place: Any, reduction: gc.Reduction, x: np
             with tf.GradientTape() as tape:
                 tape.watch(given)
                 result = function(*given)
-            return tf.add_n([tf.reduce_sum(g * u) for g, u in zip(tape.gradient(result, given), along, strict=True)])
+            # The weights of some reductions say only whether a contribution is there.
+            gradients = tape.gradient(result, given, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            return tf.add_n([tf.reduce_sum(g * u) for g, u in zip(gradients, along, strict=True)])
 
         return call
 
