@@ -15,11 +15,12 @@ from gradcombine import reductions, sparse
 from tests.spec.duals import derivatives
 
 N, SIZE = 3, 2
-X = np.float32([[1.5, -2], [0.25, 3], [7, 0.5]])
-W = np.float32([1, 2.5, 4])
-ALONG_X = np.float32([[1, 0.5], [-2, 1], [0.25, 3]])
-ALONG_W = np.float32([0.5, -1, 2])
+X = np.array([[1.5, -2], [0.25, 3], [7, 0.5]], np.float32)
+W = np.array([1, 2.5, 4], np.float32)
+ALONG_X = np.array([[1, 0.5], [-2, 1], [0.25, 3]], np.float32)
+ALONG_W = np.array([0.5, -1, 2], np.float32)
 SCALES = (3, 2)
+FACTORS = np.array(SCALES, np.float32)
 EXACT = {name: getattr(reductions, name)("exact") for name in ("sum", "mean")}
 
 
@@ -70,7 +71,7 @@ OTHERS: dict[str, tuple[gc.Reduction, Callable[..., Any]]] = {
 
 
 def true_derivatives(formula: Callable[..., Any], x: np.ndarray = X) -> tuple[float, float]:
-    """Of ``sum(scale * result**2)``."""
+    """Of ``sum(scale * result**2)``, along a direction of all contributions and weights."""
 
     def loss(numbers: list[Any]) -> Any:
         rows = [numbers[i * SIZE : (i + 1) * SIZE] for i in range(N)]
@@ -86,7 +87,7 @@ def listed(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
 
 
 def rows_listed(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
-    trees = [sparse.row_sparse(np.int32([3, 1]), xs[i][:, None], rows=5) for i in range(N)]
+    trees = [sparse.row_sparse(np.array([3, 1], np.int32), xs[i][:, None], rows=5) for i in range(N)]
     return gc.combine(reduction, trees, [ws[i] for i in range(N)]).values[::-1, 0]
 
 
@@ -144,7 +145,7 @@ def jax_derivatives(place: Callable[..., Any], reduction: gc.Reduction, x: np.nd
     import jax.numpy as jnp
 
     def loss(xs: Any, ws: Any) -> Any:
-        return sum((y * y * np.float32(SCALES)).sum() for y in jax.tree.leaves(place(reduction, xs, ws)))
+        return sum((y * y * FACTORS).sum() for y in jax.tree.leaves(place(reduction, xs, ws)))
 
     def forward(function: Any) -> Any:
         return lambda xs, ws: jax.jvp(function, (xs, ws), (jnp.asarray(ALONG_X), jnp.asarray(ALONG_W)))[1]
@@ -180,7 +181,7 @@ def tensorflow_derivatives(wrap: Any, place: Any, reduction: gc.Reduction, x: np
                 tape.watch(given)
                 result = function(*given)
             # The weights of some reductions say only whether a contribution is there.
-            gradients = tape.gradient(result, given, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+            gradients: Any = tape.gradient(result, given, unconnected_gradients=tf.UnconnectedGradients.ZERO)
             return tf.add_n([tf.reduce_sum(g * u) for g, u in zip(gradients, along, strict=True)])
 
         return call
@@ -267,7 +268,7 @@ def test_rows_in_jax() -> None:
 
     def loss(xs: Any, ws: Any) -> Any:
         result = rows_listed(reductions.row_mean(capacity=2), xs, ws)
-        return (result * result * np.float32(SCALES)).sum()
+        return (result * result * FACTORS).sum()
 
     expected, _ = true_derivatives(FORMULAS["mean"])
     _, along = jax.jvp(jax.jit(loss), (X, W), (ALONG_X, ALONG_W))
@@ -277,7 +278,7 @@ def test_rows_in_jax() -> None:
         jax.eval_shape(jax.jit(jax.grad(loss)), X, W)
 
 
-AT_ZERO = np.float32([[0, -2], [-1, 0], [-3, -1]])
+AT_ZERO = np.array([[0, -2], [-1, 0], [-3, -1]], np.float32)
 
 
 @pytest.mark.needs("jax")
@@ -285,9 +286,9 @@ AT_ZERO = np.float32([[0, -2], [-1, 0], [-3, -1]])
 def test_extrema_at_zero_in_jax(name: str) -> None:
     import jax
 
-    sign = np.float32(1 if name == "max" else -1)
+    sign = 1 if name == "max" else -1
     gradient = jax.grad(lambda xs: listed(OTHERS[name][0], xs, W).sum())(sign * AT_ZERO)
-    np.testing.assert_array_equal(gradient, np.float32(AT_ZERO == 0))
+    np.testing.assert_array_equal(gradient, (AT_ZERO == 0).astype(np.float32))
 
 
 TF_WRAPS: dict[str, Callable[[], Any]] = {
