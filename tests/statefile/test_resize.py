@@ -214,7 +214,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "steps": (lambda a, b: ([a, a._replace(step=np.int32(1))], 1, {}), "leaf .step: expected 0 on every replica"),
     "windows": (lambda a, b: ([a, a._replace(index=np.int32(1))], 1, {}), "leaf .index: expected 0 on every replica"),
     "levels": (lambda a, b: ([a, a._replace(levels=a.levels[:1])], 1, {}), "4 levels on every replica, received 1"),
-    "stacked": (lambda a, b: ([a._replace(step=np.zeros(2, np.int32))], 2, {}), "scalar position, of one replica"),
+    "stacked": (lambda a, b: ([a._replace(step=np.zeros(2, np.int32))], 2, {}), ".step: expected an integer scalar"),
     "no power of two": (lambda a, b: ([a] * 3, 2, {}), "expected every, for order 'tree'"),
     "too many": (lambda a, b: ([a], 32, {}), "expected every, for order 'tree'"),
     "another reduction": (lambda a, b: ([reductions.sum().init(np.float32(0))] * 2, 1, {}), "expected a MeanState"),
