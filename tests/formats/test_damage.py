@@ -127,13 +127,12 @@ def two_of_a_name(path: Path) -> None:
 
 
 def a_bomb(path: Path) -> None:
-    """A directory that claims that a few bytes are a gigabyte."""
-    file = io.BytesIO()
+    """Directory and header agree that a few bytes are a gigabyte."""
+    file, member = io.BytesIO(), shaped("(250000000,)")
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("x.npy", shaped("(3,)"))
-    claimed = 10**9
-    size = len(shaped("(3,)")).to_bytes(4, "little")
-    path.write_bytes(file.getvalue().replace(size, claimed.to_bytes(4, "little")))
+        archive.writestr("x.npy", member)
+    claimed = len(member) - 12 + 10**9
+    path.write_bytes(file.getvalue().replace(len(member).to_bytes(4, "little"), claimed.to_bytes(4, "little")))
 
 
 @pytest.mark.parametrize("make", [two_of_a_name, a_bomb])

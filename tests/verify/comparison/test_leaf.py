@@ -96,6 +96,12 @@ def test_every_kind_of_number_has_a_distance(a: Any, b: Any, ulp: int) -> None:
     assert measured(a, b).max_ulp == ulp
 
 
+@pytest.mark.parametrize("dtype", ["f4", "c8", "i8", "u2"])
+def test_byte_order_is_no_difference(dtype: str) -> None:
+    found = measured(np.array([1, 256], f">{dtype}"), np.array([1, 256], f"<{dtype}"))
+    assert found.equal_bits and found.same_dtype and found.relative == 0
+
+
 @given(pairs=st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(-(2**63), 2**63 - 1)), min_size=1, max_size=20))
 def test_integers_are_measured_exactly(pairs: list[tuple[int, int]]) -> None:
     unsigned, signed = (list(side) for side in zip(*pairs, strict=True))

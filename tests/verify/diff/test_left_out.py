@@ -149,6 +149,7 @@ def test_bfloat16_in_hdf5_and_linked_datasets_are_compared(off: float, tmp_path:
 def test_a_big_endian_leaf_is_measured_by_its_values(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", w=np.array([1.0, 256.0], ">f4"))
     np.savez(tmp_path / "b.npz", w=np.array([1.0, np.nextafter(np.float32(256), np.float32(300))], "<f4"))
+    assert next(open_dump(tmp_path / "a.npz")["w"].pieces()).dtype.isnative
     (row,) = diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz")).rows
     assert (row.found.max_ulp, row.found.dtypes) == (1, ("float32", "float32"))
 

@@ -80,8 +80,10 @@ def test_leaves_of_many_axes_meet_by_name() -> None:
     assert pairs(a, a) == [("x", "x", None, "name")]
 
 
-def test_unlike_kernels_are_not_taken_for_transposed() -> None:
-    assert pairs({"w": KERNELS[0]}, {"w": KERNELS[1]}) == [("w", "w", None, "name")]
+@pytest.mark.parametrize("other", [KERNELS[1], KERNELS[1].T], ids=["at hand", "turned"])
+def test_unlike_kernels_are_not_taken_for_transposed(other: np.ndarray) -> None:
+    """One of the two is less unlike the other way round."""
+    assert pairs({"w": KERNELS[0]}, {"w": other}) == [("w", "w", None, "name")]
 
 
 def test_a_square_kernel_that_is_turned_is_said(tmp_path: Path) -> None:
