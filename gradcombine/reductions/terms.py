@@ -1,8 +1,9 @@
 """Weighted contributions as numbers whose exact sum they are, for exact sums.
 
 A weight is split into parts of the precision of the float: one of a floating type is one part, and a whole number has
-one for each 24 bits (float64: 53). The product of a contribution and a part has twice the bits, and all of them are
-kept: integers multiply, so that no step depends on how a device rounds, or on what it does to subnormal numbers.
+one for each 24 bits (float64: 53). The product of a contribution and a part has twice the bits. Of a whole number all
+of them are kept, else it is rounded once. What multiplies are integers, or floats from 1 to 2, so that no step depends
+on what a device does to subnormal numbers.
 """
 
 from __future__ import annotations
@@ -69,7 +70,8 @@ def _of_known(grid: Grid, known: float, whole: bool) -> list[tuple[int, int]]:
     if not whole:
         value = float(NUMPY.cast(np.float64(known), grid.value))
         if value in (0, math.inf):
-            return [(grid.hidden, infinite(grid))] if value else [(0, 0)]
+            # What is rounded to 0 is far below all digits.
+            return [(grid.hidden, infinite(grid) if value else -infinite(grid))]
         fraction, exponent = math.frexp(value)
         return [(int(math.ldexp(fraction, grid.precision)), exponent - grid.precision)]
     whole_number, parts = int(known), []
@@ -123,25 +125,34 @@ def weighted(backend: Backend, grid: Grid, x: Array, parts: Sequence[Part], whol
     top, not_finite = backend.full((), grid.top, grid.word), magnitude >= grid.infinity
 
     def product(part: Part) -> Decoded:
-        leading, rest, up = _product(backend, grid, significand, part.significand)
-        reached = exponent + part.exponent + (2 * grid.half - up)
-        if not whole:
-            leading = leading + backend.shift_right(rest + (leading & 1) + (grid.lower >> 1), 2 * grid.half)
-            carried = backend.shift_right(leading, grid.precision)
-            leading, reached = backend.shift_right(leading, carried), reached + carried
+        multiplied = _product if whole else _rounded_product
+        leading, up, rest = multiplied(backend, grid, significand, part.significand)
+        reached = exponent + part.exponent + up
         reached = backend.where(leading == 0, none, reached)
         special = backend.where(reached >= grid.top, infinity, none)
         special = backend.where(not_finite, magnitude, special)
         special = backend.where(part.exponent > infinite(grid), nan, special)
         reached = backend.where(special == 0, reached, top)
-        below = Lower(reached - 2 * grid.half, backend.where(special == 0, rest, none)) if whole else None
-        return Decoded(special, reached, leading, sign, below)
+        if rest is None:
+            return Decoded(special, reached, leading, sign)
+        rest = backend.where(special == 0, rest, none)
+        return Decoded(special, reached, leading, sign, Lower(reached - 2 * grid.half, rest))
 
     return [product(part) for part in parts]
 
 
+def _rounded_product(backend: Backend, grid: Grid, a: Array, b: Array) -> tuple[Array, Array, None]:
+    """As `_product` of two significands, rounded to the leading bits; b is not 0."""
+    bias, fraction = grid.top // 2, grid.hidden - 1
+    one, none = backend.full((), bias << (grid.precision - 1), grid.word), backend.full((), 0, grid.word)
+    x, y = (backend.bitcast((n & fraction) | one, grid.value) for n in (a, b))
+    bits = backend.bitcast(backend.product(x, y), grid.word)
+    leading = backend.where(a == 0, none, (bits & fraction) | grid.hidden)
+    return leading, backend.shift_right(bits, grid.precision - 1) + (grid.precision - 1 - bias), None
+
+
 def _product(backend: Backend, grid: Grid, a: Array, b: Array) -> tuple[Array, Array, Array]:
-    """``a * b * 2**up`` of two significands: its leading bits, `Grid.precision` of them, those below, and ``up``."""
+    """``a * b`` of two significands: its leading bits, `Grid.precision` of them, their exponent, and the bits below."""
     half, low = grid.half, (1 << grid.half) - 1
     a_high, b_high, a_low, b_low = backend.shift_right(a, half), backend.shift_right(b, half), a & low, b & low
     middle = a_high * b_low + a_low * b_high
@@ -151,4 +162,5 @@ def _product(backend: Backend, grid: Grid, a: Array, b: Array) -> tuple[Array, A
     short = backend.where(leading < 1 << (2 * (grid.precision - half) - 1), one, none)
     up = short + (2 * half - grid.precision)
     rest = backend.shift_left(rest & grid.lower, up)
-    return backend.shift_left(leading, up) | backend.shift_right(rest, 2 * half), rest & grid.lower, up
+    leading = backend.shift_left(leading, up) | backend.shift_right(rest, 2 * half)
+    return leading, 2 * half - up, rest & grid.lower
