@@ -36,7 +36,8 @@ def max(*, output_dtype: Any = None) -> Reduction:
       the smallest integer.
 
     Bits: those of one of the contributions, subnormal ones too, the same for any order and grouping, in every mode; but
-    a zero result is +0, and of NaN payloads nothing is promised.
+    a zero result is +0, and of NaN payloads nothing is promised. Where ``output_dtype`` casts between float64 and a
+    narrower float, XLA and TensorFlow flush subnormal numbers.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])
