@@ -1,0 +1,67 @@
+"""What it costs to compile exact sums and means: processor time over that of precision "fast", in one process.
+
+    python benchmarks/compile_time.py [--leaves 100]
+
+Leaves are vectors and matrices of ten shapes. Times are the processor's, of all threads, and not shown: the table has
+ratios, each of a program to the fast one that was compiled right before it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import gradcombine as gc
+from gradcombine import reductions
+
+LISTED = 8
+STEPS = ("trace", "lower", "compile", "all")
+
+
+def programs(reduction: gc.Reduction, leaves: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The calls that are compiled, and the shapes of their arguments."""
+    shapes = [(64 + 8 * (i % 5), 64) if i % 2 else (64 + i % 5,) for i in range(leaves)]
+    like = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    acc = gc.accumulate(reduction, every=4)
+    state = jax.eval_shape(lambda: acc.init(like))
+    return {
+        "update": (lambda state, grads: acc.update(grads, state), (state, like)),
+        "value": (acc.value, (state,)),
+        f"combine, {LISTED} trees": (lambda *trees: gc.combine(reduction, trees), (like,) * LISTED),
+    }
+
+
+def seconds(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[float]:
+    """Of each step, and of all of them."""
+    begun = [time.process_time()]
+    traced = jax.jit(function).trace(*arguments)
+    begun.append(time.process_time())
+    lowered = traced.lower()
+    begun.append(time.process_time())
+    lowered.compile()
+    begun.append(time.process_time())
+    return [*(b - a for a, b in pairwise(begun)), begun[-1] - begun[0]]
+
+
+def main(leaves: Annotated[int, typer.Option(help="Leaves of a tree.", min=1)] = 100) -> None:
+    """Prints the processor time that compiling exact sums takes, over that of fast ones."""
+    table = Table("reduction", "program", *STEPS, title=f"Processor time over precision 'fast', {leaves} leaves, JAX")
+    for make in (reductions.sum, reductions.mean):
+        fast, exact = programs(make(), leaves), programs(make("exact"), leaves)
+        seconds(*programs(make(), 1)["update"])  # what is done once a process
+        for name in fast:
+            ratios = [b / a for a, b in zip(seconds(*fast[name]), seconds(*exact[name]), strict=True)]
+            table.add_row(make.__name__, name, *(f"{ratio:.1f}" for ratio in ratios))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
