@@ -12,7 +12,7 @@ from gradcombine.backends.registry import owner
 from gradcombine.checks import require_order, require_reduction
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions.differentiable import derived
+from gradcombine.reductions.derivative import derived
 from gradcombine.types import Array, Order, Reduction, State, Tree
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}

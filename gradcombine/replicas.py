@@ -13,7 +13,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.checks import require_collective, require_order, require_reduction
 from gradcombine.errors import GradCombineError, renamed, shown
-from gradcombine.reductions.differentiable import derived
+from gradcombine.reductions.derivative import derived
 from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
 
 __all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]

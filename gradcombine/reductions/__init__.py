@@ -2,7 +2,7 @@
 
 from gradcombine.reductions.adasum import adasum
 from gradcombine.reductions.checked import checked
-from gradcombine.reductions.differentiable import differentiable
+from gradcombine.reductions.derivative import differentiable
 from gradcombine.reductions.extrema import max, min
 from gradcombine.reductions.first import first, last
 from gradcombine.reductions.mean import mean
