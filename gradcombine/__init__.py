@@ -4,8 +4,9 @@ from gradcombine import reductions, replicated
 from gradcombine.accumulate import Accumulator, accumulate
 from gradcombine.combine import add_n, combine, mean, tree_sum
 from gradcombine.errors import GradCombineError
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import LOCAL, all_reduce, jax_axis, merge_replicas, tf_replicas
-from gradcombine.types import AccumulateState, Reduction
+from gradcombine.types import AccumulateState
 
 __version__ = "0.1.0"
 

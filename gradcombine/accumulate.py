@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from gradcombine import tree
+from gradcombine import binary_counter, tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.checks import require_integer, require_order, require_reduction, require_scalar
+from gradcombine.checks import require_integer, require_order, require_scalar
 from gradcombine.errors import GradCombineError, shown
-from gradcombine.pairwise import fold_levels
-from gradcombine.types import AccumulateState, Array, Order, Reduction, State, Tree
+from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.dtypes import INT32
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
 
-_INT32 = np.dtype(np.int32)
 _EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (of 32 bits)"
 
 
@@ -93,34 +91,37 @@ def accumulate(
 
     @ordinary
     def init(like: Tree) -> AccumulateState:
-        leaves, _ = tree.flatten(reduction.name, like)
-        backend = resolve(reduction.name, leaves)
-        levels = tuple(reduction.init(like) for _ in range(depth))
-        return AccumulateState(levels, *(backend.full((), 0, _INT32) for _ in range(2)))
+        part = reduction.init(like)
+        backend = resolve(
+            reduction.name, [*tree.flatten(reduction.name, like)[0], *tree.flatten(reduction.name, part)[0]]
+        )
+        levels = (part,) if depth == 1 else binary_counter.empty(reduction, part, depth)
+        return AccumulateState(levels, *(backend.full((), 0, INT32) for _ in range(2)))
 
     @ordinary
     def ready(state: AccumulateState) -> Array:
         require_state(state)
-        if len(state.levels) != depth:
+        if (received := depth_of(state)) != depth:
             levels = "1 level" if depth == 1 else f"{depth} levels"
-            raise GradCombineError(reduction.name, f"a state of {levels}", len(state.levels))
+            raise GradCombineError(reduction.name, f"a state of {levels}", received)
         return state.step >= _at(length, state.index)
 
     @ordinary
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
         full = ready(state)
         backend = _backend(state)
-        levels = state.levels
-        if backend.concrete(full) is None or full:
-            levels = tuple(select(backend, full, reduction.clear(level), level) for level in levels)
-        step = backend.where(full, backend.full((), 0, _INT32), state.step)
-        index = backend.where(full, state.index + 1, state.index)
-        if depth == 1:
-            levels = (reduction.update(levels[0], grads, weight),)
+        zero = backend.full((), 0, INT32)
+        if isinstance(state.levels, BinaryCounter):
+            carry = reduction.update(binary_counter.cleared(reduction, state.levels), grads, weight)
+            counter = state.levels._replace(filled=backend.where(full, zero, state.levels.filled))
+            levels = binary_counter.count(reduction, counter, carry)
         else:
-            carry = reduction.update(reduction.clear(levels[0]), grads, weight)
-            levels = _count_up(backend, reduction, levels, step, carry)
-        return AccumulateState(levels, step + 1, index)
+            (level,) = state.levels
+            if backend.concrete(full) is None or full:
+                level = tree.select(backend, full, reduction.clear(level), level)
+            levels = (reduction.update(level, grads, weight),)
+        step = backend.where(full, zero, state.step)
+        return AccumulateState(levels, step + 1, backend.where(full, state.index + 1, state.index))
 
     @ordinary
     def value(state: AccumulateState) -> Tree:
@@ -131,7 +132,7 @@ def accumulate(
         require_state(state)
         backend = _backend(state)
         index = backend.where(state.step > 0, state.index + 1, state.index)
-        return AccumulateState(tuple(map(reduction.clear, state.levels)), backend.full((), 0, _INT32), index)
+        return AccumulateState(cleared(reduction, state.levels), backend.full((), 0, INT32), index)
 
     return Accumulator(init, update, ready, value, restart)
 
@@ -139,30 +140,29 @@ def accumulate(
 def window(reduction: Reduction, state: AccumulateState) -> State:
     """The whole window as one partial state of the reduction."""
     require_state(state)
-    return fold_levels(reduction.merge, state.levels)
+    if isinstance(state.levels, BinaryCounter):
+        return binary_counter.total(reduction, state.levels)
+    return state.levels[0]
 
 
 def replace_window(reduction: Reduction, state: AccumulateState, merged: State) -> AccumulateState:
     """The state with this window in place of its own; position and index stay."""
     require_state(state)
-    lower = tuple(reduction.clear(merged) for _ in state.levels[1:])
-    return state._replace(levels=(*lower, merged))
+    if isinstance(state.levels, BinaryCounter):
+        return state._replace(levels=binary_counter.holding(reduction, state.levels, merged))
+    return state._replace(levels=(merged,))
 
 
-def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
-    """``a`` where the scalar condition holds, else ``b``: picked where it is known, by `where` on each array if not."""
-    known = backend.concrete(condition)
-    if known is not None:
-        return a if known else b
-    lefts, structure = tree.flatten("select", a)
-    rights = tree.flatten_as("select", structure, b)
+def cleared(reduction: Reduction, levels: tuple[State] | BinaryCounter) -> tuple[State] | BinaryCounter:
+    """The levels of an empty window."""
+    if isinstance(levels, BinaryCounter):
+        return levels._replace(filled=levels.filled * 0)
+    return (reduction.clear(levels[0]),)
 
-    def choose(left: Any, right: Any) -> Any:
-        if left is None or 0 in backend.shape(left):
-            return left
-        return backend.where(condition, left, right)
 
-    return tree.unflatten(structure, map(choose, lefts, rights))
+def depth_of(state: AccumulateState) -> int:
+    """The number of partial states: 1 in order ``"sequential"``."""
+    return binary_counter.depth_of(state.levels) if isinstance(state.levels, BinaryCounter) else len(state.levels)
 
 
 def require_state(state: Any) -> None:
@@ -173,30 +173,6 @@ def require_state(state: Any) -> None:
         raise GradCombineError("accumulate", "a state of 1 level or more", shown(state.levels))
     require_scalar("accumulate", "an integer scalar", state.step, "iu", ".step")
     require_scalar("accumulate", "an integer scalar", state.index, "iu", ".index")
-
-
-def _count_up(
-    backend: Backend, reduction: Reduction, levels: tuple[State, ...], step: Array, carry: State
-) -> tuple[State, ...]:
-    """One more contribution: full levels are merged into the carry and emptied, up to the first empty one."""
-    counted = []
-    carrying: Array = backend.full((), True, np.dtype(np.bool_))
-    for i, level in enumerate(levels):
-        last = i == len(levels) - 1
-        known = backend.concrete(carrying)
-        if known is not None and not known:
-            counted.append(level)
-            continue
-        merged = reduction.merge(level, carry)
-        if last:
-            counted.append(select(backend, carrying, merged, level))
-            break
-        occupied = (step // 2**i) % 2 == 1
-        placed = select(backend, occupied, reduction.clear(level), merged)
-        counted.append(select(backend, carrying, placed, level))
-        carrying = carrying & occupied
-        carry = merged
-    return tuple(counted)
 
 
 def _length(every: Any) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError, shown
-from gradcombine.types import Order, Reduction
+from gradcombine.types import Order
 
 MOST = np.iinfo(np.int32).max
 
@@ -47,14 +47,6 @@ def require_one_of(operation: str, expected: str, value: Any, choices: Sequence[
 def require_order(operation: str, order: Any) -> None:
     """Refuses what is not an order of combination."""
     require_one_of(operation, "order 'sequential' or 'tree'", order, get_args(Order))
-
-
-def require_reduction(operation: str, reduction: Any, path: str = "") -> None:
-    """Refuses what is not a Reduction; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
-    if not isinstance(reduction, Reduction):
-        name = getattr(reduction, "__name__", None) if callable(reduction) else None
-        received = type(reduction).__name__ if name is None else f"{name}, not called"
-        raise GradCombineError(operation, "a Reduction, for instance reductions.mean()", received, path)
 
 
 def require_collective(

@@ -9,11 +9,12 @@ from typing import Any
 from gradcombine import reductions, tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import owner
-from gradcombine.checks import require_order, require_reduction
+from gradcombine.checks import require_order
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.pairwise import fold_pairwise
+from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.derivative import derived
-from gradcombine.types import Array, Order, Reduction, State, Tree
+from gradcombine.types import Array, Order, State, Tree
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
 """The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,

@@ -11,10 +11,11 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load, resolve
-from gradcombine.checks import require_collective, require_order, require_reduction
+from gradcombine.checks import require_collective, require_order
 from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.derivative import derived
-from gradcombine.types import AccumulateState, Order, Reduction, State, Tree
+from gradcombine.types import AccumulateState, Order, State, Tree
 
 __all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]
 

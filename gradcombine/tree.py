@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.backends.protocol import Split
+from gradcombine.backends.protocol import Backend, Split
 from gradcombine.backends.registry import loaded, owner
 from gradcombine.errors import GradCombineError
-from gradcombine.types import Tree
+from gradcombine.types import Array, Tree
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class Structure:
             yield prefix
         for key, child in zip(self.keys, self.children, strict=True):
             yield from child.paths(prefix + key)
+
+    def path(self, i: int) -> str:
+        """The path of leaf number i."""
+        return next(islice(self.paths(), i, None))
 
     def __str__(self) -> str:
         return "a leaf" if self.kind is None else f"a {self.kind.__name__} of {len(self.keys)}"
@@ -125,6 +129,17 @@ def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
 
     visit(prefix, tree, "")
     return found
+
+
+def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
+    """``a`` where the scalar condition holds, else ``b``: picked where it is known, by `where` on each array if not."""
+    known = backend.concrete(condition)
+    if known is not None:
+        return a if known else b
+    lefts, structure = flatten("select", a)
+    rights = flatten_as("select", structure, b)
+    chosen = (x if x is None else backend.where(condition, x, y) for x, y in zip(lefts, rights, strict=True))
+    return unflatten(structure, chosen)
 
 
 def difference(operation: str, expected: Structure, received: Structure, path: str = "") -> GradCombineError:

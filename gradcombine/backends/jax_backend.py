@@ -132,10 +132,7 @@ class JaxBackend:
         if known is not None and not any(isinstance(array, Tracer) for array in arrays):
             return self.fused(kernel, static, arrays) if known else tuple(arrays)
         # A conditional would copy all of the arrays at every call. A loop of no turns leaves them where they are.
-        axes = frozenset[str]().union(*map(varying, arrays))
-        missing = [tuple(axes - varying(array)) for array in arrays]
-        pairs = zip(arrays, missing, strict=True)
-        carried = tuple(lax.pcast(array, names, to="varying") if names else array for array, names in pairs)
+        carried = tuple(_alike(arrays, arrays))
 
         def turn(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
             return jnp.zeros_like(state[0]), tuple(kernel(self, *static, *state[1]))
@@ -193,6 +190,29 @@ class JaxBackend:
             return lax.while_loop(lambda carry: condition(*carry), lambda carry: body(*carry), carry)
         return NUMPY.loop(condition, body, *carry)
 
+    def repeat(
+        self,
+        turns: Array,
+        body: Callable[[Array, list[Array], list[Array]], list[Array]],
+        carry: Sequence[Array],
+        constants: Sequence[Array],
+        most: int,
+    ) -> list[Array]:
+        known = self.concrete(turns)
+        if known is not None:
+            return NUMPY.repeat(known, body, carry, constants, most)
+        return _repeat(turns, body, _alike([*carry, *constants], carry), list(constants), most)
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        return jnp.stack(arrays)
+
+    def slice_at(self, array: Array, i: Array | int) -> Array:
+        return lax.dynamic_index_in_dim(array, i, keepdims=False)
+
+    def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
+        array, row = _alike([array, row], [array, row])
+        return lax.dynamic_update_index_in_dim(array, row, i, axis=0)
+
     def concat(self, arrays: Sequence[Array]) -> Array:
         return jnp.concatenate(list(arrays))
 
@@ -220,6 +240,37 @@ def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[A
     for i, other in zip(positions, others, strict=True):
         result[i] = other
     return result
+
+
+def _repeat(turns: Array, body: Any, carry: list[Array], constants: list[Array], most: int) -> list[Array]:
+    """A loop of ``turns`` turns; where it is differentiated, one of ``most``, as JAX has no reverse for the first."""
+
+    @jax.custom_jvp
+    def run(turns: Array, carry: list[Array], constants: list[Array]) -> list[Array]:
+        def turn(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+            return state[0] + 1, body(state[0], state[1], constants)
+
+        return lax.while_loop(lambda state: state[0] < turns, turn, (jnp.zeros_like(turns), carry))[1]
+
+    @run.defjvp
+    def tangents_too(primals: Any, tangents: Any) -> Any:
+        def bounded(turns: Array, carry: list[Array], constants: list[Array]) -> list[Array]:
+            def turn(carry: list[Array], i: Array) -> tuple[list[Array], None]:
+                return lax.cond(i < turns, lambda carry: body(i, carry, constants), list, carry), None
+
+            return lax.scan(turn, carry, jnp.arange(most, dtype=turns.dtype))[0]
+
+        return jax.jvp(bounded, primals, tangents)
+
+    return run(turns, carry, constants)
+
+
+def _alike(among: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    """The arrays, varying over all axes over which any ``among`` them does: as loops and updates in place ask for."""
+    axes = frozenset[str]().union(*map(varying, among))
+    missing = [tuple(axes - varying(array)) for array in arrays]
+    pairs = zip(arrays, missing, strict=True)
+    return [lax.pcast(array, names, to="varying") if names else jnp.asarray(array) for array, names in pairs]
 
 
 def _exactly(array: Array, dtype: np.dtype) -> Array:

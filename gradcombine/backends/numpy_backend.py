@@ -149,6 +149,29 @@ class NumpyBackend:
             carry = body(*carry)
         return carry
 
+    def repeat(
+        self,
+        turns: Array,
+        body: Callable[[Array, list[Array], list[Array]], list[Array]],
+        carry: Sequence[Array],
+        constants: Sequence[Array],
+        most: int,
+    ) -> list[Array]:
+        for i in range(int(turns)):
+            carry = body(i, list(carry), list(constants))
+        return list(carry)
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        return np.stack(arrays)
+
+    def slice_at(self, array: Array, i: Array | int) -> Array:
+        return array[i]
+
+    def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
+        result = np.array(array)
+        result[i] = row
+        return result
+
     def concat(self, arrays: Sequence[Array]) -> Array:
         return np.concatenate(list(arrays))
 

@@ -182,6 +182,38 @@ class Backend(Protocol):
         """The arrays ``carry = body(*carry)`` after all the times that the boolean ``condition(*carry)`` held."""
         ...
 
+    def repeat(
+        self,
+        turns: Array,
+        body: Callable[[Array, list[Array], list[Array]], list[Array]],
+        carry: Sequence[Array],
+        constants: Sequence[Array],
+        most: int,
+    ) -> list[Array]:
+        """``carry = body(i, carry, constants)`` for i from 0 to ``turns - 1``; differentiable.
+
+        Args:
+          turns: int32 scalar, known or traced, from 0 to ``most``.
+          body: a function of the arrays that it is given, and of no others. Its results have the shapes and dtypes of
+            ``carry``.
+          carry: the arrays to begin with.
+          constants: what every turn reads, which is not copied.
+          most: bounds the turns, for a derivative.
+        """
+        ...
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        """The arrays along a new first axis."""
+        ...
+
+    def slice_at(self, array: Array, i: Array | int) -> Array:
+        """``array[i]``, for an int32 scalar that is a position of the first axis."""
+        ...
+
+    def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
+        """The array with ``row`` at position ``i`` of the first axis, in place where compiled code owns the array."""
+        ...
+
     def concat(self, arrays: Sequence[Array]) -> Array:
         """The arrays one after another along their first axis."""
         ...

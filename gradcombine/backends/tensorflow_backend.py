@@ -167,6 +167,33 @@ class TensorflowBackend:
     def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
         return tf.while_loop(condition, body, carry)
 
+    def repeat(
+        self,
+        turns: Array,
+        body: Callable[[Array, list[Array], list[Array]], list[Array]],
+        carry: Sequence[Array],
+        constants: Sequence[Array],
+        most: int,
+    ) -> list[Array]:
+        known = self.concrete(turns)
+        if known is not None:
+            return NUMPY.repeat(known, body, carry, constants, most)
+
+        def turn(i: Array, *carried: Array) -> tuple[Array, ...]:
+            return i + 1, *body(i, list(carried), list(constants))
+
+        start = (tf.constant(0), *map(tf.convert_to_tensor, carry))
+        return list(tf.while_loop(lambda i, *_: i < turns, turn, start, maximum_iterations=most)[1:])
+
+    def stack(self, arrays: Sequence[Array]) -> Array:
+        return tf.stack(arrays)
+
+    def slice_at(self, array: Array, i: Array | int) -> Array:
+        return tf.gather(array, i)
+
+    def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
+        return tf.tensor_scatter_nd_update(array, tf.reshape(i, [1, 1]), tf.convert_to_tensor(row)[tf.newaxis])
+
     def concat(self, arrays: Sequence[Array]) -> Array:
         return tf.concat(list(arrays), axis=0)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_scalar
 from gradcombine.errors import renamed
@@ -50,15 +48,6 @@ def require_totals(operation: str, weight: Any, count: Any) -> None:
     for part in parts(weight):
         require_scalar(operation, "a real scalar", part, "fiu", ".weight")
     require_scalar(operation, "an integer scalar", count, "iu", ".count")
-
-
-def absent(backend: Backend, output: Any) -> Any:
-    """The result where there is no gradient."""
-    return None if output is None else backend.make_absent(described(output).shape(output)[1:])
-
-
-def result_dtype(a: Accumulator, output: Any) -> np.dtype:
-    return dtype_of(parts(a)[0] if output is None else output)
 
 
 def shape_of(operation: str, leaf: Any, path: str) -> tuple[int, ...]:

@@ -10,9 +10,10 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Plain
 from gradcombine.reductions.treewise import TreewiseState, lift
-from gradcombine.types import Array, Reduction
+from gradcombine.types import Array
 
 _EXPONENT = {4: (np.dtype(np.int32), 0x7F800000), 8: (np.dtype(np.int64), 0x7FF0000000000000)}
 """By the size of a float: the integer that holds its bits, and where its exponent stands there."""

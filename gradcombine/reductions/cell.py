@@ -40,11 +40,6 @@ class Cell(Protocol):
         ...
 
     @property
-    def compound(self) -> type | tuple[type, ...] | None:
-        """The NamedTuple class or classes of the accumulators, None where they are arrays."""
-        ...
-
-    @property
     def additive(self) -> bool:
         """Whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce."""
         ...
@@ -182,6 +177,11 @@ def dtype_of(array: Array) -> np.dtype:
     return described(array).dtype(array)
 
 
+def shape_of(array: Array) -> tuple[int, ...]:
+    """The shape of an array of any framework."""
+    return described(array).shape(array)
+
+
 @dataclass(frozen=True)
 class Plain(RoundedWeights):
     """An accumulator that is one array.
@@ -201,7 +201,6 @@ class Plain(RoundedWeights):
     result: Callable[[Backend, Array, Totals], Array] = lambda backend, a, totals: a
     additive: bool = False
     settings: dtypes.Settings = dtypes.Settings()  # noqa: RUF009 (never changed)
-    compound: type | None = None
 
     def running(self, dtype: np.dtype) -> np.dtype:
         return self.settings.running(dtype)

@@ -7,9 +7,9 @@ from typing import Any
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import resolve
-from gradcombine.checks import require_reduction
+from gradcombine.reductions.algebra import Reduction, on_contributions, require_reduction
 from gradcombine.reductions.weights import EXPECTED, parse
-from gradcombine.types import Reduction, State, Tree
+from gradcombine.types import Tree
 
 
 @ordinary
@@ -34,7 +34,7 @@ def checked(reduction: Reduction) -> Reduction:
     require_reduction("checked", reduction)
 
     @ordinary
-    def update(state: State, value: Tree, weight: Any = 1) -> State:
+    def weighed(value: Tree, weight: Any) -> tuple[Tree, Any]:
         leaves, _ = tree.flatten(reduction.name, value)
         backend = resolve(reduction.name, [*leaves, weight])
         parsed = parse(reduction.name, backend, weight)
@@ -43,6 +43,6 @@ def checked(reduction: Reduction) -> Reduction:
             # x - x is 0 for every finite x, and NaN for NaN and the infinities.
             finite = parsed.array - parsed.array == zero
             backend.check((parsed.array >= zero) & finite, reduction.name, EXPECTED, "one that is not")
-        return reduction.update(state, value, weight)
+        return value, weight
 
-    return reduction._replace(update=update, update_many=None)
+    return on_contributions(reduction, weighed)

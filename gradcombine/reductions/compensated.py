@@ -39,7 +39,6 @@ class Compensated(RoundedWeights):
     settings: dtypes.Settings
     divides: bool
     kinds: tuple[str, ...] = ("float", "complex")
-    compound: type | None = Pair
     additive: bool = False
 
     def running(self, dtype: np.dtype) -> np.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradcombine import tree
@@ -10,7 +11,8 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
-from gradcombine.types import Array, Order, Reduction, State, Tree
+from gradcombine.reductions.algebra import Reduction, Shortcuts
+from gradcombine.types import Array, Order, State, Tree
 
 
 class DifferentiableState(NamedTuple):
@@ -84,8 +86,9 @@ def differentiable(reduction: Reduction) -> Reduction:
             reduction.all_merge(a, collective, order), derivative.all_merge(b, collective, order)
         )
 
-    functions = (init, update, merge, finalize, clear, all_merge)
-    return Reduction(reduction.name, *functions, reduction.averages, derivative=derivative)
+    functions = init, update, merge, finalize
+    shortcuts = Shortcuts(functions, clear, all_merge, derivative=derivative)
+    return replace(reduction, init=init, update=update, merge=merge, finalize=finalize, shortcuts=shortcuts)
 
 
 def derived(reduction: Reduction, run: Callable[..., Tree], *given: Tree) -> Tree:

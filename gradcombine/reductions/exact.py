@@ -44,7 +44,6 @@ class Exact:
     divides: bool
     many: bool
     kinds: tuple[str, ...] = (dtypes.FLOAT_OF_BITS,)
-    compound: tuple[type, ...] = (Digits, SpilledDigits)
     additive: bool = False
 
     def running(self, dtype: np.dtype) -> np.dtype:

@@ -8,9 +8,10 @@ import numpy as np
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Plain
 from gradcombine.reductions.treewise import TreewiseState, lift
-from gradcombine.types import Array, Reduction
+from gradcombine.types import Array
 
 _KINDS = ("float", "complex", "integer", "bool")
 

@@ -7,6 +7,7 @@ from typing import Any
 from gradcombine.autograph import ordinary
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.added import Added
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import over_weight
 from gradcombine.reductions.exact import Exact
@@ -19,7 +20,6 @@ from gradcombine.reductions.sum import (
     require_precision,
 )
 from gradcombine.reductions.treewise import TreewiseState, lift
-from gradcombine.types import Reduction
 
 
 class MeanState(TreewiseState):
@@ -66,10 +66,12 @@ def mean(
     require_precision("mean", precision)
     settings = dtypes.Settings(dtype, output_dtype, "mean")
     if precision == "compensated":
-        return lift(Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, averages=True)
+        return lift(
+            Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, scales_by_weight=True
+        )
     if precision == "exact":
         require_no_accumulator_dtype("mean", dtype, wire_dtype)
         cell = Exact("mean", settings, divides=True, many=require_max_terms("mean", max_terms))
-        return lift(cell, ExactMeanState, averages=True)._replace(derivative=mean(output_dtype=output_dtype))
+        return lift(cell, ExactMeanState, scales_by_weight=True, derivative=mean(output_dtype=output_dtype))
     cell = Added("mean", ("float", "complex"), neutral, add, over_weight, settings=settings)
-    return lift(cell, MeanState, wire_dtype, averages=True)
+    return lift(cell, MeanState, wire_dtype, scales_by_weight=True)

@@ -10,12 +10,13 @@ import numpy as np
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import RoundedWeights, Totals, weighted
 from gradcombine.reductions.divide import over_weight
 from gradcombine.reductions.sum import neutral
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array, Reduction
+from gradcombine.types import Array
 
 
 class MomentsState(TreewiseState):
@@ -68,7 +69,7 @@ def moments(dtype: Any = None, *, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.moments(), [np.float32([1, 2]), np.float32([5, 2])], weights=[3, 1])
     Moments(mean=array([2., 2.], dtype=float32), variance=array([3., 0.], dtype=float32))
     """
-    return lift(_Spreading(dtypes.Settings(dtype, output_dtype, "moments")), MomentsState, averages=True)
+    return lift(_Spreading(dtypes.Settings(dtype, output_dtype, "moments")), MomentsState, scales_by_weight=True)
 
 
 class Spread(NamedTuple):
@@ -92,7 +93,6 @@ class _Spreading(RoundedWeights):
     settings: dtypes.Settings
     name: str = "moments"
     kinds: tuple[str, ...] = ("float",)
-    compound: type | None = Spread
     additive: bool = False
 
     def running(self, dtype: np.dtype) -> np.dtype:

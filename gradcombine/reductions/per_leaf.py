@@ -9,10 +9,10 @@ from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
-from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.weights import presence
-from gradcombine.types import Order, Reduction, State, Tree
+from gradcombine.types import Order, State, Tree
 
 
 class PerLeafState(NamedTuple):
@@ -70,7 +70,7 @@ def per_leaf(reductions: Tree) -> Reduction:
         present = presence("per_leaf", resolve("per_leaf", [*leaves, weight]), weight)
 
         def updated(member: Reduction, old: State, part: Tree) -> State:
-            return member.update(old, part, weight if member.averages else present)
+            return member.update(old, part, weight if member.scales_by_weight else present)
 
         return PerLeafState(tuple(each(updated, _parts(state, len(members)), parts)))
 
@@ -94,7 +94,9 @@ def per_leaf(reductions: Tree) -> Reduction:
     derivative = None
     if any(member.derivative is not None for member in members):
         derivative = per_leaf(tree.unflatten(prefix, [member.derivative or member for member in members]))
-    return Reduction("per_leaf", init, update, merge, finalize, clear, all_merge, averages=True, derivative=derivative)
+    functions = init, update, merge, finalize
+    shortcuts = Shortcuts(functions, clear, all_merge, derivative=derivative)
+    return Reduction(*functions, name="per_leaf", scales_by_weight=True, shortcuts=shortcuts)
 
 
 def _parts(state: State, expected: int) -> tuple[State, ...]:

@@ -6,9 +6,9 @@ from typing import Any
 
 from gradcombine.autograph import ordinary
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.divide import over_weight
 from gradcombine.reductions.rows import Overflow, Rows, RowsState
-from gradcombine.types import Reduction
 
 
 class RowMeanState(RowsState):
@@ -50,4 +50,6 @@ def row_mean(
     """
     settings = dtypes.Settings(dtype, output_dtype, "row_mean")
     wire = dtypes.parse(wire_dtype, "row_mean")
-    return Rows("row_mean", RowMeanState, capacity, settings, over_weight, overflow, wire).reduction(averages=True)
+    return Rows("row_mean", RowMeanState, capacity, settings, over_weight, overflow, wire).reduction(
+        scales_by_weight=True
+    )

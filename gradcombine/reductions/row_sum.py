@@ -6,9 +6,9 @@ from typing import Any
 
 from gradcombine.autograph import ordinary
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.divide import zero_if_empty
 from gradcombine.reductions.rows import Overflow, Rows, RowsState
-from gradcombine.types import Reduction
 
 
 class RowSumState(RowsState):
@@ -61,4 +61,6 @@ def row_sum(
     """
     settings = dtypes.Settings(dtype, output_dtype, "row_sum")
     wire = dtypes.parse(wire_dtype, "row_sum")
-    return Rows("row_sum", RowSumState, capacity, settings, zero_if_empty, overflow, wire).reduction(averages=False)
+    return Rows("row_sum", RowSumState, capacity, settings, zero_if_empty, overflow, wire).reduction(
+        scales_by_weight=False
+    )

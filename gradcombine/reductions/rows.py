@@ -18,11 +18,12 @@ from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.accumulator import require_totals, shape_of
+from gradcombine.reductions.algebra import Reduction, Shortcuts
 from gradcombine.reductions.cell import RoundedWeights, Totals, dtype_of
 from gradcombine.reductions.row_table import RowTable, empty_table, join, result, single, table_for
 from gradcombine.reductions.weights import parse
 from gradcombine.sparse.leaf import extent, is_row_sparse, row_slices
-from gradcombine.types import Array, Order, Reduction, State, Tree
+from gradcombine.types import Array, Order, State, Tree
 
 Overflow = Literal["error", "check"]
 _WEIGHTS = RoundedWeights()
@@ -64,12 +65,13 @@ class Rows:
     overflow: Overflow
     wire_dtype: np.dtype | None
 
-    def reduction(self, averages: bool) -> Reduction:
+    def reduction(self, scales_by_weight: bool) -> Reduction:
         """The `Reduction` of these functions."""
         require_integer(self.name, "a capacity of 1 row or more", self.capacity, highest=sys.maxsize)
         require_one_of(self.name, f"overflow of {list(get_args(Overflow))}", self.overflow, get_args(Overflow))
-        functions = (self.init, self.update, self.merge, self.finalize, self.clear, self.all_merge)
-        return Reduction(self.name, *functions, averages)
+        functions = self.init, self.update, self.merge, self.finalize
+        shortcuts = Shortcuts(functions, self.clear, self.all_merge)
+        return Reduction(*functions, name=self.name, scales_by_weight=scales_by_weight, shortcuts=shortcuts)
 
     @ordinary
     def init(self, like: Tree) -> State:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from gradcombine import tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import resolve
-from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.accumulator import shape_of
+from gradcombine.reductions.algebra import Reduction, on_contributions, require_reduction
 from gradcombine.sparse.dense import densify
 from gradcombine.sparse.leaf import is_row_sparse, row_slices
-from gradcombine.types import Order, Reduction, State, Tree
+from gradcombine.types import Tree
 
 
 @ordinary
@@ -47,23 +46,11 @@ def sparse_as_dense(reduction: Reduction) -> Reduction:
     require_reduction("sparse_as_dense", reduction)
 
     @ordinary
-    def init(like: Tree) -> State:
+    def dense_like(like: Tree) -> Tree:
         leaves, structure = tree.flatten(reduction.name, like, is_row_sparse)
-        return reduction.init(tree.unflatten(structure, map(_whole, leaves)))
+        return tree.unflatten(structure, map(_whole, leaves))
 
-    @ordinary
-    def update(state: State, value: Tree, weight: Any = 1) -> State:
-        return reduction.update(state, densify(value), weight)
-
-    many = reduction.update_many
-    if many is None:
-        return reduction._replace(init=init, update=update)
-
-    @ordinary
-    def update_many(state: State, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> State | None:
-        return many(state, [densify(value) for value in values], weights, order)
-
-    return reduction._replace(init=init, update=update, update_many=update_many)
+    return on_contributions(reduction, lambda value, weight: (densify(value), weight), dense_like)
 
 
 def _whole(leaf: Any) -> Any:

@@ -12,13 +12,14 @@ from gradcombine.checks import require_integer, require_one_of
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.added import Added
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import zero_if_empty
 from gradcombine.reductions.exact import Exact
 from gradcombine.reductions.grid import FLOAT32
 from gradcombine.reductions.spill import CAPACITY
 from gradcombine.reductions.treewise import TreewiseState, lift
-from gradcombine.types import Array, Reduction
+from gradcombine.types import Array
 
 Precision = Literal["fast", "compensated", "exact"]
 
@@ -77,7 +78,7 @@ def sum(
     if precision == "exact":
         require_no_accumulator_dtype("sum", dtype, wire_dtype)
         cell = Exact("sum", settings, divides=False, many=require_max_terms("sum", max_terms))
-        return lift(cell, ExactSumState)._replace(derivative=sum(output_dtype=output_dtype))
+        return lift(cell, ExactSumState, derivative=sum(output_dtype=output_dtype))
     cell = Added("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, settings=settings)
     return lift(cell, SumState, wire_dtype)
 

@@ -14,9 +14,10 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.checks import require_collective, require_integer
 from gradcombine.combine import combine
 from gradcombine.errors import GradCombineError
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.replicas import all_reduce
-from gradcombine.types import Array, Order, Reduction, Tree
+from gradcombine.types import Array, Order, Tree
 
 BOOL = np.dtype(np.bool_)
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 from gradcombine import reductions
 from gradcombine.backends.local import LOCAL
 from gradcombine.errors import GradCombineError, shown
-from gradcombine.types import Reduction
+from gradcombine.reductions.algebra import Reduction
 
 
 class Aggregation(Enum):

@@ -1,6 +1,5 @@
 """States in files: saved by one framework and loaded by another, on the same number of replicas or on another one."""
 
-from gradcombine.statefile.empty import with_empty, without_empty
 from gradcombine.statefile.files import inspect, load, load_replicas, save, save_replicas
 from gradcombine.statefile.header import Header, Leaf
 from gradcombine.statefile.resize import resize
@@ -14,6 +13,4 @@ __all__ = [
     "resize",
     "save",
     "save_replicas",
-    "with_empty",
-    "without_empty",
 ]

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from gradcombine.autograph import ordinary
 from gradcombine.errors import GradCombineError
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile.header import Header
 from gradcombine.statefile.reading import read, read_header
 from gradcombine.statefile.writing import write
-from gradcombine.types import Reduction, State, Tree
+from gradcombine.types import State, Tree
 
 
 @ordinary

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine import tree
+from gradcombine import binary_counter, tree
 from gradcombine.backends.registry import is_absent, load, owner
 from gradcombine.errors import GradCombineError
-from gradcombine.types import AccumulateState, Reduction, State, Tree
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
 
 class Layout(NamedTuple):
@@ -47,7 +48,11 @@ def template(operation: str, reduction: Reduction, like: Tree, levels: int | Non
     if levels is None:
         return part
     zero = np.zeros((), np.int32)
-    return AccumulateState((part,) * levels, zero, zero)
+    if levels == 1:
+        return AccumulateState((part,), zero, zero)
+    arrays, inner = tree.flatten(operation, part)
+    stacked = tree.unflatten(inner, [np.broadcast_to(x, (levels, *np.shape(x))) for x in arrays])
+    return AccumulateState(BinaryCounter(stacked, zero), zero, zero)
 
 
 def on_host(operation: str, state: State) -> State:
@@ -72,8 +77,10 @@ def require_state_of(operation: str, reduction: Reduction, state: State) -> None
         if position.shape != () or position.dtype != np.int32:
             received = f"{position.dtype} of shape {position.shape}"
             raise GradCombineError(operation, "int32 of shape (), of one replica", received, f".{name}")
-    for i, level in enumerate(state.levels):
-        _require_part(operation, reduction, level, f".levels[{i}]")
+    if isinstance(state.levels, BinaryCounter):
+        _require_part(operation, reduction, binary_counter.level(state.levels, 0), ".levels.stacked")
+    else:
+        _require_part(operation, reduction, state.levels[0], ".levels[0]")
 
 
 def _require_part(operation: str, reduction: Reduction, part: State, path: str) -> None:

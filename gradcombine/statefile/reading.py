@@ -10,16 +10,16 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import resolve
-from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.formats import Entry
+from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.statefile import header as headers
 from gradcombine.statefile import stored
 from gradcombine.statefile.container import array_name, decoding, refused
 from gradcombine.statefile.header import Header
 from gradcombine.statefile.layout import Layout, difference, layout, template
 from gradcombine.statefile.suffix import format_of
-from gradcombine.types import Reduction, State, Tree
+from gradcombine.types import State, Tree
 
 
 def read_header(operation: str, path: str | os.PathLike[str]) -> Header:
@@ -42,19 +42,16 @@ def read(
         raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
     if replicas is not None and header.replicas != replicas:
         raise refused(f"{replicas} replica (load_replicas takes several)", header.replicas)
-    empty = template(operation, reduction, like, header.levels)
-    wanted = layout(operation, empty)
+    wanted = layout(operation, template(operation, reduction, like, header.levels))
     _require_layout(wanted, header)
     with decoding(Path(path)):
         columns = _read(contents.arrays, header, wanted)
-    # What stands for "no gradient" is that of ``like``; nothing else is taken from the empty state.
-    spare, structure = tree.flatten(operation, empty)
     backend = resolve(operation, tree.flatten(operation, like)[0])
     numpy = backend.name == "numpy"
 
     def state(column: list[Any]) -> State:
-        whole = (x if a is None else a for a, x in zip(column, spare, strict=True))
-        return tree.unflatten(structure, [x if x is None or numpy else backend.asarray(x) for x in whole])
+        # What stands for "no gradient" is that of ``like``; nothing else is taken from the empty state.
+        return tree.unflatten(wanted.structure, [x if x is None or numpy else backend.asarray(x) for x in column])
 
     return [state(column) for column in columns]
 
@@ -62,8 +59,8 @@ def read(
 def _require_layout(wanted: Layout, header: Header) -> None:
     for path in [*wanted.kinds, *header.kinds]:
         expected, received = wanted.kinds.get(path), header.kinds.get(path)
-        if expected != received:
-            raise GradCombineError("statefile.load", str(expected), str(received), path or "(root)")
+        if expected != received and not (_marks_absence(expected) and _marks_absence(received)):
+            raise GradCombineError("statefile.load", _named(expected), _named(received), path or "(root)")
     found = {leaf.path: leaf for leaf in header.leaves}
     for path in [*wanted.leaves, *found]:
         if path not in found:
@@ -73,13 +70,17 @@ def _require_layout(wanted: Layout, header: Header) -> None:
         leaf, described = found[path], wanted.leaves[path]
         expected = (None, None) if described is None else (described[0].name, described[1])
         received = (leaf.dtype, leaf.shape)
-        if expected != received and not (_marks_absence(*expected) and _marks_absence(*received)):
+        if expected != received:
             raise difference("statefile.load", path, expected, received)
 
 
-def _marks_absence(dtype: str | None, shape: tuple[int, ...] | None) -> bool:
-    """Whether a leaf is None, or the empty array that stands for a JAX float0."""
-    return shape is None or (dtype == "bool" and shape[:1] == (0,))
+def _marks_absence(kind: str | None) -> bool:
+    """Whether this stands for "no gradient", as None or as a JAX float0."""
+    return kind is not None and kind.startswith("no_gradient")
+
+
+def _named(kind: str | None) -> str:
+    return "an array or an unnamed container" if kind is None else "no gradient" if _marks_absence(kind) else kind
 
 
 def _read(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[list[Any]]:

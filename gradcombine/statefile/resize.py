@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.accumulate import require_state, window
+from gradcombine import binary_counter
+from gradcombine.accumulate import depth_of, require_state, window
 from gradcombine.autograph import ordinary
 from gradcombine.backends.registry import resolve
-from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.types import AccumulateState, Array, Reduction, State
+from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.types import AccumulateState, Array, BinaryCounter, State
 
 _OPERATION = "statefile.resize"
 
@@ -79,27 +80,37 @@ def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, ever
     if count == len(parts) and every is None:
         return parts
     shift = _power(len(parts), count)
-    depth = _depth(len(first.levels), shift, every)
-    if shift is not None and depth == len(first.levels) + shift >= len(first.levels):
-        levelled = [_level_by_level(reduction, group, first, shift) for group in groups]
+    old = depth_of(first)
+    depth = _depth(old, shift, every)
+    if shift is not None and depth == old + shift >= old > 1:
+        levels = [_level_by_level(reduction, group, first, shift) for group in groups]
     else:
-        levelled = [_on_top(reduction, group, first, depth) for group in groups]
-    return [AccumulateState(levels, step, index) for levels in levelled]
+        levels = [_on_top(reduction, group, first, depth) for group in groups]
+    return [AccumulateState(level, step, index) for level in levels]
 
 
 def _level_by_level(
     reduction: Reduction, group: list[AccumulateState], like: AccumulateState, shift: int
-) -> tuple[State, ...]:
+) -> BinaryCounter:
     """A node of 2**i contributions from each of 2**shift replicas is one of 2**(i + shift)."""
-    columns = zip(*(part.levels for part in group), strict=True)
-    empty = tuple(reduction.clear(like.levels[0]) for _ in range(shift))
-    return (*empty, *(fold_pairwise(reduction.merge, column) for column in columns))
+    counters = [part.levels for part in group]
+    empty = binary_counter.cleared(reduction, like.levels)
+    merged = (
+        fold_pairwise(reduction.merge, [binary_counter.level(counter, i) for counter in counters])
+        for i in range(depth_of(like))
+    )
+    return binary_counter.of_levels(reduction, [*[empty] * shift, *merged], like.levels.filled * 2**shift)
 
 
-def _on_top(reduction: Reduction, group: list[AccumulateState], like: AccumulateState, depth: int) -> tuple[State, ...]:
+def _on_top(
+    reduction: Reduction, group: list[AccumulateState], like: AccumulateState, depth: int
+) -> tuple[State] | BinaryCounter:
     """Whole windows in the highest level, where they stay until the end."""
-    merged = _merged(reduction, [window(reduction, part) for part in group], like.levels[0])
-    return (*(reduction.clear(like.levels[0]) for _ in range(depth - 1)), merged)
+    merged = _merged(reduction, [window(reduction, part) for part in group], window(reduction, like))
+    if depth == 1:
+        return (merged,)
+    empty = reduction.clear(merged)
+    return binary_counter.holding(reduction, binary_counter.empty(reduction, empty, depth), merged)
 
 
 def _merged(reduction: Reduction, group: list[State], like: State) -> State:
@@ -129,8 +140,8 @@ def _power(old: int, new: int) -> int | None:
 def _require_alike(states: list[Any]) -> None:
     for state in states:
         require_state(state)
-        if len(state.levels) != len(states[0].levels):
-            raise GradCombineError(_OPERATION, f"{len(states[0].levels)} levels on every replica", len(state.levels))
+        if depth_of(state) != depth_of(states[0]):
+            raise GradCombineError(_OPERATION, f"{depth_of(states[0])} levels on every replica", depth_of(state))
     backend = resolve(_OPERATION, [position for state in states for position in (state.step, state.index)])
     for name in ("step", "index"):
         known = [backend.concrete(getattr(state, name)) for state in states]

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gradcombine import tree
-from gradcombine.checks import require_reduction
+from gradcombine.accumulate import depth_of
 from gradcombine.errors import GradCombineError
+from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.statefile import header as headers
 from gradcombine.statefile import stored
 from gradcombine.statefile.container import array_name
@@ -16,7 +17,7 @@ from gradcombine.statefile.header import Header, Leaf
 from gradcombine.statefile.layout import layout, on_host, require_state_of
 from gradcombine.statefile.replacing import replacing
 from gradcombine.statefile.suffix import format_of
-from gradcombine.types import AccumulateState, Reduction, State
+from gradcombine.types import AccumulateState, State
 
 
 def write(operation: str, path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
@@ -44,7 +45,7 @@ def write(operation: str, path: str | os.PathLike[str], reduction: Reduction, st
         else:
             digests = tuple(stored.digest(arrays[array_name(rank, i)]) for rank in range(len(parts)))
             leaves.append(Leaf(where, described[0].name, described[1], digests))
-    levels = len(parts[0].levels) if isinstance(parts[0], AccumulateState) else None
+    levels = depth_of(parts[0]) if isinstance(parts[0], AccumulateState) else None
     header = Header(headers.own_version(), reduction.name, len(parts), levels, first.kinds, tuple(leaves))
     with replacing(Path(path)) as file:
         container.write(file, headers.encode(header), arrays)

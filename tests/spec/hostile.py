@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import legacy, noise, reductions, replicated, sparse
+from gradcombine import legacy, noise, reductions, replicated, sparse, static
 
 ONE = np.ones(2, np.float32)
 ROWS = sparse.row_sparse(np.int32([1]), np.float32([[3]]), rows=4)
@@ -176,7 +176,7 @@ NO_REDUCTIONS: dict[str, Any] = {
     "None": None,
     "a string": "sum",
     "not called": reductions.sum,
-    "a tuple": tuple(reductions.sum()),
+    "a tuple": reductions.sum().functions,
     "builtin sum": sum,
     "a module": reductions,
     "a mute object": Mute(),
@@ -221,9 +221,9 @@ def _states() -> dict[str, Any]:
         "count of a shape": state._replace(count=np.int32([1, 2, 3])),
         "count of text": state._replace(count="1"),
         "count of floats": state._replace(count=np.float32(1)),
-        "output of None": state._replace(output=None),
-        "output of another tree": state._replace(output={"v": None}),
-        "output of text": state._replace(output={"w": "text"}),
+        "dtypes of None": state._replace(dtypes=None),
+        "dtypes of another tree": state._replace(dtypes={"v": static.of_dtype("float32")}),
+        "dtypes of text": state._replace(dtypes={"w": "text"}),
         "a window": window,
     }
 

@@ -174,7 +174,7 @@ def test_states_are_jax_trees(name: str) -> None:
     state = acc.update(value, acc.init(value))
     leaves, definition = jax.tree.flatten(state)
     again = jax.tree.unflatten(definition, leaves)
-    assert type(again.levels[0]) is type(state.levels[0])
+    assert type(again.levels.stacked) is type(state.levels.stacked)
     chex.assert_trees_all_equal(acc.value(again), value)
     shapes = jax.eval_shape(acc.update, value, state)
     chex.assert_trees_all_equal_shapes_and_dtypes(shapes, state)
@@ -185,13 +185,64 @@ def test_states_are_tf_nests() -> None:
     import tensorflow as tf
 
     acc = gc.accumulate(reductions.mean(), every=3)
-    state = acc.init({"w": tf.zeros(2)})
-    again = tf.nest.map_structure(tf.identity, state._replace(levels=_without_none(state.levels)))
-    tf.nest.assert_same_structure(state._replace(levels=_without_none(state.levels)), again)
+    state = acc.init({"w": tf.zeros(2, tf.bfloat16), "none": None})
+    again = tf.nest.map_structure(tf.identity, state)
+    tf.nest.assert_same_structure(state, again)
 
 
-def _without_none(levels: Any) -> Any:
-    return tuple(level._replace(output=()) for level in levels)
+@needs_tensorflow
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_states_pass_through_the_loops_of_tensorflow(name: str, order: Any) -> None:
+    """Whatever they hold: no gradient, dtypes of results, digits, several levels; with XLA and without."""
+    import tensorflow as tf
+
+    acc = gc.accumulate(REDUCTIONS[name], every=4, order=order)
+    like = {"w": tf.zeros(2), "none": None}
+    values = tf.constant([[1.0, 2.0], [3.0, 5.0], [2.0, 8.0]])
+
+    def added(state: Any, w: Any) -> Any:
+        return acc.update({"w": w, "none": None}, state)
+
+    def while_loop(values: Any) -> Any:
+        def body(i: Any, state: Any) -> Any:
+            return i + 1, added(state, values[i])
+
+        return acc.value(tf.while_loop(lambda i, _: i < 3, body, (0, acc.init(like)))[1])
+
+    def converted(values: Any) -> Any:
+        state = acc.init(like)
+        for i in tf.range(3):
+            state = added(state, values[i])
+        return acc.value(state)
+
+    expected = gc.combine(REDUCTIONS[name], [{"w": w, "none": None} for w in values.numpy()], order=order)
+    for function, compiled in ((while_loop, True), (while_loop, False), (converted, False)):
+        tf.nest.map_structure(
+            np.testing.assert_array_equal, tf.function(function, jit_compile=compiled)(values)["w"], expected["w"]
+        )
+
+
+@needs_tensorflow
+def test_states_pass_through_scan_foldl_and_datasets() -> None:
+    import tensorflow as tf
+
+    acc = gc.accumulate(reductions.mean(), every=4, order="tree")
+    like, values = {"w": tf.zeros(2, tf.bfloat16), "none": None}, tf.constant([[1, 2], [3, 5]], tf.bfloat16)
+
+    def added(state: Any, w: Any) -> Any:
+        return acc.update({"w": w, "none": None}, state)
+
+    @tf.function
+    def loops() -> Any:
+        scanned = tf.scan(added, values, acc.init(like))
+        folded = tf.foldl(added, values, acc.init(like))
+        reduced = tf.data.Dataset.from_tensor_slices(values).reduce(acc.init(like), added)
+        return [acc.value(state) for state in (tf.nest.map_structure(lambda x: x[-1], scanned), folded, reduced)]
+
+    for value in loops():
+        assert value["none"] is None
+        assert value["w"].dtype == tf.bfloat16 and value["w"].numpy().tolist() == [2.0, 3.5]
 
 
 @needs_jax

@@ -1,4 +1,4 @@
-"""Other libraries' checkpoints hold the states as well: Orbax with `without_empty`, TensorFlow's as they are."""
+"""Other libraries' checkpoints hold the states as well, as they are."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def window(reduction: gc.Reduction, steps: int) -> Any:
 @pytest.mark.parametrize("kind", ["standard", "pytree"])
 def test_orbax(tmp_path: Path, name: str, kind: str) -> None:
     state, empty = window(REDUCTIONS[name], 3), window(REDUCTIONS[name], 0)
-    target = statefile.without_empty(empty)
+    target = empty
     if kind == "standard":
         with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "state", statefile.without_empty(state))
+            checkpointer.save(tmp_path / "state", state)
             checkpointer.wait_until_finished()
             restored = checkpointer.restore(tmp_path / "state", target)
     else:
         with ocp.PyTreeCheckpointer() as checkpointer:
-            checkpointer.save(tmp_path / "state", statefile.without_empty(state))
+            checkpointer.save(tmp_path / "state", state)
             restored = checkpointer.restore(tmp_path / "state", item=target)
-    assert contents(statefile.with_empty(restored, empty)) == contents(state)
+    assert contents(restored) == contents(state)
     assert contents(state) != contents(empty)
 
 
@@ -62,11 +62,11 @@ def test_orbax_with_an_optimizer_around_the_window(tmp_path: Path) -> None:
     params = {name: x for name, x in LIKE.items() if x is not None}
     grads = jax.tree.map(lambda x: x + jnp.asarray(0.3, x.dtype), params)
     _, state = tx.update(grads, tx.init(params), params, weight=3)
-    target = statefile.without_empty(tx.init(params))
+    target = tx.init(params)
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "state", statefile.without_empty(state))
+        checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
-        restored = statefile.with_empty(checkpointer.restore(tmp_path / "state", target), tx.init(params))
+        restored = checkpointer.restore(tmp_path / "state", target)
     assert contents(restored) == contents(state)
     statefile.save(tmp_path / "window.npz", reductions.mean(), state.window)
     loaded = state._replace(window=statefile.load(tmp_path / "window.npz", reductions.mean(), params))
@@ -88,12 +88,3 @@ def test_tensorflow(tmp_path: Path, name: str) -> None:
     values, structure = iter(restored.leaves), tree.flatten("test", state)[1]
     back = [None if x is None else next(values).numpy() for x in tree.flatten("test", state)[0]]
     assert contents(tree.unflatten(structure, back)) == contents(state)
-
-
-def test_only_arrays_of_no_elements_are_left_out() -> None:
-    state = window(reductions.mean(), 2)
-    leaves, lean = (tree.flatten("test", x)[0] for x in (state, statefile.without_empty(state)))
-    assert [b is a or (b is None and a.size == 0) for a, b in zip(leaves, lean, strict=True)] == [True] * len(leaves)
-    assert sum(b is None and a is not None for a, b in zip(leaves, lean, strict=True)) == 3 * 2
-    with pytest.raises(gc.GradCombineError, match="expected the structure"):
-        statefile.with_empty(statefile.without_empty(state), window(reductions.sum(), 0))

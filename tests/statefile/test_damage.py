@@ -127,16 +127,21 @@ def leaf(fields: Any, path: str) -> Any:
     return next(entry for entry in fields["leaves"] if entry["path"] == path)
 
 
+W = ".levels.stacked.value['w']"
 CRAFTED = {
     "nothing": lambda entries, fields: None,
     "an object array": lambda entries, fields: entries.update({"0.0.npy": npy(np.array([Trap()]))}),
     "an array too many": lambda entries, fields: entries.update({"0.99.npy": npy(np.zeros(2))}),
     "an array too few": lambda entries, fields: entries.pop("1.0.npy"),
-    "another dtype of one size": lambda entries, fields: entries.update({"0.0.npy": npy(np.zeros(2, np.int32))}),
-    "Fortran order": lambda entries, fields: entries.update({"0.2.npy": npy(np.zeros((2, 3), "f4", order="F"))}),
-    "a huge shape in the header": lambda entries, fields: leaf(fields, ".levels[0].value['w']").update(shape=[10**15]),
+    "another dtype of one size": lambda entries, fields: entries.update(
+        {"0.1.npy": npy(np.zeros((3, 2, 3), np.int32))}
+    ),
+    "Fortran order": lambda entries, fields: entries.update({"0.1.npy": npy(np.zeros((3, 2, 3), "f4", order="F"))}),
+    "a huge shape in the header": lambda entries, fields: leaf(fields, ".levels.stacked.value['w']").update(
+        shape=[10**15]
+    ),
     "a huge shape in an array": lambda entries, fields: entries.update(
-        {"0.2.npy": entries["0.2.npy"].replace(b"(2, 3), }".ljust(20), b"(99999999999, 3), }".ljust(20))}
+        {"0.1.npy": entries["0.1.npy"].replace(b"(3, 2, 3), }".ljust(23), b"(99999999999, 2, 3), }".ljust(23))}
     ),
     "many replicas": lambda entries, fields: fields.update(replicas=10**9),
     "no replicas": lambda entries, fields: fields.update(replicas=0),

@@ -204,6 +204,7 @@ def test_the_order_of_ranks_is_kept(old: int, new: int) -> None:
         assert float(reduction.finalize(fold_pairwise(reduction.merge, after))) == expected
 
 
+ONE_LEVEL = gc.accumulate(reductions.mean(), every=2).init(np.float32(0))
 REFUSED: dict[str, tuple[Any, str]] = {
     "no states": (lambda a, b: ([], 2, {}), "a list of states, one a replica, received list"),
     "one state": (lambda a, b: (a, 2, {}), "a list of states, one a replica, received AccumulateState"),
@@ -213,8 +214,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "kinds": (lambda a, b: ([a, b], 1, {}), "expected an AccumulateState, received MeanState"),
     "steps": (lambda a, b: ([a, a._replace(step=np.int32(1))], 1, {}), "leaf .step: expected 0 on every replica"),
     "windows": (lambda a, b: ([a, a._replace(index=np.int32(1))], 1, {}), "leaf .index: expected 0 on every replica"),
-    "levels": (lambda a, b: ([a, a._replace(levels=a.levels[:1])], 1, {}), "4 levels on every replica, received 1"),
-    "stacked": (lambda a, b: ([a._replace(step=np.zeros(2, np.int32))], 2, {}), ".step: expected an integer scalar"),
+    "levels": (
+        lambda a, b: ([a, gc.accumulate(reductions.mean(), every=2).init(np.float32(0))], 1, {}),
+        "4 levels on every replica, received 1",
+    ),
+    "stacked": (lambda a, b: ([a._replace(step=np.zeros(2, np.int32))], 2, {}), "expected an integer scalar"),
     "no power of two": (lambda a, b: ([a] * 3, 2, {}), "expected every, for order 'tree'"),
     "too many": (lambda a, b: ([a], 32, {}), "expected every, for order 'tree'"),
     "another reduction": (lambda a, b: ([reductions.sum().init(np.float32(0))] * 2, 1, {}), "expected a MeanState"),

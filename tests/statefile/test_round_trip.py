@@ -99,12 +99,12 @@ def test_a_header_says_what_is_in_the_file(tmp_path: Path, suffix: str) -> None:
     header = statefile.inspect(path)
     assert (header.reduction, header.replicas, header.levels) == ("mean", 1, 4)
     assert header.gradcombine == gc.__version__
-    assert header.kinds[""] == "AccumulateState" and header.kinds[".levels[3]"] == "ExactMeanState"
+    assert header.kinds[""] == "AccumulateState" and header.kinds[".levels.stacked"] == "ExactMeanState"
     leaves = {leaf.path: (leaf.dtype, leaf.shape) for leaf in header.leaves}
     assert leaves[".step"] == ("int32", ())
-    assert leaves[".levels[0].value['layers'][0].kernel.slot0"] == ("int32", (2, 3))
-    assert leaves[".levels[0].value['layers'][0].bias"] == (None, None)
-    assert leaves[".levels[0].output['layers'][1][0]"] == ("bfloat16", (0,))
+    assert leaves[".levels.stacked.value['layers'][0].kernel.slot0"] == ("int32", (4, 2, 3))
+    assert header.kinds[".levels.stacked.value['layers'][0].bias"] == "no_gradient"
+    assert header.kinds[".levels.stacked.dtypes['layers'][1][0]"] == "bfloat16"
 
 
 def test_another_program_can_read_an_npz_file_as_documented(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from gradcombine.integrations.horovod import sparse
 from gradcombine.integrations.horovod.errors import HorovodError, sparse_over_several_passes
 from gradcombine.integrations.horovod.graph import after, branch, completed, converted
 from gradcombine.integrations.horovod.state import WindowVariables, specs_of
-from gradcombine.types import Reduction
+from gradcombine.reductions.algebra import Reduction
 
 Mode = Literal["eager", "graph"]
 

@@ -16,7 +16,8 @@ from gradcombine.errors import GradCombineError
 from gradcombine.integrations.horovod import sparse
 from gradcombine.integrations.horovod.errors import HorovodError
 from gradcombine.reductions import dtypes
-from gradcombine.types import Array, Order, Reduction, Tree
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import Array, Order, Tree
 
 Op = Literal["average", "sum", "min", "max", "product", "adasum"]
 

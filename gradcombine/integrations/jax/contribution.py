@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +13,14 @@ import numpy as np
 from gradcombine import reductions
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.checks import require_collective, require_order, require_reduction
+from gradcombine.checks import require_collective, require_order
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.loss import Form, LossOutput, opened
 from gradcombine.integrations.jax.microbatches import examples
+from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.weights import parse
-from gradcombine.types import Order, Reduction, Tree
+from gradcombine.types import Order, Tree
 
 
 class Contribution(NamedTuple):
@@ -85,9 +86,11 @@ class Objective:
     def combined(self, has_aux: bool) -> Reduction:
         """The reduction of the parts of a `Contribution`."""
         # Marked as an average, a member of per_leaf gets the weight itself, as it does outside of one.
-        average = reductions.mean() if self.reduction.averages else reductions.sum()._replace(averages=True)
+        average = (
+            reductions.mean() if self.reduction.scales_by_weight else replace(reductions.sum(), scales_by_weight=True)
+        )
         members = {
-            "grads": self.reduction._replace(averages=True),
+            "grads": replace(self.reduction, scales_by_weight=True),
             "value": average,
             "weight": reductions.sum(),
         }
@@ -154,7 +157,7 @@ class Objective:
             return returned
         if self.weight is not None:
             return self.weight(*(args[i] for i in self.batch_positions(args)))
-        if not self.reduction.averages:
+        if not self.reduction.scales_by_weight:
             return 1
         if default_weight is not None:
             return default_weight

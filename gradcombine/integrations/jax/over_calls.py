@@ -30,7 +30,8 @@ from gradcombine.integrations.jax.train_state import (
 )
 from gradcombine.integrations.jax.window import merged
 from gradcombine.reductions import dtypes
-from gradcombine.types import AccumulateState, Array, Reduction, Tree
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import AccumulateState, Array, Tree
 
 
 def over_calls(

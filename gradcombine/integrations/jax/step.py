@@ -19,7 +19,8 @@ from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.over_calls import over_calls
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.whole_windows import whole_windows
-from gradcombine.types import Array, Order, Reduction, Tree
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import Array, Order, Tree
 
 _SCHEDULE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """On CPU, XLA's default schedule divides all leaves first, and keeps a whole tree of means until the optimizer ends."""

@@ -12,7 +12,8 @@ from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.loss import closed
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.window import scan_window
-from gradcombine.types import Order, Reduction, Tree
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import Order, Tree
 
 
 def value_and_grad(

@@ -16,7 +16,8 @@ from gradcombine.integrations.jax.axes import align, aligned, own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.loss import Form
 from gradcombine.integrations.jax.microbatches import divide
-from gradcombine.types import AccumulateState, Reduction, Tree
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import AccumulateState, Tree
 
 
 class Combined(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -13,11 +14,11 @@ from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.jax_collective import JaxAxis, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
-from gradcombine.checks import require_reduction
 from gradcombine.errors import GradCombineError
+from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.mean import MeanState
 from gradcombine.reductions.sum import SumState
-from gradcombine.types import Array, Order, Reduction, State, Tree
+from gradcombine.types import Array, Order, State, Tree
 
 
 def scattered(reduction: Reduction, over: Collective) -> Reduction:
@@ -78,9 +79,7 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
         axis.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
         own = reduction.update(reduction.init(value), value, weight)
         parts, inner = tree.flatten(reduction.name, own.value)
-        rows = [_rows(axis, part) for part in parts if part is not None]
-        received = iter(axis.sum_scatter(rows))
-        shards = [part if part is None else next(received) for part in parts]
+        shards = axis.sum_scatter([_rows(axis, part) for part in parts])
         total, count = axis.vary(axis.all_sum([own.weight, own.count]))
         summed = own._replace(value=tree.unflatten(inner, shards), weight=total, count=count)
         return reduction.merge(state, summed)
@@ -90,7 +89,9 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
             raise GradCombineError(reduction.name, f"another axis than {axis!r}, summed already", repr(collective))
         return reduction.all_merge(state, collective, order)
 
-    return reduction._replace(init=init, update=update, all_merge=all_merge)
+    functions = init, update, reduction.merge, reduction.finalize
+    shortcuts = Shortcuts(functions, reduction.clear, all_merge)
+    return replace(reduction, init=init, update=update, shortcuts=shortcuts)
 
 
 def shard(values: Tree, over: Collective) -> Tree:

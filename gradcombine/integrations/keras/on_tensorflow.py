@@ -194,7 +194,7 @@ class TensorflowWindow:
 
     def _unscaled(self, gradient: Any, target: Any) -> Any:
         """The gradient of this replica's own loss, of which Keras has taken the part that is summed over replicas."""
-        if gradient is None or self.replicas == 1 or not self._parts.reduction.averages or _overwrites(target):
+        if gradient is None or self.replicas == 1 or not self._parts.reduction.scales_by_weight or _overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradcombine import tree
-from gradcombine.accumulate import replace_window
+from gradcombine import binary_counter
+from gradcombine.accumulate import cleared, depth_of, replace_window
 from gradcombine.accumulate import window as whole
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras.backend import BackendWindow
 from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.window import Window
-from gradcombine.types import AccumulateState, Reduction
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import AccumulateState
 
 KIND = "window"
 """The entry that says what the window is of."""
@@ -84,23 +84,18 @@ def _states(arrays: Sequence[np.ndarray], window: BackendWindow, received: str, 
 def _state(window: Window, arrays: Sequence[np.ndarray]) -> AccumulateState:
     """A state of the depth of a window, of arrays that may be of another depth."""
     *held, step, index = arrays
-    reduction, saved = window.reduction, window.levels(held)
-    missing = [reduction.clear(saved[0])] * (window.depth - len(saved))
-    state = AccumulateState((*saved[: window.depth], *missing), step, index)
-    if all(map(partial(_is_empty, reduction), saved[window.depth :])):
-        return state
-    return replace_window(reduction, state, whole(reduction, state._replace(levels=tuple(saved))))
-
-
-def _is_empty(reduction: Reduction, level: Any) -> bool:
-    arrays, structure = tree.flatten(KIND, level)
-    empty = tree.flatten_as(KIND, structure, reduction.clear(level))
-    return all(x is None or np.array_equal(x, y) for x, y in zip(arrays, empty, strict=True))
+    saved = AccumulateState(window.levels(held), step, index)
+    if (depth := depth_of(saved)) == window.depth:
+        return saved
+    if 1 < depth < window.depth and saved.levels.filled < 2**depth:
+        return saved._replace(levels=binary_counter.deeper(window.reduction, saved.levels, window.depth))
+    empty = _empty(window, 0)._replace(step=step, index=index)
+    return replace_window(window.reduction, empty, whole(window.reduction, saved))
 
 
 def _empty(window: Window, index: int) -> AccumulateState:
     state = window.read(lambda variable: variable.numpy())
-    return AccumulateState(tuple(map(window.reduction.clear, state.levels)), np.int32(0), np.int32(index))
+    return AccumulateState(cleared(window.reduction, state.levels), np.int32(0), np.int32(index))
 
 
 def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: int) -> list[AccumulateState]:
@@ -109,7 +104,7 @@ def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: 
     Where there are more than before, the others' windows are empty. Where there are fewer, windows are merged: the sum
     is the same then, but not the order of its additions.
     """
-    empty = states[0]._replace(levels=tuple(map(reduction.clear, states[0].levels)))
+    empty = states[0]._replace(levels=cleared(reduction, states[0].levels))
     kept = list(states[:replicas]) + [empty] * (replicas - len(states))
     for rank, state in enumerate(states[replicas:]):
         into = rank % replicas

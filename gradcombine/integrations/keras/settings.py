@@ -7,8 +7,8 @@ from typing import Any, Literal, get_args
 
 from gradcombine import reductions
 from gradcombine.integrations.keras.checks import error
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.sum import Precision
-from gradcombine.types import Reduction
 
 Name = Literal["mean", "sum"]
 

@@ -14,12 +14,12 @@ from gradcombine.accumulate import Accumulator
 from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.reductions import dtypes
-from gradcombine.types import AccumulateState
+from gradcombine.types import AccumulateState, BinaryCounter, State
 
 _OPERATION = "Accumulate"
 FULL = np.int32(np.iinfo(np.int32).max)
 """A step that fills a window of any length."""
-_ACCUMULATOR = re.compile(r"\.levels\[(\d+)\](?:\.parts\[0\])?\.value\[(\d+)\]")
+_ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
 
 
 class Window:
@@ -29,7 +29,7 @@ class Window:
     one of another length, of which nothing may be lost, and nothing applied twice.
 
     Attributes:
-      leaves: variables; None and empty arrays, which carry a dtype, as they are.
+      leaves: variables.
       structure: of the state.
       reduction: that the state is of.
       touched: for each trainable variable, 1 + the number of the last window that has a gradient for it; at the end,
@@ -47,15 +47,12 @@ class Window:
         self.reduction = parts.reduction
         paths = self.structure.paths()
         self.touched = _variable(np.zeros(len(variables) + 1, np.int32), "touched")
-        self.leaves = [
-            x if x is None or 0 in x.shape else _variable(x, *_place(path, parts, variables))
-            for x, path in zip(empty, paths, strict=True)
-        ]
+        self.leaves = [_variable(x, *_place(path, parts, variables)) for x, path in zip(empty, paths, strict=True)]
 
     @property
     def held(self) -> list[keras.Variable]:
-        """Those of the leaves that are variables."""
-        return [x for x in self.leaves if isinstance(x, keras.Variable)]
+        """The variables of the state."""
+        return self.leaves
 
     @property
     def variables(self) -> list[keras.Variable]:
@@ -64,34 +61,38 @@ class Window:
 
     def read(self, value: Callable[[keras.Variable], Any]) -> AccumulateState:
         """The state, with ``value(variable)`` for each variable."""
-        return tree.unflatten(self.structure, [value(x) if isinstance(x, keras.Variable) else x for x in self.leaves])
+        return tree.unflatten(self.structure, map(value, self.leaves))
 
     @property
     def depth(self) -> int:
         """How many levels the state has."""
-        return len(self.structure.children[0].children)
+        return self.leaves[0].shape[0] if self._is_counter else 1
 
-    def levels(self, arrays: Sequence[np.ndarray]) -> list[Any]:
-        """Levels as those of the state, of which there may be more or fewer, with these arrays.
+    @property
+    def _is_counter(self) -> bool:
+        return self.structure.children[0].kind is BinaryCounter
+
+    def levels(self, arrays: Sequence[np.ndarray]) -> tuple[State] | BinaryCounter:
+        """Levels like those of the state, of which there may be more or fewer, with these arrays.
 
         Raises:
           GradCombineError: for arrays of other shapes or another number, and of dtypes that a cast loses digits of.
         """
-        leaves = self.leaves[: (len(self.leaves) - 2) // self.depth]
-        held = [x for x in leaves if isinstance(x, keras.Variable)]
-        if len(arrays) % len(held):
-            raise error(f"{len(held)} arrays a level of the window", len(arrays))
-        made = []
-        for first in range(0, len(arrays), len(held)):
-            given = iter([_cast(x, array) for x, array in zip(held, arrays[first : first + len(held)], strict=True)])
-            values = [next(given) if isinstance(x, keras.Variable) else x for x in leaves]
-            made.append(tree.unflatten(self.structure.children[0].children[0], values))
-        return made
+        leaves = self.leaves[: -3 if self._is_counter else -2]
+        counted = len(arrays) == len(leaves) + 1
+        if not counted and len(arrays) != len(leaves):
+            raise error(f"{len(leaves)} arrays, or a counter of them", len(arrays))
+        skipped = 1 if self._is_counter else 0
+        given = [
+            _cast(x, tuple(x.shape)[skipped:], array, levels=int(counted))
+            for x, array in zip(leaves, arrays, strict=False)
+        ]
+        part = tree.unflatten(self.structure.children[0].children[0], given)
+        return BinaryCounter(part, np.asarray(arrays[-1], np.int32)) if counted else (part,)
 
     def arrays(self, state: AccumulateState) -> list[Any]:
         """What a state has for each of the variables of its leaves."""
-        pairs = zip(self.leaves, tree.flatten_as(_OPERATION, self.structure, state), strict=True)
-        return [array for x, array in pairs if isinstance(x, keras.Variable)]
+        return tree.flatten_as(_OPERATION, self.structure, state)
 
     def write(self, state: AccumulateState) -> None:
         """Assigns a state to the variables."""
@@ -99,10 +100,10 @@ class Window:
             x.assign(array)
 
 
-def _cast(variable: keras.Variable, array: np.ndarray) -> np.ndarray:
+def _cast(variable: keras.Variable, shape: tuple[int, ...], array: np.ndarray, levels: int) -> np.ndarray:
     dtype = np.dtype(dtypes.parse(variable.dtype))
-    expected, received = (dtype, tuple(variable.shape)), (array.dtype, array.shape)
-    if received[1] != expected[1] or not np.can_cast(array.dtype, dtype):
+    expected, received = (dtype, shape), (array.dtype, array.shape[levels:])
+    if array.ndim < levels or received[1] != expected[1] or not np.can_cast(array.dtype, dtype):
         names = ["{} of shape {}".format(*x) for x in (expected, received)]
         raise error(*names, path=variable.path)
     return array.astype(dtype)
@@ -120,7 +121,8 @@ def _place(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]
         return re.sub(r"\W+", "_", path).strip("_"), None
     of = variables[parts.averaged(int(found[2]))]
     name = re.sub(r"\W+", "_", f"{getattr(of, 'path', of.name)}_window_{found[1]}{path[found.end() :]}")
-    return name, getattr(of, "_layout", None)
+    # Levels have an axis more than their variable.
+    return name, None if found[1] == ".stacked" else getattr(of, "_layout", None)
 
 
 def _variable(first: Any, name: str, layout: Any = None) -> keras.Variable:

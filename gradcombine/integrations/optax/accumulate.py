@@ -23,7 +23,8 @@ from gradcombine.integrations.optax.agree import any_replica, require_flag
 from gradcombine.integrations.optax.contribution import cast_as, gradients_like, keep_dtypes, weight_unless, widen
 from gradcombine.integrations.optax.placeholder import init_for
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
-from gradcombine.types import AccumulateState, Array, Order, Reduction
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import AccumulateState, Array, Order
 
 
 class AccumulateUpdatesState(NamedTuple):

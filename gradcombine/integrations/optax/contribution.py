@@ -13,8 +13,9 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.weights import parse
-from gradcombine.types import Reduction, Tree
+from gradcombine.types import Tree
 
 
 def gradients_like(params: Tree) -> Tree:

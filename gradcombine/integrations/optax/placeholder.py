@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcombine.reductions.treewise import TreewiseState
-from gradcombine.types import State, Tree
+from gradcombine.types import BinaryCounter, State, Tree
 
 
 def stands_in(params: Tree) -> bool:
@@ -23,12 +23,18 @@ def init_for(init: Callable[[Tree], State], params: Tree) -> State:
     """``init(params)``, or for a stand-in a state that has it where the accumulators are.
 
     ``optax.tree_map_params`` takes every place where the stand-in comes back for a tree of parameters, and every array
-    for something else. The empty arrays that remember the output dtypes are the latter: one array stands for them.
+    for something else. The constants that remember the dtypes are the latter: one array stands for them.
     """
     if not stands_in(params):
         return init(params)
 
     def place(node: Any) -> Any:
-        return node._replace(value=params, output=node.count) if isinstance(node, TreewiseState) else node
+        if isinstance(node, BinaryCounter):
+            # Levels have an axis more than the parameters: what is meant for these does not fit them.
+            return node._replace(stacked=node.filled)
+        return node._replace(value=params, dtypes=node.count) if isinstance(node, TreewiseState) else node
 
-    return jax.tree.map(place, init(jnp.zeros(())), is_leaf=lambda node: isinstance(node, TreewiseState))
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, (BinaryCounter, TreewiseState))
+
+    return jax.tree.map(place, init(jnp.zeros(())), is_leaf=is_leaf)

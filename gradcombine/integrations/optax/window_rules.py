@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import optax
 
 import gradcombine as gc
-from gradcombine.accumulate import select
+from gradcombine import tree
 from gradcombine.backends.registry import load
 from gradcombine.integrations.optax.contribution import cast_as, keep_dtypes
 from gradcombine.integrations.optax.placeholder import init_for
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import Settings
-from gradcombine.types import Array, Reduction, State, Tree
+from gradcombine.types import Array, State, Tree
 
 Transform: TypeAlias = Callable[[Tree], tuple[Tree, Any]]
 """Combined gradients to the inner transformation's updates and next state."""
@@ -59,7 +60,7 @@ class Sums:
         del emit
         window = self._open(grads, accumulators, mini_step)
         # The full window is left where it is; the next one begins with an empty one in its place.
-        window = select(load("jax"), mini_step == 0, self._reduction.clear(window), window)
+        window = tree.select(load("jax"), mini_step == 0, self._reduction.clear(window), window)
         window = self._reduction.update(window, grads)
         return window, window.value
 
@@ -70,10 +71,7 @@ class Sums:
 
     def _open(self, grads: Tree, accumulators: Tree, mini_step: Array) -> State:
         spec = jax.eval_shape(self._reduction.init, grads)
-        output = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), spec.output)
-        return spec._replace(
-            value=accumulators, weight=mini_step.astype(spec.weight.dtype), count=mini_step, output=output
-        )
+        return spec._replace(value=accumulators, weight=mini_step.astype(spec.weight.dtype), count=mini_step)
 
 
 class OptaxOrder:

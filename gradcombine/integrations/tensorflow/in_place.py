@@ -94,10 +94,9 @@ def write(pending: InPlace, accumulators: Sequence[Any]) -> None:
     tf.cond(pending.full, replace, add)
 
 
-def value(state: Any) -> list[Any]:
-    """The result of a running sum, as its reduction finalizes it."""
+def value(state: Any, outputs: Sequence[np.dtype]) -> list[Any]:
+    """The result of a running sum, as its reduction finalizes it, in these dtypes."""
     result = over_weight if type(state) is MeanState else zero_if_empty
-    outputs = [_BACKEND.dtype(x if y is None else y) for x, y in zip(state.value, state.output, strict=True)]
 
     def empty() -> list[tf.Tensor]:
         return [tf.zeros(x.shape, output) for x, output in zip(state.value, outputs, strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from gradcombine import tree
@@ -37,10 +38,10 @@ class ReplicaState:
                 "step": _local_variable(strategy, empty.step),
                 "index": _local_variable(strategy, empty.index),
             }
-            # An array of no elements has nothing to write; some carry a dtype for the reduction.
-            self._all_leaves = [x if x is None or 0 in x.shape else _local_variable(strategy, x) for x in leaves]
-        variables = [x for x in self._all_leaves if isinstance(x, (tf.Variable, list))]
-        self.windows = [x if isinstance(x, list) else list(strategy.experimental_local_results(x)) for x in variables]
+            self._all_leaves = [_local_variable(strategy, x) for x in leaves]
+        self.windows = [
+            x if isinstance(x, list) else list(strategy.experimental_local_results(x)) for x in self._all_leaves
+        ]
         self._accumulator, self._size = accumulator, len(specs)
         self._is_sum = in_place.is_sum(empty.levels)
 
@@ -84,20 +85,23 @@ class ReplicaState:
     def value(self, state: AccumulateState) -> list[Any]:
         """The combined gradients of a window."""
         if self._is_sum and in_place.pays():
-            return in_place.value(state.levels[0])
+            return in_place.value(state.levels[0], self._outputs(state.levels[0].dtypes))
         return self._accumulator.value(state)
+
+    def _outputs(self, kinds: list[Any]) -> list[np.dtype]:
+        """The dtypes of results."""
+        scalars = [np.zeros((), kind.dtype) for kind in kinds]
+        return [x.dtype for x in self._accumulator.value(self._accumulator.init(scalars))]
 
     def flat(self) -> list[Any]:
         """This replica's arrays, and its position, in a form that strategy.run can return."""
         state = self.read()
-        return [x for x in (*tree.flatten(_OPERATION, state.levels)[0], state.step, state.index) if x is not None]
+        return [*tree.flatten(_OPERATION, state.levels)[0], state.step, state.index]
 
     def unflat(self, arrays: Sequence[Any]) -> AccumulateState:
         """The state of what `flat` gave."""
         *leaves, step, index = arrays
-        given = iter(leaves)
-        whole = [None if x is None else next(given) for x in self._all_leaves]
-        return AccumulateState(tree.unflatten(self._structure, whole), step, index)
+        return AccumulateState(tree.unflatten(self._structure, leaves), step, index)
 
     def _leaves(self) -> list[Any]:
         return [_own(x) for x in self._all_leaves]

@@ -21,8 +21,9 @@ from gradcombine.integrations.tensorflow.checks import (
 )
 from gradcombine.integrations.tensorflow.ordering import after, operations
 from gradcombine.integrations.tensorflow.state import ReplicaState
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import merge_replicas, tf_replicas
-from gradcombine.types import AccumulateState, Order, Reduction
+from gradcombine.types import AccumulateState, Order
 
 __all__ = ["AccumulatedStep"]
 

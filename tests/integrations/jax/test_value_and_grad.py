@@ -54,7 +54,7 @@ def test_the_bits_are_those_of_combine(n: int, microbatches: int, size: int, ord
 )
 def test_other_reductions(reduction: gc.Reduction) -> None:
     parts = parts_of(X[:7], 2)
-    weights = [len(x) for x in parts] if reduction.averages else None
+    weights = [len(x) for x in parts] if reduction.scales_by_weight else None
     expected = gc.combine(reduction, [gradient(W, x) for x in parts], weights)
     _, grads = jax.jit(value_and_grad(linear, 4, reduction=reduction))(W, X[:7])
     assert equal_bits(grads["w"], expected["w"])

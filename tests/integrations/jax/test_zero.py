@@ -200,8 +200,8 @@ def test_costs_are_those_of_the_compiled_program(choice: str) -> None:
     specs = {"mesh": mesh(), "in_specs": P("data"), "check_vma": False}
     stacked = [jax.ShapeDtypeStruct((N * x.shape[0],), x.dtype) for x in SIZES]
     compiled = jax.jit(jax.shard_map(program, out_specs=P(), **specs)).lower(stacked).compile()
-    # Beside the gradients travels the sum of weights, one float32, in the same bucket or alone.
-    assert abs(moved(compiled) - cost.sent) <= 8
+    # Beside the gradients travel the sum of weights and three digits of the count, each a float32.
+    assert abs(moved(compiled) - cost.sent) <= 24
     state = jax.jit(jax.shard_map(held, out_specs=P("data"), **specs)).lower(stacked).compile()
     # The analysis counts one device, and the table of the tuple's two buffers.
     assert 0 <= state.memory_analysis().output_size_in_bytes - cost.accumulators <= 64
