@@ -120,8 +120,8 @@ def accumulate(
             if backend.concrete(full) is None or full:
                 level = tree.select(backend, full, reduction.clear(level), level)
             levels = (reduction.update(level, grads, weight),)
-        step = backend.where(full, zero, state.step)
-        return AccumulateState(levels, step + 1, backend.where(full, state.index + 1, state.index))
+        step, index = tree.select(backend, full, (zero, state.index + 1), (state.step, state.index))
+        return AccumulateState(levels, step + 1, index)
 
     @ordinary
     def value(state: AccumulateState) -> Tree:
@@ -153,7 +153,7 @@ def replace_window(reduction: Reduction, state: AccumulateState, merged: State) 
     return state._replace(levels=(merged,))
 
 
-def cleared(reduction: Reduction, levels: tuple[State] | BinaryCounter) -> tuple[State] | BinaryCounter:
+def cleared(reduction: Reduction, levels: tuple[State, ...] | BinaryCounter) -> tuple[State, ...] | BinaryCounter:
     """The levels of an empty window."""
     if isinstance(levels, BinaryCounter):
         return levels._replace(filled=levels.filled * 0)

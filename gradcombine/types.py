@@ -39,6 +39,6 @@ class AccumulateState(NamedTuple):
       index: int32 scalar, the number of this window, from 0.
     """
 
-    levels: tuple[State] | BinaryCounter
+    levels: tuple[State, ...] | BinaryCounter
     step: Array
     index: Array

@@ -77,6 +77,8 @@ class JaxBackend:
         return lax.pcast(made, axes, to="varying") if axes else made
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
+        if isinstance(array, jax.Array) and array.dtype == dtype:
+            return array
         return _exactly(jnp.asarray(array).astype(jax.dtypes.canonicalize_dtype(dtype)), dtype)
 
     def add(self, a: Array, b: Array) -> Array:

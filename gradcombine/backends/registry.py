@@ -20,9 +20,15 @@ def load(name: str) -> Backend:
     return importlib.import_module(f"gradcombine.backends.{name}_backend").BACKEND
 
 
-def loaded() -> tuple[Backend, ...]:
+_LOADED: dict[str, Backend] = {}
+
+
+def loaded() -> list[Backend]:
     """The backends of the frameworks that the program has imported."""
-    return tuple(load(name) for name in FRAMEWORKS if _imported(name))
+    for name in FRAMEWORKS:
+        if name not in _LOADED and _imported(name):
+            _LOADED[name] = load(name)
+    return list(_LOADED.values())
 
 
 def _imported(name: str) -> bool:

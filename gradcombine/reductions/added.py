@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions.cell import Plain, Totals, factor, scaled
+from gradcombine.reductions.cell import Plain, Totals, factor, scaled, weighted
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Order
 
@@ -20,6 +20,13 @@ class Added(Plain):
     """A plain accumulator whose ``combine`` is addition."""
 
     additive: bool = True
+
+    def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
+        running = backend.dtype(a)
+        return backend.add(a, backend.cast(weighted(self.name, backend, x, weight, running), running))
+
+    def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
+        return backend.add(a, b)
 
     def takes_many(self, weights: Sequence[Weight]) -> bool:
         """Whether all weights are known: one that is traced may be 0, and then it must leave no trace, not even +0."""

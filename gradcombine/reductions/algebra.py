@@ -302,7 +302,8 @@ def on_contributions(
     @ordinary
     def update_many(state: State, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> State | None:
         assert reduction.update_many is not None
-        return reduction.update_many(state, *zip(*map(transform, values, weights), strict=True), order)
+        changed, weighing = zip(*map(transform, values, weights), strict=True)
+        return reduction.update_many(state, changed, weighing, order)
 
     functions = init, update, reduction.merge, reduction.finalize
     many = None if reduction.update_many is None else update_many

@@ -83,28 +83,25 @@ def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, ever
     old = depth_of(first)
     depth = _depth(old, shift, every)
     if shift is not None and depth == old + shift >= old > 1:
-        levels = [_level_by_level(reduction, group, first, shift) for group in groups]
+        levels = [_level_by_level(reduction, [part.levels for part in group], first.levels, shift) for group in groups]
     else:
         levels = [_on_top(reduction, group, first, depth) for group in groups]
     return [AccumulateState(level, step, index) for level in levels]
 
 
-def _level_by_level(
-    reduction: Reduction, group: list[AccumulateState], like: AccumulateState, shift: int
-) -> BinaryCounter:
+def _level_by_level(reduction: Reduction, counters: list[Any], like: Any, shift: int) -> BinaryCounter:
     """A node of 2**i contributions from each of 2**shift replicas is one of 2**(i + shift)."""
-    counters = [part.levels for part in group]
-    empty = binary_counter.cleared(reduction, like.levels)
+    empty = binary_counter.cleared(reduction, like)
     merged = (
         fold_pairwise(reduction.merge, [binary_counter.level(counter, i) for counter in counters])
-        for i in range(depth_of(like))
+        for i in range(binary_counter.depth_of(like))
     )
-    return binary_counter.of_levels(reduction, [*[empty] * shift, *merged], like.levels.filled * 2**shift)
+    return binary_counter.of_levels(reduction, [*[empty] * shift, *merged], like.filled * 2**shift)
 
 
 def _on_top(
     reduction: Reduction, group: list[AccumulateState], like: AccumulateState, depth: int
-) -> tuple[State] | BinaryCounter:
+) -> tuple[State, ...] | BinaryCounter:
     """Whole windows in the highest level, where they stay until the end."""
     merged = _merged(reduction, [window(reduction, part) for part in group], window(reduction, like))
     if depth == 1:

@@ -15,7 +15,7 @@ from gradcombine.integrations.keras.backend import BackendWindow
 from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.window import Window
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import AccumulateState
+from gradcombine.types import AccumulateState, BinaryCounter
 
 KIND = "window"
 """The entry that says what the window is of."""
@@ -87,7 +87,7 @@ def _state(window: Window, arrays: Sequence[np.ndarray]) -> AccumulateState:
     saved = AccumulateState(window.levels(held), step, index)
     if (depth := depth_of(saved)) == window.depth:
         return saved
-    if 1 < depth < window.depth and saved.levels.filled < 2**depth:
+    if isinstance(saved.levels, BinaryCounter) and depth < window.depth and saved.levels.filled < 2**depth:
         return saved._replace(levels=binary_counter.deeper(window.reduction, saved.levels, window.depth))
     empty = _empty(window, 0)._replace(step=step, index=index)
     return replace_window(window.reduction, empty, whole(window.reduction, saved))
