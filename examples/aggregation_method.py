@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gradcombine as gc
-from gradcombine import legacy
+from gradcombine import foreign_orders
 
 TERMS, SIZE, ROUNDS = 32, 1 << 17, 9
 METHODS = ("ADD_N", "EXPERIMENTAL_TREE", "EXPERIMENTAL_ACCUMULATE_N")
@@ -80,9 +80,9 @@ def by_gradcombine(method: str) -> Callable[[list[Any], Any], Any]:
 def order_of(received: np.ndarray, terms: list[np.ndarray]) -> str:
     """The order whose bits these are."""
     orders = {
-        "left chain": legacy.left_chain(terms),
+        "left chain": foreign_orders.left_chain(terms),
         "canonical tree": gc.tree_sum(terms),
-        "blocks of eight": legacy.addn_blocks(terms),
+        "blocks of eight": foreign_orders.addn_blocks(terms),
     }
     return next((name for name, total in orders.items() if (total == received).all()), "another one")
 

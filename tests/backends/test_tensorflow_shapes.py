@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import legacy, reductions, sparse
+from gradcombine import foreign_orders, reductions, sparse
 
 pytestmark = pytest.mark.needs("tensorflow")
 
@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "a weight": ("mean: expected", lambda x: gc.combine(reductions.mean(), [KNOWN], [x])),
     "rows": ("row_sum: leaf ['w']", lambda x: window(reductions.row_sum(2))(slices(x))),
     "rows added": ("add_rows: expected", lambda x: sparse.add_rows(KNOWN, slices(x))),
-    "another system's order": ("ring: leaf ['w']", lambda x: legacy.ring([{"w": x}, {"w": x}])),
+    "another system's order": ("ring: leaf ['w']", lambda x: foreign_orders.ring([{"w": x}, {"w": x}])),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import legacy, noise, reductions, replicated, sparse, static
+from gradcombine import foreign_orders, noise, reductions, replicated, sparse, static
 
 ONE = np.ones(2, np.float32)
 ROWS = sparse.row_sparse(np.int32([1]), np.float32([[3]]), rows=4)
@@ -279,8 +279,8 @@ TAKES_LEAF: dict[str, Call] = {
     "update": lambda x: WINDOW.update({"w": x}, WINDOW.init({"w": ONE})),
     "squared_norm": lambda x: noise.squared_norm({"w": x}),
     "noise_scale": lambda x: noise.noise_scale(x, 1.0, 1.0, 2),
-    "left_chain": lambda x: legacy.left_chain([{"w": x}, {"w": x}]),
-    "ring": lambda x: legacy.ring([{"w": x}, {"w": x}]),
+    "left_chain": lambda x: foreign_orders.left_chain([{"w": x}, {"w": x}]),
+    "ring": lambda x: foreign_orders.ring([{"w": x}, {"w": x}]),
     "to_dense": sparse.to_dense,
     "indices": lambda x: sparse.row_sparse(x, ONE, 3),
     "values of rows": lambda x: gc.combine(reductions.row_sum(2), [rows_with(x)]),
@@ -297,7 +297,7 @@ TAKES_TREE: dict[str, Call] = {
     "sparse_as_dense": lambda t: gc.combine(reductions.sparse_as_dense(SUM), [t]),
     "densify": sparse.densify,
     "squared_norm": noise.squared_norm,
-    "left_chain": lambda t: legacy.left_chain([t]),
+    "left_chain": lambda t: foreign_orders.left_chain([t]),
     "variable": VARIABLE.init,
 }
 TAKES_WEIGHT: dict[str, Call] = {
@@ -330,7 +330,7 @@ TAKES_DTYPE: dict[str, Call] = {
     "adasum": lambda d: reductions.adasum(dtype=d),
     "row_sum": lambda d: reductions.row_sum(2, dtype=d),
     "row_mean on the wire": lambda d: reductions.row_mean(2, wire_dtype=d),
-    "left_chain": lambda d: legacy.left_chain([ONE], dtype=d),
+    "left_chain": lambda d: foreign_orders.left_chain([ONE], dtype=d),
 }
 TAKES_NAME: dict[str, Call] = {
     "method": lambda x: gc.add_n([ONE], method=x),
@@ -360,7 +360,7 @@ TAKES_LIST: dict[str, Call] = {
     "add_n": gc.add_n,
     "tree_sum": gc.tree_sum,
     "weights": lambda x: gc.mean([ONE, ONE], weights=x),
-    "left_chain": legacy.left_chain,
+    "left_chain": foreign_orders.left_chain,
 }
 NO_LISTS: dict[str, Any] = {
     "a dict": {"w": ONE},
@@ -403,9 +403,9 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "different NamedTuples": lambda: gc.add_n([Pair(ONE, ONE), (ONE, ONE)]),
     "dict and OrderedDict": lambda: gc.add_n([{"a": ONE}, OrderedDict(a=ONE)]),
     "list and tuple": lambda: gc.add_n([[ONE], (ONE,)]),
-    "names of addn_blocks": lambda: legacy.addn_blocks([ONE, ONE], names=[1, "a"]),
-    "no names of addn_blocks": lambda: legacy.addn_blocks([ONE, ONE], names=5),
-    "a reused term": lambda: legacy.addn_blocks([ONE, ONE], reused=np.array([True])),
+    "names of addn_blocks": lambda: foreign_orders.addn_blocks([ONE, ONE], names=[1, "a"]),
+    "no names of addn_blocks": lambda: foreign_orders.addn_blocks([ONE, ONE], names=5),
+    "a reused term": lambda: foreign_orders.addn_blocks([ONE, ONE], reused=np.array([True])),
     "axis of a number": lambda: gc.jax_axis(3),
     "axis of nothing": lambda: gc.jax_axis(()),
 }

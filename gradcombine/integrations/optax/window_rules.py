@@ -77,9 +77,10 @@ class Sums:
 class OptaxOrder:
     """The arithmetic of optax.MultiSteps, as XLA is given it: ``acc + (g - acc) / (n + 1)``, or ``g + acc``.
 
-    `gradcombine.legacy.welford` has the bits of that mean from operations that every backend rounds alike. But which
-    products of the inner transformation XLA fuses into additions depends on all that it compiles with them. So the
-    whole expression goes to the compiler as optax gives it, the mean and the masks around the transformation included.
+    `gradcombine.foreign_orders.welford` has the bits of that mean from operations that every backend rounds alike. But
+    which products of the inner transformation XLA fuses into additions depends on all that it compiles with them. So
+    the whole expression goes to the compiler as optax gives it, the mean and the masks around the transformation
+    included.
     """
 
     def __init__(self, mean: bool, dtype: Any) -> None:

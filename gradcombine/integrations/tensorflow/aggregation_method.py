@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from gradcombine import legacy
+from gradcombine import foreign_orders
 from gradcombine.autograph import ordinary
 from gradcombine.errors import GradCombineError
 
@@ -46,8 +46,8 @@ def aggregate(
       method: a value of tf.AggregationMethod, or one of `gradcombine.add_n`'s names. None: ADD_N.
       execution: ``"function"``: a tf.function, where Grappler makes one AddN of every chain of additions and sorts its
         terms by name. ``"graph"``: a session without Grappler. ``"xla"``: ``jit_compile=True``.
-      names: for ``"function"``, of the nodes that make the terms, as for `gradcombine.legacy.addn_blocks`; None: they
-        are sorted already.
+      names: for ``"function"``, of the nodes that make the terms, as for `gradcombine.foreign_orders.addn_blocks`;
+        None: they are sorted already.
 
     Returns:
       None for no terms; one term as it is; IndexedSlices, one after another, where all are; else a dense sum.
@@ -56,8 +56,8 @@ def aggregate(
       GradCombineError: for an unknown method or execution, and terms that do not match; for what is no tensor, one that
         is a TypeError as well.
 
-    Bits: those of TensorFlow 2.21 on CPU, where no term's buffer is reused (see `gradcombine.legacy.addn_blocks`).
-    For an order that no compiler changes, call `gradcombine.add_n`.
+    Bits: those of TensorFlow 2.21 on CPU, where no term's buffer is reused (see
+    `gradcombine.foreign_orders.addn_blocks`). For an order that no compiler changes, call `gradcombine.add_n`.
 
     References: `tf.AggregationMethod <https://www.tensorflow.org/api_docs/python/tf/AggregationMethod>`_.
 
@@ -93,8 +93,8 @@ def _order(number: int, execution: str, names: Sequence[str] | None) -> Callable
     if names is not None and execution != "function":
         raise GradCombineError("aggregate", "no names: terms are sorted in a function only", repr(execution))
     if execution == "function":
-        return partial(legacy.addn_blocks, names=names)
-    return legacy.addn_blocks if (number, execution) == (0, "graph") else legacy.left_chain
+        return partial(foreign_orders.addn_blocks, names=names)
+    return foreign_orders.addn_blocks if (number, execution) == (0, "graph") else foreign_orders.left_chain
 
 
 def _joined(slices: Sequence[tf.IndexedSlices]) -> tf.IndexedSlices:

@@ -12,8 +12,8 @@ import numpy as np
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load
-from gradcombine.legacy import left_chain, mean_of_means, welford
-from gradcombine.legacy.means import multiply_add
+from gradcombine.foreign_orders import left_chain, mean_of_means, welford
+from gradcombine.foreign_orders.means import multiply_add
 from gradcombine.types import Tree
 from gradcombine.verify.origin.orders import Order, blocks, orders, turns
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from gradcombine.legacy import addn_blocks, hierarchical_copy, left_chain, ring
+from gradcombine.foreign_orders import addn_blocks, hierarchical_copy, left_chain, ring
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.types import Tree
 

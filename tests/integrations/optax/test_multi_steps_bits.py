@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradcombine import legacy
+from gradcombine import foreign_orders
 from gradcombine.integrations.optax import MultiSteps
 
 pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
@@ -122,13 +122,13 @@ def test_other_modes(mode: str, kind: int) -> None:
         assert_same_steps(ours, theirs, f"step {i}")
 
 
-def test_the_mean_is_the_welford_mean_of_legacy() -> None:
+def test_the_mean_is_the_welford_mean_of_foreign_orders() -> None:
     grads = [random_tree(i, np.float32) for i in range(5)]
     tx = MultiSteps(optax.identity(), 5, compat=True)
     state, updates, update = tx.init(grads[0]), None, jax.jit(tx.update)
     for grad in grads:
         updates, state = update(grad, state)
-    assert jax.tree.map(bits, updates) == jax.tree.map(bits, legacy.welford(grads))
+    assert jax.tree.map(bits, updates) == jax.tree.map(bits, foreign_orders.welford(grads))
 
 
 def test_without_compat_the_bits_are_others() -> None:

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine import legacy
+from gradcombine import foreign_orders
 from gradcombine.integrations.tensorflow.aggregation_method import aggregate
 
 METHODS = ("ADD_N", "EXPERIMENTAL_TREE", "EXPERIMENTAL_ACCUMULATE_N")
@@ -72,7 +72,7 @@ def test_under_xla(method: str, n: int) -> None:
 def test_the_orders_differ_on_these_terms() -> None:
     """Ten terms are the fewest that a chain and blocks add differently."""
     for n in (9, 10, MOST):
-        chain, blocks = (f(TERMS[:n]) for f in (legacy.left_chain, legacy.addn_blocks))
+        chain, blocks = (f(TERMS[:n]) for f in (foreign_orders.left_chain, foreign_orders.addn_blocks))
         assert (chain != blocks).any() == (n > 9)
 
 

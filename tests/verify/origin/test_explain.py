@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine import GradCombineError, legacy
+from gradcombine import GradCombineError, foreign_orders
 from gradcombine.verify import explain
 from gradcombine.verify.origin.candidates import candidates
 
@@ -175,7 +175,7 @@ def test_every_float_dtype_is_explained(dtype: Any, accumulator: Any) -> None:
 
 @pytest.mark.parametrize("count", [5, 7, 9])
 def test_a_ring_is_known_over_any_number_of_ranks(count: int) -> None:
-    found = explain(TREES[:count], legacy.ring(TREES[:count]))
+    found = explain(TREES[:count], foreign_orders.ring(TREES[:count]))
     assert str(found.matches[0].candidate) == f"sum, added ring over {count} ranks, in float32"
 
 

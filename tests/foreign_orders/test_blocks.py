@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcombine import legacy
-from tests.legacy.data import assert_same_bits, normal
+from gradcombine import foreign_orders
+from tests.foreign_orders.data import assert_same_bits, normal
 
 FLOATING = ["float32", "bfloat16", "float16", "complex64"]
 
@@ -24,7 +24,7 @@ def tensors(n: int, dtype: str = "float32") -> list[Any]:
 def test_eager_addn(n: int) -> None:
     import tensorflow as tf
 
-    assert_same_bits(tf.add_n(tensors(n)), legacy.addn_blocks(normal(n)))
+    assert_same_bits(tf.add_n(tensors(n)), foreign_orders.addn_blocks(normal(n)))
 
 
 @pytest.mark.needs("tensorflow")
@@ -32,7 +32,7 @@ def test_eager_addn(n: int) -> None:
 def test_addn_under_jit_compile(n: int) -> None:
     import tensorflow as tf
 
-    assert_same_bits(tf.function(tf.add_n, jit_compile=True)(tensors(n)), legacy.left_chain(normal(n)))
+    assert_same_bits(tf.function(tf.add_n, jit_compile=True)(tensors(n)), foreign_orders.left_chain(normal(n)))
 
 
 @pytest.mark.needs("tensorflow")
@@ -41,8 +41,8 @@ def test_addn_of_other_dtypes(dtype: str) -> None:
     import tensorflow as tf
 
     values = normal(21, dtype=dtype)
-    assert_same_bits(tf.add_n(tensors(21, dtype)), legacy.addn_blocks(values))
-    assert_same_bits(tf.function(tf.add_n, jit_compile=True)(tensors(21, dtype)), legacy.left_chain(values))
+    assert_same_bits(tf.add_n(tensors(21, dtype)), foreign_orders.addn_blocks(values))
+    assert_same_bits(tf.function(tf.add_n, jit_compile=True)(tensors(21, dtype)), foreign_orders.left_chain(values))
 
 
 @pytest.mark.needs("tensorflow")
@@ -53,8 +53,8 @@ def test_addn_in_a_graph_is_sorted_by_name(n: int) -> None:
     add = tf.function(tf.add_n)
     names = [tensor.op.name for tensor in add.get_concrete_function(tensors(n)).graph.inputs]
     received = add(tensors(n))
-    assert_same_bits(received, legacy.addn_blocks(normal(n), names))
-    assert (received.numpy() != legacy.addn_blocks(normal(n))).any() == (n > 10)
+    assert_same_bits(received, foreign_orders.addn_blocks(normal(n), names))
+    assert (received.numpy() != foreign_orders.addn_blocks(normal(n))).any() == (n > 10)
 
 
 @pytest.mark.needs("tensorflow")
@@ -70,7 +70,7 @@ def test_aggregation_methods_become_one_addn(method: str, n: int) -> None:
 
     x, terms = tf.zeros(513), tensors(n)
     names = [tensor.op.name for tensor in gradient.get_concrete_function(x, terms).graph.inputs][1:]
-    assert_same_bits(gradient(x, terms), legacy.addn_blocks(normal(n), names))
+    assert_same_bits(gradient(x, terms), foreign_orders.addn_blocks(normal(n), names))
 
 
 @pytest.mark.needs("tensorflow")
@@ -87,7 +87,7 @@ def test_without_grappler_they_are_left_chains(method: str) -> None:
         total = tf.gradients(uses, x, terms, aggregation_method=getattr(tf.AggregationMethod, method))[0]
         with tf.compat.v1.Session(config=config) as session:
             received = session.run(total, dict(zip(terms, normal(20), strict=True)))
-    assert_same_bits(received, legacy.left_chain(normal(20)))
+    assert_same_bits(received, foreign_orders.left_chain(normal(20)))
 
 
 @pytest.mark.needs("tensorflow")
@@ -106,7 +106,7 @@ def test_addn_begins_with_the_buffer_that_it_reuses(unshared: list[int], reused:
     given = [tf.TensorSpec((513,), tf.float32, name=letter) for letter in letters]
     traced = add.get_concrete_function(given, tf.TensorSpec((), tf.float32, name="one"))
     received = traced(tensors(12), tf.constant(1.0))
-    assert_same_bits(received, legacy.addn_blocks(normal(12), reused=reused))
+    assert_same_bits(received, foreign_orders.addn_blocks(normal(12), reused=reused))
 
 
 @pytest.mark.needs("tensorflow")
@@ -131,15 +131,15 @@ def test_cross_device_operations(operations: str, n: int, compiled: bool) -> Non
         lambda context: tf.constant(values[context.replica_id_in_sync_group])
     )
     if operations == "ReductionToOneDevice":
-        expected = legacy.addn_blocks(values)
+        expected = foreign_orders.addn_blocks(values)
     elif compiled:
-        expected = legacy.addn_blocks(values[: n // 2 * 2])
+        expected = foreign_orders.addn_blocks(values[: n // 2 * 2])
     else:
-        expected = legacy.hierarchical_copy(values)
+        expected = foreign_orders.hierarchical_copy(values)
     received = (tf.function(run) if compiled else run)(given)
     for result in strategy.experimental_local_results(received):
         assert_same_bits(result, expected)
-    assert_same_bits(strategy.reduce(tf.distribute.ReduceOp.SUM, given, axis=None), legacy.addn_blocks(values))
+    assert_same_bits(strategy.reduce(tf.distribute.ReduceOp.SUM, given, axis=None), foreign_orders.addn_blocks(values))
 
 
 @pytest.mark.needs("tensorflow")
@@ -164,8 +164,8 @@ def test_rank_0_has_its_place_by_name_too() -> None:
     )
     names = ["z", "replica_1/z", "replica_2/z"]
     received = strategy.experimental_local_results(run(given))[0]
-    assert_same_bits(received, legacy.addn_blocks(values, names))
-    assert (received.numpy() != legacy.addn_blocks(values)).any()
+    assert_same_bits(received, foreign_orders.addn_blocks(values, names))
+    assert (received.numpy() != foreign_orders.addn_blocks(values)).any()
 
 
 @pytest.mark.needs("jax")
@@ -188,6 +188,6 @@ def test_psum(engine: str, n: int, dtype: str) -> None:
         mesh = jax.make_mesh((n,), ("replica",), axis_types=(AxisType.Auto,), devices=devices)
         spec = PartitionSpec("replica")
         received = jax.jit(jax.shard_map(total, mesh=mesh, in_specs=spec, out_specs=PartitionSpec()))(np.stack(values))
-    expected = legacy.left_chain(values, dtype="float32" if dtype == "bfloat16" else None)
+    expected = foreign_orders.left_chain(values, dtype="float32" if dtype == "bfloat16" else None)
     for result in received:
         assert_same_bits(result, expected)

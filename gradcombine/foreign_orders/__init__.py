@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from gradcombine.legacy.blocks import addn_blocks, hierarchical_copy, left_chain
-from gradcombine.legacy.means import mean_of_means, welford
-from gradcombine.legacy.ring import ring
+from gradcombine.foreign_orders.blocks import addn_blocks, hierarchical_copy, left_chain
+from gradcombine.foreign_orders.means import mean_of_means, welford
+from gradcombine.foreign_orders.ring import ring
 from gradcombine.types import Tree
 
 __all__ = ["MEANS", "SUMS", "addn_blocks", "hierarchical_copy", "left_chain", "mean_of_means", "ring", "welford"]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import legacy
+from gradcombine import foreign_orders
 from gradcombine.errors import GradCombineError
-from tests.legacy.data import assert_same_bits, assert_same_sum, normal
+from tests.foreign_orders.data import assert_same_bits, assert_same_sum, normal
 
-ORDERS = {**legacy.SUMS, **legacy.MEANS}
+ORDERS = {**foreign_orders.SUMS, **foreign_orders.MEANS}
 SAMPLE = [{"a": a, "b": [b, None]} for a, b in zip(normal(12), normal(12, (3, 40), seed=1), strict=True)]
 
 
@@ -22,9 +22,9 @@ def test_orders_differ(one: str, other: str) -> None:
     assert (ORDERS[one](normal(12)) != ORDERS[other](normal(12))).any()
 
 
-@pytest.mark.parametrize("name", legacy.SUMS)
+@pytest.mark.parametrize("name", foreign_orders.SUMS)
 def test_sums_differ_from_the_canonical_tree_in_bits_only(name: str) -> None:
-    received, canonical = legacy.SUMS[name](normal(12)), gc.tree_sum(normal(12))
+    received, canonical = foreign_orders.SUMS[name](normal(12)), gc.tree_sum(normal(12))
     assert (received != canonical).any()
     assert_same_sum(received, canonical, normal(12))
 
@@ -87,11 +87,14 @@ def test_bad_lists_are_refused(name: str, values: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: legacy.addn_blocks(normal(3), names=["a"]), "addn_blocks: expected 3 names, received 1"),
-        (lambda: legacy.addn_blocks(normal(3), reused=3), "expected a reused term from 0 to 2, received 3"),
-        (lambda: legacy.mean_of_means(normal(3), 2), "expected a multiple of 2 trees, received 3"),
-        (lambda: legacy.mean_of_means(normal(2), 2, [1]), "mean_of_means: expected 2 weights, received 1"),
-        (lambda: legacy.welford([np.int32([1])]), "welford: expected a dtype of float16, bfloat16, float32, received"),
+        (lambda: foreign_orders.addn_blocks(normal(3), names=["a"]), "addn_blocks: expected 3 names, received 1"),
+        (lambda: foreign_orders.addn_blocks(normal(3), reused=3), "expected a reused term from 0 to 2, received 3"),
+        (lambda: foreign_orders.mean_of_means(normal(3), 2), "expected a multiple of 2 trees, received 3"),
+        (lambda: foreign_orders.mean_of_means(normal(2), 2, [1]), "mean_of_means: expected 2 weights, received 1"),
+        (
+            lambda: foreign_orders.welford([np.int32([1])]),
+            "welford: expected a dtype of float16, bfloat16, float32, received",
+        ),
     ],
 )
 def test_bad_settings_are_refused(call: Any, message: str) -> None:

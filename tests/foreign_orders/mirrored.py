@@ -1,6 +1,6 @@
 """All-reduces of a MirroredStrategy with its default operations: a program, as two such strategies break one another.
 
-Run as ``python -m tests.legacy.mirrored RANKS FILE``; writes each result's bytes into an npz file.
+Run as ``python -m tests.foreign_orders.mirrored RANKS FILE``; writes each result's bytes into an npz file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.legacy.data import normal
+from tests.foreign_orders.data import normal
 
 # What goes round at a time: shapes, dtype. 64 elements of float32 on 8 ranks take the rounding up to 64 bytes.
 CASES: dict[str, tuple[list[tuple[int, ...]], str]] = {

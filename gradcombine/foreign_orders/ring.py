@@ -12,8 +12,8 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
-from gradcombine.legacy.blocks import chain
-from gradcombine.legacy.leaves import by_leaf, require_dtypes, trees_of
+from gradcombine.foreign_orders.blocks import chain
+from gradcombine.foreign_orders.leaves import by_leaf, require_dtypes, trees_of
 from gradcombine.reductions.accumulator import shape_of
 from gradcombine.types import Array, Tree
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import legacy
+from gradcombine import foreign_orders
 from gradcombine.backends.registry import load
-from gradcombine.legacy.means import multiply_add
-from tests.legacy.data import assert_same_bits, normal
+from gradcombine.foreign_orders.means import multiply_add
+from tests.foreign_orders.data import assert_same_bits, normal
 
 SHAPES = [(513,), (33, 7), (1,), (), (2,), (17,)]
 
@@ -37,7 +37,7 @@ def multi_steps(values: list[Any], jit: bool, accumulator: Any = np.float32) -> 
 def test_multi_steps(k: int, jit: bool) -> None:
     columns = [normal(k, shape, seed=i) for i, shape in enumerate(SHAPES)]
     values = [list(leaves) for leaves in zip(*columns, strict=True)]
-    for received, expected in zip(multi_steps(values, jit), legacy.welford(values), strict=True):
+    for received, expected in zip(multi_steps(values, jit), foreign_orders.welford(values), strict=True):
         assert_same_bits(received, expected)
 
 
@@ -48,16 +48,16 @@ def test_multi_steps_without_compilation() -> None:
     values = [[a, b] for a, b in zip(normal(20), normal(20, (1,)), strict=True)]
     with jax.disable_jit():
         found = multi_steps(values, jit=False)
-    for received, expected in zip(found, legacy.welford(values, fused=False), strict=True):
+    for received, expected in zip(found, foreign_orders.welford(values, fused=False), strict=True):
         assert_same_bits(received, expected)
-    assert (found[0] != legacy.welford(values)[0]).any()
+    assert (found[0] != foreign_orders.welford(values)[0]).any()
 
 
 @pytest.mark.needs("jax", "optax")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_multi_steps_of_narrow_floats(dtype: str) -> None:
     values = normal(20, dtype=dtype)
-    assert_same_bits(multi_steps(values, jit=True), legacy.welford(values))
+    assert_same_bits(multi_steps(values, jit=True), foreign_orders.welford(values))
 
 
 @pytest.mark.needs("jax", "optax")
@@ -66,7 +66,7 @@ def test_multi_steps_of_narrow_floats(dtype: str) -> None:
 @pytest.mark.parametrize("shape", [(300,), (1,)])
 def test_multi_steps_with_a_narrow_accumulator(shape: tuple[int, ...], dtype: str, accumulator: str) -> None:
     values = normal(7, shape, dtype=dtype)
-    expected = legacy.welford(values, accumulator=accumulator)
+    expected = foreign_orders.welford(values, accumulator=accumulator)
     assert_same_bits(multi_steps(values, jit=True, accumulator=np.dtype(accumulator)), expected)
 
 
@@ -75,8 +75,8 @@ def test_welford_is_not_the_textbook_mean() -> None:
     textbook = np.zeros_like(values[0])
     for n, value in enumerate(values, start=1):
         textbook = textbook + (value - textbook) / np.float32(n)
-    received = legacy.welford(values)
-    others = [textbook, legacy.welford(values, fused=False), gc.mean(values)]
+    received = foreign_orders.welford(values)
+    others = [textbook, foreign_orders.welford(values, fused=False), gc.mean(values)]
     assert all((received != other).any() for other in others)
     np.testing.assert_allclose(received, gc.mean(values), rtol=1e-5, atol=1e-6)
 
@@ -132,12 +132,12 @@ def test_the_fused_multiply_add_is_rounded_once(run: Any) -> None:
 
 def test_infinities_and_nan_pass() -> None:
     values = [np.float32([1, np.inf, -np.inf, np.nan, 3]), np.float32([np.inf, np.inf, np.inf, 1, 5])]
-    np.testing.assert_array_equal(legacy.welford(values), np.float32([np.inf, np.nan, np.nan, np.nan, 4]))
+    np.testing.assert_array_equal(foreign_orders.welford(values), np.float32([np.inf, np.nan, np.nan, np.nan, 4]))
 
 
 def test_mean_of_means() -> None:
     values, weights = normal(6), [1, 2, 3, 4, 5, 6]
     expected = gc.mean([gc.mean(values[i : i + 2], weights[i : i + 2]) for i in (0, 2, 4)])
-    received = legacy.mean_of_means(values, 3, weights)
+    received = foreign_orders.mean_of_means(values, 3, weights)
     assert_same_bits(received, expected)
     assert not np.allclose(received, gc.mean(values, weights))

@@ -10,7 +10,7 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_integer
 from gradcombine.errors import GradCombineError, shown
-from gradcombine.legacy.leaves import by_leaf, trees_of
+from gradcombine.foreign_orders.leaves import by_leaf, trees_of
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Tree
 

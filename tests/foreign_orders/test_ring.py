@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradcombine import legacy
+from gradcombine import foreign_orders
 from gradcombine.errors import GradCombineError
-from tests.legacy import mirrored
-from tests.legacy.data import assert_same_sum, normal
+from tests.foreign_orders import mirrored
+from tests.foreign_orders.data import assert_same_sum, normal
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 def reduced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, bytes]]:
     """What a run on so many ranks gave."""
     path = tmp_path_factory.mktemp("ring") / "results.npz"
-    command = [sys.executable, "-m", "tests.legacy.mirrored", str(request.param), str(path)]
+    command = [sys.executable, "-m", "tests.foreign_orders.mirrored", str(request.param), str(path)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
@@ -35,7 +35,7 @@ def reduced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("case", mirrored.CASES)
 def test_all_reduce_is_the_ring(reduced: tuple[int, dict[str, bytes]], case: str, mode: str) -> None:
     ranks, results = reduced
-    expected = legacy.ring(mirrored.trees(case, ranks), packed=mode == "graph")
+    expected = foreign_orders.ring(mirrored.trees(case, ranks), packed=mode == "graph")
     assert [results[f"{case} {mode} {i}"] for i in range(len(expected))] == [leaf.tobytes() for leaf in expected]
 
 
@@ -43,7 +43,7 @@ def test_all_reduce_is_the_ring(reduced: tuple[int, dict[str, bytes]], case: str
 @pytest.mark.parametrize("reduced", [3], indirect=True)
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_large_chunks_are_not_subdivided(reduced: tuple[int, dict[str, bytes]], mode: str) -> None:
-    (expected,) = legacy.ring(mirrored.trees("large chunks", 3))
+    (expected,) = foreign_orders.ring(mirrored.trees("large chunks", 3))
     assert reduced[1][f"large chunks {mode} 0"] == expected.tobytes()
 
 
@@ -51,22 +51,22 @@ def test_large_chunks_are_not_subdivided(reduced: tuple[int, dict[str, bytes]], 
 @pytest.mark.parametrize("case", mirrored.CASES)
 def test_reduce_is_addn(reduced: tuple[int, dict[str, bytes]], case: str) -> None:
     ranks, results = reduced
-    expected = legacy.addn_blocks([leaves[0] for leaves in mirrored.trees(case, ranks)])
+    expected = foreign_orders.addn_blocks([leaves[0] for leaves in mirrored.trees(case, ranks)])
     assert results[f"{case} reduce"] == expected.tobytes()
 
 
 def test_the_data_tell_a_pack_from_single_leaves() -> None:
     values = mirrored.trees("several leaves", 8)
-    packed, single = legacy.ring(values), legacy.ring(values, packed=False)
+    packed, single = foreign_orders.ring(values), foreign_orders.ring(values, packed=False)
     assert (packed[0] != single[0]).any()
 
 
 def test_a_pack_may_lack_gradients() -> None:
     values = [{"a": a, "b": None, "c": c} for a, c in zip(normal(4), normal(4, seed=1), strict=True)]
-    received = legacy.ring(values)
+    received = foreign_orders.ring(values)
     assert received["b"] is None
     for name in "ac":
-        alone = legacy.ring([{name: value[name]} for value in values], packed=False)
+        alone = foreign_orders.ring([{name: value[name]} for value in values], packed=False)
         assert (received[name] != alone[name]).any()
         assert_same_sum(received[name], alone[name], [value[name] for value in values])
 
@@ -83,4 +83,4 @@ def test_a_pack_may_lack_gradients() -> None:
 )
 def test_what_the_ring_refuses(values: list[object], message: str) -> None:
     with pytest.raises(GradCombineError, match=message):
-        legacy.ring(values)
+        foreign_orders.ring(values)

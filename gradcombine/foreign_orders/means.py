@@ -13,7 +13,7 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.combine import mean
 from gradcombine.errors import GradCombineError
-from gradcombine.legacy.leaves import by_leaf, require_dtypes, trees_of
+from gradcombine.foreign_orders.leaves import by_leaf, require_dtypes, trees_of
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.compensated import two_sum
 from gradcombine.reductions.dtypes import FLOAT32
