@@ -48,9 +48,8 @@ def accumulate(
     """Combines contributions over windows of ``every`` updates.
 
     All functions are pure, take NumPy, JAX or TensorFlow trees, and may be called inside jit, scan and tf.function. A
-    full
-    window stays readable until the next update, which begins with an empty window in its place: nothing of one window,
-    not even a NaN, reaches the next.
+    full window stays readable until the next update, which begins with an empty window in its place: nothing of one
+    window, not even a NaN, reaches the next.
 
     Args:
       reduction: from `gradcombine.reductions`.

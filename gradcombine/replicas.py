@@ -68,8 +68,7 @@ def all_reduce(
     Raises:
       GradCombineError: as `combine`; for an axis that is not bound; outside of a replica context; and for a value that
         shard_map's type system (check_vma) knows to be the same on all replicas already, as the gradient of a
-        replicated
-        parameter is: summing that again would count it once a replica.
+        replicated parameter is: summing that again would count it once a replica.
 
     Bits: order ``"tree"``: those of `combine` over the replicas' contributions by rank. Order ``"sequential"``: sums
     are rounded in the order that the framework's all-reduce chooses.
