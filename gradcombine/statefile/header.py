@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from gradcombine.errors import GradCombineError
 
 FORMAT = "gradcombine state"
-VERSION = 1
+VERSION = 2
 MAX_LEVELS = 32
 """A window's position is an int32: its binary counter has no more levels than that."""
 
