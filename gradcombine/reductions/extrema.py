@@ -10,9 +10,10 @@ import numpy as np
 
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions import dtypes, grid
+from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.exact import grid
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array
 

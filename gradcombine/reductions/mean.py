@@ -10,7 +10,7 @@ from gradcombine.reductions.added import Added
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import over_weight
-from gradcombine.reductions.exact import Exact
+from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.sum import (
     Precision,
     add,

@@ -15,9 +15,9 @@ from gradcombine.reductions.added import Added
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import zero_if_empty
-from gradcombine.reductions.exact import Exact
-from gradcombine.reductions.grid import FLOAT32
-from gradcombine.reductions.spill import CAPACITY
+from gradcombine.reductions.exact.cell import Exact
+from gradcombine.reductions.exact.grid import FLOAT32
+from gradcombine.reductions.exact.spill import CAPACITY
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array
 

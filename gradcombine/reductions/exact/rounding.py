@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions.digits import Digits
-from gradcombine.reductions.grid import FLOAT32, FLOAT64, Grid
+from gradcombine.reductions.exact.digits import Digits
+from gradcombine.reductions.exact.grid import FLOAT32, FLOAT64, Grid
 from gradcombine.types import Array
 
 

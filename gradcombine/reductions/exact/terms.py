@@ -16,9 +16,9 @@ import numpy as np
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions import digits
-from gradcombine.reductions.digits import Decoded, Lower
-from gradcombine.reductions.grid import FLOAT32, Grid
+from gradcombine.reductions.exact import digits
+from gradcombine.reductions.exact.digits import Decoded, Lower
+from gradcombine.reductions.exact.grid import FLOAT32, Grid
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array
 

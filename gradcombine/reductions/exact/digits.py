@@ -7,8 +7,8 @@ window, truncated toward zero. What falls below the window falls there in any or
 **The slots.** Three integer words hold the three bins of the window: slot ``s`` holds the one with ``i % 3 == s``. Its
 bin is a monotone function of the window's, so each slot follows it by a maximum of its own, and no slot needs another:
 the update of a slot is one loop over memory, in place. The lowest bits of a word tell the bin (``i // 3``, the *tag*),
-the others are the signed sum of digits. How many fit is the grid's capacity; `gradcombine.reductions.spill` has room
-for more.
+the others are the signed sum of digits. How many fit is the grid's capacity;
+`gradcombine.reductions.exact.spill` has room for more.
 
 **Values that are not finite** have the largest exponent, the only one that brings slot 0 to the last tag: there it
 counts +inf, -inf and NaN in place of digits.
@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions.grid import Grid
+from gradcombine.reductions.exact.grid import Grid
 from gradcombine.types import Array
 
 

@@ -11,13 +11,14 @@ import numpy as np
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
-from gradcombine.reductions import digits, dtypes, grid, rounding, scatter, spill, terms, wire
+from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Totals
-from gradcombine.reductions.digits import Decoded, Digits
-from gradcombine.reductions.exact_weight import counted, limited, linked, refusing, rounded
-from gradcombine.reductions.grid import FLOAT32, Grid
-from gradcombine.reductions.spill import SpilledDigits
-from gradcombine.reductions.terms import Part
+from gradcombine.reductions.exact import digits, grid, rounding, scatter, spill, terms, wire
+from gradcombine.reductions.exact.digits import Decoded, Digits
+from gradcombine.reductions.exact.grid import FLOAT32, Grid
+from gradcombine.reductions.exact.spill import SpilledDigits
+from gradcombine.reductions.exact.terms import Part
+from gradcombine.reductions.exact.weight import counted, limited, linked, refusing, rounded
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Order
 
@@ -30,7 +31,7 @@ _PERIOD = spill.BETWEEN.bit_length() - 1
 
 @dataclass(frozen=True)
 class Exact:
-    """The cell of exact sums and means of floats; see `gradcombine.reductions.digits`.
+    """The cell of exact sums and means of floats; see `gradcombine.reductions.exact.digits`.
 
     Every contribution is a multiple of a fixed unit, and integers add in any order. The one rounding is at the end: the
     digits, divided by the exact sum of weights for a mean, to the dtype of the result.

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.reductions import rounding, wire
-from gradcombine.reductions.grid import Grid
-from gradcombine.reductions.spill import SpilledDigits
+from gradcombine.reductions.exact import rounding, wire
+from gradcombine.reductions.exact.grid import Grid
+from gradcombine.reductions.exact.spill import SpilledDigits
 from gradcombine.types import Array
 
 

@@ -17,11 +17,12 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.reductions import exact_weight, grid, spill
 from gradcombine.reductions.cell import Totals
-from gradcombine.reductions.digits import Digits
-from gradcombine.reductions.grid import FLOAT32, Grid
-from gradcombine.reductions.spill import SpilledDigits
+from gradcombine.reductions.exact import grid, spill
+from gradcombine.reductions.exact.digits import Digits
+from gradcombine.reductions.exact.grid import FLOAT32, Grid
+from gradcombine.reductions.exact.spill import SpilledDigits
+from gradcombine.reductions.exact.weight import counted, halves, whole
 from gradcombine.types import Array
 
 INT8 = np.dtype(np.int8)
@@ -48,13 +49,13 @@ def merged(
       totals: this replica's.
     """
     arrays = [word for a, top in zip(sums, tops, strict=True) for word in _fused(backend, _aligned, a, [top, *a])]
-    counts = [totals.count, *exact_weight.halves(backend, totals.weight.deposits), totals.weight.link]
+    counts = [totals.count, *halves(backend, totals.weight.deposits), totals.weight.link]
     received = iter(_sum_with_scalars(backend, collective, [*arrays, *counts]))
     summed = [[next(received) for _ in a] for a in sums]
     joined = (_fused(backend, _joined, a, [top, *words]) for a, top, words in zip(sums, tops, summed, strict=True))
     *accumulators, weight = (type(a)(*words) for a, words in zip(sums, joined, strict=True))
-    count, *halves, link = received
-    return accumulators, Totals(exact_weight.counted(weight, exact_weight.whole(backend, *halves), link), count)
+    count, low, high, link = received
+    return accumulators, Totals(counted(weight, whole(backend, low, high), link), count)
 
 
 def _sum_with_scalars(backend: Backend, collective: Collective, arrays: Sequence[Array]) -> list[Array]:

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions import digits as plain
-from gradcombine.reductions.digits import Decoded, Digits
-from gradcombine.reductions.grid import FLOAT32, Grid
+from gradcombine.reductions.exact import digits as plain
+from gradcombine.reductions.exact.digits import Decoded, Digits
+from gradcombine.reductions.exact.grid import FLOAT32, Grid
 from gradcombine.types import Array
 
 CAPACITY = 1 << 26

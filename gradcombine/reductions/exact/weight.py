@@ -14,11 +14,12 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
-from gradcombine.reductions import dtypes, grid, rounding, spill
-from gradcombine.reductions.digits import Digits
-from gradcombine.reductions.grid import Grid
-from gradcombine.reductions.rounding import Divisor
-from gradcombine.reductions.spill import SpilledDigits
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.exact import grid, rounding, spill
+from gradcombine.reductions.exact.digits import Digits
+from gradcombine.reductions.exact.grid import Grid
+from gradcombine.reductions.exact.rounding import Divisor
+from gradcombine.reductions.exact.spill import SpilledDigits
 from gradcombine.types import Array
 
 _HALF = 13
