@@ -1,6 +1,6 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
-from gradcombine import reductions, replicated
+from gradcombine import noise, reductions, replicated, statefile
 from gradcombine.accumulate import Accumulator, accumulate
 from gradcombine.combine import add_n, combine, mean, tree_sum
 from gradcombine.errors import GradCombineError
@@ -23,8 +23,10 @@ __all__ = [
     "jax_axis",
     "mean",
     "merge_replicas",
+    "noise",
     "reductions",
     "replicated",
+    "statefile",
     "tf_replicas",
     "tree_sum",
 ]

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import reductions, statefile
 from gradcombine.accumulate import window as whole
-from gradcombine.integrations.jax.processes import peers_required
+from gradcombine.integrations.jax.processes import detect_lost_peers
 
 WINDOWS, MICROBATCHES, WIDTH = 3, 8, 33
 MEAN = reductions.mean()
@@ -66,7 +66,7 @@ def merger(size: int) -> Any:
 
     def call(state: Any) -> Any:
         stacked = jax.tree.map(lambda x: jax.make_array_from_process_local_data(own, np.asarray(x)[None]), state)
-        with peers_required("merge_replicas"):
+        with detect_lost_peers("merge_replicas"):
             result = jax.block_until_ready(merged(stacked))
         return jax.tree.map(lambda x: x.addressable_data(0), result)
 

@@ -2,7 +2,7 @@
 
 from gradcombine.integrations.jax import zero
 from gradcombine.integrations.jax.loss import LossOutput
-from gradcombine.integrations.jax.processes import peers_required
+from gradcombine.integrations.jax.processes import detect_lost_peers
 from gradcombine.integrations.jax.step import TrainStep, train_step
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.value_and_grad import value_and_grad
@@ -12,7 +12,7 @@ __all__ = [
     "StepMetrics",
     "TrainState",
     "TrainStep",
-    "peers_required",
+    "detect_lost_peers",
     "train_step",
     "value_and_grad",
     "zero",

@@ -13,7 +13,7 @@ _LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "
 
 
 @contextmanager
-def peers_required(operation: str) -> Iterator[None]:
+def detect_lost_peers(operation: str) -> Iterator[None]:
     """Turns the error of a collective that has lost a process into one that says so.
 
     The body has to wait for its results (`jax.block_until_ready`): JAX computes behind the caller's back, and an error
@@ -31,10 +31,10 @@ def peers_required(operation: str) -> Iterator[None]:
     References: `Multi-controller JAX <https://docs.jax.dev/en/latest/multi_process.html>`_.
 
     >>> import jax, jax.numpy as jnp
-    >>> from gradcombine.integrations.jax.processes import peers_required
-    >>> with peers_required("merge_replicas"):
+    >>> from gradcombine.integrations.jax.processes import detect_lost_peers
+    >>> with detect_lost_peers("merge_replicas"):
     ...     total = jax.block_until_ready(jnp.ones(3).sum())
-    >>> with peers_required("merge_replicas"):
+    >>> with detect_lost_peers("merge_replicas"):
     ...     raise ValueError("Gloo all-reduce failed: connection closed by peer")
     Traceback (most recent call last):
         ...
