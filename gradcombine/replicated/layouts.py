@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ class Layout(Protocol):
         """The shape of one value, from what holds the components."""
         ...
 
-    def spread(self, backend: Backend, value: Array) -> Array:
+    def broadcast(self, backend: Backend, value: Array) -> Array:
         """One value as the component of every replica."""
         ...
 
@@ -45,8 +46,8 @@ class Layout(Protocol):
         """One value, from components that are all equal."""
         ...
 
-    def own(self, components: list[Array]) -> list[Array]:
-        """Marks components as each replica's own, where the framework keeps account of that."""
+    def mark_varying(self, components: Sequence[Any]) -> list[Any]:
+        """The components, None among them, marked as each replica's own where the framework keeps account of that."""
         ...
 
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
@@ -74,17 +75,18 @@ class PerReplica:
     def shape(self, operation: str, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
         return backend.shape(component)
 
-    def spread(self, backend: Backend, value: Array) -> Array:
+    def broadcast(self, backend: Backend, value: Array) -> Array:
         return value
 
     def one(self, component: Array) -> Array:
         return component
 
-    def own(self, components: list[Array]) -> list[Array]:
+    def mark_varying(self, components: Sequence[Any]) -> list[Any]:
         try:
-            return self.over.vary(components)
+            marked = iter(self.over.vary([x for x in components if not is_absent(x)]))
         except GradCombineError:  # Outside of the axis, where a state may be made, there is nothing to keep account of.
-            return components
+            return list(components)
+        return [x if is_absent(x) else next(marked) for x in components]
 
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
         return self.all_reduce(reduction, components)
@@ -118,15 +120,15 @@ class Stacked:
             )
         return shape[1:]
 
-    def spread(self, backend: Backend, value: Array) -> Array:
+    def broadcast(self, backend: Backend, value: Array) -> Array:
         row = value[None]
         return backend.where(backend.full((self.replicas, *backend.shape(value)), True, BOOL), row, row)
 
     def one(self, component: Array) -> Array:
         return component[0]
 
-    def own(self, components: list[Array]) -> list[Array]:
-        return components
+    def mark_varying(self, components: Sequence[Any]) -> list[Any]:
+        return list(components)
 
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
         leaves, structure = tree.flatten(reduction.name, components)
@@ -139,7 +141,7 @@ class Stacked:
     def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
         leaves, structure = tree.flatten(reduction.name, self.reduce(reduction, values))
         backend = resolve(reduction.name, leaves)
-        return tree.unflatten(structure, [x if is_absent(x) else self.spread(backend, x) for x in leaves])
+        return tree.unflatten(structure, [x if is_absent(x) else self.broadcast(backend, x) for x in leaves])
 
 
 @ordinary

@@ -54,6 +54,51 @@ class Policy(NamedTuple):
     def on_read(self) -> bool:
         return self.synchronization is Synchronization.ON_READ
 
+    @property
+    def shares(self) -> bool:
+        """Whether the components are parts that the value is the sum of."""
+        return self.on_read and self.aggregation is Aggregation.SUM
+
+    def require_one_value(self, operation: str) -> Reduction:
+        """Refuses to make one value of components where none is defined; returns what makes it."""
+        if self.reduction is None:
+            expected = (
+                "aggregation sum, mean or only_first_replica, which say what the one value of the components is "
+                "(in replica context, each replica reads and writes its own)"
+            )
+            raise GradCombineError(operation, expected, str(self))
+        return self.reduction
+
+    def require_aggregation(self, operation: str, size: Callable[[], int]) -> None:
+        """Refuses a write of several replicas' values to components that have to stay equal.
+
+        ``size``, the number of replicas, is asked for where it matters alone: writes of ON_READ need no replicas.
+        """
+        if not self.on_read and self.reduction is None and (replicas := size()) > 1:
+            expected = (
+                "aggregation sum, mean or only_first_replica, which make one value of the replicas' values, or "
+                "synchronization on_read, which keeps them apart, or cross.assign and its like for one value for all"
+            )
+            raise GradCombineError(operation, expected, f"{self}, on {replicas} replicas")
+
+    def require_equal_addends(self, operation: str) -> None:
+        """Refuses one addend for all components where the value is their sum."""
+        if self.shares:
+            expected = (
+                "cross.assign of the new sum, or a write of each replica's own in replica context (the same addend on "
+                "every component would count it once a replica)"
+            )
+            raise GradCombineError(operation, expected, str(self))
+
+    def require_contribution(self, operation: str, size: Callable[[], int], path: str) -> None:
+        """Refuses a Python number where the replicas' values are summed."""
+        if self.aggregation is Aggregation.SUM and size() > 1:
+            expected = (
+                "an array of this replica's own (a Python number says the same on every replica: give it to "
+                "cross.assign and its like, or choose aggregation mean or only_first_replica)"
+            )
+            raise GradCombineError(operation, expected, f"a Python number, for {self}", path)
+
     def __str__(self) -> str:
         return f"aggregation {self.aggregation.value} with synchronization {self.synchronization.value}"
 

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.autograph import ordinary
-from gradcombine.backends.protocol import Collective
+from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.checks import require_order
 from gradcombine.errors import GradCombineError
-from gradcombine.replicated.cross import CrossContext
+from gradcombine.reductions import dtypes
 from gradcombine.replicated.layouts import Layout, Stacked, layout
 from gradcombine.replicated.policy import Aggregation, Policy, Synchronization, decide
-from gradcombine.replicated.replica import ReplicaContext
-from gradcombine.replicated.values import ReplicatedState
-from gradcombine.replicated.writes import own
-from gradcombine.types import Order, Tree
+from gradcombine.replicated.state import (
+    Opened,
+    ReplicatedState,
+    Write,
+    Written,
+    add,
+    applied,
+    opened,
+    replace,
+    subtract,
+    written,
+)
+from gradcombine.types import Array, Order, Tree
 
 
 class CrossReplica(NamedTuple):
@@ -120,20 +130,29 @@ def variable(
     require_order("replicated.variable", order)
     place = layout(over, order)
     policy = decide(aggregation, synchronization, over)
-    replica, cross = ReplicaContext(policy, place), CrossContext(policy, place)
+    contexts = _Contexts(policy, place)
+    write, cross_write = contexts.write, contexts.cross_write
     return ReplicatedVariable(
         policy.aggregation,
         policy.synchronization,
-        _Init(policy, place).init,
-        replica.assign,
-        replica.assign_add,
-        replica.assign_sub,
-        replica.read,
-        CrossReplica(cross.assign, cross.assign_add, cross.assign_sub, cross.read),
+        contexts.init,
+        write("replicated.assign", replace),
+        write("replicated.assign_add", add),
+        write("replicated.assign_sub", subtract),
+        contexts.read,
+        CrossReplica(
+            cross_write("replicated.cross.assign", replace),
+            cross_write("replicated.cross.assign_add", add),
+            cross_write("replicated.cross.assign_sub", subtract),
+            contexts.cross_read,
+        ),
     )
 
 
-class _Init(NamedTuple):
+@dataclass(frozen=True)
+class _Contexts:
+    """The functions of one policy, over one layout, in replica context and in cross-replica context."""
+
     policy: Policy
     layout: Layout
 
@@ -149,7 +168,88 @@ class _Init(NamedTuple):
             except GradCombineError as error:
                 expected = f"{error.expected}, for {self.policy}"
                 raise GradCombineError("replicated.init", expected, error.received, error.path) from None
-        components = [x if is_absent(x) else self.layout.spread(backend, x) for x in arrays]
+        components = [x if is_absent(x) else self.layout.broadcast(backend, x) for x in arrays]
         if self.policy.on_read:
-            components = own(self.layout, components)
+            components = self.layout.mark_varying(components)
         return ReplicatedState(tree.unflatten(structure, components))
+
+    @ordinary
+    def read(self, state: ReplicatedState) -> Tree:
+        into = opened("replicated.read", state)
+        return into.rebuild(into.leaves)
+
+    @ordinary
+    def cross_read(self, state: ReplicatedState) -> Tree:
+        operation = "replicated.cross.read"
+        into = opened(operation, state)
+        for leaf, path in zip(into.leaves, into.paths(), strict=True):
+            if not is_absent(leaf):
+                self.layout.shape(operation, into.backend, leaf, path)
+        if not self.policy.on_read:
+            return into.rebuild([x if is_absent(x) else self.layout.one(x) for x in into.leaves])
+        reduction = self.policy.require_one_value(operation)
+        components = into.rebuild(self.layout.mark_varying(into.leaves))
+        values, _ = tree.flatten(operation, self.layout.reduce(reduction, components))
+        backend, pairs = resolve(operation, values), zip(values, into.leaves, strict=True)
+        return into.rebuild([x if is_absent(x) else backend.cast(x, into.backend.dtype(c)) for x, c in pairs])
+
+    def write(self, operation: str, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
+        """A write in replica context: each replica's own value."""
+
+        @ordinary
+        def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
+            into = opened(operation, state, value)
+            self.policy.require_aggregation(operation, self.layout.size)
+            items = written(operation, into, value, self.layout, lambda component, path: into.backend.shape(component))
+            values = [self.layout.broadcast(into.backend, x.array) if x.number else x.array for x in items]
+            if not self.policy.on_read:
+                values = self._combined(operation, into, items, values)
+            return applied(operation, self.policy, self.layout, write, into, values)
+
+        return assign
+
+    def cross_write(self, operation: str, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
+        """A write in cross-replica context: one value for all replicas."""
+
+        @ordinary
+        def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
+            if write is not replace:
+                self.policy.require_equal_addends(operation)
+            into = opened(operation, state, value)
+            if self.policy.on_read:
+                self.policy.require_one_value(operation)
+
+            def shape(component: Array, path: str) -> tuple[int, ...]:
+                return self.layout.shape(operation, into.backend, component, path)
+
+            items = written(operation, into, value, self.layout, shape)
+            values = [None if x.array is None else self._component(into.backend, x.array) for x in items]
+            return applied(operation, self.policy, self.layout, write, into, values)
+
+        return assign
+
+    def _combined(
+        self, operation: str, into: Opened, items: list[Written], values: list[Array | None]
+    ) -> list[Array | None]:
+        """One value for every replica. A Python number is one already."""
+        for item, path in zip(items, into.paths(), strict=True):
+            if item.number:
+                self.policy.require_contribution(operation, self.layout.size, path)
+        arrays = [None if item.number else item.array for item in items]
+        if self.policy.reduction is None or all(map(is_absent, arrays)):
+            return values
+        combined, _ = tree.flatten(operation, self.layout.all_reduce(self.policy.reduction, into.rebuild(arrays)))
+        return [x if is_absent(y) else y for x, y in zip(values, combined, strict=True)]
+
+    def _component(self, backend: Backend, value: Array) -> Array:
+        """What each replica holds of one value for all: the value, or its part of it, so that the sum is the value."""
+        value = self.layout.broadcast(backend, value)
+        if not self.policy.shares:
+            return value
+        dtype, size = backend.dtype(value), self.layout.size()
+        if dtypes.kind(dtype) != "integer":
+            working = dtypes.working(dtype)
+            return backend.divide(backend.cast(value, working), backend.full((), size, dtypes.part(working)))
+        wide = backend.cast(value, dtypes.Settings().running(dtype))
+        share, rest = wide // size, backend.cast(wide % size, dtypes.INT32)
+        return backend.where(self.layout.rank(backend, value) < rest, share + 1, share)

@@ -1,9 +1,9 @@
-"""Holds what is written to a variable to the variable's own structure, shapes and dtypes."""
+"""The components of a variable, and writes to them: held to the variable's structure, shapes and dtypes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -15,10 +15,14 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.accumulator import shape_of
 from gradcombine.reductions.cell import described
 from gradcombine.replicated.layouts import Layout
+from gradcombine.replicated.policy import Policy
 from gradcombine.types import Array, Tree
 
 # A Python number may be written to a variable of its own kind or of one that contains it.
 _KINDS = {bool: ("bool",), int: ("integer", "float", "complex"), float: ("float", "complex"), complex: ("complex",)}
+
+Write: TypeAlias = Callable[[Backend, Array, Array], Array]
+"""``write(backend, component, value)``: the new component."""
 
 
 class ReplicatedState(NamedTuple):
@@ -78,8 +82,8 @@ def written(
     Raises:
       GradCombineError: for another structure, another shape or another dtype than the variables'.
     """
-    given = tree.flatten_as(operation, into.structure, value)
-    rows = zip(into.leaves, given, into.paths(), strict=True)
+    values = tree.flatten_as(operation, into.structure, value)
+    rows = zip(into.leaves, values, into.paths(), strict=True)
     return [_leaf(operation, into.backend, component, x, path, layout, shape) for component, x, path in rows]
 
 
@@ -109,3 +113,37 @@ def _number(operation: str, backend: Backend, x: Any, dtype: np.dtype, path: str
             return backend.asarray(np.asarray(x, dtype))
     except OverflowError:
         raise GradCombineError(operation, f"a number that a variable of {dtype} holds", repr(x), path) from None
+
+
+def replace(backend: Backend, component: Array, value: Array) -> Array:
+    """value"""
+    return value
+
+
+def add(backend: Backend, component: Array, value: Array) -> Array:
+    """component + value"""
+    return backend.add(component, value)
+
+
+def subtract(backend: Backend, component: Array, value: Array) -> Array:
+    """component - value"""
+    with np.errstate(all="ignore"):  # as `Backend.add`
+        return component - value
+
+
+def applied(
+    operation: str, policy: Policy, layout: Layout, write: Write, into: Opened, values: Sequence[Array | None]
+) -> ReplicatedState:
+    """The state after a write to every component; where the value is None, nothing is written."""
+    backend = resolve(operation, [*into.leaves, *values])
+
+    def leaf(component: Any, value: Array | None, path: str) -> Any:
+        if is_absent(value):
+            return component
+        dtype = backend.dtype(component)
+        if write is not replace and dtypes.kind(dtype) not in ("float", "complex", "integer"):
+            raise GradCombineError(operation, "a variable of numbers", dtype, path)
+        return write(backend, backend.asarray(component), backend.cast(backend.asarray(value), dtype))
+
+    new = [leaf(*row) for row in zip(into.leaves, values, into.paths(), strict=True)]
+    return ReplicatedState(into.rebuild(layout.mark_varying(new) if policy.on_read else new))
