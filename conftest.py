@@ -43,6 +43,8 @@ NEEDED_AT_IMPORT = {
 }
 """Files that import a framework as they are collected, by the beginnings of their paths."""
 
+pytest_plugins = ["tests.spec.closing"]
+
 MOST_MEMORY = 3 * 2**30
 """Bytes of a test process, from which on it forgets what it has compiled."""
 

@@ -33,6 +33,7 @@ ARGUMENTS = {"tf_strategies.py": ["none"]}
 """Without an argument it runs all strategies, which takes minutes."""
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
 def test_an_example_runs(name: str) -> None:

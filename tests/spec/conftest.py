@@ -1,33 +1,34 @@
-"""Modes as a parameter, and a closing list of what ran in which mode."""
+"""Modes as a parameter."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from tests.spec import modes
-
-_passed: Counter[str] = Counter()
+from tests.spec import modes, selection
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``mode``: all of them. ``replicated``: those with several replicas, times the numbers of replicas."""
+    """``mode``: all of them. ``replicated``: those with several replicas.
+
+    The collective modes are quick where ``replicated`` asks for them, and in a file that says ``COLLECTIVE_MODES_TOO``.
+    """
     if "mode" in metafunc.fixturenames:
-        names = [name for group in modes.NAMES.values() for name in group]
-        metafunc.parametrize("mode", [_parameter(name) for name in names], indirect=True, scope="session")
+        everywhere = getattr(metafunc.module, "COLLECTIVE_MODES_TOO", False)
+        quick = (*selection.LOCAL, *(selection.COLLECTIVE if everywhere else ()))
+        metafunc.parametrize("mode", selection.among(quick), indirect=True, scope="session")
     if "replicated" in metafunc.fixturenames:
-        metafunc.parametrize(
-            "replicated", [_parameter(name) for name in modes.REPLICATED], indirect=True, scope="session"
-        )
+        chosen = selection.among(selection.COLLECTIVE, modes.REPLICATED)
+        metafunc.parametrize("replicated", chosen, indirect=True, scope="session")
 
 
-def _parameter(name: str) -> Any:
-    framework = next(group for group, names in modes.NAMES.items() if name in names)
-    marks = [] if framework == "numpy" else [pytest.mark.needs(framework)]
-    return pytest.param(name, id=name, marks=marks)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        parametrized = getattr(item, "callspec", None)
+        if parametrized is not None and selection.takes_many_threads(parametrized.params):
+            item.add_marker(selection.FULL)
 
 
 @pytest.fixture(scope="session")
@@ -45,18 +46,3 @@ def _compiled_programs() -> Iterator[None]:
     """What one file has compiled is not kept for the next."""
     yield
     modes.forget()
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when == "call" and report.passed:
-        for names in modes.NAMES.values():
-            for name in names:
-                if f"[{name}-" in report.nodeid or f"[{name}]" in report.nodeid or f"-{name}]" in report.nodeid:
-                    _passed[name] += 1
-
-
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    terminalreporter.section("spec suite: cases passed by mode")
-    for names in modes.NAMES.values():
-        for name in names:
-            terminalreporter.line(f"{name:26} {_passed[name]}")

@@ -20,6 +20,7 @@ from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
 from tests.spec.data import FLOATS, SHAPES, WEIGHTS, contributions, deal
 from tests.spec.programs import Combine, rows
+from tests.spec.selection import REPLICAS
 
 MOMENTS = reductions.moments()
 ORDERS = ("sequential", "tree")
@@ -126,7 +127,7 @@ def test_list_and_time_have_the_bits_of_the_rounded_rule(mode: modes.Mode, place
     check(result, data, order)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize("replicas", REPLICAS)
 @settings(max_examples=4)
 @given(data=contributions(8, FLOATS))
 def test_replicas_have_the_bits_of_a_list(replicated: modes.Mode, replicas: int, data: Any) -> None:

@@ -68,7 +68,7 @@ def test_unequal_microbatches(mode: modes.Mode) -> None:
     check(result)
 
 
-@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_unequal_microbatches_over_replicas(replicated: modes.Mode, replicas: int) -> None:
     blocks = zip(np.split(np.float32(VECTORS), replicas), np.split(np.float32(EXAMPLES), replicas), strict=True)
     for result in replicated.run(in_one_pass, [data_of(*block) for block in blocks]):

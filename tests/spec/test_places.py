@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from tests.spec import exact, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, SHAPES, contributions, deal
 from tests.spec.programs import LOCAL_PLACES, Combine
+from tests.spec.selection import FULL, REPLICAS
 
 ORDERS = ("sequential", "tree")
+COLLECTIVE_MODES_TOO = True
 
 
 def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
@@ -59,7 +61,12 @@ def _pad_first_half(data: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("place", "replicas"),
-    [*(("replicas", n) for n in (1, 2, 4, 8)), *(("time x replicas", n) for n in (2, 8)), ("list x replicas", 4)],
+    [
+        *(("replicas", n) for n in (2, 8)),
+        *(pytest.param("replicas", n, marks=FULL) for n in (1, 4)),
+        *(("time x replicas", n) for n in (2, 8)),
+        ("list x replicas", 4),
+    ],
 )
 @settings(max_examples=4)
 @given(data=contributions(8, EXACT, EXACT_WEIGHTS))
@@ -75,7 +82,7 @@ def test_replicas_any_order(replicated: modes.Mode, replicas: int, place: str, d
         check(result, data, "sequential", replicas)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 4, 8])
+@pytest.mark.parametrize("replicas", REPLICAS)
 @settings(max_examples=6)
 @given(data=contributions(8, FLOATS))
 def test_canonical_tree(replicated: modes.Mode, replicas: int, data: Any) -> None:

@@ -66,10 +66,10 @@ def merged(env: modes.Env, states: Any) -> Any:
     return few, many, FEW.finalize(few)
 
 
-SLOW = pytest.mark.slow
+COUNTS = [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)]
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(2, marks=SLOW), 4, pytest.param(8, marks=SLOW)])
+@pytest.mark.parametrize("replicas", COUNTS)
 def test_the_words_are_those_of_merging_one_after_another(replicated: modes.Mode, replicas: int) -> None:
     states = [(FEW_STATES[rank % REPLICAS], MANY_STATES[rank % REPLICAS]) for rank in range(replicas)]
     expected = [fold_pairwise(r.merge, own) for r, own in zip((FEW, MANY), zip(*states, strict=True), strict=True)]
@@ -92,7 +92,7 @@ def reduced(env: modes.Env, data: Any) -> Any:
     return gc.all_reduce(FEW, {"w": data["x"], "none": None}, env.collective, data["weight"])
 
 
-@pytest.mark.parametrize("replicas", [pytest.param(2, marks=SLOW), 4, pytest.param(8, marks=SLOW)])
+@pytest.mark.parametrize("replicas", COUNTS)
 def test_all_reduce_gives_the_mean_of_the_list(replicated: modes.Mode, replicas: int) -> None:
     data = [{"x": DATA["x"][i % REPLICAS, 0], "weight": WEIGHTS[i % REPLICAS]} for i in range(replicas)]
     expected = gc.combine(FEW, [{"w": own["x"], "none": None} for own in data], [own["weight"] for own in data])

@@ -75,6 +75,7 @@ def test_every_row_is_there_and_holds(tmp_path: Path) -> None:
     assert set(report["settings"]["versions"]) == {"gradcombine", "numpy", "jax", "tensorflow"}
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax", "tensorflow")
 def test_an_injected_fault_fails_and_is_named(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
