@@ -10,14 +10,9 @@ from tests.spec import modes, selection
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``mode``: all of them. ``replicated``: those with several replicas.
-
-    The collective modes are quick where ``replicated`` asks for them, and in a file that says ``COLLECTIVE_MODES_TOO``.
-    """
+    """``mode``: all of them. ``replicated``: those with several replicas."""
     if "mode" in metafunc.fixturenames:
-        everywhere = getattr(metafunc.module, "COLLECTIVE_MODES_TOO", False)
-        quick = (*selection.LOCAL, *(selection.COLLECTIVE if everywhere else ()))
-        metafunc.parametrize("mode", selection.among(quick), indirect=True, scope="session")
+        metafunc.parametrize("mode", selection.among(selection.LOCAL), indirect=True, scope="session")
     if "replicated" in metafunc.fixturenames:
         chosen = selection.among(selection.COLLECTIVE, modes.REPLICATED)
         metafunc.parametrize("replicated", chosen, indirect=True, scope="session")

@@ -11,7 +11,6 @@ from tests.spec import exact, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, WEIGHTS, contributions, deal
 from tests.spec.programs import REDUCTIONS, rows
 
-COLLECTIVE_MODES_TOO = True
 COMMUTATIVE = tuple(name for name in REDUCTIONS if name not in ("first", "last"))
 
 

@@ -14,7 +14,6 @@ from tests.spec.programs import LOCAL_PLACES, Combine
 from tests.spec.selection import FULL, REPLICAS
 
 ORDERS = ("sequential", "tree")
-COLLECTIVE_MODES_TOO = True
 
 
 def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:

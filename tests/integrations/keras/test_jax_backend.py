@@ -16,7 +16,12 @@ FOLDER = Path(__file__).parent
 @pytest.mark.parametrize(
     ("arguments", "tests"),
     [
-        pytest.param(["-k", "combine or none or flush or left_alone or scan or in_place or device"], 20, id="core"),
+        pytest.param(
+            ["-k", "combine or none or flush or left_alone or scan or in_place or device"],
+            20,
+            id="core",
+            marks=pytest.mark.full,
+        ),
         pytest.param(["-m", "slow or not slow"], 80, id="all", marks=pytest.mark.slow),
     ],
 )

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 
 from gradcombine.integrations.keras import Accumulate
 from tests.integrations.keras import resumed
 from tests.integrations.keras.cases import Replace, linear, tensor
 
 
+@pytest.mark.full
 def test_a_window_begun_on_tensorflow_and_ended_on_jax(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     gradients = [(rng.normal(size=(2, 1)) * 10.0 ** rng.integers(-6, 7, (2, 1))).astype(np.float32) for _ in range(5)]
