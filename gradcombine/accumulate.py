@@ -148,7 +148,7 @@ def replace_window(reduction: Reduction, state: AccumulateState, merged: State) 
     """The state with this window in place of its own; position and index stay."""
     require_state(state)
     if isinstance(state.levels, BinaryCounter):
-        return state._replace(levels=binary_counter.holding(reduction, state.levels, merged))
+        return state._replace(levels=binary_counter.holding(reduction, merged, depth_of(state)))
     return state._replace(levels=(merged,))
 
 

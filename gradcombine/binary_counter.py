@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import resolve
@@ -51,13 +53,11 @@ def cleared(reduction: Reduction, counter: BinaryCounter) -> State:
     return reduction.clear(level(counter, 0))
 
 
-def holding(reduction: Reduction, counter: BinaryCounter, state: State) -> BinaryCounter:
-    """The counter with this state for all that it has counted: in the last level, where it stays."""
-    leaves, structure, backend = _opened(reduction, counter.stacked)
-    top = depth_of(counter) - 1
-    placed = tree.flatten_as(reduction.name, structure, state)
-    stacked = tree.unflatten(structure, [backend.update_at(x, top, y) for x, y in zip(leaves, placed, strict=True)])
-    return BinaryCounter(stacked, backend.full((), 2**top, INT32, [counter.filled]))
+def holding(reduction: Reduction, state: State, depth: int) -> BinaryCounter:
+    """A counter that holds this state, for whatever was counted: in the last level, where it stays."""
+    # The other levels are made anew: a merged state is the same on all replicas, and so is all of the counter then.
+    levels = [*[reduction.clear(state)] * (depth - 1), state]
+    return of_levels(reduction, levels, np.asarray(2 ** (depth - 1), INT32))
 
 
 def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryCounter:

@@ -106,8 +106,7 @@ def _on_top(
     merged = _merged(reduction, [window(reduction, part) for part in group], window(reduction, like))
     if depth == 1:
         return (merged,)
-    empty = reduction.clear(merged)
-    return binary_counter.holding(reduction, binary_counter.empty(reduction, empty, depth), merged)
+    return binary_counter.holding(reduction, merged, depth)
 
 
 def _merged(reduction: Reduction, group: list[State], like: State) -> State:
