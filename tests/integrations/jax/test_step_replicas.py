@@ -90,8 +90,12 @@ def by_shard_map(check_vma: bool) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(
     "mode",
-    [by_pmap, by_vmap, by_shard_map(True), by_shard_map(False)],
-    ids=["pmap", "vmap", "shard_map-check_vma", "shard_map"],
+    [
+        pytest.param(by_pmap, id="pmap", marks=pytest.mark.full),
+        pytest.param(by_vmap, id="vmap", marks=pytest.mark.full),
+        pytest.param(by_shard_map(True), id="shard_map-check_vma"),
+        pytest.param(by_shard_map(False), id="shard_map", marks=pytest.mark.full),
+    ],
 )
 @pytest.mark.parametrize("program", [every, whole])
 def test_an_update_is_the_mean_over_all_tokens_of_all_replicas(mode: Any, program: Any) -> None:

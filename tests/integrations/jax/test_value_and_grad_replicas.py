@@ -67,8 +67,12 @@ def on_mesh(program: Callable[..., Any], check_vma: bool = True) -> Callable[...
 
 MODES = pytest.mark.parametrize(
     "mode",
-    [by_pmap, by_vmap, by_shard_map(True), by_shard_map(False)],
-    ids=["pmap", "vmap", "shard_map-check_vma", "shard_map"],
+    [
+        pytest.param(by_pmap, id="pmap", marks=pytest.mark.full),
+        pytest.param(by_vmap, id="vmap", marks=pytest.mark.full),
+        pytest.param(by_shard_map(True), id="shard_map-check_vma"),
+        pytest.param(by_shard_map(False), id="shard_map", marks=pytest.mark.full),
+    ],
 )
 W = {"w": jnp.float32(2), "frozen": None}
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")

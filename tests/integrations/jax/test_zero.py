@@ -54,7 +54,8 @@ def mapped(way: str, program: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(jax.shard_map(one, mesh=mesh(), in_specs=P("data"), out_specs=P(), check_vma=check_vma))
 
 
-WAYS = pytest.mark.parametrize("way", ["pmap", "vmap", "shard_map", "shard_map_unchecked"])
+OTHER_WAYS = (pytest.param(way, marks=pytest.mark.full) for way in ("pmap", "vmap", "shard_map_unchecked"))
+WAYS = pytest.mark.parametrize("way", ["shard_map", *OTHER_WAYS])
 
 
 def window(reduction: Any) -> Callable[..., Any]:

@@ -64,8 +64,12 @@ def by_shard_map(check_vma: bool) -> Callable[..., Any]:
 
 MODES = pytest.mark.parametrize(
     "mode",
-    [by_pmap, by_vmap, by_shard_map(True), by_shard_map(False)],
-    ids=["pmap", "vmap", "shard_map-check_vma", "shard_map"],
+    [
+        pytest.param(by_pmap, id="pmap", marks=pytest.mark.full),
+        pytest.param(by_vmap, id="vmap", marks=pytest.mark.full),
+        pytest.param(by_shard_map(True), id="shard_map-check_vma"),
+        pytest.param(by_shard_map(False), id="shard_map", marks=pytest.mark.full),
+    ],
 )
 ORDERS = pytest.mark.parametrize("order", ["sequential", "tree"])
 

@@ -9,9 +9,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
-STRATEGIES = ("none", "one_device", "mirrored_2", "mirrored_4")
+FULL = pytest.mark.full
+STRATEGIES = ("none", pytest.param("one_device", marks=FULL), "mirrored_2", pytest.param("mirrored_4", marks=FULL))
 
 
 @cache

@@ -16,6 +16,8 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from tests.integrations.tensorflow.strategies import (
+    FULL,
+    STRATEGIES,
     exact_mean,
     feed,
     given,
@@ -29,7 +31,7 @@ from tests.integrations.tensorflow.strategies import (
 pytestmark = pytest.mark.needs("tensorflow")
 
 EVERY = 4
-NAMES = ("none", "one_device", "mirrored_2", "mirrored_4", "mirrored_8", "central_2")
+NAMES = (*STRATEGIES, *(pytest.param(name, marks=FULL) for name in ("mirrored_8", "central_2")))
 
 
 @pytest.mark.parametrize("name", NAMES)
