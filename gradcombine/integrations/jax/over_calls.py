@@ -16,8 +16,9 @@ import gradcombine as gc
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.numbers import as_arrays
-from gradcombine.integrations.jax.optimize import Applied, optimize, optimize_if
+from gradcombine.integrations.jax.optimize import optimize
 from gradcombine.integrations.jax.placement import place_beside
+from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.train_state import (
     StepFunctions,
     StepMetrics,
@@ -76,10 +77,10 @@ def over_calls(
             raise objective.error(expected, f"one made {'with' if _has_aux(window) else 'without'} aux")
         reduction = objective.combined(_has_aux(window))
         acc = accumulator(reduction)
-        # Updated outside of the conditional and only read inside: it stays in place.
+        # Updated outside of what runs at the end, and only read there: it stays in place.
         window = acc.update(added.parts, window._replace(levels=own(objective.over, window.levels)), added.weight)
         ready = jnp.asarray(acc.ready(window))
-        params, opt_state, told = optimize_if(ready, apply(params, state, reduction, window), params, state.opt_state)
+        (params, opt_state), told = run_if(ready, apply(reduction, window), (params, state.opt_state))
         return params, TrainState(window, opt_state, added.carry), told
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
@@ -89,14 +90,14 @@ def over_calls(
         levels = own(objective.over, window.levels)
         full = length(window.index)
         partial = (window.step > 0) & (window.step < full)
-        run = apply(params, state, reduction, window._replace(levels=levels))
-        params, opt_state, told = optimize_if(partial, run, params, state.opt_state)
+        run = apply(reduction, window._replace(levels=levels))
+        (params, opt_state), told = run_if(partial, run, (params, state.opt_state))
         # It counts as full: the next update begins another.
         window = AccumulateState(levels, jnp.where(partial, full, window.step), window.index)
         return params, TrainState(window, opt_state, state.carry), told
 
-    def apply(params: Tree, state: TrainState, reduction: Reduction, window: AccumulateState) -> Callable[[], Applied]:
-        return lambda: optimize(optimizer, params, state.opt_state, merged(objective, reduction, window))
+    def apply(reduction: Reduction, window: AccumulateState) -> Callable[[Tree], tuple[Tree, StepMetrics]]:
+        return lambda kept: optimize(optimizer, *kept, merged(objective, reduction, window))
 
     def contribution(params: Tree, state: TrainState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contribution:
         called = loss_arguments(objective, params, state.carry, args)

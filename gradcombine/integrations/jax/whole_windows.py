@@ -51,7 +51,7 @@ def whole_windows(
         if objective.rng_argnum is not None:
             called[objective.rng_argnum] = jax.random.fold_in(called[objective.rng_argnum], window.index)
         values, carry, _ = scan_window(objective, microbatches, interleaved, called, kwargs)
-        params, opt_state, told = optimize(optimizer, params, state.opt_state, values)
+        (params, opt_state), told = optimize(optimizer, params, state.opt_state, values)
         return params, TrainState(window._replace(index=window.index + 1), opt_state, carry), told
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
