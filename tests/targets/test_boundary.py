@@ -12,8 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.integrations.jax import train_step, value_and_grad
+from gradcombine.integrations.jax import TrainState, train_step, value_and_grad
 from gradcombine.integrations.optax import MultiSteps, accumulate
+from gradcombine.types import AccumulateState
 from tests.targets.compile_for import compile_for, h100, mesh, spread, tpu
 
 pytestmark = pytest.mark.targets
@@ -39,11 +40,11 @@ def transformed(tx: Any) -> Form:
     return Form(call, tx.init)
 
 
-def stepped() -> Form:
+def stepped(**settings: Any) -> Form:
     def given(params: Any, grads: Any) -> Any:
         return jnp.float32(0), grads
 
-    step = train_step(given, ADAM, every=8, weight=lambda grads: 1, differentiate=False)
+    step = train_step(given, ADAM, every=8, weight=lambda grads: 1, differentiate=False, **settings)
     return Form(step.function, step.init)
 
 
@@ -51,7 +52,7 @@ FORMS: dict[str, tuple[Callable[[], Form], float, float]] = {
     "optax.MultiSteps": (lambda: transformed(optax.MultiSteps(ADAM, 8)), 36, 36),
     "accumulate": (lambda: transformed(accumulate(ADAM, 8)), 36, 36),
     "MultiSteps": (lambda: transformed(MultiSteps(ADAM, 8)), 36, 36),
-    "train_step": (stepped, 36, 36),
+    "train_step": (stepped, 12, 40),
 }
 """With the bytes of a call within a window, and of the one at its end."""
 
@@ -94,26 +95,84 @@ def test_the_limit() -> None:
     assert [per_parameter(x.temporary) for x in (added, updated)] == [0, 0]
 
 
-def test_a_boundary_that_is_a_loop_is_at_the_limit() -> None:
-    """A loop that turns once or not at all copies nothing, where a conditional becomes selects of both branches."""
+WINDOWS: dict[str, dict[str, Any]] = {
+    "compensated": {"reduction": gc.reductions.mean(precision="compensated")},
+    "exact": {"reduction": gc.reductions.mean(precision="exact")},
+    "tree": {"order": "tree"},
+}
 
-    def call(params: Any, state: Any, window: Any, step: Any, grads: Any) -> Any:
-        window = jax.tree.map(lambda w, g: jnp.where(step % 8 == 0, 0, w) + g, window, grads)
 
-        def body(carried: Any) -> Any:
-            _, params, state = carried
-            updates, state = ADAM.update(jax.tree.map(lambda w: w / 8, window), state, params)
-            return jnp.asarray(False), optax.apply_updates(params, updates), state
+@pytest.mark.parametrize("name", WINDOWS)
+def test_within_a_window_a_step_costs_what_accumulating_costs(name: str) -> None:
+    settings = WINDOWS[name]
+    form = stepped(**settings)
+    acc = gc.accumulate(**{"reduction": gc.reductions.mean(), "every": 8} | settings)
+    step = compile_for(h100(), form.function, PARAMS, jax.eval_shape(form.init, PARAMS), PARAMS, donate=(0, 1))
+    alone = compile_for(h100(), acc.update, PARAMS, jax.eval_shape(acc.init, PARAMS), donate=(1,))
 
-        _, params, state = jax.lax.while_loop(lambda c: c[0], body, (step % 8 == 7, params, state))
-        return params, state, window, step + 1
+    def costs(of: Any) -> tuple[float, float, int]:
+        return per_parameter(of.program.bytes_moved(False)), per_parameter(of.temporary), of.program.copies()
 
-    state = jax.eval_shape(ADAM.init, PARAMS)
-    args = (PARAMS, state, PARAMS, jax.ShapeDtypeStruct((), jnp.int32), PARAMS)
-    compiled = compile_for(h100(), call, *args, donate=(0, 1, 2, 3))
-    assert [per_parameter(compiled.program.bytes_moved(due)) for due in (False, True)] == [12, 40]
+    assert costs(step) == costs(alone)
+
+
+def test_a_flush_moves_nothing_where_no_window_is_open() -> None:
+    def flush(params: Any, state: Any) -> Any:
+        return train_step(lambda grads: (0.0, grads), ADAM, every=8, differentiate=False).flush_function(params, state)
+
+    state = jax.eval_shape(stepped().init, PARAMS)
+    compiled = compile_for(h100(), flush, PARAMS, state, donate=(0, 1))
+    assert [per_parameter(compiled.program.bytes_moved(due)) for due in (False, True)] == [0, 28]
     assert (per_parameter(compiled.temporary), compiled.program.copies()) == (0, 0)
-    assert per_parameter(compile_for(tpu("v5e:2x2"), call, *args, donate=(0, 1, 2, 3)).temporary) == 0
+
+
+def test_a_step_needs_no_temporary_tree_on_a_tpu() -> None:
+    form = stepped()
+    compiled = compile_for(
+        tpu("v5e:2x2"), form.function, PARAMS, jax.eval_shape(form.init, PARAMS), PARAMS, donate=(0, 1)
+    )
+    assert (per_parameter(compiled.temporary), compiled.program.conditionals()) == (0, 0)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_replicas_exchange_at_the_end_of_a_window_alone(check_vma: bool) -> None:
+    """The one tree of temporary memory is what the window is copied to, and summed over the replicas in place.
+
+    Leaves have more than 30 MiB: smaller ones XLA copies into one array before.
+    """
+    devices = mesh(h100(8))
+    form = stepped(over=gc.jax_axis("data"))
+    params = {f"w{i}": jax.ShapeDtypeStruct((8192, 1024), jnp.float32) for i in range(3)}
+    window = AccumulateState(P("data"), P(), P())
+    specs = TrainState(window, P(), P())
+
+    def call(params: Any, state: Any, grads: Any) -> Any:
+        """What is a replica's own has an axis of replicas outside."""
+        levels, grads = jax.tree.map(lambda x: x[0], (state.window.levels, grads))
+        state = state._replace(window=state.window._replace(levels=levels))
+        params, state, told = form.function(params, state, grads)
+        levels = jax.tree.map(lambda x: x[None], state.window.levels)
+        return params, state._replace(window=state.window._replace(levels=levels)), told
+
+    def of_each(values: Any) -> Any:
+        rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), values)
+        return spread(devices, P("data"), rows)
+
+    state = jax.eval_shape(stepped().init, params)
+    levels, rest = of_each(state.window.levels), spread(devices, P(), state)
+    state = rest._replace(window=rest.window._replace(levels=levels))
+    mapped = jax.shard_map(
+        call, mesh=devices, in_specs=(P(), specs, P("data")), out_specs=(P(), specs, P()), check_vma=check_vma
+    )
+    args = (spread(devices, P(), params), state, of_each(params))
+    compiled = compile_for(devices.devices.flat, mapped, *args, donate=(0, 1))
+    elements = 3 * 8192 * 1024
+    moved = [round(compiled.program.bytes_moved(due) / elements, 1) for due in (False, True)]
+    assert moved == [12, 56]
+    assert round(compiled.temporary / elements, 1) == 4
+    assert (compiled.program.copies(), compiled.program.conditionals()) == (3, 0)
+    inside, outside = compiled.program.collectives()
+    assert (inside, set(outside)) == ({}, {"all-reduce"})
 
 
 @pytest.mark.parametrize("kind", ["h100", "tpu"])

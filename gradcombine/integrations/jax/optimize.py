@@ -14,7 +14,7 @@ from gradcombine.types import Tree
 def optimize(
     optimizer: optax.GradientTransformationExtraArgs, params: Tree, opt_state: Any, values: dict[str, Tree]
 ) -> tuple[tuple[Tree, Any], StepMetrics]:
-    """Runs the optimizer on the combined parts of a window: parameters and its state, and what is told of the window."""
+    """Runs the optimizer on the combined parts of a window: parameters, its state, and what is told of the window."""
     updates, opt_state = optimizer.update(values["grads"], opt_state, params, value=values["value"])
     told = StepMetrics(jnp.asarray(True), values["value"], values["weight"], values.get("aux"))
     return (optax.apply_updates(params, updates), opt_state), told

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +64,51 @@ def test_a_step_differentiates() -> None:
 
     # after = w - 2 * rate * w * mean(x), with mean(x) = 2
     assert [x.item() for x in jax.grad(after, argnums=(0, 1))(jnp.float32(0.5), jnp.float32(8))] == [-32, -1]
+
+
+def test_derivatives_by_what_the_optimizer_closes_over() -> None:
+    """In both modes, of second order, and through a window that has not ended."""
+
+    def after(rate: Any, w: Any) -> Any:
+        step = train_step(lambda w, x: jnp.mean(w * w * x), optax.sgd(rate), every=2)
+        state = step.init(w)
+        for x in (1, 3, 5):
+            w, state, _ = step(w, state, jnp.float32([x]))
+        return w
+
+    # after = w - 2 * rate * w * 2
+    at = (jnp.float32(0.5), jnp.float32(8))
+    assert [x.item() for x in jax.grad(after, argnums=(0, 1))(*at)] == [-32, -1]
+    assert [x.item() for x in jax.jacfwd(after, argnums=(0, 1))(*at)] == [-32, -1]
+    assert jax.jit(jax.grad(jax.grad(after), argnums=1))(*at).item() == -4
+
+
+class Odd(NamedTuple):
+    key: Any
+    count: Any
+    flag: Any
+
+
+def test_any_state_of_an_optimizer_and_windows_that_end_apart_in_one_vmap() -> None:
+    def update(updates: Any, state: Odd, params: Any = None) -> Any:
+        return updates, Odd(jax.random.split(state.key)[0], state.count + 1, ~state.flag)
+
+    optimizer = optax.GradientTransformation(lambda _: Odd(jax.random.key(0), jnp.int32(0), jnp.asarray(False)), update)
+    step = train_step(loss, optimizer, every=2)
+
+    def after(number: Any, x: Any) -> Any:
+        params = {"w": jnp.float32(8)}
+        state = step.init(params)
+        state = state._replace(window=state.window._replace(step=number))
+        params, state, metrics = step(params, state, x)
+        key = jax.random.key_data(state.opt_state.key)
+        return params["w"], state.opt_state.count, state.opt_state.flag, key, metrics.applied
+
+    w, count, flag, key, applied = jax.vmap(after, in_axes=(0, None))(jnp.int32([0, 1]), jnp.float32([3]))
+    before = jax.random.key_data(jax.random.key(0))
+    assert (w.tolist(), count.tolist()) == ([8, 8 + 3], [0, 1])
+    assert flag.tolist() == applied.tolist() == [False, True]
+    assert [(row == before).all().item() for row in key] == [True, False]
 
 
 def test_a_flush_inside_of_a_scan() -> None:
