@@ -97,7 +97,7 @@ def over_calls(
         return params, TrainState(window, opt_state, state.carry), told
 
     def apply(reduction: Reduction, window: AccumulateState) -> Callable[[Tree], tuple[Tree, StepMetrics]]:
-        return lambda kept: optimize(optimizer, *kept, merged(objective, reduction, window))
+        return lambda kept: optimize(optimizer, kept[0], kept[1], merged(objective, reduction, window))
 
     def contribution(params: Tree, state: TrainState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contribution:
         called = loss_arguments(objective, params, state.carry, args)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import eval_jaxpr
 
 from gradcombine.backends.registry import load
 from gradcombine.integrations.jax.axes import align, aligned
@@ -39,7 +40,7 @@ def run_if(condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tre
         return arrays[: len(constants)], [*arrays[len(constants) :], *align(zeros, jax.tree.leaves(told))]
 
     def turned(constants: Sequence[Array], held: list[Array]) -> list[Array]:
-        return align(jax.core.eval_jaxpr(traced.jaxpr, constants, *held[: len(leaves)]), held)
+        return align(eval_jaxpr(traced.jaxpr, constants, *held[: len(leaves)]), held)
 
     def loop(condition: Array, *arrays: Array) -> list[Array]:
         closed, held = begin(arrays)
