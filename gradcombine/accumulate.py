@@ -170,6 +170,8 @@ def require_state(state: Any) -> None:
         raise GradCombineError("accumulate", "an AccumulateState", type(state).__name__)
     if not isinstance(state.levels, (tuple, list)) or not state.levels:
         raise GradCombineError("accumulate", "a state of 1 level or more", shown(state.levels))
+    if isinstance(state.levels, BinaryCounter):
+        binary_counter.require_counter(state.levels)
     require_scalar("accumulate", "an integer scalar", state.step, "iu", ".step")
     require_scalar("accumulate", "an integer scalar", state.index, "iu", ".index")
 

@@ -10,8 +10,11 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import resolve
+from gradcombine.checks import require_scalar
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.pairwise import fold_levels
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.cell import shape_of
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.types import Array, BinaryCounter, State
 
@@ -40,6 +43,17 @@ def depth_of(counter: BinaryCounter) -> int:
     """The number of levels."""
     leaves, _, backend = _opened(None, counter.stacked)
     return backend.shape(leaves[0])[0]
+
+
+def require_counter(counter: BinaryCounter) -> None:
+    """Refuses one whose parts are no stacked state and no count."""
+    require_scalar("accumulate", "an integer scalar", counter.filled, "iu", ".levels.filled")
+    leaves, _ = tree.flatten("accumulate", counter.stacked)
+    levels = {None if leaf is None else shape_of(leaf)[:1] for leaf in leaves}
+    if len(levels) != 1 or not any(levels):
+        raise GradCombineError(
+            "accumulate", "arrays with a first axis of levels", shown(counter.stacked), ".levels.stacked"
+        )
 
 
 def level(counter: BinaryCounter, i: int | Array) -> State:

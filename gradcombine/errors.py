@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,7 +35,7 @@ class GradCombineError(ValueError):
         self.received = received
         self.path = path
         where = f"leaf {_short(path, 150)}: " if path else ""
-        super().__init__(f"{operation}: {where}expected {expected}, received {_short(str(received))}")
+        super().__init__(f"{operation}: {where}expected {expected}, received {_text(received, str)}")
 
 
 @contextmanager
@@ -50,13 +50,17 @@ def renamed(operation: str | None = None, path: str = "") -> Iterator[None]:
 
 def shown(value: Any) -> str:
     """A value as messages show it: short, and even where its own ``repr`` fails."""
+    return _text(value, repr, 100)
+
+
+def _text(value: Any, form: Callable[[Any], str], most: int = _MOST_CHARACTERS) -> str:
     try:
-        return _short(repr(value), 100)
-    except Exception:  # whatever a foreign class makes of it
+        return _short(form(value), most)
+    except Exception:  # whatever a foreign class makes of it; Python refuses integers of more than 4300 digits
         return f"an object of type {type(value).__name__}"
 
 
-def _short(text: str, most: int = _MOST_CHARACTERS) -> str:
+def _short(text: str, most: int) -> str:
     if len(text) <= most:
         return text
     half = most // 2

@@ -84,8 +84,9 @@ def all_reduce(
     leaves, structure = tree.flatten(reduction.name, value)
     # A value may be NumPy's; replicas exchange arrays of the rank's framework.
     backend = resolve(reduction.name, [*leaves, over.rank()])
-    with renamed(reduction.name):
-        leaves = [x if is_absent(x) else backend.asarray(x) for x in leaves]
+    for i, path in enumerate(structure.paths()):
+        with renamed(reduction.name, path):
+            leaves[i] = leaves[i] if is_absent(leaves[i]) else backend.asarray(leaves[i])
     value = tree.unflatten(structure, leaves)
     present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
     over.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])

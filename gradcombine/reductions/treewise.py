@@ -170,10 +170,9 @@ class _Treewise:
             raise GradCombineError(name, error.expected, error.received, own.structure.path(i)) from None
         if expected != received:
             raise GradCombineError(name, f"shape {expected}", received, own.structure.path(i))
-        running = self.cell.running(made_for)
-        if dtype_of(kept) != running or (dtype != made_for and self._dtypes(dtype) != self._dtypes(made_for)):
-            expected = f"dtype {made_for}, accumulated in {running}"
-            raise GradCombineError(name, expected, f"{dtype}, accumulated in {dtype_of(kept)}", own.structure.path(i))
+        if dtype != made_for and self._dtypes(dtype) != self._dtypes(made_for):
+            expected, running = f"dtype {made_for}, accumulated in {dtype_of(kept)}", self.cell.running(dtype)
+            raise GradCombineError(name, expected, f"{dtype}, accumulated in {running}", own.structure.path(i))
         return True
 
     def _dtypes(self, dtype: np.dtype) -> tuple[np.dtype, np.dtype]:
@@ -202,10 +201,10 @@ class _Treewise:
             )
 
         def leaf(i: int, *xs: Any) -> Any:
-            present = [entering(i, x, zero) for x, zero in zip(xs, zeros, strict=True)]
-            if all(x is None for x in present):
-                return self._idle(backend, own.values[i], parsed, totals)
             try:
+                present = [entering(i, x, zero) for x, zero in zip(xs, zeros, strict=True)]
+                if all(x is None for x in present):
+                    return self._idle(backend, own.values[i], parsed, totals)
                 return cell.update_many(backend, own.values[i], present, parsed, totals, order)
             except GradCombineError as error:
                 raise GradCombineError(cell.name, error.expected, error.received, own.structure.path(i)) from None
@@ -314,8 +313,13 @@ class _Treewise:
         made_for, structure = tree.flatten(self.cell.name, state.dtypes, static.is_static)
         if not all(map(static.is_static, made_for)):
             raise GradCombineError(self.cell.name, "a state whose dtypes are constants", shown(state.dtypes))
-        values = tree.split_as(self.cell.name, structure, state.value)
-        return _Opened(structure, [None if static.is_static(a) else a for a in values], made_for)
+        split = tree.split_as(self.cell.name, structure, state.value)
+        values = [None if static.is_static(a) else a for a in split]
+        for i, (a, kind) in enumerate(zip(values, made_for, strict=True)):
+            if a is not None and dtype_of(parts(a)[0]) != (running := self.cell.running(kind.dtype)):
+                expected = f"an accumulator of {running}, for contributions of {kind.dtype}"
+                raise GradCombineError(self.cell.name, expected, dtype_of(parts(a)[0]), structure.path(i))
+        return _Opened(structure, values, made_for)
 
 
 def _absent(backend: Backend, kind: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.accumulator import shape_of
 from gradcombine.reductions.cell import described
@@ -95,7 +95,7 @@ def _leaf(operation: str, backend: Backend, component: Any, x: Any, path: str, l
     dtype, one = backend.dtype(component), layout.shape(operation, backend, component, path)
     if type(x) in _KINDS:
         if one:
-            raise GradCombineError(operation, f"shape {one}", f"the number {x!r}", path)
+            raise GradCombineError(operation, f"shape {one}", f"the number {shown(x)}", path)
         return Written(_number(operation, backend, x, dtype, path), number=True)
     expected, received = (shape(component, path), dtype), (shape_of(operation, x, path), described(x).dtype(x))
     if expected != received:
@@ -112,7 +112,7 @@ def _number(operation: str, backend: Backend, x: Any, dtype: np.dtype, path: str
         with np.errstate(all="ignore"):
             return backend.asarray(np.asarray(x, dtype))
     except OverflowError:
-        raise GradCombineError(operation, f"a number that a variable of {dtype} holds", repr(x), path) from None
+        raise GradCombineError(operation, f"a number that a variable of {dtype} holds", shown(x), path) from None
 
 
 def replace(backend: Backend, component: Array, value: Array) -> Array:

@@ -79,7 +79,7 @@ LEAVES: dict[str, Any] = {
     "a Fraction": Fraction(1, 2),
     "2**31": 2**31,
     "-2**31 - 1": -(2**31) - 1,
-    "10**400": 10**400,
+    "10**5000": 10**5000,  # which Python does not print
     "a bool": True,
     "an array of bools": np.array([True, False]),
     "a datetime": datetime.datetime(2020, 1, 1),
@@ -104,6 +104,8 @@ WEIGHTS: dict[str, Any] = {
     "inf": float("inf"),
     "-inf": float("-inf"),
     "negative": -1,
+    "-10**5000": -(10**5000),
+    "Fraction(10**5000)": Fraction(10**5000),
     "negative array": np.float32(-1),
     "NaN array": np.array(np.nan),
     "complex": 1 + 0j,
@@ -224,6 +226,7 @@ def _states() -> dict[str, Any]:
         "dtypes of None": state._replace(dtypes=None),
         "dtypes of another tree": state._replace(dtypes={"v": static.of_dtype("float32")}),
         "dtypes of text": state._replace(dtypes={"w": "text"}),
+        "made for another dtype": reductions.sum(dtype="float64").init({"w": ONE}),
         "a window": window,
     }
 
@@ -231,7 +234,13 @@ def _states() -> dict[str, Any]:
 def _windows() -> dict[str, Any]:
     acc = gc.accumulate(reductions.sum(), every=2)
     window = acc.init({"w": ONE})
+    counter = gc.accumulate(reductions.sum(), every=2, order="tree").init({"w": ONE}).levels
     return {
+        "a counter that has not counted": window._replace(levels=counter._replace(filled=None)),
+        "a counter of text": window._replace(levels=counter._replace(filled="1")),
+        "a counter of two numbers": window._replace(levels=counter._replace(filled=np.int32([0, 1]))),
+        "a counter of None": window._replace(levels=counter._replace(stacked=None)),
+        "a counter of one state": window._replace(levels=counter._replace(stacked=window.levels[0])),
         "None": None,
         "a tuple of its parts": tuple(window),
         "a state": window.levels[0],
@@ -400,6 +409,14 @@ OTHERS: dict[str, Callable[[], Any]] = {
         reductions.sum("exact").init(ONE), reductions.sum("exact", max_terms=10**6).init(ONE)
     ),
     "adasum of longdouble": lambda: gc.combine(reductions.adasum(), [np.ones(2, np.longdouble)]),
+    **{
+        f"{name} of a state made for another dtype": lambda use=use: use(reductions.sum(dtype="float64").init(ONE))
+        for name, use in {
+            "finalize": SUM.finalize,
+            "clear": SUM.clear,
+            "merge_replicas": lambda state: gc.merge_replicas(SUM, state, over=gc.LOCAL),
+        }.items()
+    },
     "different NamedTuples": lambda: gc.add_n([Pair(ONE, ONE), (ONE, ONE)]),
     "dict and OrderedDict": lambda: gc.add_n([{"a": ONE}, OrderedDict(a=ONE)]),
     "list and tuple": lambda: gc.add_n([[ONE], (ONE,)]),

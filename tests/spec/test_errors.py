@@ -57,6 +57,14 @@ CASES: dict[str, tuple[Callable[[Callable[[Any], Any]], Any], str]] = {
         lambda to: gc.combine(reductions.sum(), [to({"n": np.int32([1])})], weights=[0.5]),
         r"sum: leaf \['n'\]: expected an integer weight for a leaf of int32",
     ),
+    "Python integer": (
+        lambda to: gc.add_n([other(2**40), other(1)]),
+        r"add_n: leaf \['decoder'\]\['w'\]: expected a Python integer of 32 bits .* received 1099511627776",
+    ),
+    "Python integer on a replica": (
+        lambda to: gc.all_reduce(reductions.sum(), other(2**40), over=gc.LOCAL),
+        r"sum: leaf \['decoder'\]\['w'\]: expected a Python integer of 32 bits .* received 1099511627776",
+    ),
     "leaf of a kind": (lambda to: gc.add_n([{"w": "text"}]), r"add_n: leaf \['w'\]: expected an array.* received str"),
     "empty list": (lambda to: gc.mean([]), "mean: expected one tree or more, received an empty list"),
     "a tree for a list": (lambda to: gc.mean(to(NAMED)), "mean: expected a list of trees, received dict"),
