@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array, Tree
@@ -58,12 +59,11 @@ def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, param
     >>> bool(left_out), int(detail["num_not_finite"])
     (True, 2)
     """
-    del gradient_step, params
     if updates is _NOT_GIVEN:
         return skip_not_finite
-    counts = [jnp.sum(~jnp.isfinite(leaf), dtype=jnp.int32) for leaf in jax.tree.leaves(updates)]
-    count = sum(counts, jnp.int32(0))
-    return count > 0, {"should_skip": count > 0, "num_not_finite": count}
+    returned: Any = optax.skip_not_finite(updates, gradient_step, params)
+    left_out, detail = returned
+    return left_out, {**detail, "num_not_finite": detail["num_not_finite"].astype(jnp.int32)}
 
 
 def skip_large(max_norm: Any) -> Skip:
