@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_format
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import gradcombine
+from gradcombine.verify import screen
 from gradcombine.verify.diff.command import diff_command
 from gradcombine.verify.origin.command import explain_command
 from gradcombine.verify.packages import hint, missing
-from gradcombine.verify.suite import devices
-from gradcombine.verify.suite.report import show, write_json
+from gradcombine.verify.suite import devices, rows
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 app.command("diff")(diff_command)
@@ -74,9 +75,12 @@ def verify(
 
         report = run.verify(replicas, inject_fault, started)
 
-    show(console, report)
+    # By name at the end, where a reader of a long output looks.
+    failed = (f"  {name}: promised {promise}, found {found}" for (name, promise, found), _ in rows.failures(report))
+    answer = "\n".join((f"{rows.verdict(report)} ({report.seconds:.0f} s)", *failed))
+    screen.show(console, answer, not report.failed, rows.sections(rows.summary(report)))
     if json is not None:
-        write_json(json, report)
+        json.write_text(json_format.dumps(rows.as_json(report), indent=1, allow_nan=False) + "\n")
     if html is not None:
         # Only a page needs matplotlib, which takes a second to import.
         from gradcombine.verify.suite import html as page

@@ -18,16 +18,17 @@ SHOWN = 12
 def show(console: Console, verdict: str, passes: bool, sections: Sequence[Section]) -> None:
     """Prints the first rows of each section's table, and the answer at the end. Plots are for pages."""
     for section in sections:
-        if section.folded or not section.rows:
-            console.print(Text(f"{section.title}: {len(section.rows):,}" if section.rows else section.title, "bold"))
+        counted = section.folded and section.rows
+        console.print(Text(f"{section.title}: {len(section.rows):,}" if counted else section.title, "bold"))
+        if section.folded:
             continue
-        console.print(Text(section.title, "bold"))
         if section.note:
             console.print(Text(section.note, "dim"))
-        shown = len(section.rows) if section.whole else min(SHOWN, len(section.rows))
-        console.print(_table(section, shown))
-        if len(section.rows) > shown:
-            console.print(f"and {len(section.rows) - shown:,} more")
+        if section.rows:
+            shown = len(section.rows) if section.whole else min(SHOWN, len(section.rows))
+            console.print(_table(section, shown))
+            if len(section.rows) > shown:
+                console.print(f"and {len(section.rows) - shown:,} more")
         console.print()
     console.print(Text(verdict, "green" if passes else "bold red"))
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from gradcombine.verify.command import app
-from gradcombine.verify.suite import curves, devices, html, run
+from gradcombine.verify.suite import devices, html, rows, run
 from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
 from gradcombine.verify.ulp import NAN_DISTANCE
 
@@ -72,19 +71,27 @@ def test_the_plot_shows_each_distance(tmp_path: Path) -> None:
 
 
 def test_blocks_follow_the_values() -> None:
-    assert curves.blocks(list(range(8)), 0, 7) == "▁▂▃▄▅▆▇█"
-    assert curves.blocks([5.0, 5.0], 5.0, 5.0) == "▁▁"
-    assert curves.blocks([-1.0, 2.0, float("inf")], 0.0, 1.0) == "▁█!"
+    assert rows.blocks(list(range(8)), 0, 7) == "▁▂▃▄▅▆▇█"
+    assert rows.blocks([5.0, 5.0], 5.0, 5.0) == "▁▁"
+    assert rows.blocks([-1.0, 2.0, float("inf")], 0.0, 1.0) == "▁█!"
 
 
 def test_curves_share_a_scale() -> None:
-    console = Console(width=80)
-    with console.capture() as printed:
-        console.print(curves.plot({"a": [4.0, 0.0], "b": [2.0, float(np.float32(1))]}))
-    assert [line.rstrip() for line in printed.get().splitlines()] == [
-        "a  █▁  4.0000 to 0.0000",
-        "b  ▅▃  2.0000 to 1.0000",
+    curves = {"a": [4.0, 0.0], "b": [2.0, float(np.float32(1))]}
+    (losses,) = [each for each in rows.sections(report()._replace(curves=curves)) if each.title == rows.LOSSES]
+    assert [row.cells for row in losses.rows] == [("a", "█▁", "4.0000 to 0.0000"), ("b", "▅▃", "2.0000 to 1.0000")]
+
+
+def test_a_screen_shows_the_worst_of_the_numbers_of_replicas() -> None:
+    """Rows that hold alike are one row; those that do not are rows of their own, and named."""
+    more = (row("jax", 4, BITS, True, 0, equal=True), row("jax", 8, BITS, False, 7))
+    tables = {each.title: each for each in rows.sections(rows.summary(report(*more)))}
+    found = [row.cells for row in tables["Combine in jax"].rows]
+    assert found == [
+        ("pmap", "replicas", "2 4", "tree", "bits", "equal bits", "", "0.5", "ok"),
+        ("pmap", "replicas", "8", "tree", "bits", "7 ulp", "", "0.5", "no"),
     ]
+    assert [row.cells[0] for row in rows.failures(report(*more))] == ["combine: jax / pmap / replicas / 8 / tree"]
 
 
 @pytest.fixture
@@ -102,7 +109,7 @@ def test_the_command_writes_the_page(tmp_path: Path, options: list[str], status:
     path = tmp_path / "out.html"
     done = CliRunner().invoke(app, ["verify", "--html", str(path), *options], env={"COLUMNS": "120"})
     assert done.exit_code == status, done.output
-    assert "jax            █▅▁  2.5000 to 0.5000" in done.output
+    assert re.search("jax +█▅▁ +2.5000 to 0.5000", done.output)
     assert ("promises not kept" in path.read_text()) == bool(status)
 
 
