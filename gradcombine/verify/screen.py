@@ -14,6 +14,9 @@ from gradcombine.verify.sections import Section
 SHOWN = 12
 """How many rows of a long table are shown."""
 
+SHORT = 20
+"""Words up to this length are not broken."""
+
 
 def show(console: Console, verdict: str, passes: bool, sections: Sequence[Section]) -> None:
     """Prints the first rows of each section's table, and the answer at the end. Plots are for pages."""
@@ -26,20 +29,25 @@ def show(console: Console, verdict: str, passes: bool, sections: Sequence[Sectio
             console.print(Text(section.note, "dim"))
         if section.rows:
             shown = len(section.rows) if section.whole else min(SHOWN, len(section.rows))
-            console.print(_table(section, shown))
+            console.print(_table(section, shown, console.width))
             if len(section.rows) > shown:
                 console.print(f"and {len(section.rows) - shown:,} more")
         console.print()
     console.print(Text(verdict, "green" if passes else "bold red"))
 
 
-def _table(section: Section, shown: int) -> Table:
+def _table(section: Section, shown: int, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rows = section.rows[:shown]
     # A column in which nothing stands takes no room.
     used = [i for i in range(len(section.columns)) if i == 0 or any(row.cells[i] for row in rows)]
+    # A column of short words stays whole; those that can be broken at spaces give way to it, where there is room.
+    texts = {i: [section.columns[i], *(row.cells[i] for row in rows)] for i in used}
+    whole = {i for i in used if all(len(text) <= SHORT and " " not in text for text in texts[i])}
+    needed = sum(max(map(len, texts[i])) + 1 if i in whole else SHORT // 2 for i in used)
     for i in used:
-        table.add_column(section.columns[i], overflow="fold", justify="left" if i == 0 else "right")
+        fixed = i in whole and needed <= width
+        table.add_column(section.columns[i], overflow="fold", no_wrap=fixed, justify="left" if i == 0 else "right")
     for row in rows:
         table.add_row(*(Text(row.cells[i]) for i in used), style=None if row.passes else "red")
     return table
