@@ -51,17 +51,22 @@ MOST_MEMORY = 3 * 2**30
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
 settings.load_profile("default")
 
-if "jax" in INSTALLED:
-    import jax
 
-    jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_numpy_dtype_promotion", "strict")
+def pytest_configure(config: pytest.Config) -> None:
+    """Sets up the frameworks, but for a process of pytest-xdist that runs no test itself."""
+    hands_out = config.getoption("tx", None) and config.getoption("dist") != "no"
+    if hands_out and not hasattr(config, "workerinput"):
+        return
+    if "jax" in INSTALLED:
+        import jax
 
-if "tensorflow" in INSTALLED:
-    import tensorflow as tf
+        jax.config.update("jax_numpy_rank_promotion", "raise")
+        jax.config.update("jax_numpy_dtype_promotion", "strict")
+    if "tensorflow" in INSTALLED:
+        import tensorflow as tf
 
-    (one,) = tf.config.list_physical_devices("CPU")
-    tf.config.set_logical_device_configuration(one, [tf.config.LogicalDeviceConfiguration()] * 8)
+        (one,) = tf.config.list_physical_devices("CPU")
+        tf.config.set_logical_device_configuration(one, [tf.config.LogicalDeviceConfiguration()] * 8)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -76,6 +81,8 @@ def _little_memory() -> Iterator[None]:
     """Drops what JAX has compiled once it takes gigabytes; several workers share a machine."""
     yield
     if "jax" in INSTALLED and _resident_bytes() > MOST_MEMORY:
+        import jax
+
         gc.collect()
         jax.clear_caches()
         gc.collect()

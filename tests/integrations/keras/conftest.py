@@ -6,15 +6,19 @@ import pytest
 JAX_ONLY = ("test_distribution.py", "test_stateless.py")
 TENSORFLOW_ONLY = ("test_jax_backend.py", "test_resume_on_jax.py", "test_replicas.py", "test_replicas_saved.py")
 
-if keras.backend.backend() == "jax":
-    import jax
+ON_JAX = keras.backend.backend() == "jax"
 
-    collect_ignore = list(TENSORFLOW_ONLY)
-    # Keras itself promotes.
-    jax.config.update("jax_numpy_rank_promotion", "allow")
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-else:
-    collect_ignore = list(JAX_ONLY)
+collect_ignore = list(TENSORFLOW_ONLY if ON_JAX else JAX_ONLY)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure() -> None:
+    """Takes back what the settings for all tests forbid: Keras itself promotes."""
+    if ON_JAX:
+        import jax
+
+        jax.config.update("jax_numpy_rank_promotion", "allow")
+        jax.config.update("jax_numpy_dtype_promotion", "standard")
 
 
 @pytest.fixture(params=["eager", "compiled"])
