@@ -39,13 +39,14 @@ class GradCombineError(ValueError):
 
 
 @contextmanager
-def renamed(operation: str | None = None, path: str = "") -> Iterator[None]:
+def renamed(operation: str | None = None, path: str | Callable[[], str] = "") -> Iterator[None]:
     """Names this operation, if any, in an error from inside, and this path before the one that the error has."""
     try:
         yield
     except GradCombineError as error:
-        inner = "" if path and error.path == "(root)" else error.path
-        raise GradCombineError(operation or error.operation, error.expected, error.received, path + inner) from None
+        outer = path() if callable(path) else path
+        inner = "" if outer and error.path == "(root)" else error.path
+        raise GradCombineError(operation or error.operation, error.expected, error.received, outer + inner) from None
 
 
 def shown(value: Any) -> str:

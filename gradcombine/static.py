@@ -3,7 +3,7 @@
 A state has to know, long after its last contribution, in which dtype its result leaves, and which leaves have no
 gradient. An array can say so only by being there, and what is neither array nor container does not pass through a
 compiled function. But the type of a container does, in every framework: so each constant is an empty NamedTuple, of a
-class of its own.
+class of its own. Row-sparse arrays say their number of rows in the same way.
 """
 
 from __future__ import annotations
@@ -25,15 +25,19 @@ class Static:
     Attributes:
       dtype: the dtype that it stands for; None where there is no gradient.
       shape: where there is no gradient: of the array that stands for it, as JAX's float0 does; None for None.
+      rows: the number of rows that it stands for; None for another constant.
     """
 
     dtype: np.dtype | None
     shape: tuple[int, ...] | None
+    rows: int | None
 
     def __repr__(self) -> str:
         return type(self).__name__
 
     def __reduce__(self) -> Any:
+        if self.rows is not None:
+            return of_rows, (self.rows,)
         return (no_gradient, (self.shape,)) if self.dtype is None else (of_dtype, (str(self.dtype),))
 
 
@@ -45,7 +49,7 @@ def of_dtype(dtype: str | np.dtype) -> Any:
     (float32, dtype(bfloat16))
     """
     known = np.dtype(getattr(ml_dtypes, str(dtype), dtype))
-    return _constant(str(known), known, None)
+    return _constant(str(known), dtype=known)
 
 
 @cache
@@ -56,12 +60,25 @@ def no_gradient(shape: tuple[int, ...] | None = None) -> Any:
     (no_gradient, no_gradient_2x3)
     """
     name = "no_gradient" if shape is None else "_".join(["no_gradient", "x".join(map(str, shape))])
-    return _constant(name, None, shape)
+    return _constant(name, shape=shape)
 
 
 @cache
-def _constant(name: str, dtype: np.dtype | None, shape: tuple[int, ...] | None) -> Any:
-    return type(name, (Static, namedtuple("Constant", ())), {"__slots__": (), "dtype": dtype, "shape": shape})()
+def of_rows(rows: int) -> Any:
+    """The constant that stands for a number of rows.
+
+    >>> of_rows(1000), of_rows(1000).rows
+    (rows_1000, 1000)
+    """
+    return _constant(f"rows_{rows}", rows=rows)
+
+
+@cache
+def _constant(
+    name: str, dtype: np.dtype | None = None, shape: tuple[int, ...] | None = None, rows: int | None = None
+) -> Any:
+    meaning = {"__slots__": (), "dtype": dtype, "shape": shape, "rows": rows}
+    return type(name, (Static, namedtuple("Constant", ())), meaning)()
 
 
 def is_static(node: Any) -> bool:

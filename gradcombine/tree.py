@@ -96,13 +96,15 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
     return build(structure)
 
 
-def flatten_as(operation: str, structure: Structure, tree: Tree) -> list[Any]:
+def flatten_as(
+    operation: str, structure: Structure, tree: Tree, is_leaf: Callable[[Any], bool] | None = None
+) -> list[Any]:
     """The leaves of a tree that must have this structure.
 
     Raises:
       GradCombineError: where the structures part, with the path.
     """
-    leaves, received = flatten(operation, tree)
+    leaves, received = flatten(operation, tree, is_leaf)
     if received != structure:
         raise difference(operation, structure, received)
     return leaves

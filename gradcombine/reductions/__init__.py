@@ -9,8 +9,7 @@ from gradcombine.reductions.mean import mean
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.product import product
-from gradcombine.reductions.row_mean import row_mean
-from gradcombine.reductions.row_sum import row_sum
+from gradcombine.reductions.rows.sums import row_mean, row_sum
 from gradcombine.reductions.sparse_as_dense import sparse_as_dense
 from gradcombine.reductions.sum import sum
 

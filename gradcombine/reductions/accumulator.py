@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_scalar
-from gradcombine.errors import renamed
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Accumulator, described, dtype_of, parts
+from gradcombine.reductions.cell import Cell, described, dtype_of, parts
+from gradcombine.tree import Structure
 from gradcombine.types import Array
 
 
@@ -23,12 +26,11 @@ def plus(backend: Backend, count: Array, more: int) -> Array:
     return count + more if known is None else backend.full((), int(known) + more, dtypes.INT32, [count])
 
 
-def where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:
-    return like(a, [backend.where(condition, x, y) for x, y in zip(parts(a), parts(b), strict=True)])
-
-
-def like(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
-    return type(a)(*arrays) if isinstance(a, tuple) else arrays[0]
+def on_wire(backend: Backend, arrays: Sequence[Array], wire: np.dtype | None) -> list[Array]:
+    """The arrays as replicas exchange them."""
+    if wire is None:
+        return list(arrays)
+    return [backend.cast(x, wire) if dtypes.kind(dtype_of(x)) == dtypes.kind(wire) else x for x in arrays]
 
 
 def arrays(values: Sequence[Any]) -> list[Array]:
@@ -40,7 +42,7 @@ def summary(a: Any) -> str:
         return "no gradient"
     kept = parts(a)[0]
     held = f"shape {described(kept).shape(kept)} and dtype {dtype_of(kept)}"
-    return f"{held} in {getattr(type(a), 'in_words', type(a).__name__)}" if isinstance(a, tuple) else held
+    return f"{held} in {getattr(a, 'in_words', type(a).__name__)}" if isinstance(a, tuple) else held
 
 
 def require_totals(operation: str, weight: Any, count: Any) -> None:
@@ -48,6 +50,14 @@ def require_totals(operation: str, weight: Any, count: Any) -> None:
     for part in parts(weight):
         require_scalar(operation, "a real scalar", part, "fiu", ".weight")
     require_scalar(operation, "an integer scalar", count, "iu", ".count")
+
+
+def require_running(cell: Cell, structure: Structure, values: Sequence[Any], made_for: Sequence[Any]) -> None:
+    """Refuses accumulators of other dtypes than contributions of these have; None where there is no gradient."""
+    for i, (a, kind) in enumerate(zip(values, made_for, strict=True)):
+        if a is not None and dtype_of(parts(a)[0]) != (running := cell.running(kind.dtype)):
+            expected = f"an accumulator of {running}, for contributions of {kind.dtype}"
+            raise GradCombineError(cell.name, expected, dtype_of(parts(a)[0]), structure.path(i))
 
 
 def shape_of(operation: str, leaf: Any, path: str) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions.cell import Plain, Totals, factor, scaled, weighted
-from gradcombine.reductions.weights import Weight
+from gradcombine.reductions.cell import Plain, Totals
+from gradcombine.reductions.weights import Weight, factor, scaled, weighted
 from gradcombine.types import Array, Order
 
 

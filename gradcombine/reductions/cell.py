@@ -8,15 +8,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+from gradcombine import static
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.weights import Weight
+from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array, Order
 
 Accumulator = Any
-"""An array, or a NamedTuple of arrays of one shape."""
+"""An array, or a NamedTuple of arrays and constants, of which the first has the contributions' number of axes."""
 
 
 class Totals(NamedTuple):
@@ -44,6 +45,31 @@ class Cell(Protocol):
         """Whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce."""
         ...
 
+    @property
+    def is_leaf(self) -> Callable[[Any], bool] | None:
+        """Which containers are contributions; None: none is."""
+        ...
+
+    def arrays(self, leaf: Any) -> tuple[Array, ...]:
+        """The arrays of a leaf; the first one has its dtype and place."""
+        ...
+
+    def shape(self, leaf: Any) -> tuple[int, ...]:
+        """The shape of a leaf, or of those that an accumulator is for."""
+        ...
+
+    def entering(self, backend: Backend, a: Accumulator, made_for: np.dtype, leaf: Any) -> Any:
+        """A contribution as `update` takes it.
+
+        Raises:
+          GradCombineError: for one of another shape or dtype than the accumulator is for.
+        """
+        ...
+
+    def masked(self, backend: Backend, zero: Array, old: Accumulator, new: Accumulator) -> Accumulator:
+        """What `update` has made of an accumulator; the old one where the weight turns out to be 0."""
+        ...
+
     def running(self, dtype: np.dtype) -> np.dtype:
         """The dtype of the accumulator's arrays for contributions of ``dtype``."""
         ...
@@ -56,8 +82,8 @@ class Cell(Protocol):
         """The neutral accumulator, placed like ``like``."""
         ...
 
-    def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Accumulator:
-        """One more contribution to an accumulator that has had ``totals`` so far. Its weight may be 0: masked after."""
+    def update(self, backend: Backend, a: Accumulator, x: Any, weight: Weight, totals: Totals) -> Accumulator:
+        """One more contribution to an accumulator that has had ``totals`` so far. Its weight may be 0: see `masked`."""
         ...
 
     def merge(
@@ -66,7 +92,7 @@ class Cell(Protocol):
         """Two accumulators become one; the totals are what each has had."""
         ...
 
-    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Array:
+    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Any:
         """The result, of dtype ``output``."""
         ...
 
@@ -147,6 +173,28 @@ class IntegerCell(Cell, Protocol):
         ...
 
 
+class ArrayLeaves:
+    """Contributions that are arrays, as most cells take them."""
+
+    is_leaf: Callable[[Any], bool] | None = None
+
+    def arrays(self, leaf: Any) -> tuple[Array, ...]:
+        return (leaf,)
+
+    def shape(self, leaf: Any) -> tuple[int, ...]:
+        return shape_of(parts(leaf)[0])
+
+    def entering(self: Any, backend: Backend, a: Accumulator, made_for: np.dtype, leaf: Any) -> Array:
+        expected, received = self.shape(a), shape_of(leaf)
+        if expected != received:
+            raise GradCombineError(self.name, f"shape {expected}", received)
+        require_dtype(self, made_for, dtype_of(leaf))
+        return backend.asarray(leaf)
+
+    def masked(self, backend: Backend, zero: Array, old: Accumulator, new: Accumulator) -> Accumulator:
+        return where(backend, zero, old, new)
+
+
 class RoundedWeights:
     """The sum of weights as one running value: exact for integers up to 2**24, else rounded at each addition."""
 
@@ -162,7 +210,27 @@ class RoundedWeights:
 
 def parts(a: Accumulator) -> tuple[Array, ...]:
     """The arrays of an accumulator."""
-    return tuple(a) if isinstance(a, tuple) else (a,)
+    return tuple(x for x in a if not static.is_static(x)) if isinstance(a, tuple) else (a,)
+
+
+def refilled(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
+    """An accumulator like another one, of these arrays."""
+    if not isinstance(a, tuple):
+        return arrays[0]
+    remaining = iter(arrays)
+    return type(a)(*(x if static.is_static(x) else next(remaining) for x in a))
+
+
+def where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:
+    return refilled(a, [backend.where(condition, x, y) for x, y in zip(parts(a), parts(b), strict=True)])
+
+
+def require_dtype(cell: Cell, made_for: np.dtype, dtype: np.dtype) -> None:
+    """Refuses contributions of a dtype that do not go into the accumulator, or do not leave it, as those of another."""
+    running, received = cell.running(made_for), cell.running(dtype)
+    if dtype != made_for and (received, cell.output(dtype)) != (running, cell.output(made_for)):
+        expected = f"dtype {made_for}, accumulated in {running}"
+        raise GradCombineError(cell.name, expected, f"{dtype}, accumulated in {received}")
 
 
 def described(leaf: Any) -> Backend:
@@ -183,7 +251,7 @@ def shape_of(array: Array) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Plain(RoundedWeights):
+class Plain(ArrayLeaves, RoundedWeights):
     """An accumulator that is one array.
 
     Attributes:
@@ -222,30 +290,3 @@ class Plain(RoundedWeights):
 
     def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
         return backend.cast(self.result(backend, a, totals), output)
-
-
-def weighted(operation: str, backend: Backend, x: Array, weight: Weight, running: np.dtype) -> Array:
-    """``weight * x``, rounded once in at least float32.
-
-    Raises:
-      GradCombineError: for an integer leaf and a weight that is not known to be a whole number.
-    """
-    return scaled(backend, x, factor(operation, backend, weight, running), running)
-
-
-def factor(operation: str, backend: Backend, weight: Weight, running: np.dtype) -> Array | None:
-    """What contributions are multiplied by; None for a weight that is known to be 1.
-
-    Raises:
-      GradCombineError: as `weighted`.
-    """
-    if weight.is_one:
-        return None
-    if dtypes.kind(running) == "integer" and not weight.is_integral:
-        raise GradCombineError(operation, f"an integer weight for a leaf of {running}", "another one")
-    return weight.cast(backend, dtypes.part(dtypes.working(running)))
-
-
-def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) -> Array:
-    """``factor * x``, rounded once in at least float32."""
-    return x if factor is None else backend.scale(backend.cast(x, dtypes.working(running)), factor)

@@ -9,9 +9,9 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import RoundedWeights, Totals, weighted
+from gradcombine.reductions.cell import ArrayLeaves, RoundedWeights, Totals
 from gradcombine.reductions.divide import over_weight
-from gradcombine.reductions.weights import Weight
+from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array
 
 
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compensated(RoundedWeights):
+class Compensated(ArrayLeaves, RoundedWeights):
     """The cell of compensated sums and means.
 
     TwoSum gives the rounding error of an addition exactly; the errors are added up in ``low``. The result of n terms is

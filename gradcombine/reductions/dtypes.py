@@ -6,7 +6,7 @@ exchange it, and the *output* dtype of the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
 
@@ -81,6 +81,12 @@ class Settings:
             own = self.running(dtype) if family == "integer" else dtype
             return wanted if wanted is not None and kind(wanted) == family else own
         return dtype if wanted is None else wanted
+
+
+def of_weights(dtypes: Iterable[np.dtype]) -> np.dtype:
+    """Of the sum of the weights of contributions of these dtypes: the widest float among them, at least float32."""
+    floats = (part(dtype) for dtype in dtypes if kind(dtype) != "integer")
+    return max([FLOAT32, *floats], key=lambda dtype: dtype.itemsize)
 
 
 def working(running: np.dtype) -> np.dtype:

@@ -11,11 +11,11 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import RoundedWeights, Totals, weighted
+from gradcombine.reductions.cell import ArrayLeaves, RoundedWeights, Totals
 from gradcombine.reductions.divide import over_weight
 from gradcombine.reductions.sum import neutral
 from gradcombine.reductions.treewise import TreewiseState, lift
-from gradcombine.reductions.weights import Weight
+from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array
 
 
@@ -89,7 +89,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Spreading(RoundedWeights):
+class _Spreading(ArrayLeaves, RoundedWeights):
     settings: dtypes.Settings
     name: str = "moments"
     kinds: tuple[str, ...] = ("float",)

@@ -10,8 +10,8 @@ from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.accumulator import shape_of
 from gradcombine.reductions.algebra import Reduction, on_contributions, require_reduction
-from gradcombine.sparse.dense import densify
-from gradcombine.sparse.leaf import is_row_sparse, row_slices
+from gradcombine.reductions.rows.dense import densify
+from gradcombine.reductions.rows.leaf import is_row_sparse, row_slices
 from gradcombine.types import Tree
 
 

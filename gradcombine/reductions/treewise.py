@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,11 +13,11 @@ from gradcombine import static, tree
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import accumulator, dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts, of_each_rank
-from gradcombine.reductions.cell import BatchCell, Cell, IntegerCell, Totals, dtype_of, parts, shape_of
+from gradcombine.reductions.cell import BatchCell, Cell, IntegerCell, Totals, dtype_of, parts, refilled, where
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree
 
@@ -96,19 +97,16 @@ class _Treewise:
 
     @ordinary
     def init(self, like: Tree) -> State:
-        leaves, structure = tree.flatten(self.cell.name, like)
-        backend = resolve(self.cell.name, leaves)
-        made_for = [static.of_leaf(leaf) for leaf in leaves]
+        leaves, structure = tree.flatten(self.cell.name, like, self.cell.is_leaf)
+        first = [self.cell.arrays(leaf)[0] for leaf in leaves]
+        backend = resolve(self.cell.name, first)
+        made_for = [static.of_leaf(x) for x in first]
         values = []
         for i, (leaf, kind) in enumerate(zip(leaves, made_for, strict=True)):
-            if kind.dtype is not None and not dtypes.is_of(kind.dtype, self.cell.kinds):
-                expected = f"a dtype that is {' or '.join(self.cell.kinds)}"
-                raise GradCombineError(self.cell.name, expected, kind.dtype, structure.path(i))
-            values.append(kind if kind.dtype is None else self._empty(backend, leaf, kind.dtype, structure.path(i)))
-        present = [leaf for leaf, kind in zip(leaves, made_for, strict=True) if kind.dtype is not None]
-        reals = [dtypes.part(kind.dtype) for kind in made_for if kind.dtype is not None]
-        floats = [dtype for dtype in reals if dtypes.kind(dtype) != "integer"]
-        widest = max([dtypes.FLOAT32, *floats], key=lambda dtype: dtype.itemsize)
+            with self._at(structure, i):
+                values.append(kind if kind.dtype is None else self._empty(backend, leaf, kind.dtype))
+        present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
+        widest = dtypes.of_weights(kind.dtype for kind in made_for if kind.dtype is not None)
         return self.state(
             tree.unflatten(structure, values),
             self.cell.empty_weight(backend, widest, present),
@@ -116,15 +114,17 @@ class _Treewise:
             tree.unflatten(structure, made_for),
         )
 
-    def _empty(self, backend: Backend, leaf: Any, dtype: np.dtype, path: str) -> Any:
-        shape = accumulator.shape_of(self.cell.name, leaf, path)
-        return self.cell.empty(backend, shape, self.cell.running(dtype), leaf)
+    def _empty(self, backend: Backend, leaf: Any, dtype: np.dtype) -> Any:
+        if not dtypes.is_of(dtype, self.cell.kinds):
+            raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
+        return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(dtype), self.cell.arrays(leaf)[0])
 
     @ordinary
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
         own = self._open(state)
-        leaves = tree.flatten_as(self.cell.name, own.structure, value)
-        backend = resolve(self.cell.name, [*own.arrays(), *leaves, state.count, weight])
+        leaves = tree.flatten_as(self.cell.name, own.structure, value, self.cell.is_leaf)
+        arrays = [x for leaf in leaves for x in self.cell.arrays(leaf)]
+        backend = resolve(self.cell.name, [*own.arrays(), *arrays, state.count, weight])
         w = parse(self.cell.name, backend, weight)
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
         updated = [self._update_leaf(backend, own, i, leaf, w, totals) for i, leaf in enumerate(leaves)]
@@ -136,56 +136,40 @@ class _Treewise:
         if zero is not False:
             # Masked by where: a contribution of weight 0 may hold NaN.
             pairs = zip(own.values, updated, strict=True)
-            updated = [new if new is old else accumulator.where(backend, zero, old, new) for old, new in pairs]
-            total = accumulator.where(backend, zero, state.weight, total)
+            updated = [new if new is old else self.cell.masked(backend, zero, old, new) for old, new in pairs]
+            total = where(backend, zero, state.weight, total)
             count = backend.where(zero, state.count, count)
         return own.closed(state, updated, total, count)
 
-    def _update_leaf(self, backend: Backend, own: _Opened, i: int, x: Any, w: Weight, totals: Totals) -> Any:
+    def _update_leaf(self, backend: Backend, own: _Opened, i: int, leaf: Any, w: Weight, totals: Totals) -> Any:
         a = own.values[i]
-        if not self._takes(own, i, x):
+        if is_absent(leaf):
             return self._idle(backend, a, [w], totals)
-        try:
-            return self.cell.update(backend, a, backend.asarray(x), w, totals)
-        except GradCombineError as error:
-            raise GradCombineError(self.cell.name, error.expected, error.received, own.structure.path(i)) from None
+        with self._at(own.structure, i):
+            return self.cell.update(backend, a, self._entering(backend, own, i, leaf), w, totals)
 
     def _idle(self, backend: Backend, a: Any, weights: Sequence[Weight], totals: Totals) -> Any:
         if a is None or not isinstance(self.cell, IntegerCell):
             return a
         return self.cell.idle(backend, a, weights, totals)
 
-    def _takes(self, own: _Opened, i: int, x: Any) -> bool:
-        """Whether there is a contribution to the accumulator; refuses one that does not match it."""
-        if is_absent(x):
-            return False
-        name, a, made_for = self.cell.name, own.values[i], own.made_for[i].dtype
-        if a is None:
-            expected = "no gradient, as where the state was made"
-            raise GradCombineError(name, expected, "an array", own.structure.path(i))
-        kept = parts(a)[0]
-        try:
-            expected, received, dtype = shape_of(kept), shape_of(x), dtype_of(x)
-        except GradCombineError as error:
-            raise GradCombineError(name, error.expected, error.received, own.structure.path(i)) from None
-        if expected != received:
-            raise GradCombineError(name, f"shape {expected}", received, own.structure.path(i))
-        if dtype != made_for and self._dtypes(dtype) != self._dtypes(made_for):
-            expected, running = f"dtype {made_for}, accumulated in {dtype_of(kept)}", self.cell.running(dtype)
-            raise GradCombineError(name, expected, f"{dtype}, accumulated in {running}", own.structure.path(i))
-        return True
+    def _entering(self, backend: Backend, own: _Opened, i: int, leaf: Any) -> Any:
+        """The contribution as the cell takes it; refuses one that does not match the accumulator."""
+        if own.values[i] is None:
+            raise GradCombineError(self.cell.name, "no gradient, as where the state was made", "an array")
+        return self.cell.entering(backend, own.values[i], own.made_for[i].dtype, leaf)
 
-    def _dtypes(self, dtype: np.dtype) -> tuple[np.dtype, np.dtype]:
-        """Of accumulator and result, for contributions of this dtype."""
-        return self.cell.running(dtype), self.cell.output(dtype)
+    def _at(self, structure: tree.Structure, i: int) -> AbstractContextManager[None]:
+        """Names the leaf in errors from inside."""
+        return renamed(self.cell.name, lambda: structure.path(i))
 
     @ordinary
     def update_many(
-        self, state: State, values: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
+        self, state: State, trees: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
     ) -> State | None:
         cell: Any = self.cell
         own = self._open(state)
-        columns = [tree.flatten_as(cell.name, own.structure, value) for value in values]
+        columns = [tree.flatten_as(cell.name, own.structure, value) for value in trees]
         entered = [x for column in columns for x in column]
         backend = resolve(cell.name, [*own.arrays(), *entered, state.count, *weights])
         parsed = [parse(cell.name, backend, weight) for weight in weights]
@@ -193,34 +177,29 @@ class _Treewise:
             return None
         totals, zeros = Totals(state.weight, state.count), [weight.is_zero(backend) for weight in parsed]
 
-        def entering(i: int, x: Any, zero: Array | bool) -> Array | None:
-            return (
-                accumulator.unless(backend, zero, backend.asarray(x))
-                if self._takes(own, i, x) and zero is not True
-                else None
-            )
+        def entering(i: int, leaf: Any, zero: Array | bool) -> Array | None:
+            x = None if is_absent(leaf) else self._entering(backend, own, i, leaf)
+            return None if x is None or zero is True else accumulator.unless(backend, zero, x)
 
-        def leaf(i: int, *xs: Any) -> Any:
-            try:
+        def updated(i: int, *xs: Any) -> Any:
+            with self._at(own.structure, i):
                 present = [entering(i, x, zero) for x, zero in zip(xs, zeros, strict=True)]
                 if all(x is None for x in present):
                     return self._idle(backend, own.values[i], parsed, totals)
                 return cell.update_many(backend, own.values[i], present, parsed, totals, order)
-            except GradCombineError as error:
-                raise GradCombineError(cell.name, error.expected, error.received, own.structure.path(i)) from None
 
-        updated = [leaf(i, *xs) for i, xs in enumerate(zip(*columns, strict=True))]
+        values = [updated(i, *xs) for i, xs in enumerate(zip(*columns, strict=True))]
         known = [w for w in parsed if w.known is not None]
         total, count = state.weight, accumulator.plus(backend, state.count, sum(w.known != 0 for w in known))
         if known:
             total = cell.add_weights(backend, total, known, order)
         for w, zero in zip(parsed, zeros, strict=True):
             if w.known is None:
-                total = accumulator.where(backend, zero, total, cell.add_weight(backend, total, w))
+                total = where(backend, zero, total, cell.add_weight(backend, total, w))
                 count = backend.where(zero, count, count + 1)
         if isinstance(cell, IntegerCell):
             total = cell.link(backend, total, entered)
-        return own.closed(state, updated, total, count)
+        return own.closed(state, values, total, count)
 
     @ordinary
     def merge(self, a: State, b: State) -> State:
@@ -234,7 +213,8 @@ class _Treewise:
             expected, received = accumulator.summary(x), accumulator.summary(y)
             if expected != received:
                 raise GradCombineError(name, f"a state of {expected}", received, left.structure.path(i))
-            values.append(None if x is None else self.cell.merge(backend, x, y, *totals))
+            with self._at(left.structure, i):
+                values.append(None if x is None else self.cell.merge(backend, x, y, *totals))
         return left.closed(a, values, self.cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
 
     @ordinary
@@ -271,7 +251,7 @@ class _Treewise:
             if a is None:
                 return None
             kept = parts(a)[0]
-            return self.cell.empty(backend, backend.shape(kept), dtype_of(kept), kept)
+            return self.cell.empty(backend, self.cell.shape(a), dtype_of(kept), kept)
 
         weight = self.cell.empty_weight(backend, dtype_of(parts(state.weight)[0]), parts(state.weight))
         return own.closed(state, list(map(empty, own.values)), weight, backend.full((), 0, dtypes.INT32, [state.count]))
@@ -291,20 +271,15 @@ class _Treewise:
             back = iter(received)
 
             def like(a: Any) -> Any:
-                return accumulator.like(a, [backend.cast(next(back), dtype_of(x)) for x in parts(a)])
+                return refilled(a, [backend.cast(next(back), dtype_of(x)) for x in parts(a)])
 
             values = [None if a is None else like(a) for a in own.values]
             return own.closed(state, values, like(state.weight), next(back))
 
-        bundle = [*(self._to_wire(backend, x) for x in arrays), *parts(state.weight), state.count]
+        bundle = [*accumulator.on_wire(backend, arrays, self.wire_dtype), *parts(state.weight), state.count]
         if self.cell.additive and order == "sequential":
             return rebuild(collective.all_sum(bundle))
         return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
-
-    def _to_wire(self, backend: Backend, x: Array) -> Array:
-        if self.wire_dtype is None or dtypes.kind(dtype_of(x)) != dtypes.kind(self.wire_dtype):
-            return x
-        return backend.cast(x, self.wire_dtype)
 
     def _open(self, state: State) -> _Opened:
         if type(state) is not self.state:
@@ -315,10 +290,7 @@ class _Treewise:
             raise GradCombineError(self.cell.name, "a state whose dtypes are constants", shown(state.dtypes))
         split = tree.split_as(self.cell.name, structure, state.value)
         values = [None if static.is_static(a) else a for a in split]
-        for i, (a, kind) in enumerate(zip(values, made_for, strict=True)):
-            if a is not None and dtype_of(parts(a)[0]) != (running := self.cell.running(kind.dtype)):
-                expected = f"an accumulator of {running}, for contributions of {kind.dtype}"
-                raise GradCombineError(self.cell.name, expected, dtype_of(parts(a)[0]), structure.path(i))
+        accumulator.require_running(self.cell, structure, values, made_for)
         return _Opened(structure, values, made_for)
 
 

@@ -136,3 +136,30 @@ def presence(operation: str, backend: Backend, weight: Any) -> Any:
         return int(parsed.known != 0)
     one, zero = (backend.full((), value, np.dtype(np.int32)) for value in (1, 0))
     return backend.where(parsed.is_zero(backend), zero, one)
+
+
+def weighted(operation: str, backend: Backend, x: Array, weight: Weight, running: np.dtype) -> Array:
+    """``weight * x``, rounded once in at least float32.
+
+    Raises:
+      GradCombineError: for an integer leaf and a weight that is not known to be a whole number.
+    """
+    return scaled(backend, x, factor(operation, backend, weight, running), running)
+
+
+def factor(operation: str, backend: Backend, weight: Weight, running: np.dtype) -> Array | None:
+    """What contributions are multiplied by; None for a weight that is known to be 1.
+
+    Raises:
+      GradCombineError: as `weighted`.
+    """
+    if weight.is_one:
+        return None
+    if dtypes.kind(running) == "integer" and not weight.is_integral:
+        raise GradCombineError(operation, f"an integer weight for a leaf of {running}", "another one")
+    return weight.cast(backend, dtypes.part(dtypes.working(running)))
+
+
+def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) -> Array:
+    """``factor * x``, rounded once in at least float32."""
+    return x if factor is None else backend.scale(backend.cast(x, dtypes.working(running)), factor)

@@ -273,7 +273,7 @@ def weighted(reduction: gc.Reduction, value: Any = ONE) -> Call:
 
 
 def rows_with(values: Any) -> sparse.RowSparse:
-    return sparse.RowSparse(np.int32([0, 1]), values, np.zeros((4, 0), np.float32))
+    return sparse.RowSparse(np.int32([0, 1]), values, static.of_rows(4))
 
 
 TAKES_LEAF: dict[str, Call] = {

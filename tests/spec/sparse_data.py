@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from gradcombine import static
 from gradcombine.sparse import RowSparse
 from tests.spec import exact
 from tests.spec.data import WEIGHTS
@@ -26,13 +27,14 @@ def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> d
     indices = indices.reshape((n, PLACES))
     values[indices == ROWS] = np.nan
     values[scales == 0] = np.nan
-    return {"values": RowSparse(indices, values, np.zeros((n, ROWS, 0), np.float32)), "weights": scales}
+    return {"values": RowSparse(indices, values, static.of_rows(ROWS)), "weights": scales}
 
 
 def deal(data: Any, replicas: int) -> list[Any]:
     """The contributions in blocks: replica r gets the r-th."""
-    parts = [np.split(x, replicas) for x in (*data["values"], data["weights"])]
-    return [{"values": RowSparse(*block[:3]), "weights": block[3]} for block in zip(*parts, strict=True)]
+    indices, values, extent = data["values"]
+    parts = [np.split(x, replicas) for x in (indices, values, data["weights"])]
+    return [{"values": RowSparse(i, v, extent), "weights": w} for i, v, w in zip(*parts, strict=True)]
 
 
 def dense_terms(data: Any, row: int, element: int) -> list[Fraction]:

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gradcombine.reductions.row_mean import row_mean
-from gradcombine.reductions.row_sum import row_sum
+from gradcombine.reductions.rows.sums import row_mean, row_sum
 from tests.spec import exact, modes, sparse_data
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS
-from tests.spec.programs import LOCAL_PLACES, Combine
+from tests.spec.programs import LOCAL_PLACES, Combine, rows
 from tests.spec.sparse_data import ROWS, contributions, deal
 
 REDUCTIONS = {"sum": row_sum(capacity=ROWS), "mean": row_mean(capacity=ROWS)}
@@ -75,8 +74,7 @@ def test_every_place_and_order(name: str, place: str, order: str, data: Any) -> 
 def sides(env: modes.Env, data: Any) -> Any:
     """For each law, the two states that must be equal, and what they finalize to."""
     reduction = REDUCTIONS["mean"]
-    values = [type(data["values"])(*(x[i] for x in data["values"])) for i in range(3)]
-    weights = [data["weights"][i] for i in range(3)]
+    values, weights = rows(data["values"]), rows(data["weights"])
     empty = reduction.init(values[0])
     a, b, c = (reduction.update(empty, value, weight) for value, weight in zip(values, weights, strict=True))
     merge, second = reduction.merge, reduction.update(empty, values[1], weights[1])

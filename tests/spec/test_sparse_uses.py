@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 
 import gradcombine as gc
+from gradcombine import static
 from gradcombine.backends.local import Local
-from gradcombine.reductions.row_mean import row_mean
-from gradcombine.reductions.row_sum import row_sum
+from gradcombine.reductions.rows.sums import row_mean, row_sum
 from gradcombine.reductions.sparse_as_dense import sparse_as_dense
 from gradcombine.sparse import RowSparse, add_rows, densify, row_sparse, to_dense
 from tests.spec import exact, modes, sparse_data
@@ -49,7 +49,7 @@ def test_beside_dense_leaves_over_two_windows(name: str) -> None:
     indices = np.int32([[0, 1, 2], [3, 4, 5], [5, 1, 5], [2, 1, 6]])
     values = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
     values[1, 1] = np.nan
-    embedding = RowSparse(indices, values, np.zeros((4, ROWS, 0), np.float32))
+    embedding = RowSparse(indices, values, static.of_rows(ROWS))
     data = {
         "grads": {"embedding": embedding, "dense": np.float32([np.nan, 1, 2, 4])},
         "weight": np.float32([1, 2, 3, 1]),
@@ -90,7 +90,7 @@ def test_wire_accumulator_and_output_dtypes() -> None:
     third = np.float32(1) / np.float32(3)
     leaf = row_sparse(np.int32([1, 1]), np.full((2, 1), third, np.float32), rows=4)
     narrow = gc.all_reduce(row_sum(2, wire_dtype="bfloat16", output_dtype=np.float16), leaf, over=gc.LOCAL)
-    assert narrow.values.dtype == np.float16 and narrow.extent.dtype == np.float16
+    assert narrow.values.dtype == np.float16
     assert narrow.values[0, 0] == np.float16(np.float32(ml_dtypes.bfloat16(third + third)))
     ones = row_sparse(np.zeros(300, np.int32), np.ones((300, 1), ml_dtypes.bfloat16), rows=4)
     assert gc.combine(row_sum(1, output_dtype="float32"), [ones]).values.item() == 300
@@ -123,7 +123,8 @@ def test_sparse_and_dense_contributions_make_a_dense_sum() -> None:
 def test_dense_values_and_their_application(data: Any) -> None:
     (leaf,) = rows(data["values"])
     leaf = leaf._replace(values=np.where(np.isnan(leaf.values), np.float32(0.3), leaf.values))
-    terms = {**data, "values": RowSparse(*(x[None] for x in leaf)), "weights": np.float32([1])}
+    alone = leaf._replace(indices=leaf.indices[None], values=leaf.values[None])
+    terms = {"values": alone, "weights": np.float32([1])}
     wanted = sparse_data.expected("sum", terms, "tree")
     np.testing.assert_array_equal(to_dense(leaf), wanted)
     table = np.linspace(-1, 1, ROWS * WIDTH, dtype=np.float32).reshape(ROWS, WIDTH)
@@ -153,7 +154,7 @@ def test_occurrences_are_added_in_the_canonical_tree(name: str) -> None:
     for row in (1, 3):
         assert wanted[row] != exact.combine("sum", terms[row], "sequential")
         assert wanted[row] != exact.combine("sum", terms[row][::-1], "tree")
-    leaf = RowSparse(indices, values, np.zeros((4, 0), np.float32))
+    leaf = RowSparse(indices, values, static.of_rows(4))
     (result,) = modes.get(name).run(made_dense, [leaf])
     np.testing.assert_array_equal(exact.bits(result[:, 0]), exact.bits(np.float32(wanted)))
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import reductions, tree
+from gradcombine import reductions, sparse, tree
 
 SUFFIXES = (".npz", ".safetensors")
 
@@ -51,6 +51,10 @@ CASES = {
     "first": Case(reductions.first(), EVERYTHING),
     "last": Case(reductions.last(), EVERYTHING),
     "moments": Case(reductions.moments(), FLOATS),
+    "row mean": Case(
+        reductions.row_mean(capacity=30),
+        {"embedding": sparse.row_sparse(np.zeros(3, np.int32), np.zeros((3, 2), np.float16), rows=100), "none": None},
+    ),
     "checked": Case(reductions.checked(reductions.mean()), FLOATS),
     "per_leaf": Case(
         reductions.per_leaf(

@@ -14,11 +14,12 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine import reductions, statefile, tree
+from gradcombine import reductions, sparse, statefile, tree
 from gradcombine.integrations.optax import accumulate
 from tests.statefile.states import contents
 
 LIKE = {"w": jnp.zeros((2, 3)), "half": jnp.zeros(2, jnp.float16), "brain": jnp.zeros((), jnp.bfloat16), "none": None}
+ROWS = {"embedding": sparse.row_sparse(jnp.int32([0, 1]), jnp.zeros((2, 3), jnp.bfloat16), rows=5), "none": None}
 REDUCTIONS = {
     "mean": reductions.mean(),
     "exact mean": reductions.mean("exact"),
@@ -27,14 +28,16 @@ REDUCTIONS = {
     "per_leaf": reductions.per_leaf(
         {"w": reductions.mean("exact"), "half": reductions.max(), "brain": reductions.first(), "none": reductions.sum()}
     ),
+    "row mean": reductions.row_mean(capacity=4),
 }
 
 
-def window(reduction: gc.Reduction, steps: int) -> Any:
-    acc = gc.accumulate(reduction, every=4, order="tree")
-    state = acc.init(LIKE)
+def window(name: str, steps: int) -> Any:
+    acc = gc.accumulate(REDUCTIONS[name], every=4, order="tree")
+    like = ROWS if name == "row mean" else LIKE
+    state = acc.init(like)
     for k in range(steps):
-        state = acc.update(jax.tree.map(lambda x, k=k: x + jnp.asarray(k + 0.3, x.dtype), LIKE), state, 1 + k)
+        state = acc.update(jax.tree.map(lambda x, k=k: x + jnp.asarray(k + 0.3, x.dtype), like), state, 1 + k)
     return state
 
 
@@ -42,7 +45,7 @@ def window(reduction: gc.Reduction, steps: int) -> Any:
 @pytest.mark.parametrize("name", REDUCTIONS)
 @pytest.mark.parametrize("kind", ["standard", "pytree"])
 def test_orbax(tmp_path: Path, name: str, kind: str) -> None:
-    state, empty = window(REDUCTIONS[name], 3), window(REDUCTIONS[name], 0)
+    state, empty = window(name, 3), window(name, 0)
     target = empty
     if kind == "standard":
         with ocp.StandardCheckpointer() as checkpointer:
@@ -76,14 +79,14 @@ def test_orbax_with_an_optimizer_around_the_window(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_tensorflow(tmp_path: Path, name: str) -> None:
-    """A variable for each array of the state, those of no elements among them."""
+    """A variable for each array of the state."""
 
     def variables(state: Any) -> tf.train.Checkpoint:
         leaves = (x for x in tree.flatten("test", state)[0] if x is not None)
         return tf.train.Checkpoint(leaves=[tf.Variable(np.asarray(x), trainable=False) for x in leaves])
 
-    state = window(REDUCTIONS[name], 3)
-    saved, restored = variables(state), variables(window(REDUCTIONS[name], 0))
+    state = window(name, 3)
+    saved, restored = variables(state), variables(window(name, 0))
     restored.read(saved.write(str(tmp_path / "state"))).assert_consumed()
     values, structure = iter(restored.leaves), tree.flatten("test", state)[1]
     back = [None if x is None else next(values).numpy() for x in tree.flatten("test", state)[0]]

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import sparse
 
 from gradcombine.errors import GradCombineError
+from gradcombine.reductions.rows.leaf import row_slices
 from gradcombine.sparse import RowSparse, row_sparse
-from gradcombine.sparse.leaf import row_slices
 from gradcombine.types import Array, Tree
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine.backends.tensorflow_backend import TensorflowBackend
-from gradcombine.reductions.cell import Totals, weighted
+from gradcombine.reductions.cell import Totals
 from gradcombine.reductions.divide import over_weight, zero_if_empty
 from gradcombine.reductions.mean import MeanState
 from gradcombine.reductions.sum import SumState, neutral
-from gradcombine.reductions.weights import parse
+from gradcombine.reductions.weights import parse, weighted
 from gradcombine.types import Array, State
 
 

@@ -12,7 +12,7 @@ from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Totals
+from gradcombine.reductions.cell import ArrayLeaves, Totals
 from gradcombine.reductions.exact import digits, grid, rounding, scatter, spill, terms, wire
 from gradcombine.reductions.exact.digits import Decoded, Digits
 from gradcombine.reductions.exact.grid import FLOAT32, Grid
@@ -30,7 +30,7 @@ _PERIOD = spill.BETWEEN.bit_length() - 1
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(ArrayLeaves):
     """The cell of exact sums and means of floats; see `gradcombine.reductions.exact.digits`.
 
     Every contribution is a multiple of a fixed unit, and integers add in any order. The one rounding is at the end: the

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
+from gradcombine import static
 from gradcombine.integrations.jax.sparse import from_bcoo, to_bcoo, value_and_row_grad
-from gradcombine.reductions.row_mean import row_mean
-from gradcombine.reductions.row_sum import row_sum
+from gradcombine.reductions.rows.sums import row_mean, row_sum
 from gradcombine.sparse import RowSparse, add_rows, row_sparse, to_dense
 
 ROWS, WIDTH = 10, 3
@@ -158,7 +158,7 @@ def test_a_row_too_many_reaches_checkify() -> None:
     reduction = row_sum(capacity=2, overflow="check")
 
     def total(indices: Any) -> Any:
-        leaf = RowSparse(indices, jnp.ones((3, 1)), jnp.zeros((ROWS, 0)))
+        leaf = RowSparse(indices, jnp.ones((3, 1)), static.of_rows(ROWS))
         return gc.combine(reduction, [leaf]).values
 
     checked = jax.jit(checkify.checkify(total))

@@ -10,8 +10,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.integrations.tensorflow.sparse import from_indexed_slices, to_indexed_slices
-from gradcombine.reductions.row_mean import row_mean
-from gradcombine.reductions.row_sum import row_sum
+from gradcombine.reductions.rows.sums import row_mean, row_sum
 from gradcombine.reductions.sparse_as_dense import sparse_as_dense
 from gradcombine.sparse import densify, to_dense
 
@@ -53,6 +52,42 @@ def test_gradients_of_a_tape_accumulate_and_reach_the_variable(compiled: str) ->
     for ids, weight in zip(IDS, (1, 2, 1, 4), strict=True):
         np.add.at(times, ids, weight)
     np.testing.assert_array_equal(table.numpy(), start - 2 * start * times[:, None] / 8)
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_states_pass_through_the_loops_of_tensorflow(order: Any) -> None:
+    acc = gc.accumulate(row_mean(capacity=5), every=4, order=order)
+    values = tf.reshape(tf.range(24.0), (4, 3, 2))
+    like, data = {"table": tf.zeros((ROWS, 2)), "none": None}, (tf.constant(IDS), values)
+
+    def added(state: Any, ids: Any, rows: Any = None) -> Any:
+        ids, rows = ids if rows is None else (ids, rows)
+        return acc.update({"table": tf.IndexedSlices(rows, ids, (ROWS, 2)), "none": None}, state)
+
+    def while_loop() -> Any:
+        def body(i: Any, state: Any) -> Any:
+            return i + 1, added(state, data[0][i], values[i])
+
+        return tf.while_loop(lambda i, _: i < 4, body, (0, acc.init(like)))[1]
+
+    def converted() -> Any:
+        state = acc.init(like)
+        for i in tf.range(4):
+            state = added(state, data[0][i], values[i])
+        return state
+
+    def scanned() -> Any:
+        return tf.nest.map_structure(lambda x: x[-1], tf.scan(added, data, acc.init(like)))
+
+    def reduced() -> Any:
+        return tf.data.Dataset.from_tensor_slices(data).reduce(acc.init(like), lambda state, x: added(state, *x))
+
+    wanted = np.zeros((ROWS, 2))
+    np.add.at(wanted, IDS.ravel(), values.numpy().reshape(-1, 2))
+    for loop in (while_loop, converted, scanned, reduced):
+        result = tf.function(lambda loop=loop: acc.value(loop()), jit_compile=loop is while_loop)()
+        assert result["none"] is None and result["table"].indices.numpy().tolist() == [0, 3, 7, 11, ROWS]
+        np.testing.assert_array_equal(to_dense(result["table"]), wanted / 4)
 
 
 def test_keras_optimizers_take_the_result() -> None:

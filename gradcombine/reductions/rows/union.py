@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.sparse.distinct import Distinct, across
-from gradcombine.sparse.leaf import INT32
+from gradcombine.reductions.rows.distinct import Distinct, across
+from gradcombine.reductions.rows.leaf import INT32
 from gradcombine.types import Array
 
 

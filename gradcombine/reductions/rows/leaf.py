@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradcombine import static
 from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
@@ -22,24 +22,24 @@ MOST_ROWS = np.iinfo(np.int32).max - 1
 class RowSparse(NamedTuple):
     """An array of shape (rows, ...) that is 0 but for some rows; made by `row_sparse`.
 
-    A plain tree of arrays: it passes through jit, scan, shard_map and tf.function, and into files.
+    A plain tree of arrays: it passes through jit, scan, shard_map and tf.function and its loops, and into files.
 
     Attributes:
       indices: integers of shape (n,), from 0 to rows. A row may occur several times: its values are added. The index
         ``rows``, one past the last, marks padding, which counts for nothing.
       values: of shape (n, ...).
-      extent: an empty array of shape (rows, 0) and the values' dtype: so the number of rows is part of a shape, which
-        every compiler knows.
+      extent: the number of rows, as a constant in the structure (`gradcombine.static.of_rows`), which every compiler
+        knows.
     """
 
     indices: Array
     values: Array
-    extent: Array
+    extent: Any
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole array."""
-        return (int(self.extent.shape[0]), *map(int, self.values.shape[1:]))
+        return (self.extent.rows, *map(int, self.values.shape[1:]))
 
 
 @ordinary
@@ -65,24 +65,20 @@ def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
     backend = resolve("row_sparse", [indices, values])
     with renamed("row_sparse"):
         indices, values = backend.asarray(indices), backend.asarray(values)
-    made = RowSparse(indices, values, extent(backend, count, [values]))
+    made = RowSparse(indices, values, static.of_rows(count))
     slices = require_rows("row_sparse", backend, RowSlices(made.indices, made.values, count))
     require_in_range("row_sparse", backend, slices.indices, count)
     return made
 
 
-def extent(backend: Backend, rows: int, like: Sequence[Array], dtype: np.dtype | None = None) -> Array:
-    """The empty array whose shape says the number of rows; it varies over mapped axes as the values do."""
-    return backend.full((rows, 0), 0, backend.dtype(like[0]) if dtype is None else dtype, like)
-
-
 def row_slices(leaf: Any) -> RowSlices | None:
     """The parts of a `RowSparse` and of what the loaded frameworks have for it; None for anything else."""
     if isinstance(leaf, RowSparse):
-        if any(owner(part) is None for part in leaf):
-            expected = "arrays as indices, values and extent"
+        rows = getattr(leaf.extent, "rows", None)
+        if rows is None or owner(leaf.indices) is None or owner(leaf.values) is None:
+            expected = "arrays as indices and values, and a constant as extent"
             raise GradCombineError("RowSparse", expected, ", ".join(type(part).__name__ for part in leaf))
-        return RowSlices(leaf.indices, leaf.values, int(leaf.extent.shape[0]))
+        return RowSlices(leaf.indices, leaf.values, rows)
     found = (backend.row_slices(leaf) for backend in loaded())
     return next((slices for slices in found if slices is not None), None)
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.sparse.leaf import INT32
+from gradcombine.reductions.rows.leaf import INT32
 from gradcombine.types import Array
 
 

@@ -9,8 +9,8 @@ from gradcombine.autograph import ordinary
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError, renamed
-from gradcombine.sparse.distinct import distinct
-from gradcombine.sparse.leaf import INT32, is_row_sparse, require_in_range, require_rows, row_slices
+from gradcombine.reductions.rows.distinct import distinct
+from gradcombine.reductions.rows.leaf import INT32, is_row_sparse, require_in_range, require_rows, row_slices
 from gradcombine.types import Array, Tree
 
 

@@ -1,4 +1,4 @@
-"""Row-sparse sum: ``sum(w * g)``, of the rows that occur."""
+"""Row-sparse sum ``sum(w * g)`` and mean ``sum(w * g) / sum(w)``, of the rows that occur."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any
 from gradcombine.autograph import ordinary
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.divide import zero_if_empty
-from gradcombine.reductions.rows import Overflow, Rows, RowsState
+from gradcombine.reductions.divide import over_weight, zero_if_empty
+from gradcombine.reductions.rows.cell import Overflow, Rows
+from gradcombine.reductions.treewise import TreewiseState, lift
 
 
-class RowSumState(RowsState):
+class RowSumState(TreewiseState):
     """Rows of sums of ``w * g``."""
+
+
+class RowMeanState(TreewiseState):
+    """Rows of sums of ``w * g``, not divided yet."""
 
 
 @ordinary
@@ -60,7 +65,42 @@ def row_sum(
     ([2, 7, 1000], [52.0, 4.0, 0.0])
     """
     settings = dtypes.Settings(dtype, output_dtype, "row_sum")
-    wire = dtypes.parse(wire_dtype, "row_sum")
-    return Rows("row_sum", RowSumState, capacity, settings, zero_if_empty, overflow, wire).reduction(
-        scales_by_weight=False
-    )
+    return lift(Rows("row_sum", zero_if_empty, capacity, overflow, settings), RowSumState, wire_dtype)
+
+
+@ordinary
+def row_mean(
+    capacity: int,
+    *,
+    overflow: Overflow = "error",
+    dtype: Any = None,
+    output_dtype: Any = None,
+    wire_dtype: Any = None,
+) -> Reduction:
+    """The weighted mean of row-sparse gradients, held as rows, and divided once, after all merging.
+
+    Every contribution counts for every row, with 0 where it does not hold the row: the rows of the result are those of
+    `mean` of the dense gradients.
+
+    Args:
+      capacity, overflow, dtype, output_dtype, wire_dtype: as for `row_sum`.
+
+    Returns:
+      A reduction as `row_sum` is; its state holds the sum of weights as well.
+
+    Raises:
+      GradCombineError: as `row_sum`.
+
+    Bits: as for `row_sum`; the quotient is correctly rounded on CPU.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> from gradcombine import sparse
+    >>> a = sparse.row_sparse(np.int32([2]), np.float32([[4]]), rows=1000)
+    >>> b = sparse.row_sparse(np.int32([7]), np.float32([[8]]), rows=1000)
+    >>> out = gc.combine(gc.reductions.row_mean(capacity=2), [a, b], weights=[1, 3])
+    >>> out.indices.tolist(), out.values.ravel().tolist()
+    ([2, 7], [1.0, 6.0])
+    """
+    settings = dtypes.Settings(dtype, output_dtype, "row_mean")
+    cell = Rows("row_mean", over_weight, capacity, overflow, settings)
+    return lift(cell, RowMeanState, wire_dtype, scales_by_weight=True)
