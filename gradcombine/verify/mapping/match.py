@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from typing import NamedTuple
@@ -11,8 +12,28 @@ from gradcombine.verify.dumps import Dump
 from gradcombine.verify.mapping import alignment
 from gradcombine.verify.mapping.alignment import Axes
 from gradcombine.verify.mapping.closest import closest
-from gradcombine.verify.mapping.names import canonical
 from gradcombine.verify.mapping.rules import NO_RULES, Rules
+
+WRAPPERS = frozenset(
+    (
+        *("params", "param", "parameters", "weights", "vars", "variables", "value", "values", "trainable"),
+        *("model", "module", "layers", "optimizer", "opt", "state", "dict", "raw", "target", "item"),
+    )
+)
+"""Words that say nothing about which leaf it is."""
+
+SYNONYMS = {
+    "w": "kernel",
+    "weight": "kernel",
+    "embeddings": "kernel",
+    "embedding": "kernel",
+    "depthwise": "kernel",
+    "b": "bias",
+    "beta": "bias",
+    "gamma": "scale",
+    "moving": "running",
+    "variance": "var",
+}
 
 
 class Pair(NamedTuple):
@@ -43,7 +64,7 @@ def match(a: Dump, b: Dump, rules: Rules = NO_RULES, reading: Callable[[str], No
     """Pairs the leaves of two dumps.
 
     In this order, each step for what those before have left over: the rules; equal names; names that are alike but
-    for the habits of a framework (`names.canonical`), if only one leaf of each dump has such a name; shapes, transposed
+    for the habits of a framework (`canonical`), if only one leaf of each dump has such a name; shapes, transposed
     or not, that only one leaf of each dump has; values, the closest first. Where two leaves may be transposed, the
     values tell. A leaf that cannot be read has a counterpart by rule or by name alone.
 
@@ -93,6 +114,20 @@ def match(a: Dump, b: Dump, rules: Rules = NO_RULES, reading: Callable[[str], No
     rest_a, rest_b = rest_a | unread[0], rest_b | unread[1]
     position = {name: i for i, name in enumerate(a)}
     return Matching(tuple(sorted(pairs, key=lambda found: position[found.a])), tuple(rest_a), tuple(rest_b))
+
+
+def canonical(name: str) -> tuple[str, ...]:
+    """The words of a name that tell its leaf from others.
+
+    Words are cut at separators, at changes of case and between letters and digits; wrappers are dropped, synonyms
+    unified.
+
+    >>> canonical("params/Dense_0/kernel") == canonical("model.layers.dense.0.weight")
+    True
+    """
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
+    words: list[str] = re.findall(r"[a-z]+|\d+", spaced.lower())
+    return tuple(SYNONYMS.get(word, word) for word in words if word not in WRAPPERS)
 
 
 def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes | None:

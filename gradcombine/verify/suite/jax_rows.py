@@ -1,4 +1,4 @@
-"""JAX: eager, jit and scan; pmap and shard_map over virtual CPU devices."""
+"""JAX: the digits classifier, and the combine: eager, jit and scan; pmap and shard_map over virtual CPU devices."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jax.sharding import Mesh, PartitionSpec
 import gradcombine as gc
 from gradcombine.types import AccumulateState, Order, Tree
 from gradcombine.verify.suite import places
+from gradcombine.verify.suite.digits import Batch
 from gradcombine.verify.suite.places import Case, Contributions
 
 _AXIS = "data"
@@ -116,3 +117,20 @@ def _arrays(given: Contributions) -> tuple[list[Tree], list[jax.Array]]:
 
 def _numpy(result: Tree) -> Tree:
     return jax.tree.map(np.asarray, result)
+
+
+def _loss(parameters: dict[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:
+    hidden = jnp.tanh(images @ parameters["w1"] + parameters["b1"])
+    logits = hidden @ parameters["w2"] + parameters["b2"]
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean()
+
+
+@jax.jit
+def measure(parameters: dict[str, Any], batch: Batch) -> dict[str, jax.Array]:
+    """The mean loss over a batch and its gradient, as one flat tree."""
+    loss, gradients = jax.value_and_grad(_loss)(parameters, *batch)
+    return gradients | {"loss": loss}
+
+
+def exported(tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in tree.items()}

@@ -1,4 +1,4 @@
-"""What a row of the combine promises, and whether it keeps to it."""
+"""What a row of the combine promises, whether it keeps to it, and a fault with which it does not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Judge:
     """Measures rows against NumPy's list of the same contributions in the same order, and against the exact mean.
 
     Args:
-      given: all the contributions, unharmed.
+      given: all the contributions, uncorrupted.
     """
 
     def __init__(self, given: Contributions) -> None:
@@ -81,6 +81,25 @@ def distances(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[int, float]:
     with np.errstate(all="ignore"):
         relative = [float(np.abs(np.float64(a) - b).max() / (np.abs(b).max() or 1)) for a, b in pairs]
     return max(int(ulp_distance(a, b).max()) for a, b in pairs), max(relative)
+
+
+def flip_lowest_bit(case: Case, given: Contributions) -> Contributions:
+    """The contributions of a case with the lowest mantissa bit of one element of the first one flipped.
+
+    The combine rounds, and may round the flipped bit away: the element is one where it does not.
+    """
+    first = {name: np.asarray(leaf) for name, leaf in given.values[0].items()}
+    flipped = {name: (leaf.view(np.uint32) ^ np.uint32(1)).view(np.float32) for name, leaf in first.items()}
+    before = numpy_rows.combined(given, case.order)
+    after = numpy_rows.combined(Contributions([flipped, *given.values[1:]], given.weights), case.order)
+    for name, leaf in first.items():
+        seen = np.argwhere(before[name] != after[name])
+        if len(seen):
+            chosen = tuple(seen[0])
+            corrupted = leaf.copy()
+            corrupted[chosen] = flipped[name][chosen]
+            return Contributions([first | {name: corrupted}, *given.values[1:]], given.weights)
+    raise AssertionError("no element shows a flipped bit")
 
 
 def _share(expected: Expected, result: Tree) -> float:

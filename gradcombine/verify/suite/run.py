@@ -10,13 +10,10 @@ from collections.abc import Callable, Sequence
 
 from gradcombine.verify.suite import (
     digits,
-    fault,
-    jax_model,
     jax_rows,
     laws,
     model_laws,
     numpy_rows,
-    tensorflow_model,
     tensorflow_rows,
     train,
 )
@@ -72,12 +69,12 @@ def _combine(
     cases: Sequence[Case], given: Contributions, inject_fault: bool, started: Callable[[str], None]
 ) -> list[Finding]:
     judge, findings = laws.Judge(given), []
-    harmed = [case for case in cases if laws.promised(case) == BITS][-1] if inject_fault else None
+    corrupted = [case for case in cases if laws.promised(case) == BITS][-1] if inject_fault else None
     for case in cases:
         started(f"{case.framework}, {case.mode}, {case.place}")
         inputs = case.contributions(given)
-        if case is harmed:
-            inputs = fault.flip_lowest_bit(case, inputs)
+        if case is corrupted:
+            inputs = laws.flip_lowest_bit(case, inputs)
         findings.append(judge.finding(case, case.run(inputs)))
     return findings
 
@@ -100,6 +97,6 @@ def _train(examples: Batch) -> tuple[dict[str, list[float]], list[Finding]]:
 
 
 _MEASURES: dict[str, Measure] = {
-    "jax": lambda parameters, batch: jax_model.exported(jax_model.measure(parameters, batch)),
-    "tensorflow": lambda parameters, batch: tensorflow_model.exported(tensorflow_model.measure(parameters, batch)),
+    "jax": lambda parameters, batch: jax_rows.exported(jax_rows.measure(parameters, batch)),
+    "tensorflow": lambda parameters, batch: tensorflow_rows.exported(tensorflow_rows.measure(parameters, batch)),
 }

@@ -1,4 +1,4 @@
-"""TensorFlow: eager, tf.function and XLA; MirroredStrategy over logical CPU devices."""
+"""TensorFlow: the digits classifier, and the combine: eager, tf.function, XLA; MirroredStrategy over logical CPUs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.types import Order, Tree
 from gradcombine.verify.suite import places
+from gradcombine.verify.suite.digits import PIXELS, Batch
 from gradcombine.verify.suite.places import Case, Contributions
 
 
@@ -84,3 +86,26 @@ def _tensors(given: Contributions) -> tuple[list[Tree], list[tf.Tensor]]:
 
 def _numpy(result: Tree) -> Tree:
     return {name: tensor.numpy() for name, tensor in result.items()}
+
+
+_IMAGES, _LABELS = tf.TensorSpec([None, PIXELS], tf.float32), tf.TensorSpec([None], tf.int32)
+
+
+@tf.function(reduce_retracing=True)
+def _measure(parameters: dict[str, Any], images: tf.Tensor, labels: tf.Tensor) -> dict[str, Any]:
+    with tf.GradientTape() as tape:
+        tape.watch(parameters)
+        hidden = tf.tanh(images @ parameters["w1"] + parameters["b1"])
+        logits = hidden @ parameters["w2"] + parameters["b2"]
+        loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits))
+    return tape.gradient(loss, parameters) | {"loss": loss}
+
+
+def measure(parameters: dict[str, Any], batch: Batch) -> dict[str, tf.Tensor]:
+    """The mean loss over a batch and its gradient, as one flat tree."""
+    tensors = {name: tf.convert_to_tensor(leaf) for name, leaf in parameters.items()}
+    return _measure(tensors, tf.constant(batch.images), tf.constant(batch.labels))
+
+
+def exported(tree: dict[str, tf.Tensor]) -> dict[str, np.ndarray]:
+    return {name: leaf.numpy() for name, leaf in tree.items()}

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.types import Tree
-from gradcombine.verify.suite import digits, exact, jax_model, tensorflow_model
+from gradcombine.verify.suite import digits, exact, jax_rows, tensorflow_rows
 from gradcombine.verify.suite.analysis import analyse_mean
 from gradcombine.verify.suite.digits import Batch
 from gradcombine.verify.suite.findings import BOUND, Finding
@@ -29,8 +29,8 @@ class Framework(NamedTuple):
 
 
 FRAMEWORKS = {
-    "jax": Framework(jax_model.measure, jnp.float32, jax_model.exported),
-    "tensorflow": Framework(tensorflow_model.measure, lambda x: tf.constant(x, tf.float32), tensorflow_model.exported),
+    "jax": Framework(jax_rows.measure, jnp.float32, jax_rows.exported),
+    "tensorflow": Framework(tensorflow_rows.measure, lambda x: tf.constant(x, tf.float32), tensorflow_rows.exported),
 }
 
 

@@ -106,9 +106,9 @@ def test_a_flipped_bit_shows(tmp_path: Path) -> None:
     bad = tmp_path / "bad" / "dump.npz"
     outcomes = {"refused": 0, "same": 0}
     for bit in rng.integers(0, 8 * len(content), 250):
-        harmed = bytearray(content)
-        harmed[bit // 8] ^= 1 << (bit % 8)
-        bad.write_bytes(harmed)
+        corrupted = bytearray(content)
+        corrupted[bit // 8] ^= 1 << (bit % 8)
+        bad.write_bytes(corrupted)
         try:
             report = diff(good, open_dump(bad))
         except GradCombineError:

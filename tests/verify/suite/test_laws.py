@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from gradcombine.verify.suite import fault, numpy_rows
+from gradcombine.verify.suite import numpy_rows
 from gradcombine.verify.suite.findings import BITS, BOUND
-from gradcombine.verify.suite.laws import Judge, promised
+from gradcombine.verify.suite.laws import Judge, flip_lowest_bit, promised
 from gradcombine.verify.suite.places import LIST, REPLICAS, TIME, TIME_AND_REPLICAS, Case, Contributions
 
 RANDOM = np.random.default_rng(0)
@@ -46,9 +46,9 @@ def test_the_reference_itself_holds(place: str, order: str) -> None:
 def _changed(change: float) -> list[dict[str, np.ndarray]]:
     """Two replicas' results, the second one with one element changed."""
     result = numpy_rows.combined(GIVEN, "tree")
-    harmed = result["w"].copy()
-    harmed[1, 2] = change if np.isnan(change) else harmed[1, 2] * np.float32(1 + change)
-    return [result, {"w": harmed}]
+    corrupted = result["w"].copy()
+    corrupted[1, 2] = change if np.isnan(change) else corrupted[1, 2] * np.float32(1 + change)
+    return [result, {"w": corrupted}]
 
 
 @pytest.mark.parametrize("change", [2.0**-23, 0.1, np.nan])
@@ -71,8 +71,8 @@ def test_zeros_of_other_signs_are_not_equal_bits() -> None:
 
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_fault_is_one_bit_and_shows(order: str) -> None:
-    harmed = fault.flip_lowest_bit(_case(order=order), GIVEN)
-    before, after = (np.stack([value["w"] for value in given.values]).view(np.uint32) for given in (GIVEN, harmed))
+    corrupted = flip_lowest_bit(_case(order=order), GIVEN)
+    before, after = (np.stack([value["w"] for value in given.values]).view(np.uint32) for given in (GIVEN, corrupted))
     assert np.bitwise_count(before ^ after).sum() == 1
-    finding = Judge(GIVEN).finding(_case(order=order), [numpy_rows.combined(harmed, order)])
+    finding = Judge(GIVEN).finding(_case(order=order), [numpy_rows.combined(corrupted, order)])
     assert not finding.holds
