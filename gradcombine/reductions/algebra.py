@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -158,6 +158,10 @@ class GuardedState(NamedTuple):
     dtypes: Tree
 
 
+class Nothing(NamedTuple):
+    """Stands in a state for a None that a user's function made."""
+
+
 @dataclass(frozen=True)
 class _Guarded:
     """A user's four functions behind the checks that the library's own make."""
@@ -179,7 +183,7 @@ class _Guarded:
         # Placed as the leaves are: a state that begins the same on all replicas may still become each one's own.
         own = backend.full((), False, np.dtype(np.bool_), present)
         arrays = (None if x is None else backend.where(own, backend.asarray(x), backend.asarray(x)) for x in made)
-        empty = tree.unflatten(inner, arrays)
+        empty = _kept(inner, arrays)
         return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, kinds))
 
     @ordinary
@@ -193,7 +197,7 @@ class _Guarded:
             return state
         wide = any(dtypes.part(backend.dtype(x)) == np.float64 for x in leaves if not is_absent(x))
         scalar = parsed.cast(backend, np.dtype(np.float64) if wide else dtypes.FLOAT32)
-        updated = self._alike("update", backend, state.value, self.own_update(state.value, value, scalar))
+        updated = self._alike("update", backend, state.value, self.own_update(self._given(state.value), value, scalar))
         count = state.count + 1
         if zero is not False:
             # Masked by where: a contribution of weight 0 may hold NaN.
@@ -208,14 +212,14 @@ class _Guarded:
         if expected != received:
             raise tree.difference(self.name, expected, received)
         backend = resolve(self.name, [x for state in (a, b) for x in tree.flatten(self.name, state.value)[0]])
-        self._alike("merge", backend, a.value, b.value)
-        merged = self._alike("merge", backend, a.value, self.own_merge(a.value, b.value))
+        self._alike("merge", backend, a.value, self._given(b.value))
+        merged = self._alike("merge", backend, a.value, self.own_merge(self._given(a.value), self._given(b.value)))
         return a._replace(value=merged, count=a.count + b.count)
 
     @ordinary
     def finalize(self, state: GuardedState) -> Tree:
         self._require(state)
-        return self.own_finalize(state.value)
+        return self.own_finalize(self._given(state.value))
 
     @ordinary
     def clear(self, state: GuardedState) -> GuardedState:
@@ -226,14 +230,12 @@ class _Guarded:
     def all_merge(self, state: GuardedState, collective: Collective, order: Order) -> GuardedState:
         self._require(state)
         own, structure = tree.flatten(self.name, (state.value, state.count))
-        present = [x for x in own if x is not None]
 
         def rebuild(received: Sequence[Array]) -> GuardedState:
-            back = iter(received)
-            value, count = tree.unflatten(structure, [None if x is None else next(back) for x in own])
+            value, count = tree.unflatten(structure, received)
             return state._replace(value=value, count=count)
 
-        return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, present)))
+        return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, own)))
 
     def _require(self, state: Any) -> None:
         if not isinstance(state, GuardedState):
@@ -254,7 +256,7 @@ class _Guarded:
 
     def _alike(self, function: str, backend: Backend, expected: State, received: State) -> State:
         """What a function returned, if it is a state like the one that it was given."""
-        olds, structure = tree.flatten(self.name, expected)
+        olds, structure = tree.flatten(self.name, self._given(expected))
         news = tree.flatten_as(f"{self.name}: what {function} returns", structure, received)
         arrays = []
         for old, new, path in zip(olds, news, structure.paths(), strict=True):
@@ -266,7 +268,21 @@ class _Guarded:
                 wanted, got = ("no array" if kind is None else f"{kind[0]} of shape {kind[1]}" for kind in kinds)
                 raise GradCombineError(self.name, f"{wanted} from {function}", got, path)
             arrays.append(backend.asarray(new))
-        return tree.unflatten(structure, arrays)
+        return _kept(structure, arrays)
+
+    def _given(self, state: State) -> State:
+        """A state as the functions made it, which may hold None."""
+        leaves, structure = tree.flatten(self.name, state, _is_nothing)
+        return tree.unflatten(structure, [None if _is_nothing(x) else x for x in leaves])
+
+
+def _kept(structure: tree.Structure, leaves: Iterable[Any]) -> State:
+    """A state of arrays alone: loops of TensorFlow and the counter of order "tree" know no None."""
+    return tree.unflatten(structure, [Nothing() if x is None else x for x in leaves])
+
+
+def _is_nothing(node: Any) -> bool:
+    return isinstance(node, Nothing)
 
 
 def of_each_rank(collective: Collective, arrays: Sequence[Array]) -> Iterator[list[Array]]:
