@@ -158,7 +158,7 @@ def test_two_states_of_different_variables_do_not_match() -> None:
     class Frozen(nnx.Param):
         pass
 
-    with pytest.raises(gc.GradCombineError, match=r"sum: leaf \['w'\]"):
+    with pytest.raises(gc.GradCombineError, match=r"add_n: leaf \['w'\]"):
         gc.add_n([nnx.State({"w": nnx.Param(jnp.ones(2))}), nnx.State({"w": Frozen(jnp.ones(2))})])
 
 
