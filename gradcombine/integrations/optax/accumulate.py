@@ -19,6 +19,7 @@ from gradcombine.checks import require_collective
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax.numbers import as_arrays
 from gradcombine.integrations.jax.placement import place_beside
+from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.optax.agree import any_replica, require_flag
 from gradcombine.integrations.optax.contribution import cast_as, gradients_like, keep_dtypes, weight_unless, widen
 from gradcombine.integrations.optax.placeholder import init_for
@@ -163,20 +164,23 @@ def accumulate(
         window = window._replace(step=jnp.where(flushed, jnp.maximum(window.step, length), window.step))
         applied = acc.ready(window) if skip is None else jnp.logical_and(acc.ready(window), ~empty)
 
-        # The window is only read in the conditional: a buffer that passes through one is copied.
-        def apply() -> tuple[optax.Updates, Any]:
+        # The window is only read here: a buffer that passes through a conditional is copied.
+        def apply(inner_state: Any) -> tuple[Any, optax.Updates]:
             merged = gc.merge_replicas(reduction, whole(reduction, window), over=replicas, order=order)
             gradients = cast_as(reduction.finalize(merged), given)
-            result, inner_state = wrapped.update(gradients, before.inner, params, **extra_args)
-            return result, keep_dtypes(inner_state, before.inner)
+            result, new = wrapped.update(gradients, inner_state, params, **extra_args)
+            return keep_dtypes(new, inner_state), result
 
-        def wait() -> tuple[optax.Updates, Any]:
-            return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), before.inner
+        def wait(inner_state: Any) -> tuple[Any, optax.Updates]:
+            return inner_state, jax.tree.map(jnp.zeros_like, jax.eval_shape(apply, inner_state)[1])
 
-        if isinstance(applied, Tracer):
-            result, inner_state = jax.lax.cond(applied, apply, wait)
+        if not isinstance(applied, Tracer):
+            inner_state, result = apply(before.inner) if applied else wait(before.inner)
+        elif replicas is gc.LOCAL:
+            # Of elementwise branches, which GPUs fuse with what reads the updates; a loop would have to write them.
+            inner_state, result = jax.lax.cond(applied, apply, wait, before.inner)
         else:
-            result, inner_state = apply() if applied else wait()
+            inner_state, result = run_if(applied, apply, before.inner)
         return result, AccumulateUpdatesState(window, inner_state, jnp.asarray(applied), skipped)
 
     return optax.GradientTransformationExtraArgs(init, update)
