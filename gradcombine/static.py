@@ -24,7 +24,8 @@ class Static:
 
     Attributes:
       dtype: the dtype that it stands for; None where there is no gradient.
-      shape: where there is no gradient: of the array that stands for it, as JAX's float0 does; None for None.
+      shape: that it stands for; None where that is not part of it. Where there is no gradient: of the array that says
+        so, as JAX's float0 does; None for None.
       rows: the number of rows that it stands for; None for another constant.
     """
 
@@ -38,18 +39,19 @@ class Static:
     def __reduce__(self) -> Any:
         if self.rows is not None:
             return of_rows, (self.rows,)
-        return (no_gradient, (self.shape,)) if self.dtype is None else (of_dtype, (str(self.dtype),))
+        return (no_gradient, (self.shape,)) if self.dtype is None else (of_dtype, (str(self.dtype), self.shape))
 
 
 @cache
-def of_dtype(dtype: str | np.dtype) -> Any:
-    """The constant that stands for a dtype.
+def of_dtype(dtype: str | np.dtype, shape: tuple[int, ...] | None = None) -> Any:
+    """The constant that stands for a dtype, or for one and a shape.
 
-    >>> of_dtype(np.dtype(np.float32)), of_dtype("bfloat16").dtype
-    (float32, dtype(bfloat16))
+    >>> of_dtype(np.dtype(np.float32)), of_dtype("bfloat16").dtype, of_dtype("float32", (2, 3))
+    (float32, dtype(bfloat16), float32_2x3)
     """
     known = np.dtype(getattr(ml_dtypes, str(dtype), dtype))
-    return _constant(str(known), dtype=known)
+    name = str(known) if shape is None else "_".join([str(known), "x".join(map(str, shape))])
+    return _constant(name, dtype=known, shape=shape)
 
 
 @cache
@@ -85,11 +87,13 @@ def is_static(node: Any) -> bool:
     return isinstance(node, Static)
 
 
-def of_leaf(leaf: Any) -> Any:
-    """The constant that stands for a leaf's dtype, or for its "no gradient"."""
+def of_leaf(leaf: Any, with_shape: bool = False) -> Any:
+    """The constant that stands for a leaf's dtype (and shape), or for its "no gradient"."""
     if leaf is None:
         return no_gradient()
     backend = owner(leaf)
     if backend is None:
         raise GradCombineError("static", "an array, a number or None", type(leaf).__name__)
-    return no_gradient(backend.shape(leaf)) if is_absent(leaf) else of_dtype(backend.dtype(leaf))
+    if is_absent(leaf):
+        return no_gradient(backend.shape(leaf))
+    return of_dtype(backend.dtype(leaf), backend.shape(leaf) if with_shape else None)

@@ -107,6 +107,9 @@ class JaxBackend:
         # not.
         return jnp.divide(array, jnp.where(array != array, jnp.ones_like(divisor), divisor))
 
+    def sqrt(self, array: Array) -> Array:
+        return jnp.sqrt(array)
+
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         return jnp.where(condition, a, b)
 

@@ -87,6 +87,10 @@ class NumpyBackend:
         with np.errstate(all="ignore"):
             return np.divide(array, divisor)
 
+    def sqrt(self, array: Array) -> Array:
+        with np.errstate(all="ignore"):
+            return np.sqrt(array)
+
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         return np.where(condition, a, b)
 

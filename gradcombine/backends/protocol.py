@@ -104,6 +104,10 @@ class Backend(Protocol):
         """array / divisor for a scalar of the array's real dtype, correctly rounded."""
         ...
 
+    def sqrt(self, array: Array) -> Array:
+        """The square root of floats, correctly rounded on CPU; NaN of negative ones."""
+        ...
+
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         """a where the boolean condition holds, else b."""
         ...

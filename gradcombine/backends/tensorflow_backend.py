@@ -97,6 +97,9 @@ class TensorflowBackend:
         # XLA turns a constant scalar divisor into a multiplication by its reciprocal, which rounds twice.
         return tf.divide(array, tf.where(tf.math.is_nan(array), tf.ones((), array.dtype), divisor))
 
+    def sqrt(self, array: Array) -> Array:
+        return tf.sqrt(array)
+
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         if tf.executing_eagerly() and self.shape(condition) == ():
             known = self.concrete(condition)

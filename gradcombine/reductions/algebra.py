@@ -149,13 +149,13 @@ class GuardedState(NamedTuple):
       value: the functions' own state.
       empty: the same before any contribution.
       count: int32 scalar, the number of contributions whose weight is not 0.
-      dtypes: constants in the tree's structure: for each leaf its dtype, or that there is no gradient.
+      made_for: constants in the tree's structure: for each leaf its dtype and shape, or that there is no gradient.
     """
 
     value: State
     empty: State
     count: Array
-    dtypes: Tree
+    made_for: Tree
 
 
 class Nothing(NamedTuple):
@@ -175,7 +175,7 @@ class _Guarded:
     @ordinary
     def init(self, like: Tree) -> GuardedState:
         leaves, structure = tree.flatten(self.name, like)
-        kinds = [static.of_leaf(leaf) for leaf in leaves]
+        kinds = [static.of_leaf(leaf, with_shape=True) for leaf in leaves]
         present = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind.dtype is not None]
         zeros = [None if is_absent(x) else np.broadcast_to(np.zeros((), dtype_of(x)), shape_of(x)) for x in leaves]
         made, inner = tree.flatten(self.name, self.own_init(tree.unflatten(structure, zeros)))
@@ -208,7 +208,7 @@ class _Guarded:
     def merge(self, a: GuardedState, b: GuardedState) -> GuardedState:
         self._require(a)
         self._require(b)
-        expected, received = (tree.flatten(self.name, state.dtypes)[1] for state in (a, b))
+        expected, received = (tree.flatten(self.name, state.made_for)[1] for state in (a, b))
         if expected != received:
             raise tree.difference(self.name, expected, received)
         backend = resolve(self.name, [x for state in (a, b) for x in tree.flatten(self.name, state.value)[0]])
@@ -243,15 +243,16 @@ class _Guarded:
 
     def _matching(self, state: GuardedState, value: Tree) -> list[Any]:
         """The leaves of a contribution, after a check that it is one for this state."""
-        made_for, structure = tree.flatten(self.name, state.dtypes, static.is_static)
+        made_for, structure = tree.flatten(self.name, state.made_for, static.is_static)
         leaves = tree.flatten_as(self.name, structure, value)
         for expected, leaf, path in zip(made_for, leaves, structure.paths(), strict=True):
-            received = static.of_leaf(leaf)
-            if received.dtype is None or received.dtype == expected.dtype:
+            received = static.of_leaf(leaf, with_shape=True)
+            if received.dtype is None or (received.dtype, received.shape) == (expected.dtype, expected.shape):
                 continue
             if expected.dtype is None:
                 raise GradCombineError(self.name, "no gradient, as where the state was made", "an array", path)
-            raise GradCombineError(self.name, f"dtype {expected.dtype}", received.dtype, path)
+            wanted, got = (f"dtype {kind.dtype} and shape {kind.shape}" for kind in (expected, received))
+            raise GradCombineError(self.name, wanted, got, path)
         return leaves
 
     def _alike(self, function: str, backend: Backend, expected: State, received: State) -> State:

@@ -218,7 +218,8 @@ def refilled(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
     if not isinstance(a, tuple):
         return arrays[0]
     remaining = iter(arrays)
-    return type(a)(*(x if static.is_static(x) else next(remaining) for x in a))
+    fields = [x if static.is_static(x) else next(remaining) for x in a]
+    return type(a)(*fields) if hasattr(a, "_fields") else tuple(fields)
 
 
 def where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:

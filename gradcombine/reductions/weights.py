@@ -163,3 +163,21 @@ def factor(operation: str, backend: Backend, weight: Weight, running: np.dtype) 
 def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) -> Array:
     """``factor * x``, rounded once in at least float32."""
     return x if factor is None else backend.scale(backend.cast(x, dtypes.working(running)), factor)
+
+
+def where(operation: str, backend: Backend, condition: Array, weight: Any, wide: bool) -> Array:
+    """The weight where the boolean scalar holds, else 0; of an integer type if it was of one.
+
+    Args:
+      operation: for error messages.
+      backend: of the condition.
+      condition: known or traced.
+      weight: any that `parse` takes.
+      wide: whether a float that is known becomes one of 64 bits.
+    """
+    parsed = parse(operation, backend, weight)
+    array = parsed.array
+    if parsed.known is not None:
+        whole = parsed.whole and parsed.known <= np.iinfo(np.int32).max
+        array = parsed.cast(backend, np.dtype(np.int32 if whole else np.float64 if wide else np.float32))
+    return backend.where(condition, array, backend.full((), 0, backend.dtype(array)))
