@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import reductions, sparse
+from gradcombine import noise, reductions, sparse
 from tests.spec.duals import derivatives
 
 N, SIZE = 3, 2
@@ -53,6 +53,15 @@ def adasum(rows: Any, ws: Any) -> Any:
     return reduce(pair, rows)
 
 
+def noise_formula(rows: Any, ws: Any) -> Any:
+    """Scale, trace and squared norm, each twice: the losses weigh a scalar by both factors."""
+    within = mean([sum(x * x for x in row) for row in rows], ws)
+    between = sum(x * x for x in elementwise(mean)(rows, ws))
+    error = (within - between) * Fraction(1, N - 1)
+    trace, signal = error * sum(ws), between - error
+    return [y for y in (trace / signal, trace, signal) for _ in SCALES]
+
+
 FORMULAS = {"sum": elementwise(total), "mean": elementwise(mean)}
 OTHERS: dict[str, tuple[gc.Reduction, Callable[..., Any]]] = {
     "sum": (reductions.sum(), FORMULAS["sum"]),
@@ -62,6 +71,8 @@ OTHERS: dict[str, tuple[gc.Reduction, Callable[..., Any]]] = {
     "product": (reductions.product(), elementwise(lambda xs, ws: reduce(lambda a, b: a * b, xs))),
     "max": (reductions.max(), elementwise(lambda xs, ws: max(xs))),
     "min": (reductions.min(), elementwise(lambda xs, ws: min(xs))),
+    "first": (reductions.first(), elementwise(lambda xs, ws: xs[0])),
+    "last": (reductions.last(), elementwise(lambda xs, ws: xs[-1])),
     "checked": (reductions.checked(EXACT["mean"]), FORMULAS["mean"]),
     "per_leaf": (
         reductions.per_leaf({"a": EXACT["mean"], "b": reductions.max()}),
@@ -84,6 +95,12 @@ def true_derivatives(formula: Callable[..., Any], x: np.ndarray = X) -> tuple[fl
 def listed(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
     trees = [{"a": xs[i], "b": xs[i]} if reduction.name == "per_leaf" else xs[i] for i in range(N)]
     return gc.combine(reduction, trees, [ws[i] for i in range(N)])
+
+
+def noise_listed(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
+    mean_square = gc.combine(reduction, [noise.squared_norm(xs[i]) for i in range(N)], [ws[i] for i in range(N)])
+    square_of_mean = noise.squared_norm(gc.combine(reduction, [xs[i] for i in range(N)], [ws[i] for i in range(N)]))
+    return noise.noise_scale(mean_square, square_of_mean, sum(ws[i] for i in range(N)), N)
 
 
 def rows_listed(reduction: gc.Reduction, xs: Any, ws: Any) -> Any:
@@ -259,6 +276,18 @@ def test_a_state_beside_a_derivative_is_no_derivative() -> None:
 def test_other_reductions_in_jax(name: str) -> None:
     reduction, formula = OTHERS[name]
     check(jax_derivatives(listed, reduction), true_derivatives(formula))
+
+
+@pytest.mark.needs("jax")
+def test_noise_scale_in_jax() -> None:
+    received = jax_derivatives(noise_listed, reductions.mean())
+    check(received, true_derivatives(noise_formula))
+
+
+@pytest.mark.needs("tensorflow")
+def test_noise_scale_in_tensorflow() -> None:
+    received = tensorflow_derivatives(TF_WRAPS["eager"](), noise_listed, reductions.mean())
+    check(received, true_derivatives(noise_formula))
 
 
 @pytest.mark.needs("jax")
