@@ -128,8 +128,8 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
         if backend.shape(x) != () or dtypes.kind(backend.dtype(x)) not in ("float", "integer"):
             received = f"shape {backend.shape(x)} and dtype {backend.dtype(x)}"
             raise GradCombineError("noise_scale", f"a real scalar as {name}", received)
-    own = backend.dtype(arrays["mean_square"])
-    dtype = own if own == np.float64 else dtypes.FLOAT32
+    received = backend.dtype(arrays["mean_square"])
+    dtype = received if received == np.float64 else dtypes.FLOAT32
     within, between, examples, n = (backend.cast(x, dtype) for x in arrays.values())
     one, unknown = (backend.full((), fill, dtype) for fill in (1, np.nan))
     # The squared error of the mean gradient: tr(S) / B.

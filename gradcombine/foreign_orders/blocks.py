@@ -47,9 +47,9 @@ def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
     running = dtypes.parse(dtype, "left_chain")
 
     def summed(backend: Backend, terms: list[Array]) -> Array:
-        own = backend.dtype(terms[0])
+        result = backend.dtype(terms[0])
         cast = terms if running is None else [backend.cast(term, running) for term in terms]
-        return backend.cast(chain(backend, cast), own)
+        return backend.cast(chain(backend, cast), result)
 
     return by_leaf("left_chain", values, summed)
 

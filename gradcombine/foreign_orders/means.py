@@ -90,12 +90,12 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | N
         raise GradCombineError("mean_of_means", f"{len(trees)} weights", len(weights))
     each = len(trees) // ranks
     blocks = [slice(i, i + each) for i in range(0, len(trees), each)]
-    return mean([mean(trees[own], None if weights is None else weights[own]) for own in blocks])
+    return mean([mean(trees[block], None if weights is None else weights[block]) for block in blocks])
 
 
 def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.dtype) -> Array:
-    shape, own = backend.shape(terms[0]), backend.dtype(terms[0])
-    running = own if own == accumulator else FLOAT32
+    shape, dtype = backend.shape(terms[0]), backend.dtype(terms[0])
+    running = dtype if dtype == accumulator else FLOAT32
     average = backend.full(shape, 0, accumulator)
     for n, term in enumerate(terms, start=1):
         before = backend.cast(average, running)
@@ -108,7 +108,7 @@ def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.
         else:
             after = backend.add(before, _times(backend, difference, reciprocal))
         average = after if n == len(terms) else backend.cast(after, accumulator)
-    return backend.cast(average, own)
+    return backend.cast(average, dtype)
 
 
 def multiply_add(backend: Backend, x: Array, factor: np.float32, y: Array) -> Array:

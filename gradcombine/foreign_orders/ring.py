@@ -60,13 +60,14 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     pairs = zip(leaves, structure.paths(), strict=True)
     shapes = [shape_of("ring", leaf, path) for leaf, path in pairs if not is_absent(leaf)]
     packs = [shapes] if packed else [[shape] for shape in shapes]
-    chunks = iter([own for pack, dtype in zip(packs, found, strict=False) for own in _chunks(pack, dtype, len(trees))])
+    numbers = [_chunks(pack, dtype, len(trees)) for pack, dtype in zip(packs, found, strict=False)]
+    chunks = iter([leaf for pack in numbers for leaf in pack])
 
     def around(backend: Backend, terms: list[Array]) -> Array:
-        own = next(chunks)
+        chunk = next(chunks)
         total = terms[0]
-        for k in np.unique(own):
-            total = backend.where(own == k, chain(backend, terms[k:] + terms[:k]), total)
+        for k in np.unique(chunk):
+            total = backend.where(chunk == k, chain(backend, terms[k:] + terms[:k]), total)
         return total
 
     return by_leaf("ring", trees, around)
