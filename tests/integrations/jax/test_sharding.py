@@ -42,12 +42,14 @@ def specs_of(tree: Any) -> Any:
 
 
 def placed(state: Any, like: dict[str, jax.Array]) -> None:
-    """Each array of the parameters' shape is sharded as its own parameter; at least one stands for each of them."""
+    """Each array of the parameters' shape, or a stack of such, is sharded as its own parameter; one stands for each."""
     seen = set()
     for path, x in jax.tree_util.tree_leaves_with_path(state):
-        if x.shape == (8, 8):
+        if x.shape[-2:] == (8, 8):
             (name,) = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-            assert x.sharding.is_equivalent_to(like[name].sharding, 2), (path, x.sharding)
+            over, spec = like[name].sharding.mesh, like[name].sharding.spec
+            expected = NamedSharding(over, P(*[None] * (x.ndim - 2), *spec))
+            assert x.sharding.is_equivalent_to(expected, x.ndim), (path, x.sharding)
             seen.add(name)
     assert seen == set(like)
 
