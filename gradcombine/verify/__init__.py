@@ -3,11 +3,13 @@
 from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equal_bits, assert_within_ulp, compare
 from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.origin import Explanation, explain
+from gradcombine.verify.property_test import BrokenLaw, check_reduction
 from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
 from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
 __all__ = [
     "NAN_DISTANCE",
+    "BrokenLaw",
     "Cause",
     "Comparison",
     "Divergence",
@@ -18,6 +20,7 @@ __all__ = [
     "assert_equal_bits",
     "assert_within_ulp",
     "check_microbatches",
+    "check_reduction",
     "compare",
     "equal_bits",
     "explain",

@@ -1,0 +1,78 @@
+"""Replicas in one process, one after another: each program runs again until all of its exchanges are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import numpy as np
+
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import resolve
+from gradcombine.types import Array
+
+
+def run_replicas(count: int, program: Callable[[int, Collective], Any]) -> list[Any]:
+    """``program(rank, collective)`` of each replica: a pure function of arrays that are known, run several times."""
+    exchanged: list[list[Sequence[Array]]] = []
+    while True:
+        results, sent = [], []
+        for rank in range(count):
+            try:
+                results.append(program(rank, _Replica(rank, count, exchanged)))
+            except _Unknown as exchange:
+                sent.append(exchange.arrays)
+        if not sent:
+            return results
+        assert not results  # or replicas do not exchange in step
+        exchanged.append(sent)
+
+
+class _Unknown(BaseException):
+    """The first exchange of which only this replica's part is known."""
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        super().__init__()
+        self.arrays = arrays
+
+
+class _Replica:
+    def __init__(self, rank: int, count: int, exchanged: list[list[Sequence[Array]]]) -> None:
+        self._rank, self._count, self._exchanged = rank, count, iter(exchanged)
+
+    def size(self) -> int:
+        return self._count
+
+    def rank(self) -> Array:
+        return np.int32(self._rank)
+
+    def _columns(self, arrays: Sequence[Array]) -> list[tuple[Array, ...]]:
+        """For each array those of all replicas."""
+        sent = next(self._exchanged, None)
+        if sent is None:
+            raise _Unknown(arrays)
+        return list(zip(*sent, strict=True))
+
+    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
+        return [reduce(resolve("all_sum", column).add, column) for column in self._columns(arrays)]
+
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        return [reduce(resolve("all_max", column).maximum, column) for column in self._columns(arrays)]
+
+    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
+        return [resolve("all_gather", column).stack(column) for column in self._columns(arrays)]
+
+    def of_sums(
+        self,
+        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+        summed: Sequence[Array],
+        common: Sequence[Array],
+    ) -> list[Array]:
+        return function(self.all_sum(summed), common)
+
+    def vary(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+        return None
