@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from gradcombine import static
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError
@@ -17,7 +16,7 @@ from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array, Order
 
 Accumulator = Any
-"""An array, or a NamedTuple of arrays and constants, of which the first has the contributions' number of axes."""
+"""An array, or a NamedTuple of arrays, tuples of them and constants; the first has as many axes as contributions."""
 
 
 class Totals(NamedTuple):
@@ -210,16 +209,21 @@ class RoundedWeights:
 
 def parts(a: Accumulator) -> tuple[Array, ...]:
     """The arrays of an accumulator."""
-    return tuple(x for x in a if not static.is_static(x)) if isinstance(a, tuple) else (a,)
+    # Constants have no fields.
+    return tuple(x for part in a for x in parts(part)) if isinstance(a, tuple) else (a,)
 
 
 def refilled(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
     """An accumulator like another one, of these arrays."""
-    if not isinstance(a, tuple):
-        return arrays[0]
     remaining = iter(arrays)
-    fields = [x if static.is_static(x) else next(remaining) for x in a]
-    return type(a)(*fields) if hasattr(a, "_fields") else tuple(fields)
+
+    def build(a: Any) -> Any:
+        if not isinstance(a, tuple):
+            return next(remaining)
+        children = map(build, a)
+        return type(a)(*children) if hasattr(a, "_fields") else tuple(children)
+
+    return build(a)
 
 
 def where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:

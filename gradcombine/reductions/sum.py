@@ -16,8 +16,8 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.compensated import Compensated
 from gradcombine.reductions.divide import zero_if_empty
 from gradcombine.reductions.exact.cell import Exact
+from gradcombine.reductions.exact.digits import SPILLED_CAPACITY
 from gradcombine.reductions.exact.grid import FLOAT32
-from gradcombine.reductions.exact.spill import CAPACITY
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array
 
@@ -94,8 +94,8 @@ def require_max_terms(operation: str, max_terms: int) -> bool:
     Raises:
       GradCombineError: for what is not an integer from 1 to 2**26.
     """
-    expected = f"max_terms from 1 to {CAPACITY}"
-    return require_integer(operation, expected, max_terms, highest=CAPACITY) > FLOAT32.capacity
+    expected = f"max_terms from 1 to {SPILLED_CAPACITY}"
+    return require_integer(operation, expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity
 
 
 def require_no_accumulator_dtype(operation: str, dtype: Any, wire_dtype: Any) -> None:

@@ -90,9 +90,12 @@ def _require_part(operation: str, reduction: Reduction, part: State, path: str) 
         expected, found = right.kinds.get(node), received.kinds.get(node)
         if expected != found:
             raise GradCombineError(operation, f"{expected}, as these settings make it", str(found), path + node)
-    for leaf, expected in right.leaves.items():
-        if received.leaves.get(leaf) != expected:
-            raise difference(operation, path + leaf, expected, received.leaves.get(leaf))
+    for leaf in [*right.leaves, *received.leaves]:
+        if (leaf in right.leaves) != (leaf in received.leaves):
+            expected, found = ("a leaf", "none") if leaf in right.leaves else ("no leaf", "one")
+            raise GradCombineError(operation, f"{expected}, as these settings make it", found, path + leaf)
+        if received.leaves[leaf] != right.leaves[leaf]:
+            raise difference(operation, path + leaf, right.leaves[leaf], received.leaves[leaf])
 
 
 def difference(operation: str, path: str, expected: Any, received: Any) -> GradCombineError:

@@ -10,6 +10,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
+from gradcombine.reductions.cell import parts, refilled
 from tests.spec import exact, modes
 from tests.spec.programs import rows
 from tests.spec.selection import among
@@ -70,7 +71,7 @@ def settled(state: Any) -> Any:
 
 def assert_same_words(a: Any, b: Any) -> None:
     a, b = settled(a), settled(b)
-    for x, y in zip([*a.value, *a.weight], [*b.value, *b.weight], strict=True):
+    for x, y in zip(parts((a.value, a.weight)), parts((b.value, b.weight)), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -105,12 +106,12 @@ def test_one_update_after_another(name: str) -> None:
     """As many as make it settle twice, with digits that would overflow otherwise."""
     x = np.concatenate([patterns(5000, 2)[kind] for kind in ("every exponent", "all digits full")], axis=1)
     (words,) = modes.get(name).run(stream, [x])
-    for word, expected in zip(words, settled(folded(MANY, x)).value, strict=True):
+    for word, expected in zip(words, parts(settled(folded(MANY, x)).value), strict=True):
         np.testing.assert_array_equal(word, expected)
 
 
 def stream(env: modes.Env, x: Any) -> Any:
-    return tuple(settled(env.loop(MANY.update, MANY.init(x[0]), x)).value)
+    return parts(settled(env.loop(MANY.update, MANY.init(x[0]), x)).value)
 
 
 FULL = np.float32(2**16 - 2**-8)
@@ -137,7 +138,7 @@ def across(env: modes.Env, state: Any) -> Any:
     states = [state]
     for weight in (1, np.float32(1)):
         states.append(MANY.update(states[-1], MANY.finalize(MANY.update(MANY.clear(state), FULL)), weight))
-    return [(tuple(s.value), tuple(s.weight)) for s in states[1:]]
+    return [(parts(s.value), parts(s.weight)) for s in states[1:]]
 
 
 @pytest.mark.parametrize(
@@ -170,9 +171,9 @@ def doubled(x: np.ndarray) -> Any:
 def continued(env: modes.Env, data: Any) -> Any:
     """One more contribution to a mean of millions, and as much again."""
     empty = MEANS.init(data["x"])
-    state = empty._replace(value=type(empty.value)(*data["value"]), weight=type(empty.weight)(*data["weight"]))
+    state = empty._replace(value=refilled(empty.value, data["value"]), weight=refilled(empty.weight, data["weight"]))
     state = MEANS.update(MEANS.merge(state, state), data["x"], 3)
-    return MEANS.finalize(state), tuple(state.value), tuple(state.weight)
+    return MEANS.finalize(state), parts(state.value), parts(state.weight)
 
 
 @pytest.mark.parametrize("name", among(("numpy", "jax_jit", "tf_function"), DISTINCT))
@@ -180,7 +181,7 @@ def test_millions_of_terms(name: str) -> None:
     mode = modes.get(name)
     x = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
     state = doubled(x)
-    data = {"x": x[0], "value": tuple(state.value), "weight": tuple(state.weight)}
+    data = {"x": x[0], "value": parts(state.value), "weight": parts(state.weight)}
     ((mean, value, weight),) = mode.run(continued, [data])
     ((_, value_there, weight_there),) = modes.get("numpy").run(continued, [data])
     for word, expected in zip([*value, *weight], [*value_there, *weight_there], strict=True):
@@ -241,7 +242,7 @@ def batches(env: modes.Env, data: Any) -> Any:
         one = reduction.update(one, value, weight)
     many = at_once(reduction, empty, trees, weights)
     results = reduction.finalize(one), gc.combine(reduction, trees, weights)
-    return tuple(one.value), tuple(one.weight), tuple(many.value), tuple(many.weight), results, (one.count, many.count)
+    return parts(one.value), parts(one.weight), parts(many.value), parts(many.weight), results, (one.count, many.count)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.float32])
@@ -271,7 +272,7 @@ def large(env: modes.Env, data: Any) -> Any:
     a = reduction.update(reduction.init(data["x"][0]), data["x"][0], data["weights"][0])
     b = reduction.update(reduction.init(data["x"][0]), data["x"][1])
     state = reduction.merge(a, b)
-    return tuple(state.value), reduction.finalize(state)
+    return parts(state.value), reduction.finalize(state)
 
 
 @pytest.mark.parametrize("name", among(("jax_eager", "tf_function"), (*DISTINCT[1:], "tf_mirrored")))

@@ -13,6 +13,7 @@ import gradcombine as gc
 from gradcombine import reductions, static
 from gradcombine.autograph import ordinary
 from gradcombine.pairwise import fold_pairwise
+from gradcombine.reductions.cell import parts
 from tests.spec import exact, modes
 
 FEW = reductions.mean("exact")
@@ -84,7 +85,7 @@ def test_the_words_are_those_of_merging_one_after_another(replicated: modes.Mode
 
 
 def arrays(state: Any) -> list[Any]:
-    return [*state.value["w"], *state.value["scalar"], *state.weight, state.count]
+    return list(parts((state.value["w"], state.value["scalar"], state.weight, state.count)))
 
 
 @ordinary
@@ -134,7 +135,7 @@ def test_two_words_hold_the_digits_of_128_replicas(replicas: int) -> None:
 @ordinary
 def settled(env: modes.Env, x: Any) -> Any:
     state = gc.merge_replicas(MANY, MANY.update(MANY.init(x), x), env.collective)
-    return tuple(state.value), tuple(state.weight), state.count
+    return parts(state.value), parts(state.weight), state.count
 
 
 @pytest.mark.needs("jax")
@@ -144,7 +145,7 @@ def test_settled_words_of_4096_replicas() -> None:
     state = MANY.update(MANY.init(x), x, np.float32(1))
     for _ in range(12):
         state = MANY.merge(state, state)
-    expected = tuple(state.value), tuple(state.weight), state.count
+    expected = parts(state.value), parts(state.weight), state.count
     for result in modes.get("jax_vmap").run(settled, [x] * 4096)[::4095]:
         for found, other in zip(result, expected, strict=True):
             np.testing.assert_array_equal(found, other)

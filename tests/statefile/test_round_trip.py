@@ -102,7 +102,7 @@ def test_a_header_says_what_is_in_the_file(tmp_path: Path, suffix: str) -> None:
     assert header.kinds[""] == "AccumulateState" and header.kinds[".levels.stacked"] == "ExactMeanState"
     leaves = {leaf.path: (leaf.dtype, leaf.shape) for leaf in header.leaves}
     assert leaves[".step"] == ("int32", ())
-    assert leaves[".levels.stacked.value['layers'][0].kernel.slot0"] == ("int32", (4, 2, 3))
+    assert leaves[".levels.stacked.value['layers'][0].kernel.slots[0]"] == ("int32", (4, 2, 3))
     assert header.kinds[".levels.stacked.value['layers'][0].bias"] == "no_gradient"
     assert header.kinds[".levels.stacked.dtypes['layers'][1][0]"] == "bfloat16"
 

@@ -13,19 +13,18 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import ArrayLeaves, Totals
-from gradcombine.reductions.exact import digits, grid, rounding, scatter, spill, terms, wire
-from gradcombine.reductions.exact.digits import Decoded, Digits
+from gradcombine.reductions.exact import digits, exchange, grid, rounding, terms
+from gradcombine.reductions.exact.digits import BETWEEN, SPILLED_CAPACITY, Decoded, Digits
 from gradcombine.reductions.exact.grid import FLOAT32, Grid
-from gradcombine.reductions.exact.spill import SpilledDigits
 from gradcombine.reductions.exact.terms import Part
-from gradcombine.reductions.exact.weight import counted, limited, linked, refusing, rounded
+from gradcombine.reductions.exact.weight import ExactWeight, limited, linked, refusing, rounded
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Order
 
 BLOCK = 16
 """The terms of one pass over the digits."""
 
-_PERIOD = spill.BETWEEN.bit_length() - 1
+_PERIOD = BETWEEN.bit_length() - 1
 """``2**_PERIOD`` deposits may come between two settlements."""
 
 
@@ -54,9 +53,8 @@ class Exact(ArrayLeaves):
     def output(self, dtype: np.dtype) -> np.dtype:
         return self.settings.output(dtype)
 
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Digits | SpilledDigits:
-        kind = self._kind(running)
-        return kind(*(backend.full(shape, 0, running, [like]) for _ in kind._fields))
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Digits:
+        return Digits.of([backend.full(shape, 0, running, [like]) for _ in range(self._words(running))])
 
     def update(self, backend: Backend, a: Any, x: Array, weight: Weight, totals: Totals) -> Any:
         return self.update_many(backend, a, [x], [weight], totals, "sequential")
@@ -76,39 +74,39 @@ class Exact(ArrayLeaves):
         # No order changes the digits.
         every = weights
         xs, weights = zip(*((x, w) for x, w in zip(xs, weights, strict=True) if x is not None), strict=True)
-        own = grid.of(backend.dtype(a.slot0))
+        own = digits.grid_of(backend, a)
         parts = [[] if w.is_one else terms.weight_parts(backend, own, w) for w in weights]
         plan = tuple((w.whole, len(part)) for w, part in zip(weights, parts, strict=True))
         scalars = (array for several in parts for part in several for array in part)
-        words = type(a)(*backend.fused(_deposit, (own, type(a), plan), [*a, *xs, *scalars]))
+        total = Digits.of(backend.fused(_deposit, (own, len(a.words), plan), [*a.words, *xs, *scalars]))
         # A list is settled in the same pass.
-        return words if len(plan) > 1 else self.idle(backend, words, every, totals)
+        return total if len(plan) > 1 else self.idle(backend, total, every, totals)
 
     def idle(self, backend: Backend, a: Any, weights: Sequence[Weight], totals: Totals) -> Any:
-        if not isinstance(a, SpilledDigits):
+        if not a.spills:
             return a
         before = totals.weight.deposits
         after = before + sum(terms.deposits(backend, w) for w in weights)
         due = backend.shift_right(before, _PERIOD) != backend.shift_right(after, _PERIOD)
-        return SpilledDigits(*backend.seldom(due, _settle, (FLOAT32,), a))
+        return Digits.of(backend.seldom(due, _settle, (FLOAT32,), a.words))
 
     def merge(self, backend: Backend, a: Any, b: Any, a_totals: Totals, b_totals: Totals) -> Any:
-        return type(a)(*backend.fused(_merge, (grid.of(backend.dtype(a.slot0)), type(a)), [*a, *b]))
+        return Digits.of(backend.fused(_merge, (digits.grid_of(backend, a),), [*a.words, *b.words]))
 
     def finish(self, backend: Backend, a: Any, totals: Totals, output: np.dtype) -> Array:
-        own = grid.of(backend.dtype(a.slot0))
-        full = _CAPACITY[type(a), own]
+        own = digits.grid_of(backend, a)
+        full = SPILLED_CAPACITY if a.spills else own.capacity
         scalars = [totals.weight.deposits > full]
         if self.divides:
             scalars += rounded(backend, own, totals.weight)
-        results = backend.fused(_finish, (own, type(a), output), [*a, *scalars])
+        results = backend.fused(_finish, (own, len(a.words), output), [*a.words, *scalars])
         return refusing(self.name, backend, results, totals.weight.link)[0]
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Any:
-        kind = self._kind(grid.of(dtype).word)
-        words = (backend.full((), 0, grid.of(dtype).word, like) for _ in kind._fields)
+        word = grid.of(dtype).word
+        words = [backend.full((), 0, word, like) for _ in range(self._words(word))]
         counts = (backend.full((), 0, dtype, like) for dtype in (dtypes.INT32, dtypes.FLOAT32))
-        return counted(kind(*words), *counts)
+        return ExactWeight(Digits.of(words), *counts)
 
     def add_weight(self, backend: Backend, total: Any, weight: Weight) -> Any:
         return self.add_weights(backend, total, [weight], "sequential")
@@ -116,41 +114,39 @@ class Exact(ArrayLeaves):
     @np.errstate(all="ignore")
     def add_weights(self, backend: Backend, total: Any, weights: Sequence[Weight], order: Order) -> Any:
         """The sum of weights with several more, which no order changes."""
-        own, words = grid.of(backend.dtype(total.slot0)), self._words(backend, total)
-        kind, known = type(words), [w for w in weights if w.known]
+        summed, known = self._digits(backend, total), [w for w in weights if w.known]
+        own = digits.grid_of(backend, summed)
         if known:
             # Weights that are known while tracing are added up there.
             values = _weights(NUMPY, own, known)
-            zeros = (NUMPY.full((), 0, own.word) for _ in kind._fields)
-            added = _deposit_all(NUMPY, own, kind(*zeros), values)
-            words = _module(kind).merge(backend, own, words, kind(*(backend.full((), int(x), own.word) for x in added)))
-        words = _deposit_all(backend, own, words, _weights(backend, own, [w for w in weights if w.known is None]))
-        if isinstance(words, SpilledDigits):
-            words = spill.settle(backend, own, words)
+            zeros = Digits.of([NUMPY.full((), 0, own.word) for _ in summed.words])
+            constants = (backend.full((), int(x), own.word) for x in _deposit_all(NUMPY, own, zeros, values).words)
+            summed = digits.merge(backend, own, summed, Digits.of(list(constants)))
+        summed = _deposit_all(backend, own, summed, _weights(backend, own, [w for w in weights if w.known is None]))
         count = sum(terms.deposits(backend, w) for w in weights)
         arrays = [w.array for w in weights if w.known is None]
         link = linked(backend, total.link, arrays) if arrays else total.link
-        return counted(words, limited(backend, total.deposits + count), link)
+        return ExactWeight(digits.settle(backend, own, summed), limited(backend, total.deposits + count), link)
 
     def link(self, backend: Backend, total: Any, leaves: Sequence[Any]) -> Any:
         return total._replace(link=linked(backend, total.link, leaves))
 
     @np.errstate(all="ignore")
     def merge_weights(self, backend: Backend, a: Any, b: Any) -> Any:
-        own, left, right = grid.of(backend.dtype(a.slot0)), self._words(backend, a), self._words(backend, b)
-        words = _module(type(left)).merge(backend, own, left, right)
-        return counted(words, limited(backend, a.deposits + b.deposits), a.link + b.link)
+        left, right = self._digits(backend, a), self._digits(backend, b)
+        merged = digits.merge(backend, digits.grid_of(backend, left), left, right)
+        return ExactWeight(merged, limited(backend, a.deposits + b.deposits), a.link + b.link)
 
     @property
     def most_replicas(self) -> int:
-        return wire.MOST_REPLICAS
+        return exchange.MOST_REPLICAS
 
     def all_merge(
         self, backend: Backend, collective: Collective, accumulators: Sequence[Any], totals: Totals
     ) -> tuple[list[Any], Totals]:
-        sums = [*accumulators, self._words(backend, totals.weight)]
-        tops = wire.highest(backend, collective, sums)
-        return wire.merged(backend, collective, sums, tops, totals)
+        sums = [*accumulators, self._digits(backend, totals.weight)]
+        tops = exchange.highest(backend, collective, sums)
+        return exchange.merged(backend, collective, sums, tops, totals)
 
     def all_finish(
         self,
@@ -162,56 +158,45 @@ class Exact(ArrayLeaves):
         weight: Weight,
     ) -> list[Array] | None:
         most = collective.size() * terms.deposits(backend, weight)
-        plans = [scatter.plan(grid.of(backend.dtype(a.slot0)), collective.size(), most) for a in accumulators]
+        plans = [exchange.plan(backend, a, collective.size(), most) for a in accumulators]
         fitting = [plan for plan in plans if plan is not None]
         if len(fitting) < len(plans):
             return None
-        words = self._words(backend, totals.weight)
-        *tops, top = wire.highest(backend, collective, [*accumulators, words])
-        _, merged = wire.merged(backend, collective, [words], [top], totals)
+        weights = self._digits(backend, totals.weight)
+        *tops, top = exchange.highest(backend, collective, [*accumulators, weights])
+        _, merged = exchange.merged(backend, collective, [weights], [top], totals)
         divisors = [rounded(backend, own, merged.weight) if self.divides else () for own, _ in fitting]
         leaves = list(zip(fitting, accumulators, tops, outputs, strict=True))
-        results = scatter.finish(backend, collective, leaves, divisors)
+        results = exchange.finish(backend, collective, leaves, divisors)
         return refusing(self.name, backend, results, totals.weight.link)
 
-    def _words(self, backend: Backend, total: Any) -> Any:
+    def _digits(self, backend: Backend, total: ExactWeight) -> Digits:
         """The digits of a sum of weights.
 
         Raises:
           GradCombineError: for a state of a reduction with more or less room.
         """
-        kind = self._kind(backend.dtype(total.slot0))
-        if len(total) != len(kind._fields) + 2:
-            raise GradCombineError(self.name, "a state made with room for as many terms", type(total).__name__)
-        return kind(*total[:-2])
+        if len(total.digits.words) != self._words(digits.grid_of(backend, total.digits).word):
+            raise GradCombineError(self.name, "a state made with room for as many terms", total.digits.in_words)
+        return total.digits
 
-    def _kind(self, word: np.dtype) -> type[Digits] | type[SpilledDigits]:
-        return SpilledDigits if self.many and word == FLOAT32.word else Digits
-
-
-_CAPACITY = {
-    (Digits, grid.FLOAT32): grid.FLOAT32.capacity,
-    (Digits, grid.FLOAT64): grid.FLOAT64.capacity,
-    (SpilledDigits, grid.FLOAT32): spill.CAPACITY,
-}
-
-
-def _module(kind: type) -> Any:
-    return spill if kind is SpilledDigits else digits
+    def _words(self, word: np.dtype) -> int:
+        """How many an element has."""
+        return 6 if self.many and word == FLOAT32.word else 3
 
 
 @np.errstate(all="ignore")  # words wrap around, as meant
-def _deposit_all(backend: Backend, own: Grid, a: Any, values: Sequence[Decoded]) -> Any:
+def _deposit_all(backend: Backend, own: Grid, a: Digits, values: Sequence[Decoded]) -> Digits:
     for start in range(0, len(values), BLOCK):
-        if start and start % spill.BETWEEN == 0 and isinstance(a, SpilledDigits):
-            a = spill.settle(backend, own, a)
-        a = _module(type(a)).deposit(backend, own, a, values[start : start + BLOCK])
+        if start and start % BETWEEN == 0:
+            a = digits.settle(backend, own, a)
+        a = digits.deposit(backend, own, a, values[start : start + BLOCK])
     return a
 
 
 @np.errstate(all="ignore")
-def _settle(backend: Backend, own: Grid, *words: Array) -> SpilledDigits:
-    return spill.settle(backend, own, SpilledDigits(*words))
+def _settle(backend: Backend, own: Grid, *words: Array) -> tuple[Array, ...]:
+    return digits.settle(backend, own, Digits.of(words)).words
 
 
 def _weights(backend: Backend, own: Grid, weights: Sequence[Weight]) -> list[Decoded]:
@@ -220,38 +205,37 @@ def _weights(backend: Backend, own: Grid, weights: Sequence[Weight]) -> list[Dec
     return [terms.of_weight(backend, own, part) for part in parts]
 
 
-def _deposit(backend: Backend, own: Grid, kind: type, plan: tuple[tuple[bool, int], ...], *arrays: Array) -> Any:
+def _deposit(
+    backend: Backend, own: Grid, size: int, plan: tuple[tuple[bool, int], ...], *arrays: Array
+) -> tuple[Array, ...]:
     """The kernel of `Exact.update_many`: accumulator, contributions, and of each weight its parts.
 
     Args:
       backend: of the arrays.
       own: the grid.
-      kind: the class of the accumulator.
+      size: the number of the accumulator's words.
       plan: of each weight, whether it is whole, and the number of its parts: none where it is known to be 1.
       arrays: one after another.
     """
-    size = len(kind._fields)
     words, xs, scalars = arrays[:size], arrays[size : size + len(plan)], iter(arrays[size + len(plan) :])
     values: list[Decoded] = []
     for x, (whole, count) in zip(xs, plan, strict=True):
         parts = [Part(next(scalars), next(scalars)) for _ in range(count)]
         values += terms.weighted(backend, own, backend.cast(x, own.value), parts, whole)
-    total = _deposit_all(backend, own, kind(*words), values)
-    return spill.settle(backend, own, total) if len(plan) > 1 and kind is SpilledDigits else total
+    total = _deposit_all(backend, own, Digits.of(words), values)
+    return (digits.settle(backend, own, total) if len(plan) > 1 else total).words
 
 
 @np.errstate(all="ignore")
-def _merge(backend: Backend, own: Grid, kind: type, *arrays: Array) -> Any:
-    size = len(kind._fields)
-    return _module(kind).merge(backend, own, kind(*arrays[:size]), kind(*arrays[size:]))
+def _merge(backend: Backend, own: Grid, *arrays: Array) -> tuple[Array, ...]:
+    size = len(arrays) // 2
+    return digits.merge(backend, own, Digits.of(arrays[:size]), Digits.of(arrays[size:])).words
 
 
 @np.errstate(all="ignore")
-def _finish(backend: Backend, own: Grid, kind: type, output: np.dtype, *arrays: Array) -> tuple[Array]:
+def _finish(backend: Backend, own: Grid, size: int, output: np.dtype, *arrays: Array) -> tuple[Array]:
     """The kernel of `Exact.finish`: accumulator, whether it has had too much, and the divisor of a mean."""
-    size = len(kind._fields)
     overfull, *divisor = arrays[size:]
-    spilled = spill.beside(backend, own, kind(*arrays[:size])) if kind is SpilledDigits else ()
-    wide = rounding.carry(backend, own, Digits(*arrays[:3]), spilled)
+    wide = rounding.carry(backend, own, Digits.of(arrays[:size]))
     result = rounding.finished(backend, own, wide, arrays[0], divisor, output)
     return (backend.where(overfull, backend.full((), np.nan, output), result),)

@@ -7,11 +7,19 @@ window, truncated toward zero. What falls below the window falls there in any or
 **The slots.** Three integer words hold the three bins of the window: slot ``s`` holds the one with ``i % 3 == s``. Its
 bin is a monotone function of the window's, so each slot follows it by a maximum of its own, and no slot needs another:
 the update of a slot is one loop over memory, in place. The lowest bits of a word tell the bin (``i // 3``, the *tag*),
-the others are the signed sum of digits. How many fit is the grid's capacity;
-`gradcombine.reductions.exact.spill` has room for more.
+the others are the signed sum of digits. How many fit is the grid's capacity.
 
 **Values that are not finite** have the largest exponent, the only one that brings slot 0 to the last tag: there it
 counts +inf, -inf and NaN in place of digits.
+
+**Room for more** than a word can sum up has a second word for each slot, into which it *spills*. A slot that is
+*settled* keeps the bits of one digit of its sum; what is above goes into its spill word, in units of ``2**width`` of
+the same bin. A carry into the next bin, which is another slot, would lose what that slot drops when its bin rises
+later: then the sum would depend on when it happened. This way the two words are one long word, and what holds of a slot
+holds of both: so the sum is a function of the multiset whenever the words were settled, and after a merge, which
+settles them, each word is. A spill word has the tag of its bin as well. If the slot's tag is higher, what was spilled
+has been dropped. So a deposit touches the slots alone, until there have been `BETWEEN` of them. In the place of counts
+of +inf, -inf and NaN a settled slot 0 keeps only whether there were any.
 
 The sum of n values is off by at most ``(n - 1) * 2**-32 * max |x|`` (float64: ``2**-64``) before the one rounding at
 the end: the window reaches that far, or farther, below the leading bit of the largest value.
@@ -28,18 +36,39 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions.exact.grid import Grid
+from gradcombine.reductions.exact import grid as grids
+from gradcombine.reductions.exact.grid import FLOAT32, Grid
 from gradcombine.types import Array
+
+SPILLED_CAPACITY = 1 << 26
+"""The deposits that are counted where the digits of float32 spill."""
+
+BETWEEN = FLOAT32.capacity // 2
+"""The deposits after which words are settled: a slot has room for that many and as many again."""
 
 
 class Digits(NamedTuple):
-    """The three slots of every element, int32 or int64. All 0: no value, or only zeros."""
+    """The sums of every element, int32 or int64. All 0: no value, or only zeros.
 
-    in_words = "digits for max_terms up to 4096"
+    Attributes:
+      slots: three.
+      spills: the spill word of each slot; empty where there are none.
+    """
 
-    slot0: Array
-    slot1: Array
-    slot2: Array
+    slots: tuple[Array, ...]
+    spills: tuple[Array, ...] = ()
+
+    @classmethod
+    def of(cls, words: Sequence[Array]) -> Digits:
+        return cls(tuple(words[:3]), tuple(words[3:]))
+
+    @property
+    def words(self) -> tuple[Array, ...]:
+        return (*self.slots, *self.spills)
+
+    @property
+    def in_words(self) -> str:
+        return f"digits for max_terms {'above' if self.spills else 'up to'} {FLOAT32.capacity}"
 
 
 class Lower(NamedTuple):
@@ -67,24 +96,72 @@ class Decoded(NamedTuple):
     lower: Lower | None = None
 
 
+def grid_of(backend: Backend, digits: Digits) -> Grid:
+    return grids.of(backend.dtype(digits.slots[0]))
+
+
 def deposit(backend: Backend, grid: Grid, digits: Digits, values: Sequence[Decoded]) -> Digits:
-    """Adds numbers, all in one pass over the digits."""
+    """Adds numbers, all in one pass over the slots; of digits that spill there is room for `BETWEEN`, once settled."""
 
     def slot(word: Array, s: int) -> Array:
         tag, added = arriving(backend, grid, word & grid.tag, values, s)
         return backend.where((word & grid.tag) < tag, tag, word) + added
 
-    return Digits(*(slot(word, s) for s, word in enumerate(digits)))
+    return Digits(tuple(slot(word, s) for s, word in enumerate(digits.slots)), digits.spills)
 
 
 def merge(backend: Backend, grid: Grid, a: Digits, b: Digits) -> Digits:
-    """Adds two sums: in each slot the higher bin stays, and two equal ones are added."""
+    """Adds two sums: in each slot the higher bin stays, and two equal ones are added. The words are settled."""
+    tags = [backend.maximum(x & grid.tag, y & grid.tag) for x, y in zip(a.slots, b.slots, strict=True)]
+    left, right = aligned(backend, grid, a, tags), aligned(backend, grid, b, tags)
+    return tagged(backend, grid, tags, [x + y for x, y in zip(left, right, strict=True)])
 
-    def slot(x: Array, y: Array) -> Array:
-        left, right = x & grid.tag, y & grid.tag
-        return backend.where(left < right, y, backend.where(right < left, x, x + y - right))
 
-    return Digits(*(slot(x, y) for x, y in zip(a, b, strict=True)))
+def aligned(backend: Backend, grid: Grid, digits: Digits, tags: Sequence[Array]) -> tuple[Array, ...]:
+    """Settled words without their tags, 0 where the slot's tag is not this one."""
+    digits, zero = settle(backend, grid, digits), backend.full((), 0, grid.word)
+    stays = [(word & grid.tag) == tag for word, tag in zip(digits.slots, tags, strict=True)]
+    slots = [word - tag for word, tag in zip(digits.slots, tags, strict=True)]
+    words = (*slots, *spilled(backend, grid, digits))
+    return tuple(backend.where(stays[i % 3], word, zero) for i, word in enumerate(words))
+
+
+def tagged(backend: Backend, grid: Grid, tags: Sequence[Array], words: Sequence[Array]) -> Digits:
+    """Digits with these tags, settled, from words without: sums above the bits of the tags, and what is spilled."""
+    slots, spills = words[:3], words[3:]
+    if not spills:
+        return Digits(tuple(word + tag for word, tag in zip(slots, tags, strict=True)))
+    pairs = [_settled(backend, grid, *each, s) for s, each in enumerate(zip(tags, slots, spills, strict=True))]
+    return Digits(tuple(word for word, _ in pairs), tuple(spill for _, spill in pairs))
+
+
+def settle(backend: Backend, grid: Grid, digits: Digits) -> Digits:
+    """The same sum in settled words."""
+    if not digits.spills:
+        return digits
+    tags = [word & grid.tag for word in digits.slots]
+    sums = [word - tag for word, tag in zip(digits.slots, tags, strict=True)]
+    return tagged(backend, grid, tags, [*sums, *spilled(backend, grid, digits)])
+
+
+def spilled(backend: Backend, grid: Grid, digits: Digits) -> list[Array]:
+    """What the slots have spilled, without tags."""
+    zero, pairs = backend.full((), 0, grid.word), zip(digits.slots, digits.spills, strict=bool(digits.spills))
+    return [backend.where(((a ^ b) & grid.tag) == 0, backend.shift_right(b, grid.tag_bits), zero) for a, b in pairs]
+
+
+def _settled(backend: Backend, grid: Grid, tag: Array, total: Array, spilled: Array, s: int) -> tuple[Array, Array]:
+    """The two words of slot s with this tag, this sum above the bits of the tag, and what is spilled without a tag."""
+    word = tag | (total & (grid.digit << grid.tag_bits))
+    spilled = spilled + backend.shift_right(total, grid.width + grid.tag_bits)
+    spill = backend.shift_left(spilled, grid.tag_bits) | tag
+    if s > 0:
+        return word, spill
+    zero, flag, flags = (backend.full((), n << grid.tag_bits, grid.word) for n in (0, 1, grid.negative))
+    positive = backend.where((total & ((grid.negative - 1) << grid.tag_bits)) == 0, zero, flag)
+    negative = backend.where(total < grid.negative << grid.tag_bits, zero, flags)
+    special = tag == grid.special
+    return backend.where(special, tag | positive | negative, word), backend.where(special, tag, spill)
 
 
 def decode(backend: Backend, grid: Grid, x: Array) -> Decoded:

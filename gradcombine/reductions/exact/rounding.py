@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions.exact.digits import Digits
+from gradcombine.reductions.exact import digits
 from gradcombine.reductions.exact.grid import FLOAT32, FLOAT64, Grid
 from gradcombine.types import Array
 
@@ -38,17 +38,11 @@ class Wide(NamedTuple):
     zero: Array
 
 
-def carry(backend: Backend, grid: Grid, digits: Digits, spilled: Sequence[Array] = ()) -> Wide:
-    """The finite sum in one number: slots put in order, carries propagated, normalised.
-
-    Args:
-      backend: of the arrays.
-      grid: of the digits.
-      digits: the slots.
-      spilled: beside each slot what it has spilled, in units of ``2**width`` digits; empty for none.
-    """
-    tags = [word & grid.tag for word in digits]
-    sums = [backend.shift_right(word, grid.tag_bits) for word in digits]
+def carry(backend: Backend, grid: Grid, a: digits.Digits) -> Wide:
+    """The finite sum in one number: slots put in order, carries propagated, normalised."""
+    tags = [word & grid.tag for word in a.slots]
+    sums = [backend.shift_right(word, grid.tag_bits) for word in a.slots]
+    spilled = digits.spilled(backend, grid, a)
     slot2_is_top, slot1_is_top = tags[2] == tags[0], tags[1] == tags[0]
 
     def pick(two: Array, one: Array, none: Array) -> Array:

@@ -15,11 +15,10 @@ import numpy as np
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.exact import grid, rounding, spill
-from gradcombine.reductions.exact.digits import Digits
+from gradcombine.reductions.exact import digits, rounding
+from gradcombine.reductions.exact.digits import SPILLED_CAPACITY, Digits
 from gradcombine.reductions.exact.grid import Grid
 from gradcombine.reductions.exact.rounding import Divisor
-from gradcombine.reductions.exact.spill import SpilledDigits
 from gradcombine.types import Array
 
 _HALF = 13
@@ -29,30 +28,9 @@ _HALF = 13
 class ExactWeight(NamedTuple):
     """The sum of weights, in digits, and the number of deposits that each accumulator has had."""
 
-    slot0: Array
-    slot1: Array
-    slot2: Array
+    digits: Digits
     deposits: Array
     link: Array
-
-
-class SpilledWeight(NamedTuple):
-    """As `ExactWeight`, of a reduction with room for more."""
-
-    slot0: Array
-    slot1: Array
-    slot2: Array
-    spill0: Array
-    spill1: Array
-    spill2: Array
-    deposits: Array
-    link: Array
-
-
-def counted(words: Digits | SpilledDigits, deposits: Array, link: Array) -> ExactWeight | SpilledWeight:
-    if isinstance(words, SpilledDigits):
-        return SpilledWeight(*words, deposits, link)
-    return ExactWeight(*words, deposits, link)
 
 
 def linked(backend: Backend, link: Array, leaves: Sequence[Any]) -> Array:
@@ -79,7 +57,7 @@ def refusing(operation: str, backend: Backend, results: Sequence[Array], link: A
 
 def limited(backend: Backend, deposits: Array) -> Array:
     """A count that stays above every capacity once it is there, in place of wrapping around."""
-    most = backend.full((), spill.CAPACITY + 1, dtypes.INT32)
+    most = backend.full((), SPILLED_CAPACITY + 1, dtypes.INT32)
     return backend.where(deposits > most, most, deposits)
 
 
@@ -90,19 +68,18 @@ def halves(backend: Backend, deposits: Array) -> list[Array]:
 
 def whole(backend: Backend, low: Array, high: Array) -> Array:
     """The limited count from sums of `halves`, of up to 4096 replicas."""
-    many = backend.full((), (spill.CAPACITY >> _HALF) + 1, dtypes.INT32)
+    many = backend.full((), (SPILLED_CAPACITY >> _HALF) + 1, dtypes.INT32)
     return limited(backend, backend.shift_left(backend.where(high < many, high, many), _HALF) + low)
 
 
 @np.errstate(all="ignore")
-def rounded(backend: Backend, own: Grid, total: ExactWeight | SpilledWeight) -> Divisor:
+def rounded(backend: Backend, own: Grid, total: ExactWeight) -> Divisor:
     """The sum of weights, rounded once to the precision of the grid's float; 1 where there were none."""
-    kept = grid.of(backend.dtype(total.slot0))
-    spilled = spill.beside(backend, kept, SpilledDigits(*total[:-2])) if isinstance(total, SpilledWeight) else ()
-    wide = rounding.carry(backend, kept, Digits(*total[:3]), spilled)
+    kept = digits.grid_of(backend, total.digits)
+    wide = rounding.carry(backend, kept, total.digits)
     significand, carried = rounding.nearest(backend, kept, wide, own)
     exponent = wide.exponent + carried + (1 - kept.top // 2)
     none, one = backend.full((), 0, kept.word), backend.full((), own.hidden, kept.word)
-    undefined = wide.zero | ((total.slot0 & kept.tag) == kept.special)
+    undefined = wide.zero | ((total.digits.slots[0] & kept.tag) == kept.special)
     pairs = (backend.where(undefined, none, significand), one), (exponent, none)
     return Divisor(*(backend.cast(backend.where(total.deposits == 0, b, a), own.word) for a, b in pairs))
