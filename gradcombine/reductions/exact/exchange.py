@@ -161,8 +161,8 @@ def _carried(backend: Backend, own: Grid, low: int, top: Array, *words: Array) -
     first, second = lowest == 0, lowest == 1
 
     def column(at: int) -> Array:
-        digits = backend.where(second, slots[(at + 1) % 3], slots[(at + 2) % 3])
-        return backend.where(first, slots[at], digits)
+        other = backend.where(second, slots[(at + 1) % 3], slots[(at + 2) % 3])
+        return backend.where(first, slots[at], other)
 
     special = level == _special(own)
     bottom, middle, high = backend.where(special, zero, column(0)), backend.where(special, zero, column(1)), column(2)
