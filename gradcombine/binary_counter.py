@@ -80,7 +80,11 @@ def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryC
     Levels are read where they lie, and one of them is written, so a contribution costs one merge on average, whatever
     the number of levels. Past the last level everything is merged there.
     """
-    leaves, structure, backend = _opened(reduction, counter.stacked)
+    leaves, structure = tree.flatten(reduction.name, counter.stacked)
+    carried = tree.flatten_as(reduction.name, structure, carry)
+    # A window that was loaded from a file may be NumPy's.
+    backend = resolve(reduction.name, [*leaves, *carried])
+    leaves, carried = ([backend.asarray(x) for x in arrays] for arrays in (leaves, carried))
     top = depth_of(counter) - 1
     # The bits in which n and n + 1 differ are the ones at the end of n, and one more.
     changed = counter.filled ^ (counter.filled + 1)
@@ -93,7 +97,6 @@ def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryC
         later = tree.unflatten(structure, carried)
         return tree.flatten_as(reduction.name, structure, reduction.merge(earlier, later))
 
-    carried = tree.flatten_as(reduction.name, structure, carry)
     carried = backend.repeat(turns, merged, carried, leaves, most=top + 1)
     stacked = [backend.update_at(x, place, y) for x, y in zip(leaves, carried, strict=True)]
     return BinaryCounter(tree.unflatten(structure, stacked), counter.filled + 1)

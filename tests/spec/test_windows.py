@@ -102,3 +102,16 @@ def test_a_window_of_weight_0_has_the_empty_value(order: Any) -> None:
         state = acc.update(np.float32([np.nan]), state, weight=0)
     assert bool(acc.ready(state))
     np.testing.assert_array_equal(acc.value(state), np.float32([0]))
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_window_of_numpy_arrays_goes_on_in_jax(order: Any) -> None:
+    """As a file gives it back; the narrow dtype of the result is JAX's again."""
+    import jax.numpy as jnp
+
+    acc = gc.accumulate(gc.reductions.mean(), every=4, order=order)
+    loaded = acc.update(np.ones(2, jnp.bfloat16), acc.init(np.ones(2, jnp.bfloat16)))
+    result = acc.value(acc.update(jnp.full(2, 3, jnp.bfloat16), loaded))
+    assert isinstance(result, jnp.ndarray)
+    np.testing.assert_array_equal(np.asarray(result, np.float32), [2, 2])
