@@ -215,7 +215,9 @@ class Recorder:
     def all_gather(self, arrays: Sequence[Any]) -> list[Any]:
         return self._exchange("all_gather", arrays)
 
-    def of_sums(self, function: Callable[..., list[Any]], summed: Sequence[Any], common: Sequence[Any]) -> list[Any]:
+    def reduce_scatter_map(
+        self, function: Callable[..., list[Any]], summed: Sequence[Any], common: Sequence[Any]
+    ) -> list[Any]:
         results = function(summed, common)
         self._record("reduce-scatter", summed)
         self._record("all-gather of parts", results)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gradcombine import binary_counter, tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, resolve
 from gradcombine.checks import require_integer, require_order, require_scalar
@@ -37,7 +37,7 @@ class Accumulator(NamedTuple):
     restart: Callable[[AccumulateState], AccumulateState]
 
 
-@ordinary
+@no_autograph
 def accumulate(
     reduction: Reduction,
     every: int | Callable[[Array], Any],
@@ -88,7 +88,7 @@ def accumulate(
             raise GradCombineError("accumulate", "max_every, for a function with order 'tree'", "None")
         depth = _length(max_every if callable(length) else length).bit_length()
 
-    @ordinary
+    @no_autograph
     def init(like: Tree) -> AccumulateState:
         part = reduction.init(like)
         backend = resolve(
@@ -97,7 +97,7 @@ def accumulate(
         levels = (part,) if depth == 1 else binary_counter.empty(reduction, part, depth)
         return AccumulateState(levels, *(backend.full((), 0, INT32) for _ in range(2)))
 
-    @ordinary
+    @no_autograph
     def ready(state: AccumulateState) -> Array:
         require_state(state)
         if (received := depth_of(state)) != depth:
@@ -105,7 +105,7 @@ def accumulate(
             raise GradCombineError(reduction.name, f"a state of {levels}", received)
         return state.step >= _at(length, state.index)
 
-    @ordinary
+    @no_autograph
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
         full = ready(state)
         backend = _backend(state)
@@ -122,11 +122,11 @@ def accumulate(
         step, index = tree.select(backend, full, (zero, state.index + 1), (state.step, state.index))
         return AccumulateState(levels, step + 1, index)
 
-    @ordinary
+    @no_autograph
     def value(state: AccumulateState) -> Tree:
         return reduction.finalize(window(reduction, state))
 
-    @ordinary
+    @no_autograph
     def restart(state: AccumulateState) -> AccumulateState:
         require_state(state)
         backend = _backend(state)

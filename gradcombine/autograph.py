@@ -8,7 +8,7 @@ from typing import TypeVar
 F = TypeVar("F", bound=Callable[..., object])
 
 
-def ordinary(function: F) -> F:
+def no_autograph(function: F) -> F:
     """Marks a function as ordinary Python, which a surrounding tf.function calls without rewriting its source.
 
     Nothing here branches on a tensor, so a rewrite could only slow the tracing down, tenfold as measured. The mark is

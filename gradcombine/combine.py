@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from gradcombine import reductions, tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import owner
 from gradcombine.checks import require_order
 from gradcombine.errors import GradCombineError, renamed, shown
@@ -24,7 +24,7 @@ _TF_AGGREGATION_METHODS = ("add_n", "tree", "accumulate_n")
 _NO_LISTS = (dict, str, bytes, bytearray, Set)
 
 
-@ordinary
+@no_autograph
 def combine(
     reduction: Reduction,
     values: Iterable[Tree],
@@ -82,7 +82,7 @@ def _combined(reduction: Reduction, trees: list[Tree], scales: list[Any], order:
     return reduction.finalize(state)
 
 
-@ordinary
+@no_autograph
 def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
     """The sum of a list of trees.
 
@@ -115,7 +115,7 @@ def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
         return combine(reductions.sum(), values, order=METHODS[name])
 
 
-@ordinary
+@no_autograph
 def tree_sum(values: Iterable[Tree]) -> Tree:
     """The sum in the canonical order: ``add_n(values, method="tree")``.
 
@@ -127,7 +127,7 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
         return combine(reductions.sum(), values, order="tree")
 
 
-@ordinary
+@no_autograph
 def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -> Tree:
     """The weighted mean of a list of trees: ``sum(w * g) / sum(w)``, divided once.
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed
 from gradcombine.reductions import dtypes
@@ -31,7 +31,7 @@ class NoiseScale(NamedTuple):
     squared_norm: Array
 
 
-@ordinary
+@no_autograph
 def squared_norm(value: Tree) -> Array:
     """The sum of the squared magnitudes of all elements, ``|g|**2``.
 
@@ -71,7 +71,7 @@ def squared_norm(value: Tree) -> Array:
     return total
 
 
-@ordinary
+@no_autograph
 def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count: Array) -> NoiseScale:
     """The gradient noise scale ``tr(S) / |G|**2``, estimated from gradients of microbatches of any sizes.
 

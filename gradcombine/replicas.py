@@ -7,7 +7,7 @@ from typing import Any
 
 from gradcombine import tree
 from gradcombine.accumulate import replace_window, window
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load, resolve
@@ -20,7 +20,7 @@ from gradcombine.types import AccumulateState, Order, State, Tree
 __all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]
 
 
-@ordinary
+@no_autograph
 def jax_axis(names: str | Sequence[str]) -> Collective:
     """The replicas along one or several named axes of jax.pmap, jax.vmap or jax.shard_map.
 
@@ -37,7 +37,7 @@ def jax_axis(names: str | Sequence[str]) -> Collective:
     return axis.over(names)
 
 
-@ordinary
+@no_autograph
 def tf_replicas() -> Collective:
     """The replicas of the tf.distribute strategy in whose replica context the call is made; one where there is none.
 
@@ -49,7 +49,7 @@ def tf_replicas() -> Collective:
     return replicas.over()
 
 
-@ordinary
+@no_autograph
 def all_reduce(
     reduction: Reduction, value: Tree, over: Collective, weight: Any = 1.0, order: Order = "sequential"
 ) -> Tree:
@@ -89,7 +89,7 @@ def all_reduce(
             leaves[i] = leaves[i] if is_absent(leaves[i]) else backend.asarray(leaves[i])
     value = tree.unflatten(structure, leaves)
     present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
-    over.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
+    over.require_unreduced(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
 
     def run(reduction: Reduction, value: Tree, weight: Any) -> Tree:
         state = reduction.update(reduction.init(value), value, weight)
@@ -100,7 +100,7 @@ def all_reduce(
     return derived(reduction, run, value, weight)
 
 
-@ordinary
+@no_autograph
 def merge_replicas(reduction: Reduction, state: State, over: Collective, order: Order = "sequential") -> State:
     """Merges one partial state of each replica; every replica gets the merged state.
 

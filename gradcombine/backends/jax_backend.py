@@ -130,7 +130,7 @@ class JaxBackend:
         # Inside of another program too: leaves of one shape are traced and lowered once.
         return _compiled(kernel, static, tuple(arrays))
 
-    def seldom(
+    def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         known = self.concrete(condition)

@@ -63,7 +63,7 @@ class JaxAxis:
             return []
         # XLA combines all-reduces of one dtype into one operation: a count beside floats would need one of its own.
         together = 1 < self.size() <= _MOST_COUNTED and any(x.dtype == jnp.float32 for x in arrays)
-        parts = [_digits(x) if together and _is_count(x) else [x] for x in self.vary(arrays)]
+        parts = [_digits(x) if together and _is_count(x) else [x] for x in self.mark_varying(arrays)]
         sent = [x for part in parts for x in part]
         received = iter(self._in_buckets(sent, lambda bundle: list(lax.psum(tuple(bundle), self.names)), growth=1))
         sums = [[next(received) for _ in part] for part in parts]
@@ -72,7 +72,9 @@ class JaxAxis:
     def all_max(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
             return []
-        return self._in_buckets(self.vary(arrays), lambda bundle: list(lax.pmax(tuple(bundle), self.names)), growth=1)
+        return self._in_buckets(
+            self.mark_varying(arrays), lambda bundle: list(lax.pmax(tuple(bundle), self.names)), growth=1
+        )
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         to = "invarying" if self._tracked() else "varying"
@@ -80,7 +82,7 @@ class JaxAxis:
         def exchange(bundle: Sequence[Array]) -> list[Array]:
             return [self._gather(array, to) for array in bundle]
 
-        return self._in_buckets(self.vary(arrays), exchange, growth=self.size())
+        return self._in_buckets(self.mark_varying(arrays), exchange, growth=self.size())
 
     def sum_scatter(self, arrays: Sequence[Array]) -> list[Array]:
         """Of the elementwise sum over replicas, this replica's row: arrays have one row a replica."""
@@ -90,9 +92,9 @@ class JaxAxis:
         def exchange(bundle: Sequence[Array]) -> list[Array]:
             return [lax.psum_scatter(array, self.names) for array in bundle]
 
-        return self._in_buckets(self.vary(arrays), exchange, growth=1, kept=1)
+        return self._in_buckets(self.mark_varying(arrays), exchange, growth=1, kept=1)
 
-    def of_sums(
+    def reduce_scatter_map(
         self,
         function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
         summed: Sequence[Array],
@@ -160,7 +162,7 @@ class JaxAxis:
         left = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in mesh.manual_axes]
         return set(self.names) <= set(mesh.manual_axes) and not left
 
-    def vary(self, arrays: Sequence[Array]) -> list[Array]:
+    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         self.size()
         if not self._tracked():
             return list(arrays)
@@ -170,7 +172,7 @@ class JaxAxis:
         missing = tuple(name for name in self.names if name not in varying(array))
         return lax.pcast(array, missing, to="varying") if missing else array
 
-    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         self.size()
         if not self._tracked():
             return

@@ -31,7 +31,7 @@ class Local:
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         return [array[None] for array in arrays]
 
-    def of_sums(
+    def reduce_scatter_map(
         self,
         function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
         summed: Sequence[Array],
@@ -39,10 +39,10 @@ class Local:
     ) -> list[Array]:
         return function(summed, common)
 
-    def vary(self, arrays: Sequence[Array]) -> list[Array]:
+    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
 
-    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         return None
 
 

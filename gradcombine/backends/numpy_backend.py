@@ -123,7 +123,7 @@ class NumpyBackend:
                 result[block] = part
         return tuple(result.reshape(shape) for result in results)
 
-    def seldom(
+    def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         return self.fused(kernel, static, arrays) if condition else tuple(arrays)

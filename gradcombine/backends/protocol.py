@@ -138,7 +138,7 @@ class Backend(Protocol):
         """
         ...
 
-    def seldom(
+    def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         """``kernel(self, *static, *arrays)`` where the scalar condition holds, else the arrays, which are not copied.
@@ -258,7 +258,7 @@ class Collective(Protocol):
         """The replicas' arrays, stacked by rank along a new first axis."""
         ...
 
-    def of_sums(
+    def reduce_scatter_map(
         self,
         function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
         summed: Sequence[Array],
@@ -271,10 +271,10 @@ class Collective(Protocol):
         """
         ...
 
-    def vary(self, arrays: Sequence[Array]) -> list[Array]:
+    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         """Marks arrays as each replica's own, where the framework keeps account of that."""
         ...
 
-    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         """Raises where a leaf is known to be combined over the replicas already."""
         ...

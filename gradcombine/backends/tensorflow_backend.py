@@ -134,7 +134,7 @@ class TensorflowBackend:
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
         return tuple(tf.reshape(result, shape) for result in _compiled(kernel, static)(*flat))
 
-    def seldom(
+    def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         known = self.concrete(condition)
@@ -312,7 +312,7 @@ class TfReplicas:
         shapes = [(context.num_replicas_in_sync, *array.shape) for array in arrays]
         return [tf.ensure_shape(x, shape) for x, shape in zip(gathered, shapes, strict=True)]
 
-    def of_sums(
+    def reduce_scatter_map(
         self,
         function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
         summed: Sequence[Array],
@@ -321,10 +321,10 @@ class TfReplicas:
         # Replicas of tf.distribute have no reduce-scatter.
         return function(self.all_sum(summed), common)
 
-    def vary(self, arrays: Sequence[Array]) -> list[Array]:
+    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
 
-    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         self._context()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import reduce
 from typing import Any
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_integer
 from gradcombine.errors import GradCombineError, shown
@@ -17,7 +17,7 @@ from gradcombine.types import Array, Tree
 _BLOCK = 8
 
 
-@ordinary
+@no_autograph
 def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
     """The sum from left to right: ``((v_1 + v_2) + v_3) + ...``.
 
@@ -54,7 +54,7 @@ def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
     return by_leaf("left_chain", values, summed)
 
 
-@ordinary
+@no_autograph
 def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reused: int = 0) -> Tree:
     """The sum as TensorFlow's AddN kernel forms it: ``(block_1 + block_2) + ...``, each block a left chain.
 
@@ -100,7 +100,7 @@ def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reus
     return by_leaf("addn_blocks", trees, blocks)
 
 
-@ordinary
+@no_autograph
 def hierarchical_copy(values: Sequence[Tree]) -> Tree:
     """The sum of two halves, each by `addn_blocks`: ``addn(v_1 ... v_h) + addn(v_{h+1} ... v_2h)``, h = n // 2.
 

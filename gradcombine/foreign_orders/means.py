@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.combine import mean
 from gradcombine.errors import GradCombineError
@@ -23,7 +23,7 @@ _DTYPES = ("float16", "bfloat16", "float32")
 _SPLITTER = np.float32(2**12 + 1)
 
 
-@ordinary
+@no_autograph
 def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT32) -> Tree:
     """The mean of optax.MultiSteps: ``acc = acc + (g - acc) / (n + 1)`` from ``acc = 0``, for n = 0, 1, ....
 
@@ -62,7 +62,7 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
     return by_leaf("welford", trees, partial(_welford, fused=fused, accumulator=kept))
 
 
-@ordinary
+@no_autograph
 def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | None = None) -> Tree:
     """Each rank's weighted mean, then their unweighted mean: what a program reports that forgets the ranks' weights.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
@@ -21,7 +21,7 @@ _DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 _ALIGNED_BYTES = 64
 
 
-@ordinary
+@no_autograph
 def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     """The sum as TensorFlow's ring all-reduce forms it: chunk k is ``((v_k + v_{k+1}) + ...) + v_{k-1}``, ranks from 0.
 

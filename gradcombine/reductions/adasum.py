@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
@@ -23,7 +23,7 @@ class AdasumState(TreewiseState):
     """Adaptive sums."""
 
 
-@ordinary
+@no_autograph
 def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None) -> Reduction:
     """The adaptive sum: of two gradients, each leaf without half of its projection on the other's ::
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import static, tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
@@ -172,7 +172,7 @@ class _Guarded:
     own_merge: Callable[[State, State], State]
     own_finalize: Callable[[State], Tree]
 
-    @ordinary
+    @no_autograph
     def init(self, like: Tree) -> GuardedState:
         leaves, structure = tree.flatten(self.name, like)
         kinds = [static.of_leaf(leaf, with_shape=True) for leaf in leaves]
@@ -186,7 +186,7 @@ class _Guarded:
         empty = _kept(inner, arrays)
         return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, kinds))
 
-    @ordinary
+    @no_autograph
     def update(self, state: GuardedState, value: Tree, weight: Any = 1) -> GuardedState:
         self._require(state)
         leaves = self._matching(state, value)
@@ -204,7 +204,7 @@ class _Guarded:
             updated, count = tree.select(backend, zero, (state.value, state.count), (updated, count))
         return state._replace(value=updated, count=count)
 
-    @ordinary
+    @no_autograph
     def merge(self, a: GuardedState, b: GuardedState) -> GuardedState:
         self._require(a)
         self._require(b)
@@ -216,17 +216,17 @@ class _Guarded:
         merged = self._alike("merge", backend, a.value, self.own_merge(self._given(a.value), self._given(b.value)))
         return a._replace(value=merged, count=a.count + b.count)
 
-    @ordinary
+    @no_autograph
     def finalize(self, state: GuardedState) -> Tree:
         self._require(state)
         return self.own_finalize(self._given(state.value))
 
-    @ordinary
+    @no_autograph
     def clear(self, state: GuardedState) -> GuardedState:
         self._require(state)
         return state._replace(value=state.empty, count=state.count * 0)
 
-    @ordinary
+    @no_autograph
     def all_merge(self, state: GuardedState, collective: Collective, order: Order) -> GuardedState:
         self._require(state)
         own, structure = tree.flatten(self.name, (state.value, state.count))
@@ -308,15 +308,15 @@ def on_contributions(
       A reduction with the same states, merged and finalized as before.
     """
 
-    @ordinary
+    @no_autograph
     def init(made_for: Tree) -> State:
         return reduction.init(like(made_for))
 
-    @ordinary
+    @no_autograph
     def update(state: State, value: Tree, weight: Any = 1) -> State:
         return reduction.update(state, *transform(value, weight))
 
-    @ordinary
+    @no_autograph
     def update_many(state: State, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> State | None:
         assert reduction.update_many is not None
         changed, weighing = zip(*map(transform, values, weights), strict=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import resolve
 from gradcombine.reductions.algebra import Reduction, on_contributions, require_reduction
 from gradcombine.reductions.weights import EXPECTED, parse
 from gradcombine.types import Tree
 
 
-@ordinary
+@no_autograph
 def checked(reduction: Reduction) -> Reduction:
     """The same reduction, which also checks weights whose value is not known while tracing.
 
@@ -33,7 +33,7 @@ def checked(reduction: Reduction) -> Reduction:
     """
     require_reduction("checked", reduction)
 
-    @ordinary
+    @no_autograph
     def weighed(value: Tree, weight: Any) -> tuple[Tree, Any]:
         leaves, _ = tree.flatten(reduction.name, value)
         backend = resolve(reduction.name, [*leaves, weight])

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_one_of
 from gradcombine.errors import GradCombineError, shown
@@ -28,7 +28,7 @@ class ElementwiseState(TreewiseState):
     """A partial result of `elementwise`. Each name has a subclass of its own."""
 
 
-@ordinary
+@no_autograph
 def elementwise(
     name: str,
     *,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
@@ -22,7 +22,7 @@ class DifferentiableState(NamedTuple):
     derivative: State
 
 
-@ordinary
+@no_autograph
 def differentiable(reduction: Reduction) -> Reduction:
     """The same reduction, with a derivative over time as well.
 
@@ -53,33 +53,33 @@ def differentiable(reduction: Reduction) -> Reduction:
             raise GradCombineError(reduction.name, "a DifferentiableState", type(state).__name__)
         return state
 
-    @ordinary
+    @no_autograph
     def init(like: Tree) -> DifferentiableState:
         return DifferentiableState(reduction.init(like), derivative.init(like))
 
-    @ordinary
+    @no_autograph
     def update(state: State, value: Tree, weight: Any = 1) -> DifferentiableState:
         a, b = open_(state)
         return DifferentiableState(reduction.update(a, value, weight), derivative.update(b, value, weight))
 
-    @ordinary
+    @no_autograph
     def merge(a: State, b: State) -> DifferentiableState:
         pairs = zip((reduction, derivative), open_(a), open_(b), strict=True)
         return DifferentiableState(*(own.merge(x, y) for own, x, y in pairs))
 
-    @ordinary
+    @no_autograph
     def finalize(state: State) -> Tree:
         def run(own: Reduction, state: DifferentiableState) -> Tree:
             return own.finalize(state.value if own is reduction else state.derivative)
 
         return derived(reduction, run, open_(state))
 
-    @ordinary
+    @no_autograph
     def clear(state: State) -> DifferentiableState:
         a, b = open_(state)
         return DifferentiableState(reduction.clear(a), derivative.clear(b))
 
-    @ordinary
+    @no_autograph
     def all_merge(state: State, collective: Collective, order: Order) -> DifferentiableState:
         a, b = open_(state)
         return DifferentiableState(

@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
@@ -26,7 +26,7 @@ class MinState(TreewiseState):
     """Minima."""
 
 
-@ordinary
+@no_autograph
 def max(*, output_dtype: Any = None) -> Reduction:
     """The elementwise maximum of all contributions of nonzero weight, as for a history of FP8 amax values.
 
@@ -50,7 +50,7 @@ def max(*, output_dtype: Any = None) -> Reduction:
     return lift(cell, MaxState)
 
 
-@ordinary
+@no_autograph
 def min(*, output_dtype: Any = None) -> Reduction:
     """The elementwise minimum; in all else as `max`. No contribution: +inf, or the largest integer.
 

@@ -6,7 +6,7 @@ from functools import reduce
 from typing import Any
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, on_contributions, require_reduction
@@ -14,7 +14,7 @@ from gradcombine.reductions.weights import where
 from gradcombine.types import Array, Tree
 
 
-@ordinary
+@no_autograph
 def zeroed(reduction: Reduction) -> Reduction:
     """The same reduction, in which a contribution that holds NaN or infinity anywhere has weight 0.
 
@@ -37,7 +37,7 @@ def zeroed(reduction: Reduction) -> Reduction:
     """
     require_reduction("zeroed", reduction)
 
-    @ordinary
+    @no_autograph
     def left_out(value: Tree, weight: Any) -> tuple[Tree, Any]:
         leaves, structure = tree.flatten(reduction.name, value)
         backend = resolve(reduction.name, [*leaves, weight])

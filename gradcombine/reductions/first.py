@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Plain
@@ -24,7 +24,7 @@ class LastState(TreewiseState):
     """The last contribution so far."""
 
 
-@ordinary
+@no_autograph
 def first() -> Reduction:
     """The first contribution of nonzero weight; over replicas, the lowest rank's.
 
@@ -43,7 +43,7 @@ def first() -> Reduction:
     return lift(Plain("first", _KINDS, _zero, _earlier), FirstState)
 
 
-@ordinary
+@no_autograph
 def last() -> Reduction:
     """The last contribution of nonzero weight; over replicas, the highest rank's. In all else as `first`.
 

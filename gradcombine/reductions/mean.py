@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.added import Added
 from gradcombine.reductions.algebra import Reduction
@@ -34,7 +34,7 @@ class ExactMeanState(TreewiseState):
     """Digits of sums of ``w * g``, not divided yet."""
 
 
-@ordinary
+@no_autograph
 def mean(
     precision: Precision = "fast",
     dtype: Any = None,

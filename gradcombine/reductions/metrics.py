@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
@@ -64,7 +64,7 @@ class _Entry(NamedTuple):
 _METRICS = per_leaf(_Entry(moments(), maximum(), sum_(), replace(sum_(), scales_by_weight=True)))
 
 
-@ordinary
+@no_autograph
 def measured(reduction: Reduction) -> Reduction:
     """The same reduction, whose value comes with metrics of the contributions that it was made of.
 
@@ -97,7 +97,7 @@ def measured(reduction: Reduction) -> Reduction:
             raise GradCombineError(reduction.name, "a MeasuredState", type(state).__name__)
         return state
 
-    @ordinary
+    @no_autograph
     def init(like: Tree) -> MeasuredState:
         leaves, structure = tree.flatten("measured", like)
         dtype = norm_dtype("measured", leaves, structure)
@@ -107,7 +107,7 @@ def measured(reduction: Reduction) -> Reduction:
         entry = (backend.full((), 0, kind, present) for kind in (dtype, dtype, dtypes.INT32, dtype))
         return MeasuredState(reduction.init(like), _METRICS.init(_Entry(*entry)))
 
-    @ordinary
+    @no_autograph
     def update(state: State, value: Tree, weight: Any = 1) -> MeasuredState:
         state = opened(state)
         updated = reduction.update(state.value, value, weight)
@@ -119,12 +119,12 @@ def measured(reduction: Reduction) -> Reduction:
         norm = backend.cast(norm, wide)
         return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
 
-    @ordinary
+    @no_autograph
     def merge(a: State, b: State) -> MeasuredState:
         a, b = opened(a), opened(b)
         return MeasuredState(reduction.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
 
-    @ordinary
+    @no_autograph
     def finalize(state: State) -> Measured:
         state = opened(state)
         entry = _METRICS.finalize(state.metrics)
@@ -133,12 +133,12 @@ def measured(reduction: Reduction) -> Reduction:
         metrics = Metrics(entry.norm.mean, entry.norm.variance, largest, entry.count, entry.weight)
         return Measured(reduction.finalize(state.value), metrics)
 
-    @ordinary
+    @no_autograph
     def clear(state: State) -> MeasuredState:
         state = opened(state)
         return MeasuredState(reduction.clear(state.value), _METRICS.clear(state.metrics))
 
-    @ordinary
+    @no_autograph
     def all_merge(state: State, collective: Collective, order: Order) -> MeasuredState:
         state = opened(state)
         value = reduction.all_merge(state.value, collective, order)

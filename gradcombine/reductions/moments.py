@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
@@ -30,7 +30,7 @@ class Moments(NamedTuple):
     variance: Array
 
 
-@ordinary
+@no_autograph
 def moments(dtype: Any = None, *, output_dtype: Any = None) -> Reduction:
     """The weighted mean ``m = sum(w * g) / sum(w)`` and variance ``sum(w * (g - m)**2) / sum(w)``, elementwise.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, shown
@@ -20,7 +20,7 @@ from gradcombine.reductions.weights import scaled
 from gradcombine.types import Array, Tree
 
 
-@ordinary
+@no_autograph
 def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     """The same reduction, of contributions none of which is longer than ``max_norm``: ``g * min(1, max_norm / |g|)``.
 
@@ -52,7 +52,7 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     if not isinstance(max_norm, Real) or not 0 < float(max_norm) < np.inf:
         raise GradCombineError("clipped", "a positive and finite max_norm", shown(max_norm))
 
-    @ordinary
+    @no_autograph
     def shortened(value: Tree, weight: Any) -> tuple[Tree, Any]:
         leaves, structure = tree.flatten(reduction.name, value)
         backend = resolve(reduction.name, [*leaves, weight])

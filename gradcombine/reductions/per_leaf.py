@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError, renamed, shown
@@ -21,7 +21,7 @@ class PerLeafState(NamedTuple):
     parts: tuple[State, ...]
 
 
-@ordinary
+@no_autograph
 def per_leaf(reductions: Tree) -> Reduction:
     """Combines each part of a tree by a reduction of its own.
 
@@ -58,12 +58,12 @@ def per_leaf(reductions: Tree) -> Reduction:
     def over(function: Callable[..., Any], states: Sequence[State]) -> PerLeafState:
         return PerLeafState(tuple(each(function, *(_parts(state, len(members)) for state in states))))
 
-    @ordinary
+    @no_autograph
     def init(like: Tree) -> PerLeafState:
         parts = tree.split_as("per_leaf", prefix, like)
         return PerLeafState(tuple(each(lambda member, part: member.init(part), parts)))
 
-    @ordinary
+    @no_autograph
     def update(state: PerLeafState, value: Tree, weight: Any = 1) -> PerLeafState:
         parts = tree.split_as("per_leaf", prefix, value)
         leaves, _ = tree.flatten("per_leaf", value)
@@ -74,20 +74,20 @@ def per_leaf(reductions: Tree) -> Reduction:
 
         return PerLeafState(tuple(each(updated, _parts(state, len(members)), parts)))
 
-    @ordinary
+    @no_autograph
     def finalize(state: PerLeafState) -> Tree:
         parts = _parts(state, len(members))
         return tree.unflatten(prefix, each(lambda member, part: member.finalize(part), parts))
 
-    @ordinary
+    @no_autograph
     def all_merge(state: PerLeafState, collective: Collective, order: Order) -> PerLeafState:
         return over(lambda member, part: member.all_merge(part, collective, order), [state])
 
-    @ordinary
+    @no_autograph
     def merge(a: PerLeafState, b: PerLeafState) -> PerLeafState:
         return over(lambda member, x, y: member.merge(x, y), [a, b])
 
-    @ordinary
+    @no_autograph
     def clear(state: PerLeafState) -> PerLeafState:
         return over(lambda member, part: member.clear(part), [state])
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
@@ -19,7 +19,7 @@ class ProductState(TreewiseState):
     """Products."""
 
 
-@ordinary
+@no_autograph
 def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None) -> Reduction:
     """The product of all contributions of nonzero weight; the weight's size does not matter.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.accumulator import shape_of
@@ -15,7 +15,7 @@ from gradcombine.reductions.rows.leaf import is_row_sparse, row_slices
 from gradcombine.types import Tree
 
 
-@ordinary
+@no_autograph
 def sparse_as_dense(reduction: Reduction) -> Reduction:
     """The same reduction, which takes row-sparse contributions as the dense arrays that they stand for.
 
@@ -45,7 +45,7 @@ def sparse_as_dense(reduction: Reduction) -> Reduction:
     """
     require_reduction("sparse_as_dense", reduction)
 
-    @ordinary
+    @no_autograph
     def dense_like(like: Tree) -> Tree:
         leaves, structure = tree.flatten(reduction.name, like, is_row_sparse)
         return tree.unflatten(structure, map(_whole, leaves))

@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_integer, require_one_of
 from gradcombine.errors import GradCombineError, shown
@@ -36,7 +36,7 @@ class ExactSumState(TreewiseState):
     """Digits of sums of ``w * g``."""
 
 
-@ordinary
+@no_autograph
 def sum(
     precision: Precision = "fast",
     dtype: Any = None,

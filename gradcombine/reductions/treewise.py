@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import static, tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed, shown
@@ -95,7 +95,7 @@ class _Treewise:
     state: type[TreewiseState]
     wire_dtype: np.dtype | None
 
-    @ordinary
+    @no_autograph
     def init(self, like: Tree) -> State:
         leaves, structure = tree.flatten(self.cell.name, like, self.cell.is_leaf)
         first = [self.cell.arrays(leaf)[0] for leaf in leaves]
@@ -119,7 +119,7 @@ class _Treewise:
             raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
         return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(dtype), self.cell.arrays(leaf)[0])
 
-    @ordinary
+    @no_autograph
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
         own = self._open(state)
         leaves = tree.flatten_as(self.cell.name, own.structure, value, self.cell.is_leaf)
@@ -163,7 +163,7 @@ class _Treewise:
         """Names the leaf in errors from inside."""
         return renamed(self.cell.name, lambda: structure.path(i))
 
-    @ordinary
+    @no_autograph
     def update_many(
         self, state: State, trees: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
     ) -> State | None:
@@ -201,7 +201,7 @@ class _Treewise:
             total = cell.link(backend, total, entered)
         return own.closed(state, values, total, count)
 
-    @ordinary
+    @no_autograph
     def merge(self, a: State, b: State) -> State:
         name, left, right = self.cell.name, self._open(a), self._open(b)
         if left.structure != right.structure:
@@ -217,7 +217,7 @@ class _Treewise:
                 values.append(None if x is None else self.cell.merge(backend, x, y, *totals))
         return left.closed(a, values, self.cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
 
-    @ordinary
+    @no_autograph
     def finalize(self, state: State) -> Tree:
         own = self._open(state)
         backend = resolve(self.cell.name, [*own.arrays(), state.count])
@@ -228,7 +228,7 @@ class _Treewise:
         ]
         return tree.unflatten(own.structure, results)
 
-    @ordinary
+    @no_autograph
     def all_finalize(self, state: State, collective: Collective, weight: Any) -> Tree:
         cell: Any = self.cell
         own = self._open(state)
@@ -242,7 +242,7 @@ class _Treewise:
         finished = (_absent(backend, kind) if kind.dtype is None else next(back) for kind in own.made_for)
         return tree.unflatten(own.structure, finished)
 
-    @ordinary
+    @no_autograph
     def clear(self, state: State) -> State:
         own = self._open(state)
         backend = resolve(self.cell.name, [*own.arrays(), state.count])
@@ -256,11 +256,11 @@ class _Treewise:
         weight = self.cell.empty_weight(backend, dtype_of(parts(state.weight)[0]), parts(state.weight))
         return own.closed(state, list(map(empty, own.values)), weight, backend.full((), 0, dtypes.INT32, [state.count]))
 
-    @ordinary
+    @no_autograph
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         own, arrays = self._open(state), self._open(state).arrays()
         paths = [own.structure.path(i) for i, a in enumerate(own.values) if a is not None for _ in parts(a)]
-        collective.require_own(self.cell.name, paths, arrays)
+        collective.require_unreduced(self.cell.name, paths, arrays)
         backend = resolve(self.cell.name, [*arrays, state.count, collective.rank()])
         if isinstance(self.cell, IntegerCell) and collective.size() <= self.cell.most_replicas:
             merged, totals = self.cell.all_merge(backend, collective, own.present(), Totals(state.weight, state.count))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.checks import require_collective, require_integer
@@ -83,7 +83,7 @@ class PerReplica:
 
     def mark_varying(self, components: Sequence[Any]) -> list[Any]:
         try:
-            marked = iter(self.over.vary([x for x in components if not is_absent(x)]))
+            marked = iter(self.over.mark_varying([x for x in components if not is_absent(x)]))
         except GradCombineError:  # Outside of the axis, where a state may be made, there is nothing to keep account of.
             return list(components)
         return [x if is_absent(x) else next(marked) for x in components]
@@ -144,7 +144,7 @@ class Stacked:
         return tree.unflatten(structure, [x if is_absent(x) else self.broadcast(backend, x) for x in leaves])
 
 
-@ordinary
+@no_autograph
 def stacked(replicas: int) -> Stacked:
     """All replicas of a variable in one program: components along a new first axis, in place of a collective.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.checks import require_order
@@ -74,7 +74,7 @@ class ReplicatedVariable(NamedTuple):
     cross: CrossReplica
 
 
-@ordinary
+@no_autograph
 def variable(
     aggregation: Any = Aggregation.NONE,
     synchronization: Any = Synchronization.AUTO,
@@ -156,7 +156,7 @@ class _Contexts:
     policy: Policy
     layout: Layout
 
-    @ordinary
+    @no_autograph
     def init(self, value: Tree) -> ReplicatedState:
         leaves, structure = tree.flatten("replicated.init", value)
         backend = resolve("replicated.init", leaves)
@@ -173,12 +173,12 @@ class _Contexts:
             components = self.layout.mark_varying(components)
         return ReplicatedState(tree.unflatten(structure, components))
 
-    @ordinary
+    @no_autograph
     def read(self, state: ReplicatedState) -> Tree:
         into = opened("replicated.read", state)
         return into.rebuild(into.leaves)
 
-    @ordinary
+    @no_autograph
     def cross_read(self, state: ReplicatedState) -> Tree:
         operation = "replicated.cross.read"
         into = opened(operation, state)
@@ -196,7 +196,7 @@ class _Contexts:
     def write(self, operation: str, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
         """A write in replica context: each replica's own value."""
 
-        @ordinary
+        @no_autograph
         def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
             into = opened(operation, state, value)
             self.policy.require_aggregation(operation, self.layout.size)
@@ -211,7 +211,7 @@ class _Contexts:
     def cross_write(self, operation: str, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
         """A write in cross-replica context: one value for all replicas."""
 
-        @ordinary
+        @no_autograph
         def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
             if write is not replace:
                 self.policy.require_equal_addends(operation)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile.header import Header
@@ -14,7 +14,7 @@ from gradcombine.statefile.writing import write
 from gradcombine.types import State, Tree
 
 
-@ordinary
+@no_autograph
 def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> None:
     """Saves one state; `load` gives it back, in any framework.
 
@@ -46,7 +46,7 @@ def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> No
     write("statefile.save", path, reduction, [state])
 
 
-@ordinary
+@no_autograph
 def load(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> State:
     """Loads the one state that `save` wrote.
 
@@ -82,7 +82,7 @@ def load(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> Stat
     return states[0]
 
 
-@ordinary
+@no_autograph
 def save_replicas(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
     """Saves one state a replica in one file; `load_replicas` gives them back, and `resize` makes them more or fewer.
 
@@ -112,7 +112,7 @@ def save_replicas(path: str | os.PathLike[str], reduction: Reduction, states: Se
     write("statefile.save_replicas", path, reduction, states)
 
 
-@ordinary
+@no_autograph
 def load_replicas(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> list[State]:
     """Loads the states of all replicas, by rank.
 
@@ -129,7 +129,7 @@ def load_replicas(path: str | os.PathLike[str], reduction: Reduction, like: Tree
     return read("statefile.load_replicas", path, reduction, like, replicas=None)
 
 
-@ordinary
+@no_autograph
 def inspect(path: str | os.PathLike[str]) -> Header:
     """What a state file says about itself. Reads no array, and needs no ``like``.
 

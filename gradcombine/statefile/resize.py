@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine import binary_counter
 from gradcombine.accumulate import depth_of, require_state, window
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
@@ -20,7 +20,7 @@ from gradcombine.types import AccumulateState, Array, BinaryCounter, State
 _OPERATION = "statefile.resize"
 
 
-@ordinary
+@no_autograph
 def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, every: int | None = None) -> list[State]:
     """The states of N replicas as those of M: every contribution and every weight is in one of them.
 

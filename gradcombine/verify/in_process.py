@@ -63,7 +63,7 @@ class _Replica:
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         return [resolve("all_gather", column).stack(column) for column in self._columns(arrays)]
 
-    def of_sums(
+    def reduce_scatter_map(
         self,
         function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
         summed: Sequence[Array],
@@ -71,8 +71,8 @@ class _Replica:
     ) -> list[Array]:
         return function(self.all_sum(summed), common)
 
-    def vary(self, arrays: Sequence[Array]) -> list[Array]:
+    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
 
-    def require_own(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         return None

@@ -11,7 +11,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions, static
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.cell import parts
 from tests.spec import exact, modes
@@ -61,7 +61,7 @@ def start(reduction: gc.Reduction, rank: int) -> Any:
 FEW_STATES, MANY_STATES = ([start(reduction, rank) for rank in range(REPLICAS)] for reduction in (FEW, MANY))
 
 
-@ordinary
+@no_autograph
 def merged(env: modes.Env, states: Any) -> Any:
     few, many = (gc.merge_replicas(r, s, env.collective) for r, s in zip((FEW, MANY), states, strict=True))
     return few, many, FEW.finalize(few)
@@ -88,7 +88,7 @@ def arrays(state: Any) -> list[Any]:
     return list(parts((state.value["w"], state.value["scalar"], state.weight, state.count)))
 
 
-@ordinary
+@no_autograph
 def reduced(env: modes.Env, data: Any) -> Any:
     return gc.all_reduce(FEW, {"w": data["x"], "none": None}, env.collective, data["weight"])
 
@@ -113,7 +113,7 @@ LONG = 3 * (2**24 + 1)
 """A known weight of two parts, 24 bits each: a contribution makes two deposits."""
 
 
-@ordinary
+@no_autograph
 def long_weights(env: modes.Env, x: Any) -> Any:
     return tuple(gc.all_reduce(r, x, env.collective, LONG) for r in (FEW, reductions.sum("exact")))
 
@@ -132,7 +132,7 @@ def test_two_words_hold_the_digits_of_128_replicas(replicas: int) -> None:
             np.testing.assert_array_equal(exact.bits(found), exact.bits(other))
 
 
-@ordinary
+@no_autograph
 def settled(env: modes.Env, x: Any) -> Any:
     state = gc.merge_replicas(MANY, MANY.update(MANY.init(x), x), env.collective)
     return parts(state.value), parts(state.weight), state.count

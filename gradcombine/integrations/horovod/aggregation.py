@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from gradcombine import reductions
 from gradcombine.accumulate import accumulate
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.horovod import sparse
@@ -101,12 +101,12 @@ class LocalGradientAggregation(tf.Module):
             return tf.constant(0)
         return tf.math.floormod(self._window.read().step, self._k)
 
-    @ordinary
+    @no_autograph
     def register_local_var(self, variable: Any) -> None:
         """Leaves a variable out of the all-reduce: each rank keeps its own gradient, divided by the number of ranks."""
         self._local.add(_key(variable))
 
-    @ordinary
+    @no_autograph
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         """One backward pass.
 
@@ -147,7 +147,7 @@ class LocalGradientAggregation(tf.Module):
         found = dict(zip(chosen, completed(picked, self._written), strict=True))
         return [found.get(i) for i in range(len(gradients))]
 
-    @ordinary
+    @no_autograph
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> tf.Tensor:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 import numpy as np
 
 from gradcombine import reductions, replicas, tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.checks import require_order
@@ -67,7 +67,7 @@ class AllReduce:
     [array([0.5, 1. ], dtype=float32), None]
     """
 
-    # AutoGraph looks for the mark of `ordinary` on what is called, and that is the object.
+    # AutoGraph looks for the mark of `no_autograph` on what is called, and that is the object.
     autograph_info__: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -102,12 +102,12 @@ class AllReduce:
         self._sparse_as_dense = sparse_as_dense
         self._reduction = _REDUCTIONS[op](**({} if compression is None else {"wire_dtype": compression}))
 
-    @ordinary
+    @no_autograph
     def size(self) -> int:
         """The number of ranks that take part."""
         return self._over.size() if self._process_set is None else len(self._process_set)
 
-    @ordinary
+    @no_autograph
     def __call__(self, gradients: Tree, variables: Any = None) -> Tree:
         """Combines gradients over the ranks.
 

@@ -14,7 +14,7 @@ from gradcombine.types import Tree
 def own(over: Collective, values: Tree) -> Tree:
     """The values, typed as this replica's own. Gradients with respect to such are its own too, and not summed yet."""
     arrays, structure = jax.tree.flatten(values)
-    return jax.tree.unflatten(structure, over.vary(arrays))
+    return jax.tree.unflatten(structure, over.mark_varying(arrays))
 
 
 def align(values: Tree, specs: Tree) -> Tree:

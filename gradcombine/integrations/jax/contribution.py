@@ -136,7 +136,7 @@ class Objective:
         output, form = self._opened(result[0])
         leaves = jax.tree_util.tree_leaves_with_path(result[1])
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-        self.over.require_own(self.operation, paths, [leaf for _, leaf in leaves])
+        self.over.require_unreduced(self.operation, paths, [leaf for _, leaf in leaves])
         return (output.value, output, form), result[1]
 
     def _opened(self, output: Any) -> tuple[LossOutput, Form]:

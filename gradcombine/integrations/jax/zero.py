@@ -76,11 +76,11 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
     def update(state: State, value: Tree, weight: Any = 1) -> State:
         leaves, structure = tree.flatten(reduction.name, value)
         present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
-        axis.require_own(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
+        axis.require_unreduced(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
         own = reduction.update(reduction.init(value), value, weight)
         parts, inner = tree.flatten(reduction.name, own.value)
         shards = axis.sum_scatter([_rows(axis, part) for part in parts])
-        total, count = axis.vary(axis.all_sum([own.weight, own.count]))
+        total, count = axis.mark_varying(axis.all_sum([own.weight, own.count]))
         summed = own._replace(value=tree.unflatten(inner, shards), weight=total, count=count)
         return reduction.merge(state, summed)
 
@@ -114,7 +114,7 @@ def shard(values: Tree, over: Collective) -> Tree:
     leaves, structure = tree.flatten("shard", values)
 
     def part(leaf: Any) -> Any:
-        return leaf if is_absent(leaf) else axis.vary([_rows(axis, leaf)])[0][axis.rank()]
+        return leaf if is_absent(leaf) else axis.mark_varying([_rows(axis, leaf)])[0][axis.rank()]
 
     return tree.unflatten(structure, map(part, leaves))
 
@@ -222,4 +222,4 @@ def _rows(axis: JaxAxis, leaf: Array) -> Array:
 def _empty_shard(axis: JaxAxis, leaf: Any) -> Array:
     made = jnp.zeros((_length(axis.size(), leaf),), leaf.dtype)
     missing = tuple(varying(leaf))
-    return axis.vary([jax.lax.pcast(made, missing, to="varying") if missing else made])[0]
+    return axis.mark_varying([jax.lax.pcast(made, missing, to="varying") if missing else made])[0]

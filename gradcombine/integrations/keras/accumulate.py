@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from gradcombine.accumulate import accumulate
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.integrations.keras import checks
 from gradcombine.integrations.keras.backend import BackendWindow
 from gradcombine.integrations.keras.checks import error
@@ -140,7 +140,7 @@ class Accumulate(Saved):
         self._trainable_variables_indices = {self._var_key(x): i for i, x in enumerate(variables)}
         self.built = True
 
-    @ordinary
+    @no_autograph
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, weight: Any = None) -> None:
         """One microbatch; the last one of a window runs the inner optimizer.
 
@@ -163,7 +163,7 @@ class Accumulate(Saved):
         window.contribute(gradients, self._weights.current() if weight is None else weight)
         self._iterations.assign_add(1)
 
-    @ordinary
+    @no_autograph
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], weight: Any = None) -> Any:
         """`apply` for pairs; returns the number of microbatches so far."""
         grads, variables = zip(*grads_and_vars, strict=True)
@@ -187,7 +187,7 @@ class Accumulate(Saved):
             # Not super(), which in a `ScaledAccumulate` is a LossScaleOptimizer's.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
-    @ordinary
+    @no_autograph
     def flush(self) -> Any:
         """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
 

@@ -190,7 +190,7 @@ def _own(over: Collective, window: AccumulateState, skipped: Any) -> tuple[Accum
     """What is this replica's own, typed so from the start, so that a scan may carry it under check_vma."""
     own = (window.levels, skipped.detail if isinstance(skipped, SkipState) else ())
     arrays, structure = jax.tree.flatten(own)
-    levels, detail = jax.tree.unflatten(structure, over.vary(arrays))
+    levels, detail = jax.tree.unflatten(structure, over.mark_varying(arrays))
     marked = skipped._replace(detail=detail) if isinstance(skipped, SkipState) else skipped
     return window._replace(levels=levels), marked
 

@@ -28,7 +28,7 @@ def widen(reduction: Reduction, updates: Tree, made_for: Tree, over: Collective)
     specs, structure = tree.flatten("accumulate", made_for)
     leaves = tree.flatten_as("accumulate", structure, updates)
     own = [x for x in zip(structure.paths(), leaves, specs, strict=True) if x[1] is not None and x[2] is not None]
-    over.require_own("accumulate", [path for path, _, _ in own], [leaf for _, leaf, _ in own])
+    over.require_unreduced("accumulate", [path for path, _, _ in own], [leaf for _, leaf, _ in own])
     given = jax.eval_shape(lambda: reduction.finalize(reduction.init(updates)))
     outputs = tree.flatten_as("accumulate", structure, given)
 

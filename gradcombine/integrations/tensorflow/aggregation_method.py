@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from gradcombine import foreign_orders
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.errors import GradCombineError
 
 Execution = Literal["function", "graph", "xla"]
@@ -21,7 +21,7 @@ class NotATensorError(GradCombineError, TypeError):
     """For a term that is no tensor: a TypeError too, as TensorFlow raises."""
 
 
-@ordinary
+@no_autograph
 def aggregate(
     terms: Sequence[Any],
     method: int | str | None = None,

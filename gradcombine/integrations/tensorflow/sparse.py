@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.errors import GradCombineError
 from gradcombine.sparse import RowSparse, row_sparse
 
 
-@ordinary
+@no_autograph
 def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size: int | None = None) -> RowSparse:
     """The row-sparse leaf of some slices.
 
@@ -57,7 +57,7 @@ def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size:
     return row_sparse(tf.ensure_shape(padded, [size]), tf.ensure_shape(tf.pad(values, paddings), shape), whole)
 
 
-@ordinary
+@no_autograph
 def to_indexed_slices(rows: RowSparse) -> tf.IndexedSlices:
     """The slices of a row-sparse leaf without its padding: what optimizers and ``tf.Variable.scatter_add`` take.
 

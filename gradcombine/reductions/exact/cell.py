@@ -88,7 +88,7 @@ class Exact(ArrayLeaves):
         before = totals.weight.deposits
         after = before + sum(terms.deposits(backend, w) for w in weights)
         due = backend.shift_right(before, _PERIOD) != backend.shift_right(after, _PERIOD)
-        return Digits.of(backend.seldom(due, _settle, (FLOAT32,), a.words))
+        return Digits.of(backend.apply_if_rare(due, _settle, (FLOAT32,), a.words))
 
     def merge(self, backend: Backend, a: Any, b: Any, a_totals: Totals, b_totals: Totals) -> Any:
         return Digits.of(backend.fused(_merge, (digits.grid_of(backend, a),), [*a.words, *b.words]))

@@ -125,7 +125,7 @@ def finish(
             results += backend.fused(_finished, (*plan, output), [top, high, low, *divisor])
         return results
 
-    return collective.of_sums(finished, words, [top for _, _, top, _ in leaves])
+    return collective.reduce_scatter_map(finished, words, [top for _, _, top, _ in leaves])
 
 
 def _level(backend: Backend, own: Grid, *slots: Array) -> tuple[Array]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError, renamed
@@ -14,7 +14,7 @@ from gradcombine.reductions.rows.leaf import INT32, is_row_sparse, require_in_ra
 from gradcombine.types import Array, Tree
 
 
-@ordinary
+@no_autograph
 def to_dense(rows: Any) -> Array:
     """The whole array of a `RowSparse`, tf.IndexedSlices or BCOO leaf.
 
@@ -45,7 +45,7 @@ def to_dense(rows: Any) -> Array:
     return zeros if once is None else backend.put(zeros, *once)
 
 
-@ordinary
+@no_autograph
 def densify(values: Tree) -> Tree:
     """A tree with `to_dense` of its row-sparse leaves, and the others as they are.
 
@@ -61,7 +61,7 @@ def densify(values: Tree) -> Tree:
     return tree.unflatten(structure, [to_dense(leaf) if is_row_sparse(leaf) else leaf for leaf in leaves])
 
 
-@ordinary
+@no_autograph
 def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     """``table + to_dense(rows)``, reading and writing only the rows that occur.
 

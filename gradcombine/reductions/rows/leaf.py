@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import static
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
 from gradcombine.checks import require_integer
@@ -42,7 +42,7 @@ class RowSparse(NamedTuple):
         return (self.extent.rows, *map(int, self.values.shape[1:]))
 
 
-@ordinary
+@no_autograph
 def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
     """Makes a `RowSparse` of rows and their indices.
 

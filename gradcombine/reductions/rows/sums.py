@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.divide import over_weight, zero_if_empty
@@ -20,7 +20,7 @@ class RowMeanState(TreewiseState):
     """Rows of sums of ``w * g``, not divided yet."""
 
 
-@ordinary
+@no_autograph
 def row_sum(
     capacity: int,
     *,
@@ -68,7 +68,7 @@ def row_sum(
     return lift(Rows("row_sum", zero_if_empty, capacity, overflow, settings), RowSumState, wire_dtype)
 
 
-@ordinary
+@no_autograph
 def row_mean(
     capacity: int,
     *,

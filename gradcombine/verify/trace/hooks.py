@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import resolve
 
 
-@ordinary
+@no_autograph
 def call(arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], None]) -> None:
     """``write(step, arrays)``, with NumPy arrays: now where the values are known, else as the program runs."""
     backend = resolve("record", [*arrays, step])

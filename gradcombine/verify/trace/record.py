@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import ordinary
+from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed
 from gradcombine.types import Tree
@@ -63,7 +63,7 @@ class Recorder:
         self._problems: list[GradCombineError] = []
         self._lock = threading.Lock()
 
-    @ordinary
+    @no_autograph
     def __call__(self, step: Any, **stages: Tree) -> None:
         """Writes some stages of a step; others of the same step may follow.
 
