@@ -16,8 +16,9 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import accumulator, dtypes
-from gradcombine.reductions.algebra import Reduction, Shortcuts, of_each_rank
+from gradcombine.reductions.algebra import Reduction, Shortcuts
 from gradcombine.reductions.cell import BatchCell, Cell, IntegerCell, Totals, dtype_of, parts, refilled, where
+from gradcombine.reductions.guarded import of_each_rank
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree
 
