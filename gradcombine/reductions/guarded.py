@@ -1,0 +1,170 @@
+"""A user's four functions, behind the checks that the library's own reductions make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradcombine import static, tree
+from gradcombine.autograph import no_autograph
+from gradcombine.backends.protocol import Backend, Collective
+from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.errors import GradCombineError
+from gradcombine.pairwise import fold_pairwise
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.cell import dtype_of, shape_of
+from gradcombine.reductions.weights import parse
+from gradcombine.types import Array, Order, State, Tree
+
+
+class GuardedState(NamedTuple):
+    """A partial result of functions that a user wrote.
+
+    Attributes:
+      value: the functions' own state.
+      empty: the same before any contribution.
+      count: int32 scalar, the number of contributions whose weight is not 0.
+      made_for: constants in the tree's structure: for each leaf its dtype and shape, or that there is no gradient.
+    """
+
+    value: State
+    empty: State
+    count: Array
+    made_for: Tree
+
+
+class Nothing(NamedTuple):
+    """Stands in a state for a None that a user's function made."""
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A user's four functions behind the checks that the library's own make."""
+
+    name: str
+    own_init: Callable[[Tree], State]
+    own_update: Callable[..., State]
+    own_merge: Callable[[State, State], State]
+    own_finalize: Callable[[State], Tree]
+
+    @no_autograph
+    def init(self, like: Tree) -> GuardedState:
+        leaves, structure = tree.flatten(self.name, like)
+        kinds = [static.of_leaf(leaf, with_shape=True) for leaf in leaves]
+        present = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind.dtype is not None]
+        zeros = [None if is_absent(x) else np.broadcast_to(np.zeros((), dtype_of(x)), shape_of(x)) for x in leaves]
+        made, inner = tree.flatten(self.name, self.own_init(tree.unflatten(structure, zeros)))
+        backend = resolve(self.name, [*leaves, *made])
+        # Placed as the leaves are: a state that begins the same on all replicas may still become each one's own.
+        own = backend.full((), False, np.dtype(np.bool_), present)
+        arrays = (None if x is None else backend.where(own, backend.asarray(x), backend.asarray(x)) for x in made)
+        empty = _kept(inner, arrays)
+        return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, kinds))
+
+    @no_autograph
+    def update(self, state: GuardedState, value: Tree, weight: Any = 1) -> GuardedState:
+        self._require(state)
+        leaves = self._matching(state, value)
+        backend = resolve(self.name, [state.count, *leaves, *tree.flatten(self.name, state.value)[0], weight])
+        parsed = parse(self.name, backend, weight)
+        zero = parsed.is_zero(backend)
+        if zero is True:
+            return state
+        wide = any(dtypes.part(backend.dtype(x)) == np.float64 for x in leaves if not is_absent(x))
+        scalar = parsed.cast(backend, np.dtype(np.float64) if wide else dtypes.FLOAT32)
+        updated = self._alike("update", backend, state.value, self.own_update(self._given(state.value), value, scalar))
+        count = state.count + 1
+        if zero is not False:
+            # Masked by where: a contribution of weight 0 may hold NaN.
+            updated, count = tree.select(backend, zero, (state.value, state.count), (updated, count))
+        return state._replace(value=updated, count=count)
+
+    @no_autograph
+    def merge(self, a: GuardedState, b: GuardedState) -> GuardedState:
+        self._require(a)
+        self._require(b)
+        expected, received = (tree.flatten(self.name, state.made_for)[1] for state in (a, b))
+        if expected != received:
+            raise tree.difference(self.name, expected, received)
+        backend = resolve(self.name, [x for state in (a, b) for x in tree.flatten(self.name, state.value)[0]])
+        self._alike("merge", backend, a.value, self._given(b.value))
+        merged = self._alike("merge", backend, a.value, self.own_merge(self._given(a.value), self._given(b.value)))
+        return a._replace(value=merged, count=a.count + b.count)
+
+    @no_autograph
+    def finalize(self, state: GuardedState) -> Tree:
+        self._require(state)
+        return self.own_finalize(self._given(state.value))
+
+    @no_autograph
+    def clear(self, state: GuardedState) -> GuardedState:
+        self._require(state)
+        return state._replace(value=state.empty, count=state.count * 0)
+
+    @no_autograph
+    def all_merge(self, state: GuardedState, collective: Collective, order: Order) -> GuardedState:
+        self._require(state)
+        own, structure = tree.flatten(self.name, (state.value, state.count))
+
+        def rebuild(received: Sequence[Array]) -> GuardedState:
+            value, count = tree.unflatten(structure, received)
+            return state._replace(value=value, count=count)
+
+        return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, own)))
+
+    def _require(self, state: Any) -> None:
+        if not isinstance(state, GuardedState):
+            raise GradCombineError(self.name, "a GuardedState", type(state).__name__)
+
+    def _matching(self, state: GuardedState, value: Tree) -> list[Any]:
+        """The leaves of a contribution, after a check that it is one for this state."""
+        made_for, structure = tree.flatten(self.name, state.made_for, static.is_static)
+        leaves = tree.flatten_as(self.name, structure, value)
+        for expected, leaf, path in zip(made_for, leaves, structure.paths(), strict=True):
+            received = static.of_leaf(leaf, with_shape=True)
+            if received.dtype is None or (received.dtype, received.shape) == (expected.dtype, expected.shape):
+                continue
+            if expected.dtype is None:
+                raise GradCombineError(self.name, "no gradient, as where the state was made", "an array", path)
+            wanted, got = (f"dtype {kind.dtype} and shape {kind.shape}" for kind in (expected, received))
+            raise GradCombineError(self.name, wanted, got, path)
+        return leaves
+
+    def _alike(self, function: str, backend: Backend, expected: State, received: State) -> State:
+        """What a function returned, if it is a state like the one that it was given."""
+        olds, structure = tree.flatten(self.name, self._given(expected))
+        news = tree.flatten_as(f"{self.name}: what {function} returns", structure, received)
+        arrays = []
+        for old, new, path in zip(olds, news, structure.paths(), strict=True):
+            if old is None and new is None:
+                arrays.append(None)
+                continue
+            kinds = [None if x is None else (str(backend.dtype(x)), backend.shape(x)) for x in (old, new)]
+            if kinds[0] != kinds[1]:
+                wanted, got = ("no array" if kind is None else f"{kind[0]} of shape {kind[1]}" for kind in kinds)
+                raise GradCombineError(self.name, f"{wanted} from {function}", got, path)
+            arrays.append(backend.asarray(new))
+        return _kept(structure, arrays)
+
+    def _given(self, state: State) -> State:
+        """A state as the functions made it, which may hold None."""
+        leaves, structure = tree.flatten(self.name, state, _is_nothing)
+        return tree.unflatten(structure, [None if _is_nothing(x) else x for x in leaves])
+
+
+def _kept(structure: tree.Structure, leaves: Iterable[Any]) -> State:
+    """A state of arrays alone: loops of TensorFlow and the counter of order "tree" know no None."""
+    return tree.unflatten(structure, [Nothing() if x is None else x for x in leaves])
+
+
+def _is_nothing(node: Any) -> bool:
+    return isinstance(node, Nothing)
+
+
+def of_each_rank(collective: Collective, arrays: Sequence[Array]) -> Iterator[list[Array]]:
+    """The arrays of each replica in turn, after one exchange."""
+    gathered = collective.all_gather(arrays)
+    return ([stack[rank] for stack in gathered] for rank in range(collective.size()))
