@@ -146,6 +146,6 @@ def inspect(path: str | os.PathLike[str]) -> Header:
     ...     statefile.save(f"{folder}/sum.npz", reductions.sum(), reductions.sum().init({"w": np.float32([0, 0])}))
     ...     header = statefile.inspect(f"{folder}/sum.npz")
     >>> header.reduction, header.replicas, header.kinds, header.leaves[0][:3]
-    ('sum', 1, {'': 'SumState'}, (".value['w']", 'float32', (2,)))
+    ('sum', 1, {'': 'SumState', ".dtypes['w']": 'float32'}, (".value['w']", 'float32', (2,)))
     """
     return read_header("statefile.inspect", path)

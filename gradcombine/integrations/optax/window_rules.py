@@ -70,7 +70,9 @@ class Sums:
         return updates, keep_dtypes(state, inner)
 
     def _open(self, grads: Tree, accumulators: Tree, mini_step: Array) -> State:
-        spec = jax.eval_shape(self._reduction.init, grads)
+        # A gradient that is missing for once does not make its accumulator one of no gradient.
+        like = jax.tree.map(lambda a, g: a if g is None else g, accumulators, grads)
+        spec = jax.eval_shape(self._reduction.init, like)
         return spec._replace(value=accumulators, weight=mini_step.astype(spec.weight.dtype), count=mini_step)
 
 
