@@ -55,6 +55,10 @@ def require_totals(operation: str, weight: Any, count: Any) -> None:
 def require_running(cell: Cell, structure: Structure, values: Sequence[Any], made_for: Sequence[Any]) -> None:
     """Refuses accumulators of other dtypes, in any byte order, than contributions of these have."""
     for i, (a, kind) in enumerate(zip(values, made_for, strict=True)):
+        if a is not None and kind.dtype is None:
+            raise GradCombineError(
+                cell.name, "no accumulator, where there is no gradient", summary(a), structure.path(i)
+            )
         if a is not None and dtype_of(parts(a)[0]).name != (running := cell.running(kind.dtype)).name:
             expected = f"an accumulator of {running}, for contributions of {kind.dtype}"
             raise GradCombineError(cell.name, expected, dtype_of(parts(a)[0]), structure.path(i))

@@ -226,6 +226,7 @@ def _states() -> dict[str, Any]:
         "dtypes of None": state._replace(dtypes=None),
         "dtypes of another tree": state._replace(dtypes={"v": static.of_dtype("float32")}),
         "dtypes of text": state._replace(dtypes={"w": "text"}),
+        "dtypes of no gradient": state._replace(dtypes={"w": static.no_gradient()}),
         "made for another dtype": reductions.sum(dtype="float64").init({"w": ONE}),
         "a window": window,
     }
