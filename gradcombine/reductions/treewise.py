@@ -259,7 +259,7 @@ class _Treewise:
 
     @no_autograph
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
-        own, arrays = self._open(state), self._open(state).arrays()
+        arrays = (own := self._open(state)).arrays()
         paths = [own.structure.path(i) for i, a in enumerate(own.values) if a is not None for _ in parts(a)]
         collective.require_unreduced(self.cell.name, paths, arrays)
         backend = resolve(self.cell.name, [*arrays, state.count, collective.rank()])
