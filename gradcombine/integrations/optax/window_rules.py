@@ -17,6 +17,7 @@ from gradcombine.integrations.optax.contribution import cast_as, keep_dtypes
 from gradcombine.integrations.optax.placeholder import init_for
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import Settings
+from gradcombine.static import is_static
 from gradcombine.types import Array, State, Tree
 
 Transform: TypeAlias = Callable[[Tree], tuple[Tree, Any]]
@@ -70,8 +71,11 @@ class Sums:
         return updates, keep_dtypes(state, inner)
 
     def _open(self, grads: Tree, accumulators: Tree, mini_step: Array) -> State:
-        # A gradient that is missing for once does not make its accumulator one of no gradient.
-        like = jax.tree.map(lambda a, g: a if g is None else g, accumulators, grads)
+        def present(g: Any, acc: Any) -> Any:
+            # A gradient that is missing for once does not make its accumulator one of no gradient.
+            return acc if g is None and not is_static(acc) else g
+
+        like = jax.tree.map(present, grads, accumulators, is_leaf=lambda g: g is None)
         spec = jax.eval_shape(self._reduction.init, like)
         return spec._replace(value=accumulators, weight=mini_step.astype(spec.weight.dtype), count=mini_step)
 
