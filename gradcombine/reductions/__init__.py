@@ -1,21 +1,16 @@
 """What a combination means: each function here makes a `Reduction`."""
 
 from gradcombine.reductions.adasum import adasum
-from gradcombine.reductions.checked import checked
-from gradcombine.reductions.defined import elementwise
+from gradcombine.reductions.contributions import checked, clipped, zeroed
 from gradcombine.reductions.derivative import differentiable
-from gradcombine.reductions.extrema import max, min
-from gradcombine.reductions.finite import zeroed
-from gradcombine.reductions.first import first, last
-from gradcombine.reductions.mean import mean
-from gradcombine.reductions.metrics import measured
+from gradcombine.reductions.elementwise import elementwise
+from gradcombine.reductions.measured import measured
 from gradcombine.reductions.moments import moments
-from gradcombine.reductions.norms import clipped
 from gradcombine.reductions.per_leaf import per_leaf
-from gradcombine.reductions.product import product
+from gradcombine.reductions.plain import first, last, max, min, product
+from gradcombine.reductions.rows.dense import sparse_as_dense
 from gradcombine.reductions.rows.sums import row_mean, row_sum
-from gradcombine.reductions.sparse_as_dense import sparse_as_dense
-from gradcombine.reductions.sum import sum
+from gradcombine.reductions.sums import mean, sum
 
 __all__ = [
     "adasum",

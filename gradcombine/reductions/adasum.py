@@ -11,7 +11,7 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import Plain
+from gradcombine.reductions.plain import Plain
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.types import Array
 

@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions.cell import Plain, Totals
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
 from gradcombine.reductions.weights import Weight, factor, scaled, weighted
 from gradcombine.types import Array, Order
 
 
 @dataclass(frozen=True)
-class Added(Plain):
-    """A plain accumulator whose ``combine`` is addition."""
+class Added(ArrayLeaves, CommonCell):
+    """The cell of plain sums and means: one running value.
 
+    Attributes:
+      result: ``result(backend, a, totals)``: the accumulator as it leaves, before it is cast.
+      settings: of accumulator and result.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    result: Callable[[Backend, Array, Totals], Array]
+    settings: dtypes.Settings
     additive: bool = True
+
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
+        return backend.full(shape, neutral(running), running, [like])
 
     def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
         running = backend.dtype(a)
@@ -27,6 +41,9 @@ class Added(Plain):
 
     def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
         return backend.add(a, b)
+
+    def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
+        return backend.cast(self.result(backend, a, totals), output)
 
     def takes_many(self, weights: Sequence[Weight]) -> bool:
         """Whether all weights are known: one that is traced may be 0, and then it must leave no trace, not even +0."""
@@ -85,3 +102,32 @@ def _added(
         terms = [fold_pairwise(add, terms)]
     (total,) = reduce(add, terms, (total,))
     return (total,)
+
+
+def neutral(dtype: np.dtype) -> Any:
+    """-0, which leaves every addend as it is: 0 + -0 would lose the sign."""
+    return 0 if dtype.kind in "iu" else -0.0
+
+
+def over_weight(backend: Backend, total: Array, totals: Totals) -> Array:
+    """``total / weight`` in at least float32, correctly rounded; +0 where nothing was added.
+
+    NaN where the sum of weights has overflowed: the quotient by infinity would be 0, a wrong number.
+    """
+    running = backend.dtype(total)
+    working = dtypes.working(running)
+    weight = backend.cast(totals.weight, dtypes.part(working))
+    one, infinity = (backend.full((), value, dtypes.part(working)) for value in (1, np.inf))
+    # No array: JAX looks for NaN where one is made, if it is asked to.
+    weight = backend.where(weight == infinity, dtypes.part(working).type(np.nan), weight)
+    divisor = backend.where(totals.count == 0, one, weight)
+    quotient = backend.divide(backend.cast(total, working), divisor)
+    return zero_if_empty(backend, backend.cast(quotient, running), totals)
+
+
+def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
+    """+0 where nothing was added."""
+    count = backend.concrete(totals.count)
+    if count is not None and count != 0:
+        return x
+    return backend.where(totals.count == 0, backend.full((), 0, backend.dtype(x)), x)

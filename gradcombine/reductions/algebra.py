@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.guarded import Guarded
@@ -133,43 +132,6 @@ class Reduction:
 
 
 _NAMES = ("init", "update", "merge", "finalize")
-
-
-def on_contributions(
-    reduction: Reduction,
-    transform: Callable[[Tree, Any], tuple[Tree, Any]],
-    like: Callable[[Tree], Tree] = lambda like: like,
-) -> Reduction:
-    """The same reduction, of contributions that pass through a function first.
-
-    Args:
-      reduction: any reduction.
-      transform: ``transform(value, weight) -> (value, weight)``, pure.
-      like: what that makes of the shapes and dtypes for which a state is made.
-
-    Returns:
-      A reduction with the same states, merged and finalized as before.
-    """
-
-    @no_autograph
-    def init(made_for: Tree) -> State:
-        return reduction.init(like(made_for))
-
-    @no_autograph
-    def update(state: State, value: Tree, weight: Any = 1) -> State:
-        return reduction.update(state, *transform(value, weight))
-
-    @no_autograph
-    def update_many(state: State, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> State | None:
-        assert reduction.update_many is not None
-        changed, weighing = zip(*map(transform, values, weights), strict=True)
-        return reduction.update_many(state, changed, weighing, order)
-
-    functions = init, update, reduction.merge, reduction.finalize
-    many = None if reduction.update_many is None else update_many
-    derivative = None if reduction.derivative is None else on_contributions(reduction.derivative, transform, like)
-    shortcuts = Shortcuts(functions, reduction.clear, reduction.all_merge, many, derivative=derivative)
-    return replace(reduction, init=init, update=update, shortcuts=shortcuts)
 
 
 def require_reduction(operation: str, reduction: Any, path: str = "") -> None:

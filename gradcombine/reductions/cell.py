@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -12,7 +11,7 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.weights import Weight, weighted
+from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Order
 
 Accumulator = Any
@@ -194,8 +193,20 @@ class ArrayLeaves:
         return where(backend, zero, old, new)
 
 
-class RoundedWeights:
-    """The sum of weights as one running value: exact for integers up to 2**24, else rounded at each addition."""
+class CommonCell:
+    """What most cells have in common: dtypes by settings, and the sum of weights as one running value.
+
+    That is exact for integers up to 2**24, else rounded at each addition.
+    """
+
+    settings: dtypes.Settings
+    additive: bool = False
+
+    def running(self, dtype: np.dtype) -> np.dtype:
+        return self.settings.running(dtype)
+
+    def output(self, dtype: np.dtype) -> np.dtype:
+        return self.settings.output(dtype)
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Array:
         return backend.full((), 0, dtype, like)
@@ -253,45 +264,3 @@ def dtype_of(array: Array) -> np.dtype:
 def shape_of(array: Array) -> tuple[int, ...]:
     """The shape of an array of any framework."""
     return described(array).shape(array)
-
-
-@dataclass(frozen=True)
-class Plain(ArrayLeaves, RoundedWeights):
-    """An accumulator that is one array.
-
-    Attributes:
-      identity: the value of an empty accumulator of a given dtype.
-      combine: ``combine(backend, a, b, a_empty, b_empty)``: two accumulators become one.
-      result: ``result(backend, a, totals)``: the accumulator as it leaves, before it is cast.
-      additive: whether ``combine`` is addition; then contributions are multiplied by their weight as well.
-      settings: of accumulator and result.
-    """
-
-    name: str
-    kinds: tuple[str, ...]
-    identity: Callable[[np.dtype], Any]
-    combine: Callable[[Backend, Array, Array, Array, Array], Array]
-    result: Callable[[Backend, Array, Totals], Array] = lambda backend, a, totals: a
-    additive: bool = False
-    settings: dtypes.Settings = dtypes.Settings()  # noqa: RUF009 (never changed)
-
-    def running(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.running(dtype)
-
-    def output(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.output(dtype)
-
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
-        return backend.full(shape, self.identity(running), running, [like])
-
-    def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
-        running = backend.dtype(a)
-        entering = weighted(self.name, backend, x, weight, running) if self.additive else x
-        present = backend.full((), False, np.dtype(np.bool_))
-        return self.combine(backend, a, backend.cast(entering, running), totals.count == 0, present)
-
-    def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
-        return self.combine(backend, a, b, a_totals.count == 0, b_totals.count == 0)
-
-    def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
-        return backend.cast(self.result(backend, a, totals), output)

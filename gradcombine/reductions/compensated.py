@@ -9,8 +9,8 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import ArrayLeaves, RoundedWeights, Totals
-from gradcombine.reductions.divide import over_weight
+from gradcombine.reductions.added import over_weight
+from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
 from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array
 
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compensated(ArrayLeaves, RoundedWeights):
+class Compensated(ArrayLeaves, CommonCell):
     """The cell of compensated sums and means.
 
     TwoSum gives the rounding error of an addition exactly; the errors are added up in ``low``. The result of n terms is
@@ -39,13 +39,6 @@ class Compensated(ArrayLeaves, RoundedWeights):
     settings: dtypes.Settings
     divides: bool
     kinds: tuple[str, ...] = ("float", "complex")
-    additive: bool = False
-
-    def running(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.running(dtype)
-
-    def output(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.output(dtype)
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Pair:
         return Pair(*(backend.full(shape, 0, running, [like]) for _ in range(2)))

@@ -10,10 +10,9 @@ import numpy as np
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.added import neutral, over_weight
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import ArrayLeaves, RoundedWeights, Totals
-from gradcombine.reductions.divide import over_weight
-from gradcombine.reductions.sum import neutral
+from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array
@@ -89,17 +88,10 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Spreading(ArrayLeaves, RoundedWeights):
+class _Spreading(ArrayLeaves, CommonCell):
     settings: dtypes.Settings
     name: str = "moments"
     kinds: tuple[str, ...] = ("float",)
-    additive: bool = False
-
-    def running(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.running(dtype)
-
-    def output(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.output(dtype)
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Spread:
         return Spread(

@@ -14,8 +14,8 @@ from hypothesis import given
 import gradcombine as gc
 from gradcombine import static
 from gradcombine.backends.local import Local
+from gradcombine.reductions.rows.dense import sparse_as_dense
 from gradcombine.reductions.rows.sums import row_mean, row_sum
-from gradcombine.reductions.sparse_as_dense import sparse_as_dense
 from gradcombine.sparse import RowSparse, add_rows, densify, row_sparse, to_dense
 from tests.spec import exact, modes, sparse_data
 from tests.spec.data import FLOATS

@@ -16,8 +16,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
-from gradcombine.reductions.mean import MeanState
-from gradcombine.reductions.sum import SumState
+from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.types import Array, Order, State, Tree
 
 

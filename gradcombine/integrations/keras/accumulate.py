@@ -16,7 +16,7 @@ from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.saved import Saved
 from gradcombine.integrations.keras.settings import Name, Parts, reduction_of
 from gradcombine.integrations.keras.weights import Weights
-from gradcombine.reductions.sum import Precision
+from gradcombine.reductions.sums import Precision
 from gradcombine.types import Order
 
 

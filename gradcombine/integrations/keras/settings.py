@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 from gradcombine import reductions
 from gradcombine.integrations.keras.checks import error
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.sum import Precision
+from gradcombine.reductions.sums import Precision
 
 Name = Literal["mean", "sum"]
 

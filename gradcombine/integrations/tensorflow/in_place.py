@@ -9,10 +9,9 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine.backends.tensorflow_backend import TensorflowBackend
+from gradcombine.reductions.added import neutral, over_weight, zero_if_empty
 from gradcombine.reductions.cell import Totals
-from gradcombine.reductions.divide import over_weight, zero_if_empty
-from gradcombine.reductions.mean import MeanState
-from gradcombine.reductions.sum import SumState, neutral
+from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.reductions.weights import parse, weighted
 from gradcombine.types import Array, State
 

@@ -1,29 +1,138 @@
-"""The cell of row-sparse sums and means: a table of fixed capacity, in which each row that occurred stands once."""
+"""One leaf's row-sparse accumulator: a table of the rows that occurred."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from gradcombine import static
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.checks import require_integer, require_one_of
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import RoundedWeights, Totals, dtype_of, require_dtype, shape_of
-from gradcombine.reductions.rows.leaf import MOST_ROWS, is_row_sparse, row_slices
-from gradcombine.reductions.rows.table import RowTable, empty_table, join, result, single
-from gradcombine.reductions.weights import Weight
+from gradcombine.reductions.cell import CommonCell, Totals, dtype_of, require_dtype, shape_of
+from gradcombine.reductions.dtypes import INT32
+from gradcombine.reductions.rows.distinct import Distinct, across, distinct, union
+from gradcombine.reductions.rows.leaf import (
+    MOST_ROWS,
+    RowSparse,
+    is_row_sparse,
+    require_in_range,
+    require_rows,
+    row_slices,
+)
+from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array
+
+
+class RowTable(NamedTuple):
+    """The rows that occurred, each once.
+
+    Attributes:
+      values: of shape (capacity, ...); -0 where there is padding, for the reason that `sum` begins with it.
+      indices: int32 of shape (capacity,), ascending; then padding, the index one past the last row.
+      lost: int32 scalar: not 0 where compiled code met more different rows than there is room for, or an index out of
+        range.
+      extent: the number of rows of the whole array, as a constant in the structure.
+    """
+
+    values: Array
+    indices: Array
+    lost: Array
+    extent: Any
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole array."""
+        return (self.extent.rows, *shape_of(self.values)[1:])
+
+    @property
+    def in_words(self) -> str:
+        """What states that are merged must have in common."""
+        return f"rows of an array of shape {self.shape}, with capacity {shape_of(self.values)[0]}"
+
+
+def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np.dtype, like: Any) -> RowTable:
+    """The table of no rows, of an array of this shape."""
+    rows, *rest = shape
+    return RowTable(
+        backend.full((size, *rest), -0.0, running, [like]),
+        backend.full((size,), rows, INT32, [like]),
+        backend.full((), 0, INT32, [like]),
+        static.of_rows(rows),
+    )
+
+
+def single(operation: str, backend: Backend, table: RowTable, slices: RowSlices, weight: Weight) -> RowTable | None:
+    """One contribution as a table: each row once, times its weight; None for one without rows.
+
+    Raises:
+      GradCombineError: for an index out of range, and for more different rows than the table holds, where known.
+    """
+    rows, size = table.extent.rows, backend.shape(table.indices)[0]
+    slices = require_rows(operation, backend, slices)
+    n, zero = backend.shape(slices.indices)[0], weight.is_zero(backend)
+    if n == 0 or zero is True:
+        return None
+    inside = slices.indices
+    if zero is not False:
+        # Whatever a contribution of weight 0 holds, it has no rows.
+        inside = backend.where(zero, backend.full((n,), 0, backend.dtype(inside)), inside)
+    outside = require_in_range(operation, backend, inside, rows)
+    left_out = outside if zero is False else outside | zero
+    indices = backend.where(left_out, backend.full((n,), rows, INT32), backend.cast(inside, INT32))
+    running = backend.dtype(table.values)
+    once = distinct(backend, indices, backend.cast(slices.values, running), rows, min(n, size))
+    wrong = backend.total(backend.cast(outside, INT32))
+    lost = backend.maximum(wrong, _too_many(operation, backend, once, size))
+    values = backend.cast(weighted(operation, backend, once.values, weight, running), running)
+    return RowTable(values, once.indices, lost, table.extent)
+
+
+def join(operation: str, backend: Backend, a: RowTable, b: RowTable) -> RowTable:
+    """Two tables become one, of the first one's capacity: a row of both is ``a + b``.
+
+    Raises:
+      GradCombineError: for more different rows than the table holds, where known.
+    """
+    rows, size = a.extent.rows, backend.shape(a.indices)[0]
+    both = union(backend, (a.indices, a.values), (b.indices, b.values), rows, size)
+    lost = backend.maximum(backend.maximum(a.lost, b.lost), _too_many(operation, backend, both, size))
+    return RowTable(both.values, both.indices, lost, a.extent)
+
+
+def _too_many(operation: str, backend: Backend, found: Distinct, size: int) -> Array:
+    """How many different rows there are above the capacity."""
+    zero = backend.full((), 0, INT32)
+    known = backend.concrete(found.count)
+    if known is not None and known > size:
+        raise GradCombineError(operation, f"at most {size} different rows (the capacity)", int(known))
+    return backend.maximum(found.count - size, zero)
+
+
+def result(backend: Backend, table: RowTable, finished: Array) -> RowSparse:
+    """The rows as they leave, with these values: +0 where there is padding, NaN everywhere where any row was lost.
+
+    Where rows were lost padding becomes the last row, so that NaN shows wherever the result goes.
+    """
+    rows, (size, *rest), output = table.extent.rows, backend.shape(finished), backend.dtype(finished)
+    padding = table.indices >= backend.full((), rows, INT32)
+    lost = table.lost > backend.full((), 0, INT32)
+    values = backend.where(across(padding, len(rest)), backend.full((), 0, output), finished)
+    values = backend.where(lost, backend.full((), float("nan"), output), values)
+    last = backend.full((size,), rows - 1, INT32)
+    return RowSparse(backend.where(padding & lost, last, table.indices), values, table.extent)
+
 
 Overflow = Literal["error", "check"]
 
 
 @dataclass(frozen=True)
-class Rows(RoundedWeights):
+class Rows(CommonCell):
     """An accumulator that is a `RowTable`.
 
     Attributes:
@@ -39,19 +148,12 @@ class Rows(RoundedWeights):
     overflow: Overflow
     settings: dtypes.Settings
     kinds: tuple[str, ...] = ("float", "complex")
-    additive: bool = False
 
     def __post_init__(self) -> None:
         require_integer(self.name, "a capacity of 1 row or more", self.capacity, highest=sys.maxsize)
         require_one_of(self.name, f"overflow of {list(get_args(Overflow))}", self.overflow, get_args(Overflow))
 
     is_leaf = staticmethod(is_row_sparse)
-
-    def running(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.running(dtype)
-
-    def output(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.output(dtype)
 
     def arrays(self, leaf: Any) -> tuple[Array, ...]:
         slices = row_slices(leaf)

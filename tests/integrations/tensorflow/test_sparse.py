@@ -10,8 +10,8 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.integrations.tensorflow.sparse import from_indexed_slices, to_indexed_slices
+from gradcombine.reductions.rows.dense import sparse_as_dense
 from gradcombine.reductions.rows.sums import row_mean, row_sum
-from gradcombine.reductions.sparse_as_dense import sparse_as_dense
 from gradcombine.sparse import densify, to_dense
 
 ROWS = 12

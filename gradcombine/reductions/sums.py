@@ -1,25 +1,20 @@
-"""Sum: ``sum(w * g)``."""
+"""Sum ``sum(w * g)`` and mean ``sum(w * g) / sum(w)``."""
 
 from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-import numpy as np
-
 from gradcombine.autograph import no_autograph
-from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_integer, require_one_of
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.added import Added
+from gradcombine.reductions.added import Added, over_weight, zero_if_empty
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.compensated import Compensated
-from gradcombine.reductions.divide import zero_if_empty
 from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.exact.digits import SPILLED_CAPACITY
 from gradcombine.reductions.exact.grid import FLOAT32
 from gradcombine.reductions.treewise import TreewiseState, lift
-from gradcombine.types import Array
 
 Precision = Literal["fast", "compensated", "exact"]
 
@@ -34,6 +29,18 @@ class CompensatedSumState(TreewiseState):
 
 class ExactSumState(TreewiseState):
     """Digits of sums of ``w * g``."""
+
+
+class MeanState(TreewiseState):
+    """Sums of ``w * g``, not divided yet."""
+
+
+class CompensatedMeanState(TreewiseState):
+    """Pairs that sum to those of ``w * g``, not divided yet."""
+
+
+class ExactMeanState(TreewiseState):
+    """Digits of sums of ``w * g``, not divided yet."""
 
 
 @no_autograph
@@ -71,24 +78,67 @@ def sum(
     >>> gc.combine(gc.reductions.sum(), [np.float32([1, 2]), np.float32([3, 4])], weights=[1, 10])
     array([31., 42.], dtype=float32)
     """
-    require_precision("sum", precision)
+    _require_precision("sum", precision)
     settings = dtypes.Settings(dtype, output_dtype, "sum")
     if precision == "compensated":
         return lift(Compensated("sum", settings, divides=False), CompensatedSumState, wire_dtype)
     if precision == "exact":
-        require_no_accumulator_dtype("sum", dtype, wire_dtype)
-        cell = Exact("sum", settings, divides=False, many=require_max_terms("sum", max_terms))
+        _require_no_accumulator_dtype("sum", dtype, wire_dtype)
+        cell = Exact("sum", settings, divides=False, many=_needs_room("sum", max_terms))
         return lift(cell, ExactSumState, derivative=sum(output_dtype=output_dtype))
-    cell = Added("sum", ("float", "complex", "integer"), neutral, add, zero_if_empty, settings=settings)
+    cell = Added("sum", ("float", "complex", "integer"), zero_if_empty, settings)
     return lift(cell, SumState, wire_dtype)
 
 
-def require_precision(operation: str, precision: str) -> None:
+@no_autograph
+def mean(
+    precision: Precision = "fast",
+    dtype: Any = None,
+    *,
+    output_dtype: Any = None,
+    wire_dtype: Any = None,
+    max_terms: int = 4096,
+) -> Reduction:
+    """The weighted mean ``(w_1 g_1 + w_2 g_2 + ...) / (w_1 + w_2 + ...)``, divided once, after all merging.
+
+    With the number of tokens (or examples) of each microbatch as its weight, the mean of per-token mean gradients over
+    microbatches and replicas is the gradient of the full batch. A mean of means is not, where the numbers differ.
+
+    Args:
+      precision, dtype, output_dtype, wire_dtype, max_terms: as for `gradcombine.reductions.sum`.
+
+    Returns:
+      A reduction of float and complex leaves; a mean of integers is an error. No contribution: zeros. NaN where
+      the sum of weights is not a finite number in the range of the accumulator (of precision ``"exact"``, where a
+      weight is not); traced weights that are negative, infinite or NaN make it NaN as well.
+
+    Bits: as for `gradcombine.reductions.sum`, and the quotient is correctly rounded on CPU. (XLA on GPU does not divide
+    correctly rounded.)
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.combine(gc.reductions.mean(), [np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
+    array([1.75, 2.75], dtype=float32)
+    """
+    _require_precision("mean", precision)
+    settings = dtypes.Settings(dtype, output_dtype, "mean")
+    if precision == "compensated":
+        return lift(
+            Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, scales_by_weight=True
+        )
+    if precision == "exact":
+        _require_no_accumulator_dtype("mean", dtype, wire_dtype)
+        cell = Exact("mean", settings, divides=True, many=_needs_room("mean", max_terms))
+        return lift(cell, ExactMeanState, scales_by_weight=True, derivative=mean(output_dtype=output_dtype))
+    cell = Added("mean", ("float", "complex"), over_weight, settings)
+    return lift(cell, MeanState, wire_dtype, scales_by_weight=True)
+
+
+def _require_precision(operation: str, precision: str) -> None:
     """Refuses a precision that no algorithm here has."""
     require_one_of(operation, f"a precision of {list(get_args(Precision))}", precision, get_args(Precision))
 
 
-def require_max_terms(operation: str, max_terms: int) -> bool:
+def _needs_room(operation: str, max_terms: int) -> bool:
     """Whether exact sums of float32 need room for more terms than words of digits hold.
 
     Raises:
@@ -98,18 +148,8 @@ def require_max_terms(operation: str, max_terms: int) -> bool:
     return require_integer(operation, expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity
 
 
-def require_no_accumulator_dtype(operation: str, dtype: Any, wire_dtype: Any) -> None:
+def _require_no_accumulator_dtype(operation: str, dtype: Any, wire_dtype: Any) -> None:
     """Refuses settings that precision "exact" has no use for: its accumulators are integers."""
     if dtype is not None or wire_dtype is not None:
-        given = wire_dtype if dtype is None else dtype
-        raise GradCombineError(operation, "no dtype and no wire_dtype for precision 'exact'", shown(given))
-
-
-def neutral(dtype: np.dtype) -> Any:
-    """-0, which leaves every addend as it is: 0 + -0 would lose the sign."""
-    return 0 if dtype.kind in "iu" else -0.0
-
-
-def add(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
-    """a + b; an empty accumulator holds `neutral`."""
-    return backend.add(a, b)
+        received = wire_dtype if dtype is None else dtype
+        raise GradCombineError(operation, "no dtype and no wire_dtype for precision 'exact'", shown(received))

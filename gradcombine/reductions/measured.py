@@ -12,11 +12,11 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
-from gradcombine.reductions.extrema import max as maximum
+from gradcombine.reductions.contributions import global_norm, norm_dtype
 from gradcombine.reductions.moments import moments
-from gradcombine.reductions.norms import global_norm, norm_dtype
 from gradcombine.reductions.per_leaf import per_leaf
-from gradcombine.reductions.sum import sum as sum_
+from gradcombine.reductions.plain import max as maximum
+from gradcombine.reductions.sums import sum as sum_
 from gradcombine.types import Array, Order, State, Tree
 
 

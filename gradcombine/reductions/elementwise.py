@@ -16,7 +16,7 @@ from gradcombine.checks import require_one_of
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import Accumulator, ArrayLeaves, RoundedWeights, Totals, parts, refilled
+from gradcombine.reductions.cell import Accumulator, ArrayLeaves, CommonCell, Totals, parts, refilled
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array
@@ -121,7 +121,7 @@ def _as_it_is(xp: Backend, a: Accumulator, totals: Totals) -> Any:
 
 
 @dataclass(frozen=True)
-class _Defined(ArrayLeaves, RoundedWeights):
+class _Defined(ArrayLeaves, CommonCell):
     name: str
     kinds: tuple[str, ...]
     settings: dtypes.Settings
@@ -129,13 +129,6 @@ class _Defined(ArrayLeaves, RoundedWeights):
     own_update: Callable[[Backend, Accumulator, Array, Array], Accumulator]
     own_merge: Callable[[Backend, Accumulator, Accumulator], Accumulator]
     own_finalize: Callable[[Backend, Accumulator, Totals], Any]
-    additive: bool = False
-
-    def running(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.running(dtype)
-
-    def output(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.output(dtype)
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Accumulator:
         identity = self.identity(running) if callable(self.identity) else self.identity

@@ -1,0 +1,225 @@
+"""Reductions whose accumulator is one array: product, minimum and maximum, first and last."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gradcombine.autograph import no_autograph
+from gradcombine.backends.protocol import Backend
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
+from gradcombine.reductions.exact import grid
+from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.reductions.weights import Weight
+from gradcombine.types import Array
+
+
+@dataclass(frozen=True)
+class Plain(ArrayLeaves, CommonCell):
+    """An accumulator that is one array, and takes in a contribution as if it were another accumulator.
+
+    Attributes:
+      identity: the value of an empty accumulator of a given dtype.
+      combine: ``combine(backend, a, b, a_empty, b_empty)``: two accumulators become one.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    identity: Callable[[np.dtype], Any]
+    combine: Callable[[Backend, Array, Array, Array, Array], Array]
+    settings: dtypes.Settings = dtypes.Settings()  # noqa: RUF009 (never changed)
+
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
+        return backend.full(shape, self.identity(running), running, [like])
+
+    def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
+        present = backend.full((), False, np.dtype(np.bool_))
+        return self.combine(backend, a, backend.cast(x, backend.dtype(a)), totals.count == 0, present)
+
+    def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
+        return self.combine(backend, a, b, a_totals.count == 0, b_totals.count == 0)
+
+    def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
+        return backend.cast(a, output)
+
+
+class ProductState(TreewiseState):
+    """Products."""
+
+
+@no_autograph
+def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None) -> Reduction:
+    """The product of all contributions of nonzero weight; the weight's size does not matter.
+
+    Args:
+      dtype, output_dtype, wire_dtype: as for `gradcombine.reductions.sum`.
+
+    Returns:
+      A reduction of float and integer leaves. No contribution: ones.
+
+    Bits: as for `gradcombine.reductions.sum`; replicas are always merged in the canonical tree over their ranks.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.combine(gc.reductions.product(), [np.float32([1, 2]), np.float32([3, 4])])
+    array([3., 8.], dtype=float32)
+    """
+    settings = dtypes.Settings(dtype, output_dtype, "product")
+    return lift(Plain("product", ("float", "integer"), _one, _multiply, settings=settings), ProductState, wire_dtype)
+
+
+def _one(dtype: np.dtype) -> int:
+    return 1
+
+
+def _multiply(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
+    return backend.product(a, b)
+
+
+class MaxState(TreewiseState):
+    """Maxima."""
+
+
+class MinState(TreewiseState):
+    """Minima."""
+
+
+@no_autograph
+def max(*, output_dtype: Any = None) -> Reduction:
+    """The elementwise maximum of all contributions of nonzero weight, as for a history of FP8 amax values.
+
+    Args:
+      output_dtype: of the result. None: the contributions' own; narrow integers are returned as 32-bit ones.
+
+    Returns:
+      A reduction of float and integer leaves. NaN in any contribution is NaN in the result. No contribution: -inf, or
+      the smallest integer.
+
+    Bits: those of one of the contributions, subnormal ones too, the same for any order and grouping, in every mode; but
+    a zero result is +0, and of NaN payloads nothing is promised. Where ``output_dtype`` casts between float64 and a
+    narrower float, XLA and TensorFlow flush subnormal numbers.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])
+    array([3., 5.], dtype=float32)
+    """
+    settings = dtypes.Settings(None, output_dtype, "max")
+    cell = Plain("max", ("float", "integer"), _lowest, _larger, settings=settings)
+    return lift(cell, MaxState)
+
+
+@no_autograph
+def min(*, output_dtype: Any = None) -> Reduction:
+    """The elementwise minimum; in all else as `max`. No contribution: +inf, or the largest integer.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.combine(gc.reductions.min(), [np.float32([1, 5]), np.float32([3, 4])])
+    array([1., 4.], dtype=float32)
+    """
+    settings = dtypes.Settings(None, output_dtype, "min")
+    cell = Plain("min", ("float", "integer"), _highest, _smaller, settings=settings)
+    return lift(cell, MinState)
+
+
+def _lowest(dtype: np.dtype) -> Any:
+    return -np.inf if dtypes.kind(dtype) == "float" else ml_dtypes.iinfo(dtype).min
+
+
+def _highest(dtype: np.dtype) -> Any:
+    return np.inf if dtypes.kind(dtype) == "float" else ml_dtypes.iinfo(dtype).max
+
+
+def _larger(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
+    return _chosen(backend, a, b, lambda x, y: x > y)
+
+
+def _smaller(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
+    return _chosen(backend, a, b, lambda x, y: x < y)
+
+
+def _chosen(backend: Backend, a: Array, b: Array, before: Callable[[Array, Array], Array]) -> Array:
+    """What comes first; NaN where either is, and +0 for a zero: which of two stays would depend on the order."""
+    left, right = _image(backend, a), _image(backend, b)
+    first = before(left, right)
+    chosen = backend.where(first, a, b)
+    if dtypes.kind(backend.dtype(chosen)) != "float":
+        return chosen
+    # The image of what was chosen, but not of its bits: compilers compare those as floats, subnormal ones as zeros.
+    zero = backend.where(first, left, right) == backend.full((), 0, backend.dtype(left))
+    none = backend.full((), 0, backend.dtype(chosen))
+    # The derivative is that of what was chosen, at 0 too.
+    (chosen,) = backend.custom_derivative(
+        lambda zero, x: [backend.where(zero, none, x)], lambda _, x: [x], [zero, chosen]
+    )
+    return backend.where(a != a, a, backend.where(b != b, b, chosen))
+
+
+def _image(backend: Backend, x: Array) -> Array:
+    """Integers in the order of these floats: XLA and TensorFlow compare subnormal floats as zeros.
+
+    Integers stand for themselves, and so do NumPy's long doubles, of which no other framework has any.
+    """
+    dtype = backend.dtype(x)
+    if dtypes.kind(dtype) != "float" or dtype.itemsize > 8:
+        return x
+    own = grid.of(dtype)
+    bits = backend.bitcast(x, own.word)
+    return backend.where(bits < 0, -(bits & own.most), bits)
+
+
+_KINDS = ("float", "complex", "integer", "bool")
+
+
+class FirstState(TreewiseState):
+    """The first contribution so far."""
+
+
+class LastState(TreewiseState):
+    """The last contribution so far."""
+
+
+@no_autograph
+def first() -> Reduction:
+    """The first contribution of nonzero weight; over replicas, the lowest rank's.
+
+    ``merge`` is associative but, alone with `last`, not commutative: its first argument holds the earlier
+    contributions. Over replicas this is what tf.VariableAggregation calls ONLY_FIRST_REPLICA.
+
+    Returns:
+      A reduction of any numeric or boolean leaves. No contribution, or one whose leaf is None: zeros.
+
+    Bits: those of the contribution, in every mode.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.combine(gc.reductions.first(), [np.float32([1, 5]), np.float32([3, 4])], weights=[0, 1])
+    array([3., 4.], dtype=float32)
+    """
+    return lift(Plain("first", _KINDS, _zero, _earlier), FirstState)
+
+
+@no_autograph
+def last() -> Reduction:
+    """The last contribution of nonzero weight; over replicas, the highest rank's. In all else as `first`.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.combine(gc.reductions.last(), [np.float32([1, 5]), np.float32([3, 4])])
+    array([3., 4.], dtype=float32)
+    """
+    return lift(Plain("last", _KINDS, _zero, _later), LastState)
+
+
+def _zero(dtype: np.dtype) -> Any:
+    return 0
+
+
+def _earlier(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
+    return backend.where(a_empty, b, a)
+
+
+def _later(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Array) -> Array:
+    return backend.where(b_empty, a, b)
