@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
-from gradcombine.foreign_orders.blocks import addn_blocks, hierarchical_copy, left_chain
 from gradcombine.foreign_orders.means import mean_of_means, welford
-from gradcombine.foreign_orders.ring import ring
+from gradcombine.foreign_orders.sums import addn_blocks, hierarchical_copy, left_chain, ring
 from gradcombine.types import Tree
 
 __all__ = ["MEANS", "SUMS", "addn_blocks", "hierarchical_copy", "left_chain", "mean_of_means", "ring", "welford"]

@@ -3,23 +3,41 @@
 from __future__ import annotations
 
 import json as json_format
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
+import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 import gradcombine
-from gradcombine.verify import screen
-from gradcombine.verify.diff.command import diff_command
-from gradcombine.verify.origin.command import explain_command
-from gradcombine.verify.packages import hint, missing
-from gradcombine.verify.suite import devices, rows
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.diff import Allowed, StepReport, diff, diff_steps, is_steps, rows
+from gradcombine.verify.dumps import Dump, open_dump
+from gradcombine.verify.main import hint, missing
+from gradcombine.verify.mapping import Rules, read_rules
+from gradcombine.verify.origin import explain
+from gradcombine.verify.report import show
+from gradcombine.verify.suite import devices, findings
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
-app.command("diff")(diff_command)
-app.command("explain")(explain_command)
+
+Number = TypeVar("Number", int, float)
+
+NEAREST = 8
+"""How many candidates are shown where none gives the result."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -76,11 +94,11 @@ def verify(
         report = run.verify(replicas, inject_fault, started)
 
     # By name at the end, where a reader of a long output looks.
-    failed = (f"  {name}: promised {promise}, found {found}" for (name, promise, found), _ in rows.failures(report))
-    answer = "\n".join((f"{rows.verdict(report)} ({report.seconds:.0f} s)", *failed))
-    screen.show(console, answer, not report.failed, rows.sections(rows.summary(report)))
+    failed = (f"  {name}: promised {promise}, found {found}" for (name, promise, found), _ in findings.failures(report))
+    answer = "\n".join((f"{findings.verdict(report)} ({report.seconds:.0f} s)", *failed))
+    show(console, answer, not report.failed, findings.sections(findings.summary(report)))
     if json is not None:
-        json.write_text(json_format.dumps(rows.as_json(report), indent=1, allow_nan=False) + "\n")
+        json.write_text(json_format.dumps(findings.as_json(report), indent=1, allow_nan=False) + "\n")
     if html is not None:
         # Only a page needs matplotlib, which takes a second to import.
         from gradcombine.verify.suite import html as page
@@ -88,3 +106,124 @@ def verify(
         page.write(html, report)
     if report.failed:
         raise typer.Exit(1)
+
+
+@app.command("diff")
+def diff_command(
+    a: Annotated[str, typer.Argument(help="A dump, or a directory with one dump a step.")],
+    b: Annotated[str, typer.Argument(help="Another one, of any of the formats.")],
+    max_ulp: Annotated[int | None, typer.Option(help="Pass leaves up to this many ulp apart.", min=0)] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(help="Pass leaves whose largest difference over their largest element is no more.", min=0),
+    ] = None,
+    rules: Annotated[Path | None, typer.Option(help="A TOML file that says which leaf is which.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with plots.", metavar="FILE")] = None,
+) -> None:
+    """Compares two dumps of gradients, parameters or states, leaf by leaf, to the bit.
+
+    Reads .npz, .safetensors, .h5 and .weights.h5 files, tf.train and Orbax checkpoints; a dump of one framework may be
+    compared with one of another. Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what cannot be
+    read.
+    """
+    try:
+        for option, path in (("--json", json), ("--html", html)):
+            if path is not None and not path.resolve().parent.is_dir():
+                raise GradCombineError("diff", f"a path in an existing folder for {option}", str(path))
+        passes = _diffed((a, b), Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules(), json, html)
+    except (GradCombineError, OSError, MemoryError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(0 if passes else 1)
+
+
+def _diffed(paths: tuple[str, str], allowed: Allowed, rules: Rules, json: Path | None, html: Path | None) -> bool:
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    several = is_steps(paths[0]) and is_steps(paths[1])
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("opening", total=None)
+
+        def progress(name: str, done: int, total: int) -> None:
+            bar.update(task, description=name[-40:], completed=done, total=total)
+
+        if several:
+            report = diff_steps(*paths, allowed=allowed, rules=rules, progress=progress)
+        else:
+            report = diff(open_dump(paths[0]), open_dump(paths[1]), allowed=allowed, rules=rules, progress=progress)
+    if isinstance(report, StepReport):
+        verdict, sections = rows.step_verdict(report), rows.step_sections(report)
+        content = rows.steps_as_json(report)
+    else:
+        verdict, sections, content = rows.verdict(report), rows.sections(report), rows.as_json(report)
+    show(Console(), verdict, report.passes, sections)
+    if json is not None:
+        json.write_text(json_format.dumps(content, indent=1, allow_nan=False) + "\n")
+    if html is not None:
+        # Only a page needs matplotlib, which takes a second to import.
+        from gradcombine.verify.diff import html as page
+
+        if isinstance(report, StepReport):
+            page.write_steps(html, paths, report)
+        else:
+            page.write(html, paths, report)
+    return report.passes
+
+
+@app.command("explain")
+def explain_command(
+    contributions: Annotated[list[str], typer.Argument(help="The dumps that were combined, in their order.")],
+    result: Annotated[str, typer.Option(help="The dump that was made of them.")],
+    weights: Annotated[str | None, typer.Option(help="One weight a contribution, with commas between.")] = None,
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Numbers of replicas to try, with commas between; by default all that divide the contributions."
+        ),
+    ] = None,
+) -> None:
+    """Finds the order of additions, the precision and the scaling that made a result of its contributions, to the bit.
+
+    Names of leaves that the result lacks are left out. Exit status: 0 if a known order gives the result, 1 if none
+    does, or all do, so that nothing is explained, 2 for what cannot be read.
+    """
+    console = Console()
+    try:
+        dumps, wanted = [open_dump(path) for path in contributions], open_dump(result)
+        trees = [_loaded(dump, path, wanted) for dump, path in zip(dumps, contributions, strict=True)]
+        scales = None if weights is None else _numbers("weights", weights, float)
+        counts = None if ranks is None else _numbers("ranks", ranks, int)
+        with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
+            task = bar.add_task("", total=None)
+            whole = {name: entry.whole() for name, entry in wanted.items()}
+            found = explain(
+                trees, whole, scales, ranks=counts, progress=lambda tried, name: bar.update(task, description=name)
+            )
+    except (GradCombineError, OSError, MemoryError) as error:
+        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    console.print(Text(str(found), "green" if found.matches else "red"), soft_wrap=True)
+    if not found.matches and found.elements:
+        for verdict in found.verdicts[:NEAREST]:
+            line = f"  {verdict.share:8.2%} equal, up to {verdict.max_ulp:,} ulp: {verdict.candidate}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if found.matches else 1)
+
+
+def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:
+    missing = [name for name in wanted if name not in dump]
+    if missing:
+        raise GradCombineError("explain", f"the result's leaf {missing[0]} in {Path(path).name}", "none")
+    return {name: dump[name].whole() for name in wanted}
+
+
+def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
+    try:
+        numbers = [kind(x) for x in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or (kind is float and not all(map(math.isfinite, numbers))):
+        expected = f"--{option} as {'whole' if kind is int else 'finite'} numbers with commas between"
+        raise GradCombineError("explain", expected, repr(text))
+    return numbers

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
-
-from gradcombine.verify.packages import hint, missing
+from collections.abc import Sequence
 
 NEEDED = ("rich", "typer")
 
@@ -17,3 +17,13 @@ def main() -> None:
     from gradcombine.verify.command import app  # names typer and rich, which are known to be there by now
 
     app()
+
+
+def missing(names: Sequence[str]) -> list[str]:
+    """Those of the named packages that are not installed; none of them is imported."""
+    return [name for name in names if importlib.util.find_spec(name) is None]
+
+
+def hint(names: Sequence[str]) -> str:
+    """What to do about them, in one line."""
+    return f"{', '.join(names)} not found; install gradcombine[verify], for instance: pip install 'gradcombine[verify]'"

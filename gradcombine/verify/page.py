@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from matplotlib.figure import Figure as Plot
 
-from gradcombine.verify.sections import Figure, Section
+from gradcombine.verify.report import Figure, Section
 
 
 def write(path: Path, title: str, verdict: str, passes: bool, sections: Sequence[Section]) -> None:

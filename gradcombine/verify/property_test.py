@@ -21,7 +21,7 @@ from gradcombine.replicas import all_reduce, merge_replicas
 from gradcombine.types import State, Tree
 from gradcombine.verify.in_process import run_replicas
 from gradcombine.verify.laws import COMMUTATIVE, LAWS, Contribution, Law
-from gradcombine.verify.packages import hint, missing
+from gradcombine.verify.main import hint, missing
 
 _ELEMENTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 4.0, -4.0)
 _WEIGHTS = (1, 2, 3, 0.5, 0)

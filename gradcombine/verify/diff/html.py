@@ -13,7 +13,7 @@ from gradcombine.verify import page
 from gradcombine.verify.diff import rows
 from gradcombine.verify.diff.measure import DiffReport, Row
 from gradcombine.verify.diff.steps import StepReport
-from gradcombine.verify.sections import Figure, Section
+from gradcombine.verify.report import Figure, Section
 
 PLOTTED = 8
 """How many leaves get a histogram."""

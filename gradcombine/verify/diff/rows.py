@@ -7,7 +7,7 @@ from typing import Any
 
 from gradcombine.verify.diff.measure import DiffReport, Row
 from gradcombine.verify.diff.steps import StepReport
-from gradcombine.verify.sections import Cells, Section
+from gradcombine.verify.report import Cells, Section
 from gradcombine.verify.ulp import NAN_DISTANCE
 
 COLUMNS = ("leaf", "matched by", "shape", "dtype", "largest", "median", "relative", "1 - cosine", "NaN", "inf", "worst")

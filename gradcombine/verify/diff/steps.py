@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.diff.measure import EQUAL_BITS, Allowed, DiffReport, diff
-from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.dumps.open import detect
+from gradcombine.verify.dumps import detect, open_dump
 from gradcombine.verify.mapping import Rules
 from gradcombine.verify.mapping.rules import NO_RULES
 

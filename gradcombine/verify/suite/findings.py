@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
+
+from gradcombine.verify.report import Cells, Section
+from gradcombine.verify.ulp import NAN_DISTANCE
 
 BITS, BOUND, OUTSIDE = "bits", "bound", "outside the bound"
 """What a row may promise: the reference's bits; a distance within the rounding bound; one beyond it, as a contrast."""
@@ -56,3 +63,166 @@ class Report(NamedTuple):
     @property
     def failed(self) -> list[Finding]:
         return [finding for finding in self.findings if not finding.holds]
+
+
+COMBINE, LOSSES = "Combine: the same contributions in every place", "Losses"
+"""The sections that a page adds plots to."""
+
+_TITLES = {
+    "full batch": "Full batch: microbatches of different sizes against one batch",
+    "kernels": "Kernels: one batch's gradient by JAX and by TensorFlow",
+    "training": "Training with accumulated gradients, in both frameworks",
+}
+
+_NOTES = {
+    "combine": "found: the largest distance from NumPy's list in the same order, over all elements and replicas.\n"
+    "promise: the same bits, or a rounding bound where the framework's own all-reduce chooses the order.\n"
+    "of bound: the largest distance from the exact mean, over what rounding may do.",
+    "full batch": "found: the largest distance from the whole batch's gradient, computed in one pass.\n"
+    "relative: to the leaf's largest element. of bound: over what rounding may do in both computations.",
+    "kernels": "Nothing is combined here. In the combine above, one framework's gradients are the input of all rows.",
+    "training": "ratio: what was found over what is allowed. The windows' losses are below.",
+}
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def verdict(report: Report) -> str:
+    """The answer in a sentence."""
+    rows, failed = len(report.findings), len(report.failed)
+    return f"{failed} of {rows} promises not kept." if failed else f"All {rows} rows keep what they promise."
+
+
+def sections(report: Report) -> list[Section]:
+    """The tables: every row, the losses, and all that ran with its versions."""
+
+    def table(row: Finding) -> tuple[str, str]:
+        return row.section, row.labels["framework"] if row.section == "combine" else ""
+
+    settings = [Cells((name, text)) for name, text in _named("", report.settings)]
+    settings.append(Cells(("seconds", f"{report.seconds:.0f}")))
+    return [
+        Section(COMBINE, _NOTES["combine"]),
+        *(_section(*key, list(rows)) for key, rows in groupby(report.findings, key=table)),
+        *_losses(report.curves),
+        Section("Versions and settings", columns=("", ""), rows=settings, folded=True),
+    ]
+
+
+def failures(report: Report) -> list[Cells]:
+    """The rows that failed, by their full names: name, promise, and what was found."""
+    return [Cells((row.name, row.promise, found(row)), False) for row in report.failed]
+
+
+def summary(report: Report) -> Report:
+    """The report for a screen: rows that differ in the number of replicas alone, and hold alike, are one row.
+
+    Its measures are the worst ones. Relative distances of the combine, where those in ulp say more, are left out.
+    """
+    return report._replace(findings=list(_merged(report.findings)))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """Every row, curve, setting and version, as what json can write."""
+    return {
+        "settings": report.settings,
+        "seconds": round(report.seconds, 2),
+        "failed": [finding.name for finding in report.failed],
+        "rows": [_row(finding) for finding in report.findings],
+        "curves": report.curves,
+    }
+
+
+def found(finding: Finding) -> str:
+    """What a row found, in a word."""
+    if finding.equal:
+        return "equal bits"
+    if finding.ulps == NAN_DISTANCE:
+        return "NaN"
+    if finding.ulps is None:
+        return f"a ratio of {_number(finding.share)}"
+    return "sign of 0" if finding.ulps == 0 else f"{finding.ulps:,} ulp"
+
+
+def blocks(values: Sequence[float], low: float, high: float) -> str:
+    """A curve as one block a value, the lowest for ``low`` and below, the highest for ``high``; ``!``: not finite.
+
+    >>> blocks([0.0, 0.5, 1.0, float("nan")], 0.0, 1.0)
+    '▁▅█!'
+    """
+    return "".join(_block(value, low, high) for value in values)
+
+
+def _section(name: str, framework: str, findings: Sequence[Finding]) -> Section:
+    measured = ("ratio",) if name == "training" else ("found", "relative", "of bound")
+    labels = [label for label in findings[0].labels if not (framework and label == "framework")]
+    title, note = (f"Combine in {framework}", "") if framework else (_TITLES[name], _NOTES[name])
+    cells = [_cells(row, labels) for row in findings]
+    return Section(title, note, columns=(*labels, "promise", *measured, ""), rows=cells, whole=True)
+
+
+def _cells(row: Finding, labels: Sequence[str]) -> Cells:
+    # In the training, what was found is the ratio itself.
+    measured = (found(row), _number(row.relative)) if row.section != "training" else ()
+    mark = "ok" if row.holds else "no"
+    texts = (str(row.labels[label]) for label in labels)
+    return Cells((*texts, row.promise, *measured, _number(row.share), mark), row.holds)
+
+
+def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:
+    def key(finding: Finding) -> tuple[object, ...]:
+        others = [value for name, value in finding.labels.items() if name != "replicas"]
+        return (finding.section, *others, finding.promise, finding.holds, finding.equal or finding.promise == BOUND)
+
+    for _, alike in groupby(findings, key=key):
+        rows = list(alike)
+        labels = dict(rows[0].labels)
+        if "replicas" in labels:
+            labels["replicas"] = " ".join(str(row.labels["replicas"]) for row in rows)
+        worst = {
+            measure: max((getattr(row, measure) for row in rows if getattr(row, measure) is not None), default=None)
+            for measure in ("ulps", "relative", "share")
+        }
+        if rows[0].section == "combine":
+            worst["relative"] = None
+        yield dataclasses.replace(rows[0], labels=labels, equal=all(row.equal for row in rows), **worst)
+
+
+def _losses(curves: Mapping[str, Sequence[float]]) -> list[Section]:
+    """The curves on one scale, with where each begins and ends; and their values."""
+    finite = [value for curve in curves.values() for value in curve if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=1.0)
+    rows = [Cells((name, blocks(x, low, high), f"{x[0]:.4f} to {x[-1]:.4f}")) for name, x in curves.items()]
+    note = "The mean of means is there as a contrast: the same training with the microbatches' weights left out."
+    windows = enumerate(zip(*curves.values(), strict=True), 1)
+    values = [Cells((str(i), *(f"{x:.7f}" for x in losses))) for i, losses in windows]
+    return [
+        Section(LOSSES, note, columns=("training", "loss", ""), rows=rows, whole=True),
+        Section("Losses by window", columns=("window", *curves), rows=values, folded=True),
+    ]
+
+
+def _named(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _named(f"{name}: {key}" if name else str(key), inner)
+    else:
+        yield name, " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    row = {"name": finding.name} | dataclasses.asdict(finding)
+    # JSON has no infinity and no NaN.
+    return {key: str(x) if isinstance(x, float) and not math.isfinite(x) else x for key, x in row.items()}
+
+
+def _number(value: float | None) -> str:
+    """A figure of two digits; nothing where there is none."""
+    return "" if value is None else f"{value:.2g}"
+
+
+def _block(value: float, low: float, high: float) -> str:
+    if not math.isfinite(value):
+        return "!"
+    part = (value - low) / (high - low) if high > low else 0.0
+    return _BLOCKS[min(len(_BLOCKS) - 1, max(0, int(part * len(_BLOCKS))))]

@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from gradcombine.verify import page
-from gradcombine.verify.sections import Figure, Section
-from gradcombine.verify.suite import rows
-from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
+from gradcombine.verify.report import Figure, Section
+from gradcombine.verify.suite.findings import BITS, BOUND, COMBINE, LOSSES, Finding, Report, failures, sections, verdict
 from gradcombine.verify.ulp import NAN_DISTANCE
 
 FOLDED = 20
@@ -23,18 +22,18 @@ _LINES = ("-", "--", ":")
 def write(path: Path, report: Report) -> None:
     """Writes the page: what was found, row by row, the distances, the curves, and all that ran with its versions."""
     combined = [finding for finding in report.findings if finding.section == "combine"]
-    figures = {rows.COMBINE: [_distances(combined)], rows.LOSSES: _curves(report.curves)}
-    sections = [
+    figures = {COMBINE: [_distances(combined)], LOSSES: _curves(report.curves)}
+    tables = [
         each._replace(
             figures=figures.get(each.title, ()),
             folded=each.folded or (len(each.rows) > FOLDED and all(row.passes for row in each.rows)),
         )
-        for each in rows.sections(report)
+        for each in sections(report)
     ]
     if report.failed:
-        failed = Section("Not kept", columns=("row", "promise", "found"), rows=rows.failures(report))
-        sections.insert(0, failed)
-    page.write(path, "gradcombine verify", rows.verdict(report), not report.failed, sections)
+        failed = Section("Not kept", columns=("row", "promise", "found"), rows=failures(report))
+        tables.insert(0, failed)
+    page.write(path, "gradcombine verify", verdict(report), not report.failed, tables)
 
 
 def _distances(findings: Sequence[Finding]) -> Figure:

@@ -1,15 +1,24 @@
-"""What a row of the combine promises, whether it keeps to it, and a fault with which it does not."""
+"""What a row of the report promises, whether it keeps to it, and a fault with which it does not.
+
+Of the combine, bits or a rounding bound. The frameworks' kernels (matmul, tanh, softmax) add in orders of their own, so
+of gradients no bits are promised: the bounds are those of `rounding`: two float32 computations of one gradient are as
+far apart as both their errors at most.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+import gradcombine as gc
 from gradcombine.types import Tree
-from gradcombine.verify.suite import exact, numpy_rows, places
-from gradcombine.verify.suite.findings import BITS, BOUND, Finding
+from gradcombine.verify.suite import digits, places, rounding
+from gradcombine.verify.suite.digits import Batch
+from gradcombine.verify.suite.findings import BITS, BOUND, OUTSIDE, Finding
 from gradcombine.verify.suite.places import Case, Contributions
+from gradcombine.verify.suite.rounding import analyse, analyse_mean
 from gradcombine.verify.ulp import equal_bits, ulp_distance
 
 
@@ -57,7 +66,7 @@ class Judge:
         expected = self._expected(case)
         pairs = [(result[name], leaf) for result in results for name, leaf in expected.reference.items()]
         equal = all(equal_bits(a, b) for a, b in pairs)
-        share = max(_share(expected, result) for result in results)
+        share = max(_part_of_bound(expected, result) for result in results)
         promise = promised(case)
         labels = {label: value for label, value in case._asdict().items() if label != "run"}
         holds = share <= 1 and (equal or promise == BOUND)
@@ -67,11 +76,13 @@ class Judge:
         given = case.contributions(self._given)
         count = len(given.weights)
         if (count, case.order) not in self._kept:
-            reference = numpy_rows.combined(given, case.order)
+            reference = places.over_list(*given, case.order)
             additions = count - 1 if case.order == "sequential" else (count - 1).bit_length()
             columns = {name: [value[name] for value in given.values] for name in reference}
-            means = {name: exact.weighted_mean(column, given.weights) for name, column in columns.items()}
-            bounds = {name: exact.rounding_bound(column, given.weights, additions) for name, column in columns.items()}
+            means = {name: rounding.weighted_mean(column, given.weights) for name, column in columns.items()}
+            bounds = {
+                name: rounding.rounding_bound(column, given.weights, additions) for name, column in columns.items()
+            }
             self._kept[count, case.order] = Expected(reference, means, bounds, {})
         return self._kept[count, case.order]
 
@@ -90,8 +101,8 @@ def flip_lowest_bit(case: Case, given: Contributions) -> Contributions:
     """
     first = {name: np.asarray(leaf) for name, leaf in given.values[0].items()}
     flipped = {name: (leaf.view(np.uint32) ^ np.uint32(1)).view(np.float32) for name, leaf in first.items()}
-    before = numpy_rows.combined(given, case.order)
-    after = numpy_rows.combined(Contributions([flipped, *given.values[1:]], given.weights), case.order)
+    before = places.over_list(*given, case.order)
+    after = places.over_list([flipped, *given.values[1:]], given.weights, case.order)
     for name, leaf in first.items():
         seen = np.argwhere(before[name] != after[name])
         if len(seen):
@@ -102,11 +113,11 @@ def flip_lowest_bit(case: Case, given: Contributions) -> Contributions:
     raise AssertionError("no element shows a flipped bit")
 
 
-def _share(expected: Expected, result: Tree) -> float:
+def _part_of_bound(expected: Expected, result: Tree) -> float:
     key = b"".join(result[name].tobytes() for name in expected.means)
     if key not in expected.shares:
         expected.shares[key] = max(
-            exact.share(_off(result[name], mean), expected.bounds[name]) for name, mean in expected.means.items()
+            rounding.share(_off(result[name], mean), expected.bounds[name]) for name, mean in expected.means.items()
         )
     return expected.shares[key]
 
@@ -115,4 +126,52 @@ def _off(result: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """The distance from the exact mean, as Fractions; infinite where the result is not finite."""
     if not np.isfinite(result).all():
         return np.full(mean.shape, np.inf)
-    return np.abs(exact.fractions(result) - mean)
+    return np.abs(rounding.fractions(result) - mean)
+
+
+Gradients = dict[str, np.ndarray]
+Measure = Callable[[Gradients, Batch], Gradients]
+"""From NumPy parameters and a batch to the loss and its gradient by one framework, as NumPy arrays."""
+
+
+def contributions(measure: Measure, parameters: Gradients, batches: Sequence[Batch]) -> Contributions:
+    """The microbatches' gradients, weighted by the number of examples."""
+    return Contributions([measure(parameters, batch) for batch in batches], [len(batch.labels) for batch in batches])
+
+
+def full_batch(
+    framework: str, measure: Measure, given: Contributions, parameters: Gradients, batches: Sequence[Batch]
+) -> Iterator[Finding]:
+    """The weighted mean equals the full batch's gradient up to rounding; a mean of means does not."""
+    whole = digits.join(batches)
+    reference = measure(parameters, whole)
+    _, mean_bounds = analyse_mean(parameters, batches)
+    _, bounds = analyse(parameters, whole)
+    allowed = {name: bounds[name] + mean_bounds[name] for name in bounds}
+    for combined, weights in (("weighted mean", given.weights), ("mean of means", None)):
+        result = gc.mean(given.values, weights=weights)
+        pairs = [(result[name], leaf) for name, leaf in reference.items()]
+        share = max(_share(result[name], leaf, allowed[name]) for name, leaf in reference.items())
+        within = weights is not None
+        yield Finding(
+            "full batch",
+            {"framework": framework, "combined": combined},
+            BOUND if within else OUTSIDE,
+            (share <= 1) == within,
+            *distances(pairs),
+            share,
+        )
+
+
+def kernels(jax: Gradients, tensorflow: Gradients, parameters: Gradients, batch: Batch) -> Iterator[Finding]:
+    """How far the two frameworks' gradients of one batch are apart, leaf by leaf."""
+    _, bounds = analyse(parameters, batch)
+    for name in sorted(bounds):
+        a, b = jax[name], tensorflow[name]
+        share = _share(a, b, 2 * bounds[name])
+        labels: dict[str, Any] = {"leaf": name, "shape": "x".join(map(str, a.shape)) or "scalar"}
+        yield Finding("kernels", labels, BOUND, share <= 1, *distances([(a, b)]), share, equal_bits(a, b))
+
+
+def _share(a: np.ndarray, b: np.ndarray, allowed: np.ndarray) -> float:
+    return rounding.share(np.abs(np.float64(a) - b), allowed)

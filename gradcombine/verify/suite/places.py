@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -84,3 +84,31 @@ def merged(window: tuple[gc.Accumulator, AccumulateState], over: Collective, ord
     """The value of a window that was merged over the replicas."""
     accumulator, state = window
     return accumulator.value(gc.merge_replicas(MEAN, state, over=over, order=order))
+
+
+def numpy_cases() -> Iterator[Case]:
+    """NumPy: the reference, which has one replica."""
+    for order in ORDERS:
+        for place, run in _PLACES.items():
+            yield Case("numpy", "eager", place, 1, order, lambda given, run=run, order=order: [run(given, order)])
+
+
+def _over_time(given: Contributions, order: Order) -> Tree:
+    accumulator, state = over_time(given.values, given.weights, order)
+    return accumulator.value(state)
+
+
+def _over_replicas(given: Contributions, order: Order) -> Tree:
+    return over_replicas(given.values[0], given.weights[0], gc.LOCAL, order)
+
+
+def _over_time_and_replicas(given: Contributions, order: Order) -> Tree:
+    return merged(over_time(given.values, given.weights, order), gc.LOCAL, order)
+
+
+_PLACES = {
+    LIST: lambda given, order: over_list(given.values, given.weights, order),
+    TIME: _over_time,
+    REPLICAS: _over_replicas,
+    TIME_AND_REPLICAS: _over_time_and_replicas,
+}

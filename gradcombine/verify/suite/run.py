@@ -12,14 +12,13 @@ from gradcombine.verify.suite import (
     digits,
     jax_rows,
     laws,
-    model_laws,
-    numpy_rows,
+    places,
     tensorflow_rows,
     train,
 )
 from gradcombine.verify.suite.digits import Batch
 from gradcombine.verify.suite.findings import BITS, Finding, Report
-from gradcombine.verify.suite.model_laws import Gradients, Measure
+from gradcombine.verify.suite.laws import Gradients, Measure
 from gradcombine.verify.suite.places import Case, Contributions
 
 COUNTS = (1, 2, 4, 8)
@@ -39,13 +38,13 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
     """
     begun = time.perf_counter()
     counts = [count for count in COUNTS if count <= replicas]
-    cases = [*numpy_rows.cases(), *jax_rows.cases(counts), *tensorflow_rows.cases(counts)]
+    cases = [*places.numpy_cases(), *jax_rows.cases(counts), *tensorflow_rows.cases(counts)]
     steps = len(cases) + 3
     examples, parameters = digits.load(), digits.initial_parameters()
     batches = list(digits.cut(examples, digits.SIZES))
 
     started("gradients of the microbatches", steps)
-    given = {name: model_laws.contributions(measure, parameters, batches) for name, measure in _MEASURES.items()}
+    given = {name: laws.contributions(measure, parameters, batches) for name, measure in _MEASURES.items()}
     # One source for every row: what differs then is the combine.
     findings = _combine(cases, given["jax"], inject_fault, lambda name: started(name, steps))
     started("full batch and kernels", steps)
@@ -83,9 +82,9 @@ def _models(given: dict[str, Contributions], parameters: Gradients, batches: Seq
     whole = digits.join(batches)
     findings: list[Finding] = []
     for name, measure in _MEASURES.items():
-        findings += model_laws.full_batch(name, measure, given[name], parameters, batches)
+        findings += laws.full_batch(name, measure, given[name], parameters, batches)
     jax, tensorflow = (measure(parameters, whole) for measure in _MEASURES.values())
-    return [*findings, *model_laws.kernels(jax, tensorflow, parameters, whole)]
+    return [*findings, *laws.kernels(jax, tensorflow, parameters, whole)]
 
 
 def _train(examples: Batch) -> tuple[dict[str, list[float]], list[Finding]]:

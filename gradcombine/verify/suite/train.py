@@ -11,11 +11,11 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.types import Tree
-from gradcombine.verify.suite import digits, exact, jax_rows, tensorflow_rows
-from gradcombine.verify.suite.analysis import analyse_mean
+from gradcombine.verify.suite import digits, jax_rows, rounding, tensorflow_rows
 from gradcombine.verify.suite.digits import Batch
 from gradcombine.verify.suite.findings import BOUND, Finding
 from gradcombine.verify.suite.places import MEAN
+from gradcombine.verify.suite.rounding import analyse_mean
 
 WINDOWS, EVERY, LEARNING_RATE = 16, 4, 1.0
 
@@ -85,7 +85,7 @@ def laws(trained: dict[str, list[Window]], unweighted: list[Window], windows: li
         shares = []
         for step, batches in zip(steps, windows, strict=True):
             values, bounds = analyse_mean(step.parameters, batches)
-            shares += [exact.share(np.abs(step.measured[leaf] - values[leaf]), bounds[leaf]) for leaf in bounds]
+            shares += [rounding.share(np.abs(step.measured[leaf] - values[leaf]), bounds[leaf]) for leaf in bounds]
         yield _finding(name, "every step is the window's gradient", BOUND, max(shares))
         curve = losses(steps)
         yield _finding(name, "last loss / first loss", "falls", curve[-1] / curve[0])

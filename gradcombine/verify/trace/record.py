@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
+import sys
 import threading
-from collections.abc import Callable, Container
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,10 +20,9 @@ from gradcombine import tree
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed
+from gradcombine.tree import Structure
 from gradcombine.types import Tree
 from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.trace import hooks
-from gradcombine.verify.trace.names import names
 
 STAGES = ("inputs", "gradients", "combined", "updates", "params")
 """The stages of a step, in the order in which one makes the next."""
@@ -98,7 +101,7 @@ class Recorder:
                 if not is_absent(leaf):
                     _require_kept(leaf, path)
                     named[name] = leaf
-        hooks.call(list(named.values()), step, self._writer(tuple(named)))
+        _call_host(list(named.values()), step, self._writer(tuple(named)))
 
     def close(self) -> None:
         """Waits for the callbacks that are under way.
@@ -107,7 +110,7 @@ class Recorder:
           GradCombineError: for a stage that came twice in a step, with other bits: replicas that differ; and for a step
             below 0 that was traced.
         """
-        hooks.wait()
+        _wait()
         if self._problems:
             raise self._problems[0]
 
@@ -188,3 +191,79 @@ def _require_kept(leaf: Any, path: str) -> None:
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
     return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+LONGEST = (1 << 16) - 1 - len(".npy")
+"""The bytes of a name in a ZIP archive are counted in 16 bits."""
+
+_INDEX = re.compile(r"\[(-?\d+)\]")
+_FIELD = re.compile(r"\.(\w+)")
+
+
+def names(structure: Structure, stage: str) -> list[str]:
+    """The names of a tree's leaves, in the order of `flatten`: ``"gradients/layer/0/w"``.
+
+    A key is written as it is where that is plain: a word without a slash, an index, the name of a field. Any other, and
+    one that reads like its neighbour (``1`` and ``"1"``), is written as in the paths that errors name: ``"['a/b']"``.
+
+    Raises:
+      GradCombineError: for two leaves of one name, and for a name that is too long.
+    """
+    found = list(_names(structure, stage))
+    seen: set[str] = set()
+    for name, path in zip(found, structure.paths(), strict=True):
+        if name in seen:
+            raise GradCombineError("record", "leaves that their paths tell apart", f"two that are {name}", path)
+        if len(name.encode()) > LONGEST:
+            raise GradCombineError("record", f"a name of {LONGEST} bytes at most", len(name.encode()))
+        seen.add(name)
+    return found
+
+
+def _names(structure: Structure, prefix: str) -> Iterator[str]:
+    if structure.rebuild is None:
+        yield prefix
+    plain = [_plain(key) for key in structure.keys]
+    times = Counter(plain)
+    for key, word, child in zip(structure.keys, plain, structure.children, strict=True):
+        yield from _names(child, f"{prefix}/{word if word is not None and times[word] == 1 else key}")
+
+
+def _plain(key: str) -> str | None:
+    """The key without its brackets and quotes, where it cannot be taken for another one, or for several."""
+    if (found := _INDEX.fullmatch(key) or _FIELD.fullmatch(key)) is not None:
+        return found[1]
+    if not (key.startswith(("['", '["')) and key.endswith(("']", '"]'))):
+        return None
+    try:
+        word = ast.literal_eval(key[1:-1])
+    except (SyntaxError, ValueError):
+        return None
+    legible = isinstance(word, str) and word.isprintable() and "/" not in word
+    return word if legible and word and not word.startswith(("[", ".")) else None
+
+
+@no_autograph
+def _call_host(arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], None]) -> None:
+    """``write(step, arrays)``, with NumPy arrays: now where the values are known, else as the program runs."""
+    backend = resolve("record", [*arrays, step])
+    if all(backend.concrete(backend.asarray(x)) is not None for x in (*arrays, step)):
+        write(step, arrays)
+    elif backend.name == "jax":
+        from jax.experimental import io_callback
+
+        io_callback(write, None, step, list(arrays))
+    else:
+        import tensorflow as tf
+
+        def run(number: Any, *values: Any) -> None:
+            write(number, values)
+
+        tf.numpy_function(run, [step, *arrays], [])
+
+
+def _wait() -> None:
+    """Returns when the callbacks of all programs that were started have returned."""
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        jax.effects_barrier()

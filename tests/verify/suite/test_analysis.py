@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from gradcombine.verify.suite import digits
-from gradcombine.verify.suite.analysis import analyse, analyse_mean
+from gradcombine.verify.suite.rounding import analyse, analyse_mean
 
 BATCHES = list(digits.cut(digits.load(), digits.SIZES[:4]))
 PARAMETERS = digits.initial_parameters()

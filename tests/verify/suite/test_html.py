@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradcombine.verify.command import app
-from gradcombine.verify.suite import devices, html, rows, run
+from gradcombine.verify.suite import devices, findings, html, run
 from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
 from gradcombine.verify.ulp import NAN_DISTANCE
 
@@ -71,27 +71,27 @@ def test_the_plot_shows_each_distance(tmp_path: Path) -> None:
 
 
 def test_blocks_follow_the_values() -> None:
-    assert rows.blocks(list(range(8)), 0, 7) == "▁▂▃▄▅▆▇█"
-    assert rows.blocks([5.0, 5.0], 5.0, 5.0) == "▁▁"
-    assert rows.blocks([-1.0, 2.0, float("inf")], 0.0, 1.0) == "▁█!"
+    assert findings.blocks(list(range(8)), 0, 7) == "▁▂▃▄▅▆▇█"
+    assert findings.blocks([5.0, 5.0], 5.0, 5.0) == "▁▁"
+    assert findings.blocks([-1.0, 2.0, float("inf")], 0.0, 1.0) == "▁█!"
 
 
 def test_curves_share_a_scale() -> None:
     curves = {"a": [4.0, 0.0], "b": [2.0, float(np.float32(1))]}
-    (losses,) = [each for each in rows.sections(report()._replace(curves=curves)) if each.title == rows.LOSSES]
+    (losses,) = [each for each in findings.sections(report()._replace(curves=curves)) if each.title == findings.LOSSES]
     assert [row.cells for row in losses.rows] == [("a", "█▁", "4.0000 to 0.0000"), ("b", "▅▃", "2.0000 to 1.0000")]
 
 
 def test_a_screen_shows_the_worst_of_the_numbers_of_replicas() -> None:
     """Rows that hold alike are one row; those that do not are rows of their own, and named."""
     more = (row("jax", 4, BITS, True, 0, equal=True), row("jax", 8, BITS, False, 7))
-    tables = {each.title: each for each in rows.sections(rows.summary(report(*more)))}
+    tables = {each.title: each for each in findings.sections(findings.summary(report(*more)))}
     found = [row.cells for row in tables["Combine in jax"].rows]
     assert found == [
         ("pmap", "replicas", "2 4", "tree", "bits", "equal bits", "", "0.5", "ok"),
         ("pmap", "replicas", "8", "tree", "bits", "7 ulp", "", "0.5", "no"),
     ]
-    assert [row.cells[0] for row in rows.failures(report(*more))] == ["combine: jax / pmap / replicas / 8 / tree"]
+    assert [row.cells[0] for row in findings.failures(report(*more))] == ["combine: jax / pmap / replicas / 8 / tree"]
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradcombine.verify.suite import numpy_rows
+from gradcombine.verify.suite import places
 from gradcombine.verify.suite.findings import BITS, BOUND
 from gradcombine.verify.suite.laws import Judge, flip_lowest_bit, promised
 from gradcombine.verify.suite.places import LIST, REPLICAS, TIME, TIME_AND_REPLICAS, Case, Contributions
@@ -15,7 +15,7 @@ GIVEN = Contributions(
 
 
 def _case(framework: str = "jax", place: str = LIST, order: str = "tree", replicas: int = 1) -> Case:
-    return Case(framework, "eager", place, replicas, order, lambda given: [numpy_rows.combined(given, order)])
+    return Case(framework, "eager", place, replicas, order, lambda given: [places.over_list(*given, order)])
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_the_reference_itself_holds(place: str, order: str) -> None:
 
 def _changed(change: float) -> list[dict[str, np.ndarray]]:
     """Two replicas' results, the second one with one element changed."""
-    result = numpy_rows.combined(GIVEN, "tree")
+    result = places.over_list(*GIVEN, "tree")
     corrupted = result["w"].copy()
     corrupted[1, 2] = change if np.isnan(change) else corrupted[1, 2] * np.float32(1 + change)
     return [result, {"w": corrupted}]
@@ -74,5 +74,5 @@ def test_a_fault_is_one_bit_and_shows(order: str) -> None:
     corrupted = flip_lowest_bit(_case(order=order), GIVEN)
     before, after = (np.stack([value["w"] for value in given.values]).view(np.uint32) for given in (GIVEN, corrupted))
     assert np.bitwise_count(before ^ after).sum() == 1
-    finding = Judge(GIVEN).finding(_case(order=order), [numpy_rows.combined(corrupted, order)])
+    finding = Judge(GIVEN).finding(_case(order=order), [places.over_list(*corrupted, order)])
     assert not finding.holds

@@ -13,7 +13,7 @@ import pytest
 from gradcombine import GradCombineError
 from gradcombine.verify import first_divergence, record
 from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.trace import names
+from gradcombine.verify.trace.record import LONGEST
 
 
 class Fields(NamedTuple):
@@ -41,7 +41,7 @@ ALIKE: dict[str, tuple[Any, set[str]]] = {
     "half of a surrogate pair": ({chr(0xD800): X, chr(0xD801): Y}, {"['\\ud800']", "['\\ud801']"}),
     "a quote": ({"it's": X, 'say "it\'s"': Y}, {"it's", 'say "it\'s"'}),
     "the suffix of a member": ({"w": X, "w.npy": Y}, {"w", "w.npy"}),
-    "the longest name": ({"n" * (names.LONGEST - 10): X, "m": Y}, {"n" * (names.LONGEST - 10), "m"}),
+    "the longest name": ({"n" * (LONGEST - 10): X, "m": Y}, {"n" * (LONGEST - 10), "m"}),
 }
 
 
@@ -79,7 +79,7 @@ class Nameless:
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {
     "keys that print alike": (0, {Nameless(): X, Nameless(): Y}, "leaves that their paths tell apart"),
-    "a name that is too long": (0, {"n" * (names.LONGEST - 9): X}, f"a name of {names.LONGEST} bytes at most"),
+    "a name that is too long": (0, {"n" * (LONGEST - 9): X}, f"a name of {LONGEST} bytes at most"),
     "float8, which .npz forgets": (0, {"w": X.astype(ml_dtypes.float8_e4m3fn)}, r"leaf \['w'\]: expected bfloat16"),
     "float8 of another kind": (0, {"w": X.astype(ml_dtypes.float8_e5m2)}, "received float8_e5m2"),
     "int4": (0, {"w": X.astype(ml_dtypes.int4)}, "received int4"),
