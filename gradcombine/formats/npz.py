@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 import ml_dtypes
 import numpy as np
@@ -21,9 +22,18 @@ from gradcombine.formats import entry
 from gradcombine.formats.entry import Entry
 
 _SUFFIX = ".npy"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _MOST_DEFLATED = 1032
 """The most that deflate can shrink by: what claims more is no archive, and is not unpacked."""
+
+
+def write(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes arrays to a file that is open and empty. The same arrays give the same bytes."""
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        for name, array in arrays.items():
+            with archive.open(zipfile.ZipInfo(name + _SUFFIX, _EPOCH), "w", force_zip64=True) as member:
+                npy.write_array(member, array, version=(1, 0), allow_pickle=False)
 
 
 def read(operation: str, path: Path, compressed: bool = True) -> dict[str, Entry]:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -33,6 +33,8 @@ DTYPES = {
 }
 """What the format calls the dtypes that are known here."""
 
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
 _MOST_IN_HEADER = 100_000_000
 """The format's own limit, in bytes."""
 
@@ -42,6 +44,24 @@ class Contents(NamedTuple):
 
     entries: dict[str, Entry]
     texts: dict[str, str]
+
+
+def write(file: IO[bytes], arrays: Mapping[str, np.ndarray], texts: Mapping[str, str]) -> None:
+    """Writes arrays and texts to a file that is open and empty. The same contents give the same bytes."""
+    # The library's own writers copy all arrays, or hide the OSError of a full disk in a class of theirs.
+    fields: dict[str, Any] = {"__metadata__": dict(texts)}
+    end = 0
+    # The widest first, so that each is aligned to its elements.
+    ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
+    for name, array in ordered:
+        offsets = [end, end + array.nbytes]
+        fields[name] = {"dtype": _NAMES[array.dtype], "shape": array.shape, "data_offsets": offsets}
+        end += array.nbytes
+    header = json.dumps(fields, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    file.write(len(header).to_bytes(8, "little") + header)
+    for _, array in ordered:
+        file.write(array.reshape(-1).view(np.uint8).data)
 
 
 def read(operation: str, path: Path) -> Contents:

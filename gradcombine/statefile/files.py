@@ -9,8 +9,7 @@ from gradcombine.autograph import no_autograph
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile.header import Header
-from gradcombine.statefile.reading import read, read_header
-from gradcombine.statefile.writing import write
+from gradcombine.statefile.states import read, read_header, write
 from gradcombine.types import State, Tree
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ from gradcombine import binary_counter
 from gradcombine.accumulate import depth_of, require_state, window
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import resolve
+from gradcombine.checks import require_integer
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
@@ -68,7 +68,7 @@ def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, ever
     """
     require_reduction(_OPERATION, reduction)
     parts = _list(states)
-    count = _integer("1 replica or more", replicas)
+    count = require_integer(_OPERATION, "1 replica or more", replicas)
     groups: list[list[State]] = [[] for _ in range(count)]
     for rank, part in enumerate(parts):
         groups[rank * count // len(parts)].append(part)
@@ -115,7 +115,7 @@ def _merged(reduction: Reduction, group: list[State], like: State) -> State:
 
 def _depth(levels: int, shift: int | None, every: int | None) -> int:
     if every is not None:
-        return _integer("a window length of 1 or more", every).bit_length()
+        return require_integer(_OPERATION, "a window length of 1 or more", every).bit_length()
     if levels == 1:
         return 1
     if shift is None or levels + shift < 1:
@@ -157,13 +157,3 @@ def _list(states: Any) -> list[Any]:
     if not isinstance(states, (list, tuple)) or hasattr(states, "_fields") or not states:
         raise GradCombineError(_OPERATION, "a list of states, one a replica", type(states).__name__)
     return list(states)
-
-
-def _integer(expected: str, number: Any) -> int:
-    try:
-        value = 0 if isinstance(number, bool) else operator.index(number)
-    except TypeError:
-        value = 0
-    if value < 1:
-        raise GradCombineError(_OPERATION, expected, repr(number))
-    return value

@@ -18,7 +18,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.statefile import stored
+from gradcombine.statefile import container
 from tests.statefile.states import SUFFIXES
 
 MEAN = reductions.mean()
@@ -237,4 +237,4 @@ def test_a_process_that_is_killed_leaves_a_whole_file(tmp_path: Path, suffix: st
 def test_digests_are_of_the_bytes() -> None:
     """SHA-256 of four zero bytes, from another implementation."""
     expected = "df3f619804a92fdb4057192dc43dd748ea778adc52bc498ce80524c014b81119"
-    assert stored.digest(np.zeros((), np.float32)) == expected
+    assert container.digest(np.zeros((), np.float32)) == expected

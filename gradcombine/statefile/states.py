@@ -1,32 +1,62 @@
-"""States from a file."""
+"""States to a file, and back."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from gradcombine import tree
+from gradcombine.accumulate import depth_of
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.formats import Entry
 from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.statefile import container
 from gradcombine.statefile import header as headers
-from gradcombine.statefile import stored
-from gradcombine.statefile.container import array_name, decoding, refused
-from gradcombine.statefile.header import Header
-from gradcombine.statefile.layout import Layout, difference, layout, template
-from gradcombine.statefile.suffix import format_of
-from gradcombine.types import State, Tree
+from gradcombine.statefile.container import array_name, decoding, refused, require_path
+from gradcombine.statefile.header import Header, Leaf
+from gradcombine.statefile.layout import Layout, difference, layout, on_host, require_state_of, template
+from gradcombine.types import AccumulateState, State, Tree
+
+
+def write(operation: str, path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
+    """Writes one state a replica; see `gradcombine.statefile.save_replicas`."""
+    require_reduction(operation, reduction)
+    target = require_path(operation, path)
+    parts = [on_host(operation, state) for state in states]
+    first = layout(operation, parts[0])
+    for rank, part in enumerate(parts):
+        require_state_of(operation, reduction, part)
+        found = layout(operation, part)
+        if (found.leaves, found.kinds) != (first.leaves, first.kinds):
+            raise GradCombineError(operation, "states of one structure, shapes and dtypes", f"another at rank {rank}")
+    columns = [tree.flatten(operation, part)[0] for part in parts]
+    arrays = {
+        array_name(rank, i): container.to_stored(leaf)
+        for rank, column in enumerate(columns)
+        for i, leaf in enumerate(column)
+        if leaf is not None
+    }
+    leaves = []
+    for i, (where, described) in enumerate(first.leaves.items()):
+        if described is None:
+            leaves.append(Leaf(where, None, None, ()))
+        else:
+            digests = tuple(container.digest(arrays[array_name(rank, i)]) for rank in range(len(parts)))
+            leaves.append(Leaf(where, described[0].name, described[1], digests))
+    levels = depth_of(parts[0]) if isinstance(parts[0], AccumulateState) else None
+    header = Header(headers.own_version(), reduction.name, len(parts), levels, first.kinds, tuple(leaves))
+    container.write(target, headers.encode(header), arrays)
 
 
 def read_header(operation: str, path: str | os.PathLike[str]) -> Header:
     """The header alone."""
-    container = format_of(operation, path)
-    with decoding(Path(path)):
-        return headers.decode(container.read(Path(path)).text)
+    source = require_path(operation, path)
+    with decoding(source):
+        return headers.decode(container.read(source).text)
 
 
 def read(
@@ -34,9 +64,9 @@ def read(
 ) -> list[State]:
     """One state a replica; see `gradcombine.statefile.load`."""
     require_reduction(operation, reduction)
-    container = format_of(operation, path)
-    with decoding(Path(path)):
-        contents = container.read(Path(path))
+    source = require_path(operation, path)
+    with decoding(source):
+        contents = container.read(source)
         header = headers.decode(contents.text)
     if header.reduction != reduction.name:
         raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
@@ -44,7 +74,7 @@ def read(
         raise refused(f"{replicas} replica (load_replicas takes several)", header.replicas)
     wanted = layout(operation, template(operation, reduction, like, header.levels))
     _require_layout(wanted, header)
-    with decoding(Path(path)):
+    with decoding(source):
         columns = _read(contents.arrays, header, wanted)
     backend = resolve(operation, tree.flatten(operation, like)[0])
     numpy = backend.name == "numpy"
@@ -94,14 +124,14 @@ def _read(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[list
         number = numbers[path]
         if described is None or header.leaves[number].dtype is None:
             return None
-        dtype, shape = stored.stored_as(*described)
+        dtype, shape = container.stored_as(*described)
         entry = arrays[array_name(rank, number)]
         # Nothing is allocated by what a file claims: it is first compared with what ``like`` says.
         if (entry.dtype, entry.shape) != (dtype, shape):
             raise GradCombineError("statefile.load", f"{dtype}{shape} in the file", f"{entry.dtype}{entry.shape}", path)
         found = entry.whole()
-        if stored.digest(found) != header.leaves[number].sha256[rank]:
+        if container.digest(found) != header.leaves[number].sha256[rank]:
             raise GradCombineError("statefile.load", "bytes that match their checksum", "others: damaged", path)
-        return stored.from_stored(found, *described)
+        return container.from_stored(found, *described)
 
     return [[array(rank, *leaf) for leaf in wanted.leaves.items()] for rank in range(header.replicas)]
