@@ -103,7 +103,7 @@ def accumulate(
         if (received := depth_of(state)) != depth:
             levels = "1 level" if depth == 1 else f"{depth} levels"
             raise GradCombineError(reduction.name, f"a state of {levels}", received)
-        return state.step >= _at(length, state.index)
+        return state.step >= length_at(length, state.index)
 
     @no_autograph
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
@@ -124,7 +124,7 @@ def accumulate(
 
     @no_autograph
     def value(state: AccumulateState) -> Tree:
-        return reduction.finalize(window(reduction, state))
+        return reduction.finalize(whole_window(reduction, state))
 
     @no_autograph
     def restart(state: AccumulateState) -> AccumulateState:
@@ -136,7 +136,7 @@ def accumulate(
     return Accumulator(init, update, ready, value, restart)
 
 
-def window(reduction: Reduction, state: AccumulateState) -> State:
+def whole_window(reduction: Reduction, state: AccumulateState) -> State:
     """The whole window as one partial state of the reduction."""
     require_state(state)
     if isinstance(state.levels, BinaryCounter):
@@ -180,7 +180,8 @@ def _length(every: Any) -> int:
     return require_integer("accumulate", _EXPECTED_LENGTH, every)
 
 
-def _at(length: int | Callable[[Array], Any], index: Array) -> Array:
+def length_at(length: int | Callable[[Array], Any], index: Array) -> Array:
+    """The length of window number ``index``, where it is given as a number or as a function."""
     if not callable(length):
         return length
     every = length(index)

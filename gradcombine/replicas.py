@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradcombine import tree
-from gradcombine.accumulate import replace_window, window
+from gradcombine.accumulate import replace_window, whole_window
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
@@ -129,5 +129,5 @@ def merge_replicas(reduction: Reduction, state: State, over: Collective, order: 
     require_order("merge_replicas", order)
     require_collective("merge_replicas", over)
     if isinstance(state, AccumulateState):
-        return replace_window(reduction, state, reduction.all_merge(window(reduction, state), over, order))
+        return replace_window(reduction, state, reduction.all_merge(whole_window(reduction, state), over, order))
     return reduction.all_merge(state, over, order)

@@ -166,7 +166,7 @@ def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) 
 
 
 def where(operation: str, backend: Backend, condition: Array, weight: Any, wide: bool) -> Array:
-    """The weight where the boolean scalar holds, else 0; of an integer type if it was of one.
+    """The weight where the boolean scalar holds, else 0; of an integer type if it is a whole number for certain.
 
     Args:
       operation: for error messages.
@@ -178,6 +178,6 @@ def where(operation: str, backend: Backend, condition: Array, weight: Any, wide:
     parsed = parse(operation, backend, weight)
     array = parsed.array
     if parsed.known is not None:
-        whole = parsed.whole and parsed.known <= np.iinfo(np.int32).max
+        whole = parsed.is_integral and parsed.known <= np.iinfo(np.int32).max
         array = parsed.cast(backend, np.dtype(np.int32 if whole else np.float64 if wide else np.float32))
     return backend.where(condition, array, backend.full((), 0, backend.dtype(array)))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine import binary_counter
-from gradcombine.accumulate import depth_of, require_state, window
+from gradcombine.accumulate import depth_of, require_state, whole_window
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import resolve
 from gradcombine.checks import require_integer
@@ -103,7 +103,7 @@ def _on_top(
     reduction: Reduction, group: list[AccumulateState], like: AccumulateState, depth: int
 ) -> tuple[State, ...] | BinaryCounter:
     """Whole windows in the highest level, where they stay until the end."""
-    merged = _merged(reduction, [window(reduction, part) for part in group], window(reduction, like))
+    merged = _merged(reduction, [whole_window(reduction, part) for part in group], whole_window(reduction, like))
     if depth == 1:
         return (merged,)
     return binary_counter.holding(reduction, merged, depth)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.accumulate import window as whole
+from gradcombine.accumulate import whole_window
 from gradcombine.integrations.jax.processes import detect_lost_peers
 
 WINDOWS, MICROBATCHES, WIDTH = 3, 8, 33
@@ -99,7 +99,7 @@ def main(coordinator: str, size: int, rank: int, task: str, folder: Path) -> Any
         x, y = microbatch(window, number)
         state = update(gradient(params, x, y), state, len(x))
         if acc.ready(state):
-            params = descend(params, merge(whole(MEAN, state)))
+            params = descend(params, merge(whole_window(MEAN, state)))
     return bits(params)
 
 

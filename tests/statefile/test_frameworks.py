@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions, statefile, tree
-from gradcombine.accumulate import window
+from gradcombine.accumulate import whole_window
 from tests.statefile.states import Layer, contents
 
 F32 = np.float32
@@ -146,4 +146,6 @@ def test_windows_are_merged_inside_of_compiled_code() -> None:
     for compiled in (jax.jit, tf.function):
         (merged,) = compiled(lambda *parts: statefile.resize(mean, parts, 1))(*states)
         assert contents(merged) == contents(expected)
-        assert contents(mean.finalize(window(mean, merged))) == contents(mean.finalize(window(mean, expected)))
+        assert contents(mean.finalize(whole_window(mean, merged))) == contents(
+            mean.finalize(whole_window(mean, expected))
+        )

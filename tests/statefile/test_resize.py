@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.accumulate import window
+from gradcombine.accumulate import whole_window
 from gradcombine.pairwise import fold_pairwise
 from tests.statefile.states import contents
 
@@ -73,7 +73,7 @@ def feed(reduction: gc.Reduction, value: Any, states: list[Any], numbers: list[l
             states[i] = acc.update(fed, state, 0 if own is None else weight(own))
         calls += 1
     assert all(len(own) <= calls for own in numbers)
-    return fold_pairwise(reduction.merge, [window(reduction, state) for state in states])
+    return fold_pairwise(reduction.merge, [whole_window(reduction, state) for state in states])
 
 
 def started(reduction: gc.Reduction, value: Any, replicas: int, step: int, order: Any) -> list[Any]:
@@ -163,7 +163,7 @@ def test_parts_that_are_held_until_they_are_full(step: int, new: int) -> None:
     states = statefile.resize(mean, held, new)
     wider = gc.accumulate(mean, EVERY * 4 // new, order="tree")
     assert all(bool(wider.ready(state)) for state in states)
-    value = mean.finalize(fold_pairwise(mean.merge, [window(mean, state) for state in states]))
+    value = mean.finalize(fold_pairwise(mean.merge, [whole_window(mean, state) for state in states]))
     assert contents(value) == contents(gc.combine(mean, map(rounding, numbers), map(weight, numbers), order="tree"))
 
 

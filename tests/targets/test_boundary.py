@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.integrations.jax import TrainState, train_step, value_and_grad
-from gradcombine.integrations.optax import MultiSteps, accumulate
+from gradcombine.integrations.optax import MultiSteps, accumulate, accumulate_and_apply
 from gradcombine.types import AccumulateState
 from tests.targets.compile_for import compile_for, h100, mesh, spread, tpu
 
@@ -40,6 +40,11 @@ def transformed(tx: Any) -> Form:
     return Form(call, tx.init)
 
 
+def applied() -> Form:
+    tx = accumulate_and_apply(ADAM, 8)
+    return Form(lambda params, state, grads: tx.apply(grads, state, params), tx.init)
+
+
 def stepped(**settings: Any) -> Form:
     def given(params: Any, grads: Any) -> Any:
         return jnp.float32(0), grads
@@ -52,6 +57,7 @@ FORMS: dict[str, tuple[Callable[[], Form], float, float]] = {
     "optax.MultiSteps": (lambda: transformed(optax.MultiSteps(ADAM, 8)), 36, 36),
     "accumulate": (lambda: transformed(accumulate(ADAM, 8)), 36, 36),
     "MultiSteps": (lambda: transformed(MultiSteps(ADAM, 8)), 36, 36),
+    "accumulate_and_apply": (applied, 12, 40),
     "train_step": (stepped, 12, 40),
 }
 """With the bytes of a call within a window, and of the one at its end."""

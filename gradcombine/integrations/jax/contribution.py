@@ -20,7 +20,8 @@ from gradcombine.integrations.jax.loss import Form, LossOutput, opened
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.weights import parse
-from gradcombine.types import Order, Tree
+from gradcombine.types import Array, Order, Tree
+from gradcombine.window import Window
 
 
 class Contribution(NamedTuple):
@@ -97,6 +98,10 @@ class Objective:
         if has_aux:
             members["aux"] = average if self.aux_reduction is None else self.aux_reduction
         return reductions.per_leaf(members)
+
+    def window(self, every: int | Callable[[Array], Any], max_every: int | None = None, *, has_aux: bool) -> Window:
+        """The window of such contributions."""
+        return Window(self.operation, self.combined(has_aux), every, self.over, self.order, max_every)
 
     def contribution(
         self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import optax
 
 import gradcombine as gc
+from gradcombine.accumulate import length_at
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.numbers import as_arrays
@@ -29,10 +29,8 @@ from gradcombine.integrations.jax.train_state import (
     require_carry,
     require_train_state,
 )
-from gradcombine.integrations.jax.window import merged
-from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, Array, Tree
+from gradcombine.window import Window, widened
 
 
 def over_calls(
@@ -42,15 +40,8 @@ def over_calls(
     max_every: int | None,
 ) -> StepFunctions:
     """One microbatch a call; at the end of a window the replicas exchange, and the optimizer runs."""
-
-    def accumulator(reduction: Reduction) -> gc.Accumulator:
-        return gc.accumulate(reduction, every, order=objective.order, max_every=max_every)
-
-    accumulator(objective.reduction)  # a bad length is refused here, before there is a state
-
-    def length(index: Array) -> Array:
-        at = every(index) if callable(every) else operator.index(every)
-        return jnp.maximum(jnp.asarray(at).astype(np.int32), 1)
+    of_gradients = objective.window(every, max_every, has_aux=False)
+    with_aux = objective.window(every, max_every, has_aux=True)
 
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
         require_carry(objective, carry)
@@ -62,42 +53,40 @@ def over_calls(
             called = loss_arguments(objective, params, carry, example)
             parts = jax.eval_shape(lambda *args, **kw: alone.contribution(args, kw).parts, *called, **kwargs)
             specs |= {"aux": parts["aux"]} if "aux" in parts else {}
-        window = jax.tree.map(jnp.asarray, accumulator(objective.combined("aux" in specs)).init(specs))
-        carry = owned(carry)
+        window = with_aux if "aux" in specs else of_gradients
+        state, carry = jax.tree.map(jnp.asarray, window.init(specs)), owned(carry)
         if bound:
-            window, carry = window._replace(levels=own(objective.over, window.levels)), own(objective.over, carry)
-        return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
+            state, carry = window.own(state), own(objective.over, carry)
+        return place_beside(params, TrainState(state, owned(optimizer.init(params)), carry))
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
-        params, window = as_arrays(params), state.window
+        params = as_arrays(params)
         added = contribution(params, state, args, kwargs)
-        if ("aux" in added.parts) != _has_aux(window):
+        has_aux = _has_aux(state.window)
+        if ("aux" in added.parts) != has_aux:
             expected = "a state made by step.init(params, *example), whose example shows the aux that the loss returns"
-            raise objective.error(expected, f"one made {'with' if _has_aux(window) else 'without'} aux")
-        reduction = objective.combined(_has_aux(window))
-        acc = accumulator(reduction)
+            raise objective.error(expected, f"one made {'with' if has_aux else 'without'} aux")
+        window = window_of(state)
         # Updated outside of what runs at the end, and only read there: it stays in place.
-        window = acc.update(added.parts, window._replace(levels=own(objective.over, window.levels)), added.weight)
-        ready = jnp.asarray(acc.ready(window))
-        (params, opt_state), told = run_if(ready, apply(reduction, window), (params, state.opt_state))
-        return params, TrainState(window, opt_state, added.carry), told
+        held, due = window.due(window.contribute(state.window, added.parts, added.weight))
+        kept = params, state.opt_state
+        (params, opt_state), metrics = window.apply_if(due, held, close, kept, run_if)
+        return params, TrainState(held, opt_state, added.carry), metrics
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
-        params, window = as_arrays(params), state.window
-        reduction = objective.combined(_has_aux(window))
-        levels = own(objective.over, window.levels)
-        full = length(window.index)
-        partial = (window.step > 0) & (window.step < full)
-        run = apply(reduction, window._replace(levels=levels))
-        (params, opt_state), told = run_if(partial, run, (params, state.opt_state))
-        # It counts as full: the next update begins another.
-        window = AccumulateState(levels, jnp.where(partial, full, window.step), window.index)
-        return params, TrainState(window, opt_state, state.carry), told
+        window, kept = window_of(state), (as_arrays(params), state.opt_state)
+        held = window.own(state.window)
+        partial = window.is_partial(held)
+        (params, opt_state), metrics = window.apply_if(partial, held, close, kept, run_if)
+        return params, TrainState(window.end(held, partial), opt_state, state.carry), metrics
 
-    def apply(reduction: Reduction, window: AccumulateState) -> Callable[[Tree], tuple[Tree, StepMetrics]]:
-        return lambda kept: optimize(optimizer, kept[0], kept[1], merged(objective, reduction, window))
+    def close(kept: Tree, combined: dict[str, Tree]) -> tuple[Tree, StepMetrics]:
+        return optimize(optimizer, kept[0], kept[1], combined)
+
+    def window_of(state: TrainState) -> Window:
+        return with_aux if _has_aux(state.window) else of_gradients
 
     def contribution(params: Tree, state: TrainState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contribution:
         called = loss_arguments(objective, params, state.carry, args)
@@ -105,13 +94,13 @@ def over_calls(
         if objective.rng_argnum is not None:
             called[objective.rng_argnum] = key(called[objective.rng_argnum], state.window)
         added = objective.contribution(called, kwargs)
-        grads, value = _widened(added.parts["grads"], params), added.parts["value"].astype(_value_dtype(params))
+        grads = widened(objective.operation, added.parts["grads"], params)
+        value = added.parts["value"].astype(_value_dtype(params))
         return added._replace(parts=added.parts | {"grads": grads, "value": value})
 
-    def key(rng: Array, window: AccumulateState) -> Array:
-        full = window.step >= length(window.index)
-        index = jnp.where(full, window.index + 1, window.index)
-        number = objective.over.rank() * length(index) + jnp.where(full, 0, window.step)
+    def key(rng: Array, state: AccumulateState) -> Array:
+        index, place = of_gradients.next(state)
+        number = objective.over.rank() * length_at(every, index) + place
         return jax.random.fold_in(jax.random.fold_in(rng, index), number)
 
     return StepFunctions(init, function, flush)
@@ -130,15 +119,3 @@ def _value_dtype(params: Tree) -> np.dtype:
     """In which losses are combined: float64 where a parameter is, else float32."""
     wide = any(leaf.dtype == np.float64 for leaf in jax.tree.leaves(params))
     return np.dtype(np.float64 if wide else np.float32)
-
-
-def _widened(grads: Tree, params: Tree) -> Tree:
-    """Gradients narrower than their parameters, in the parameters' dtype, which the window was made for."""
-
-    def widen(grad: Any, param: Any) -> Any:
-        wider = dtypes.kind(grad.dtype) == dtypes.kind(param.dtype) and np.can_cast(grad.dtype, param.dtype)
-        return grad.astype(param.dtype) if wider else grad
-
-    # Where the structures differ, the accumulator says where.
-    same = jax.tree.structure(grads) == jax.tree.structure(params)
-    return jax.tree.map(widen, grads, params) if same else grads

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 
 from gradcombine.backends.registry import load
 from gradcombine.integrations.jax.axes import align, aligned
@@ -14,7 +14,7 @@ from gradcombine.types import Array, Tree
 
 
 def run_if(condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> tuple[Tree, Tree]:
-    """``run(kept)`` where the scalar condition holds; else ``kept`` as it is, and zeros for what is told beside it.
+    """``run(kept)`` where the scalar condition holds; else ``kept`` as it is, and zeros for the metrics beside it.
 
     Whatever else `run` reads it closes over, and it is not written; ``kept`` is changed in place. A conditional would
     copy every buffer that passes through it, or, on GPUs, run both branches and select, so this is a loop that turns
@@ -28,6 +28,8 @@ def run_if(condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tre
     Returns:
       What is kept, and what is told.
     """
+    if not isinstance(condition, Tracer):
+        return run(kept) if condition else (kept, _zeros(run, kept))
     traced, (specs, told) = jax.make_jaxpr(run, return_shape=True)(kept)
     while not aligned(kept, specs):
         kept = align(kept, specs)
@@ -56,3 +58,14 @@ def run_if(condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tre
 
     flat = load("jax").custom_derivative(loop, conditional, [condition, *constants, *leaves])
     return jax.tree.unflatten(jax.tree.structure((specs, told)), flat)
+
+
+def conditional(condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> tuple[Tree, Tree]:
+    """The same by a conditional, which GPUs turn into selects where all of its operations are elementwise."""
+    if not isinstance(condition, Tracer):
+        return run_if(condition, run, kept)
+    return jax.lax.cond(condition, run, lambda kept: (kept, _zeros(run, kept)), kept)
+
+
+def _zeros(run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> Tree:
+    return jax.tree.map(jnp.zeros_like, jax.eval_shape(run, kept)[1])

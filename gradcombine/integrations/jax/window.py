@@ -10,13 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import gradcombine as gc
-from gradcombine.accumulate import window as whole
-from gradcombine.integrations.jax.axes import align, aligned, own
+from gradcombine.integrations.jax.axes import align, aligned
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.loss import Form
 from gradcombine.integrations.jax.microbatches import divide
-from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, Tree
 
 
@@ -60,16 +57,14 @@ def scan_window(
     if not aligned(carry, spec.carry):
         carry = align(carry, spec.carry)
         spec = jax.eval_shape(partial(contribution, number=jnp.int32(0)), one, carry=carry)
-    reduction = objective.combined("aux" in spec.parts)
-    acc = gc.accumulate(reduction, batch.total, order=objective.order)
-    state = jax.tree.map(jnp.asarray, acc.init(spec.parts))
-    state = align(state, jax.eval_shape(acc.update, spec.parts, state, spec.weight))
-    state = state._replace(levels=own(objective.over, state.levels))
+    window = objective.window(batch.total, has_aux="aux" in spec.parts)
+    state = jax.tree.map(jnp.asarray, window.init(spec.parts))
+    state = window.own(align(state, jax.eval_shape(window.contribute, state, spec.parts, spec.weight)))
 
     def body(before: tuple[AccumulateState, Tree], x: tuple[Tree, Any]) -> tuple[tuple[AccumulateState, Tree], None]:
         state, carry = before
         added = contribution(*x, carry)
-        return (acc.update(added.parts, state, added.weight), added.carry), None
+        return (window.contribute(state, added.parts, added.weight), added.carry), None
 
     if batch.full == 1:
         (state, carry), _ = body((state, carry), (one, jnp.int32(0)))
@@ -78,11 +73,5 @@ def scan_window(
         (state, carry), _ = jax.lax.scan(body, (state, carry), (batch.stacked, numbers))
     if uneven:
         added = contribution(batch.rest, jnp.int32(batch.full), carry)
-        state, carry = acc.update(added.parts, state, added.weight), added.carry
-    return Combined(merged(objective, reduction, state), carry, spec.form)
-
-
-def merged(objective: Objective, reduction: Reduction, state: AccumulateState) -> dict[str, Tree]:
-    """The combined parts of a window, merged over the replicas by one exchange and then divided."""
-    window = gc.merge_replicas(reduction, whole(reduction, state), over=objective.over, order=objective.order)
-    return reduction.finalize(window)
+        state, carry = window.contribute(state, added.parts, added.weight), added.carry
+    return Combined(window.value(state), carry, spec.form)

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine import binary_counter
-from gradcombine.accumulate import cleared, depth_of, replace_window
-from gradcombine.accumulate import window as whole
+from gradcombine.accumulate import cleared, depth_of, replace_window, whole_window
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras.backend import BackendWindow
 from gradcombine.integrations.keras.checks import error
@@ -90,7 +89,7 @@ def _state(window: Window, arrays: Sequence[np.ndarray]) -> AccumulateState:
     if isinstance(saved.levels, BinaryCounter) and depth < window.depth and saved.levels.filled < 2**depth:
         return saved._replace(levels=binary_counter.deeper(window.reduction, saved.levels, window.depth))
     empty = _empty(window, 0)._replace(step=step, index=index)
-    return replace_window(window.reduction, empty, whole(window.reduction, saved))
+    return replace_window(window.reduction, empty, whole_window(window.reduction, saved))
 
 
 def _empty(window: Window, index: int) -> AccumulateState:
@@ -108,6 +107,6 @@ def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: 
     kept = list(states[:replicas]) + [empty] * (replicas - len(states))
     for rank, state in enumerate(states[replicas:]):
         into = rank % replicas
-        merged = reduction.merge(whole(reduction, kept[into]), whole(reduction, state))
+        merged = reduction.merge(whole_window(reduction, kept[into]), whole_window(reduction, state))
         kept[into] = replace_window(reduction, kept[into], merged)
     return kept

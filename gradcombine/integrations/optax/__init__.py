@@ -1,16 +1,23 @@
 """optax: the algebra as gradient transformations."""
 
-from gradcombine.integrations.optax.accumulate import AccumulateUpdatesState, accumulate
+from gradcombine.integrations.optax.accumulate import (
+    AccumulateUpdatesState,
+    ApplyingTransformation,
+    accumulate,
+    accumulate_and_apply,
+)
 from gradcombine.integrations.optax.all_reduce import all_reduce
 from gradcombine.integrations.optax.multi_steps import MultiSteps, MultiStepsState
 from gradcombine.integrations.optax.skip import SkipState, skip_large, skip_large_updates, skip_not_finite
 
 __all__ = [
     "AccumulateUpdatesState",
+    "ApplyingTransformation",
     "MultiSteps",
     "MultiStepsState",
     "SkipState",
     "accumulate",
+    "accumulate_and_apply",
     "all_reduce",
     "skip_large",
     "skip_large_updates",

@@ -2,46 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import optax
-from jax.core import Tracer
 
 import gradcombine as gc
-from gradcombine.accumulate import window as whole
 from gradcombine.backends.protocol import Collective
-from gradcombine.checks import require_collective
-from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax.numbers import as_arrays
-from gradcombine.integrations.jax.placement import place_beside
-from gradcombine.integrations.jax.run_if import run_if
-from gradcombine.integrations.optax.agree import any_replica, require_flag
-from gradcombine.integrations.optax.contribution import cast_as, gradients_like, keep_dtypes, weight_unless, widen
-from gradcombine.integrations.optax.placeholder import init_for
-from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
+from gradcombine.integrations.jax.run_if import conditional, run_if
+from gradcombine.integrations.optax.accumulation import AccumulateUpdatesState, Accumulation
+from gradcombine.integrations.optax.contribution import cast_as, keep_dtypes
+from gradcombine.integrations.optax.skip import Skip
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import AccumulateState, Array, Order
+from gradcombine.types import Array, Order, Tree
 
-
-class AccumulateUpdatesState(NamedTuple):
-    """The state of `accumulate`.
-
-    Attributes:
-      window: the microbatches so far. ``window.levels`` is each replica's own, all else is the same on all replicas.
-      inner: the state of the inner transformation.
-      applied: boolean scalar, whether the inner transformation ran in the last update.
-      skip: a `SkipState` with a skip function, else (). Its ``detail`` is each replica's own too.
-    """
-
-    window: AccumulateState
-    inner: Any
-    applied: Array
-    skip: Any = ()
+__all__ = ["AccumulateUpdatesState", "ApplyingTransformation", "accumulate", "accumulate_and_apply"]
 
 
 def accumulate(
@@ -113,29 +90,10 @@ def accumulate(
     >>> updates["w"].tolist(), bool(state.applied)
     ([-2.5, -3.5], True)
     """
-    reduction = gc.reductions.mean() if reduction is None else reduction
-    acc = gc.accumulate(reduction, every, order=order, max_every=max_every)
-    length_at = every if callable(every) else lambda index: operator.index(every)
-    replicas = gc.LOCAL if over is None else over
-    require_collective("accumulate", replicas)
-    if not isinstance(inner, optax.GradientTransformation):
-        raise GradCombineError("accumulate", "an optax.GradientTransformation", type(inner).__name__)
-    if skip is not None and not callable(skip):
-        raise GradCombineError("accumulate", "a skip function, or None", repr(skip))
-    wrapped = optax.with_extra_args_support(inner)
-
-    def init(params: optax.Params) -> AccumulateUpdatesState:
-        params = as_arrays(params)
-        like = gradients_like(params)
-        window = jax.tree.map(jnp.asarray, init_for(acc.init, like))
-        skipped = ()
-        if skip is not None:
-            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail("accumulate", skip, like))
-        # Outside of the mapped function the axis is not bound, and there is nothing to mark.
-        with contextlib.suppress(GradCombineError):
-            window, skipped = _own(replicas, window, skipped)
-        state = AccumulateUpdatesState(window, wrapped.init(params), jnp.asarray(False), skipped)
-        return place_beside(like, state)
+    microbatches = Accumulation("accumulate", inner, every, reduction, over, skip, order, max_every)
+    # On one replica the branches are elementwise, and GPUs fuse them with what reads the updates: a loop would have to
+    # write these.
+    branch = conditional if microbatches.window.over is gc.LOCAL else run_if
 
     def update(
         updates: optax.Updates,
@@ -146,65 +104,92 @@ def accumulate(
         flush: Any = False,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AccumulateUpdatesState]:
-        before, updates = _checked(state, skip), as_arrays(updates)
-        contribution, given = widen(reduction, updates, jax.eval_shape(acc.value, before.window), replicas)
-        left_out, detail = False, ()
-        if skip is not None:
-            index = jnp.where(acc.ready(before.window), before.window.index + 1, before.window.index)
-            left_out, detail = decide("accumulate", skip, updates, index, params)
-        flushed, left_out = any_replica([require_flag("accumulate", "flush", flush), left_out], replicas)
-        window = acc.update(contribution, before.window, weight_unless("accumulate", left_out, weight))
-        skipped, empty = (), False
-        if skip is not None:
-            skipped = _count(before.skip, left_out, detail)
-            empty = skipped.in_a_row >= window.step
-        window, skipped = _own(replicas, window, skipped)
-        # A flushed window counts as full: the next update begins another.
-        length = jnp.asarray(length_at(window.index), window.step.dtype)
-        window = window._replace(step=jnp.where(flushed, jnp.maximum(window.step, length), window.step))
-        applied = acc.ready(window) if skip is None else jnp.logical_and(acc.ready(window), ~empty)
+        added, dtypes = microbatches.contribute(updates, state, params, weight, flush)
 
-        # The window is only read here: a buffer that passes through a conditional is copied.
-        def apply(inner_state: Any) -> tuple[Any, optax.Updates]:
-            merged = gc.merge_replicas(reduction, whole(reduction, window), over=replicas, order=order)
-            gradients = cast_as(reduction.finalize(merged), given)
-            result, new = wrapped.update(gradients, inner_state, params, **extra_args)
+        def transform(inner_state: Any, gradients: Tree) -> tuple[Any, optax.Updates]:
+            result, new = microbatches.inner.update(cast_as(gradients, dtypes), inner_state, params, **extra_args)
             return keep_dtypes(new, inner_state), result
 
-        def wait(inner_state: Any) -> tuple[Any, optax.Updates]:
-            return inner_state, jax.tree.map(jnp.zeros_like, jax.eval_shape(apply, inner_state)[1])
+        inner_state, result = microbatches.window.apply_if(added.applied, added.window, transform, added.inner, branch)
+        return result, added._replace(inner=inner_state, applied=jnp.asarray(added.applied))
 
-        if not isinstance(applied, Tracer):
-            inner_state, result = apply(before.inner) if applied else wait(before.inner)
-        elif replicas is gc.LOCAL:
-            # Of elementwise branches, which GPUs fuse with what reads the updates; a loop would have to write them.
-            inner_state, result = jax.lax.cond(applied, apply, wait, before.inner)
-        else:
-            inner_state, result = run_if(applied, apply, before.inner)
-        return result, AccumulateUpdatesState(window, inner_state, jnp.asarray(applied), skipped)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(microbatches.init, update)
 
 
-def _own(over: Collective, window: AccumulateState, skipped: Any) -> tuple[AccumulateState, Any]:
-    """What is this replica's own, typed so from the start, so that a scan may carry it under check_vma."""
-    own = (window.levels, skipped.detail if isinstance(skipped, SkipState) else ())
-    arrays, structure = jax.tree.flatten(own)
-    levels, detail = jax.tree.unflatten(structure, over.mark_varying(arrays))
-    marked = skipped._replace(detail=detail) if isinstance(skipped, SkipState) else skipped
-    return window._replace(levels=levels), marked
+class ApplyingTransformation(NamedTuple):
+    """A transformation that updates the parameters itself; made by `accumulate_and_apply`.
+
+    Attributes:
+      init: ``init(params) -> state``, an `AccumulateUpdatesState`.
+      apply: ``apply(updates, state, params, *, weight=1.0, flush=False, **extra_args) -> params, state``.
+    """
+
+    init: Callable[[Tree], AccumulateUpdatesState]
+    apply: Callable[..., tuple[Tree, AccumulateUpdatesState]]
 
 
-def _count(state: SkipState, left_out: Any, detail: Any) -> SkipState:
-    skipped = jnp.where(left_out, state.skipped + 1, state.skipped)
-    return SkipState(skipped, jnp.where(left_out, state.in_a_row + 1, 0), detail)
+def accumulate_and_apply(
+    inner: optax.GradientTransformation,
+    every: int | Callable[[Array], Any],
+    *,
+    reduction: Reduction | None = None,
+    over: Collective | None = None,
+    skip: Skip | None = None,
+    order: Order = "sequential",
+    max_every: int | None = None,
+) -> ApplyingTransformation:
+    """`accumulate` and ``optax.apply_updates`` in one: parameters in, parameters out.
 
+    A transformation has to return updates on every call, and a whole tree of zeros between the boundaries, which have
+    to be added. Here the parameters pass untouched, in the buffers where they are, if the caller donates them with the
+    state: a microbatch costs the addition of its gradients in place, and the optimizer's cost arises once a window.
 
-def _checked(state: Any, skip: Skip | None) -> AccumulateUpdatesState:
-    """The state, refused if it is another transformation's."""
-    if not isinstance(state, AccumulateUpdatesState):
-        raise GradCombineError("accumulate", "an AccumulateUpdatesState", type(state).__name__)
-    if isinstance(state.skip, SkipState) != (skip is not None):
-        expected = "a state made without a skip function" if skip is None else "a state made with a skip function"
-        raise GradCombineError("accumulate", expected, type(state.skip).__name__)
-    return state
+    Args:
+      inner, every, reduction, over, skip, order, max_every: as for `accumulate`.
+
+    Returns:
+      An `ApplyingTransformation`. Where a window ends, its ``apply`` returns ``optax.apply_updates(params, updates)``,
+      with the updates of ``inner``; else the parameters as they are. Its state is that of `accumulate`: either takes
+      the other one's.
+
+    Raises:
+      GradCombineError: as `accumulate`.
+
+    Bits: the parameters have those of `accumulate` and ``optax.apply_updates``, as far as the compiler fuses the inner
+    transformation alike; what ``inner`` is given has them always.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.optax import accumulate_and_apply
+    >>> tx = accumulate_and_apply(optax.sgd(1.0), every=2)
+    >>> step = jax.jit(tx.apply, donate_argnums=(1, 2))
+    >>> params = {"w": jnp.zeros(2)}
+    >>> state = tx.init(params)
+    >>> params, state = step({"w": jnp.float32([1, 2])}, state, params)
+    >>> params, state = step({"w": jnp.float32([3, 4])}, state, params)
+    >>> params["w"].tolist(), bool(state.applied)
+    ([-2.0, -3.0], True)
+    """
+    microbatches = Accumulation("accumulate_and_apply", inner, every, reduction, over, skip, order, max_every)
+
+    def apply(
+        updates: optax.Updates,
+        state: AccumulateUpdatesState,
+        params: optax.Params,
+        *,
+        weight: Any = 1.0,
+        flush: Any = False,
+        **extra_args: Any,
+    ) -> tuple[Tree, AccumulateUpdatesState]:
+        params = as_arrays(params)
+        added, dtypes = microbatches.contribute(updates, state, params, weight, flush)
+
+        def transform(kept: Tree, gradients: Tree) -> tuple[Tree, Tree]:
+            params, inner_state = kept
+            result, new = microbatches.inner.update(cast_as(gradients, dtypes), inner_state, params, **extra_args)
+            return (optax.apply_updates(params, result), keep_dtypes(new, inner_state)), ()
+
+        kept = (params, added.inner)
+        (params, inner_state), _ = microbatches.window.apply_if(added.applied, added.window, transform, kept, run_if)
+        return params, added._replace(inner=inner_state, applied=jnp.asarray(added.applied))
+
+    return ApplyingTransformation(microbatches.init, apply)

@@ -1,0 +1,245 @@
+"""A window of training: microbatches over time and replicas, up to the boundary where they are combined.
+
+What an optimizer wrapper or a training step has to know about windows is here, for every framework alike. A host, as
+the integrations are, keeps the state where its framework wants it, and lends the one thing that differs between
+frameworks: a branch that is taken once a window and costs nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.accumulate import Accumulator, accumulate, length_at, whole_window
+from gradcombine.autograph import no_autograph
+from gradcombine.backends.local import LOCAL
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import owner, resolve
+from gradcombine.checks import require_collective
+from gradcombine.errors import GradCombineError, shown
+from gradcombine.reductions import dtypes, weights
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.replicas import merge_replicas
+from gradcombine.types import AccumulateState, Array, Order, Tree
+
+
+class RunIf(Protocol):
+    """The branch of a host: ``run(kept)`` where the boolean scalar holds, else ``kept`` as it is.
+
+    Returns:
+      What is kept, and the second result of ``run``; of that, zeros where it did not run.
+    """
+
+    def __call__(self, condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> tuple[Tree, Tree]: ...
+
+
+@dataclass(frozen=True)
+class Window:
+    """Contributions of several replicas over time. Pure functions of an `AccumulateState`.
+
+    A window is full after ``every`` microbatches, those of weight 0 and those left out counted, or when it is flushed.
+    The contribution after that begins the next one. A full window stays readable until then.
+
+    Attributes:
+      operation: for error messages.
+      reduction: from `gradcombine.reductions`.
+      every, order, max_every: as for `gradcombine.accumulate`.
+      over: the replicas. The state's levels are each replica's own, all else in it is the same on all.
+    """
+
+    operation: str
+    reduction: Reduction
+    every: int | Callable[[Array], Any]
+    over: Collective = LOCAL
+    order: Order = "sequential"
+    max_every: int | None = None
+
+    def __post_init__(self) -> None:
+        require_collective(self.operation, self.over)
+        _ = self.accumulator  # a bad length is refused here, before there is a state
+
+    @cached_property
+    def accumulator(self) -> Accumulator:
+        """The window of one replica."""
+        return accumulate(self.reduction, self.every, order=self.order, max_every=self.max_every)
+
+    @no_autograph
+    def init(self, like: Tree) -> AccumulateState:
+        """No window begun, for gradients of these shapes and dtypes."""
+        return self.accumulator.init(like)
+
+    @no_autograph
+    def is_full(self, state: AccumulateState) -> Array:
+        """Whether the window has ended, and its contributions may be taken; a boolean scalar."""
+        return self.accumulator.ready(state)
+
+    @no_autograph
+    def is_partial(self, state: AccumulateState) -> Array:
+        """Whether there are contributions that a flush has to apply."""
+        return (state.step > 0) & ~self.is_full(state)
+
+    @no_autograph
+    def next(self, state: AccumulateState) -> tuple[Array, Array]:
+        """The number of the window that the next contribution belongs to, and its place there; both from 0."""
+        backend, full = resolve(self.operation, [state.step, state.index]), self.is_full(state)
+        return backend.where(full, state.index + 1, state.index), backend.where(full, state.step * 0, state.step)
+
+    @no_autograph
+    def contribute(
+        self,
+        state: AccumulateState,
+        gradients: Tree,
+        weight: Any = 1.0,
+        *,
+        left_out: Array | bool = False,
+    ) -> AccumulateState:
+        """One more microbatch of this replica.
+
+        Args:
+          state: the window so far.
+          gradients: of this replica, as for `gradcombine.accumulate`.
+          weight: likewise.
+          left_out: whether it counts nothing. It is a step of its window all the same, so that windows end with the
+            same microbatches whatever is left out. The same on all replicas, see `agreed`.
+        """
+        if left_out is not False:
+            weight = self._weight_unless(left_out, gradients, weight)
+        return self.accumulator.update(gradients, self.own(state), weight)
+
+    @no_autograph
+    def end(self, state: AccumulateState, condition: Array | bool = True) -> AccumulateState:
+        """The state, its window counted as full where the condition holds: the next contribution begins another."""
+        if condition is False:
+            return state
+        backend = resolve(self.operation, [state.step])
+        length = backend.cast(backend.asarray(length_at(self.every, state.index)), dtypes.INT32)
+        full = backend.where(state.step < length, length, state.step)
+        return state._replace(step=full if condition is True else backend.where(condition, full, state.step))
+
+    @no_autograph
+    def due(
+        self, state: AccumulateState, *, flush: Array | bool = False, left_out_in_a_row: Array | None = None
+    ) -> tuple[AccumulateState, Array]:
+        """Ends the window where it is flushed, and says whether it is to be applied.
+
+        That is where it is full, and not all of its microbatches were left out: neither momentum nor weight decay is to
+        act on a gradient that was not there.
+
+        Args:
+          state: after a contribution.
+          flush: whether that was the last one of its window. The same on all replicas, see `agreed`.
+          left_out_in_a_row: how many of the last contributions were left out, of this window and before; None: none.
+
+        Returns:
+          The state, and a boolean scalar.
+        """
+        ended = self.end(state, flush)
+        full = self.is_full(ended)
+        return ended, full if left_out_in_a_row is None else full & (left_out_in_a_row < state.step)
+
+    @no_autograph
+    def value(self, state: AccumulateState) -> Tree:
+        """The window combined over its microbatches and over the replicas, and then divided, once."""
+        whole = whole_window(self.reduction, state)
+        return self.reduction.finalize(merge_replicas(self.reduction, whole, over=self.over, order=self.order))
+
+    @no_autograph
+    def apply_if(
+        self,
+        condition: Array,
+        state: AccumulateState,
+        apply: Callable[[Tree, Tree], tuple[Tree, Tree]],
+        kept: Tree,
+        run_if: RunIf,
+    ) -> tuple[Tree, Tree]:
+        """Runs what follows a window: exchange, division and ``apply(kept, value)`` are inside of the branch.
+
+        The window is read there and not written, so that no host copies it.
+
+        Args:
+          condition: `due`, or `is_partial` for a flush; the same on all replicas.
+          state: whose window is applied.
+          apply: for instance an optimizer: ``(kept, combined gradients) -> (kept, metrics)``.
+          kept: what it changes, for instance parameters and the optimizer's state.
+          run_if: the host's branch.
+
+        Returns:
+          What is kept, and the metrics.
+        """
+        return run_if(condition, lambda kept: apply(kept, self.value(state)), kept)
+
+    @no_autograph
+    def own(self, state: AccumulateState) -> AccumulateState:
+        """The state, its levels marked as this replica's own, so that a loop may carry it."""
+        arrays, structure = tree.flatten(self.operation, state.levels)
+        return state._replace(levels=tree.unflatten(structure, self.over.mark_varying(arrays)))
+
+    @no_autograph
+    def agreed(self, flags: Sequence[Array | bool]) -> list[Array | bool]:
+        """Each flag, true where it is true on any replica: were replicas to differ, some would wait for ever.
+
+        Args:
+          flags: boolean scalars. Known ones are taken to be the same on all replicas; all others take one exchange.
+
+        Returns:
+          A bool for each known flag, a boolean scalar array for each of the others.
+        """
+        known = [_known(flag) for flag in flags]
+        unknown = [flag for flag, value in zip(flags, known, strict=True) if value is None]
+        if not unknown:
+            return [bool(value) for value in known]
+        backend = resolve(self.operation, unknown)
+        (counts,) = self.over.all_sum([backend.stack([backend.cast(flag, dtypes.INT32) for flag in unknown])])
+        agreed = iter([counts[i] > 0 for i in range(len(unknown))])
+        return [next(agreed) if value is None else value for value in known]
+
+    def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Any) -> Any:
+        if left_out is True:
+            return 0
+        backend, leaves = resolve(self.operation, [left_out]), tree.flatten(self.operation, gradients)[0]
+        wide = any(leaf is not None and dtypes.part(backend.dtype(leaf)).itemsize > 4 for leaf in leaves)
+        return weights.where(self.operation, backend, ~left_out, weight, wide)
+
+
+def widened(operation: str, gradients: Tree, like: Tree) -> Tree:
+    """The gradients; narrower ones, without loss, in the dtypes that a window was made for.
+
+    Args:
+      operation: for error messages.
+      gradients: arrays and None. The window refuses what is of another kind, or wider.
+      like: arrays or specs, one a gradient; None leaves a gradient as it is.
+    """
+    leaves, structure = tree.flatten(operation, gradients)
+
+    def widen(leaf: Any, spec: Any) -> Any:
+        if leaf is None or spec is None:
+            return leaf
+        backend = resolve(operation, [leaf])
+        dtype, wanted = backend.dtype(leaf), backend.dtype(spec)
+        wider = dtype != wanted and dtypes.kind(dtype) == dtypes.kind(wanted) and np.can_cast(dtype, wanted)
+        return backend.cast(leaf, wanted) if wider else leaf
+
+    return tree.unflatten(structure, map(widen, leaves, tree.flatten_as(operation, structure, like)))
+
+
+def require_flag(operation: str, name: str, flag: Any) -> Array | bool:
+    """Refuses what is not a boolean scalar."""
+    backend = None if isinstance(flag, (bool, np.bool_)) else owner(flag)
+    if isinstance(flag, (bool, np.bool_)):
+        return bool(flag)
+    if backend is None or backend.dtype(flag) != np.bool_ or backend.shape(flag) != ():
+        raise GradCombineError(operation, f"{name} as a boolean scalar", shown(flag))
+    return flag
+
+
+def _known(flag: Array | bool) -> bool | None:
+    if isinstance(flag, bool):
+        return flag
+    backend = resolve("window", [flag])
+    value = backend.concrete(flag)
+    return None if value is None else bool(value)

@@ -1,0 +1,86 @@
+"""Parameters in, parameters out: the same numbers as those of the transformation and apply_updates."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradcombine as gc
+from gradcombine.integrations.optax import accumulate, accumulate_and_apply, skip_large
+
+pytestmark = pytest.mark.needs("jax")
+
+SGD = optax.chain(optax.clip_by_global_norm(1e6), optax.sgd(0.5, momentum=0.5))
+GRADS = [{"w": np.float32([x, 2 * x]), "frozen": None} for x in (1, 3, 1e4, 5, 7, 9)]
+WEIGHTS = [1, 3, 1, 2, 2, 4]
+PARAMS: dict[str, Any] = {"w": np.float32([8, 16]), "frozen": None}
+
+
+def history(settings: dict[str, Any], flush: Any, jit: bool) -> tuple[list[Any], list[Any]]:
+    """Parameters and whether they changed after each microbatch, by the transformation and by what applies itself."""
+    tx, applying = accumulate(SGD, **settings), accumulate_and_apply(SGD, **settings)
+
+    def transformed(updates: Any, state: Any, params: Any, weight: Any, flush: Any) -> Any:
+        updates, state = tx.update(updates, state, params, weight=weight, flush=flush)
+        return optax.apply_updates(params, updates), state
+
+    def applied(updates: Any, state: Any, params: Any, weight: Any, flush: Any) -> Any:
+        return applying.apply(updates, state, params, weight=weight, flush=flush)
+
+    results = []
+    for step, init in ((transformed, tx.init), (applied, applying.init)):
+        step = jax.jit(step) if jit else step
+        params, state, seen = PARAMS, init(PARAMS), []
+        for grads, weight, last in zip(GRADS, WEIGHTS, flush, strict=True):
+            params, state = step(grads, state, params, weight, last)
+            seen.append((np.asarray(params["w"]).tolist(), params["frozen"], bool(state.applied)))
+        results.append(seen)
+    return results[0], results[1]
+
+
+NONE = [False] * len(GRADS)
+LAST = [*NONE[1:], True]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "every": {"every": 2},
+    "length": {"every": lambda index: 1 + index},
+    "tree": {"every": 4, "order": "tree"},
+    "exact": {"every": 3, "reduction": gc.reductions.mean(precision="exact")},
+    "skip": {"every": 2, "skip": skip_large(1e3)},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("flush", [NONE, LAST], ids=["", "flush"])
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_the_parameters_of_the_transformation(name: str, flush: list[bool], jit: bool) -> None:
+    expected, received = history(SETTINGS[name], flush, jit)
+    assert received == expected
+    assert any(applied for *_, applied in received)
+
+
+def test_in_the_body_of_a_scan() -> None:
+    applying = accumulate_and_apply(SGD, 2)
+
+    def step(carry: Any, x: Any) -> Any:
+        params, state = carry
+        return applying.apply({"w": x[0], "frozen": None}, state, params, weight=x[1]), None
+
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    xs = jnp.stack([grads["w"] for grads in GRADS]), jnp.float32(WEIGHTS)
+    (params, _), _ = jax.lax.scan(step, (params, applying.init(params)), xs)
+    assert params["w"].tolist() == history({"every": 2}, NONE, jit=True)[0][-1][0]
+
+
+def test_its_state_is_that_of_the_transformation() -> None:
+    tx, applying = accumulate(SGD, 2), accumulate_and_apply(SGD, 2)
+    _, state = tx.update(GRADS[0], tx.init(PARAMS), PARAMS, weight=1)
+    params, _ = applying.apply(GRADS[1], state, PARAMS, weight=3)
+    assert params["w"].tolist() == history({"every": 2}, NONE, jit=False)[0][1][0]
+
+
+def test_errors_name_it() -> None:
+    with pytest.raises(gc.GradCombineError, match="accumulate_and_apply: expected an AccumulateUpdatesState"):
+        accumulate_and_apply(SGD, 2).apply(GRADS[0], (), PARAMS)

@@ -1,0 +1,209 @@
+"""The rules of a window, each on a host that is plain Python, with replicas that are a list."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine.backends.local import Local
+from gradcombine.errors import GradCombineError
+from gradcombine.window import Window, require_flag, widened
+
+
+def numbers(*values: float) -> Any:
+    return {"w": np.float32(values)}
+
+
+def take(window: Window, state: Any) -> list[float]:
+    return window.value(state)["w"].tolist()
+
+
+@dataclass
+class Host:
+    """A host whose branch is Python's own, and which keeps account of what ran."""
+
+    applied: list[list[float]] = field(default_factory=list)
+
+    def run_if(self, condition: Any, run: Callable[[Any], Any], kept: Any) -> Any:
+        return run(kept) if condition else (kept, None)
+
+    def apply(self, kept: int, combined: Any) -> tuple[int, None]:
+        self.applied.append(combined["w"].tolist())
+        return kept + 1, None
+
+
+class Two(Local):
+    """Two replicas that have said the same, and of which the other one raised these flags."""
+
+    def __init__(self, others: Sequence[int] = ()) -> None:
+        self.others, self.exchanges = np.int32(others), 0
+
+    def size(self) -> int:
+        return 2
+
+    def all_sum(self, arrays: Sequence[Any]) -> list[Any]:
+        self.exchanges += 1
+        return [array + self.others if self.others.size else array * 2 for array in arrays]
+
+
+class Unknown:
+    """A NumPy flag that is not known while tracing, as those of compiled functions are."""
+
+    def __new__(cls, value: bool) -> Any:
+        return np.array(value).view(_Traced)
+
+
+class _Traced(np.ndarray):
+    pass
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], Any]:
+    backend = type(gc.backends.registry.load("numpy"))
+    concrete = backend.concrete
+    monkeypatch.setattr(backend, "concrete", lambda self, x: None if isinstance(x, _Traced) else concrete(self, x))
+    return Unknown
+
+
+class Step(NamedTuple):
+    value: float
+    weight: float = 1
+    left_out: bool = False
+    flush: bool = False
+
+
+def run(window: Window, steps: Sequence[Step]) -> tuple[Host, Any]:
+    """What the host applied, and the last state."""
+    host, state, in_a_row = Host(), window.init(numbers(0)), 0
+    for value, weight, left_out, flush in steps:
+        state = window.contribute(state, numbers(value), weight, left_out=left_out)
+        in_a_row = in_a_row + 1 if left_out else 0
+        state, due = window.due(state, flush=flush, left_out_in_a_row=np.int32(in_a_row))
+        window.apply_if(due, state, host.apply, 0, host.run_if)
+    return host, state
+
+
+MEAN_OF_2 = Window("test", gc.reductions.mean(), 2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "applied"),
+    [
+        ([Step(1), Step(3)], [[2]]),
+        ([Step(1), Step(3, weight=3), Step(5), Step(6)], [[2.5], [5.5]]),
+        ([Step(1)], []),
+        # A flush counts as full: the next contribution begins another window.
+        ([Step(1, flush=True), Step(5), Step(6)], [[1], [5.5]]),
+        ([Step(1), Step(3, flush=True), Step(5)], [[2]]),
+        # What is left out has weight 0, and is a step of its window: this one holds one microbatch of two.
+        ([Step(1, left_out=True), Step(3), Step(5), Step(6)], [[3], [5.5]]),
+        ([Step(float("nan"), left_out=True), Step(3, weight=3)], [[3]]),
+        # A window of which nothing was kept is not applied, flushed or not.
+        ([Step(1, left_out=True), Step(3, left_out=True), Step(5), Step(6)], [[5.5]]),
+        ([Step(1, left_out=True, flush=True), Step(5), Step(6)], [[5.5]]),
+        ([Step(1), Step(3), Step(5, left_out=True), Step(7, left_out=True)], [[2]]),
+        ([Step(1, left_out=True), Step(3, left_out=True), Step(5, left_out=True), Step(6)], [[6]]),
+    ],
+)
+def test_what_is_applied(steps: Any, applied: list[list[float]]) -> None:
+    host, _ = run(MEAN_OF_2, steps)
+    assert host.applied == applied
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_which_window_is_next(order: Any) -> None:
+    window = Window("test", gc.reductions.sum(), lambda index: index + 1, order=order, max_every=4)
+    state, places = window.init(numbers(0)), []
+    for _ in range(6):
+        places.append(tuple(map(int, window.next(state))))
+        state = window.contribute(state, numbers(1))
+    assert places == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+
+
+def test_a_flush_after_the_last_microbatch_ends_what_was_begun() -> None:
+    state = MEAN_OF_2.init(numbers(0))
+    seen = [bool(MEAN_OF_2.is_partial(state))]
+    for value in (1.0, 3.0, 5.0):
+        state = MEAN_OF_2.contribute(state, numbers(value))
+        seen.append(bool(MEAN_OF_2.is_partial(state)))
+    assert seen == [False, True, False, True]
+    assert take(MEAN_OF_2, state) == [5]
+    state = MEAN_OF_2.end(state, MEAN_OF_2.is_partial(state))
+    assert not MEAN_OF_2.is_partial(state)
+    assert tuple(map(int, MEAN_OF_2.next(state))) == (2, 0)
+
+
+def test_replicas_are_merged_before_the_one_division() -> None:
+    replicas = Two()
+    window = Window("test", gc.reductions.mean(), 2, replicas)
+    state = window.contribute(window.contribute(window.init(numbers(0)), numbers(1)), numbers(3), 2)
+    assert replicas.exchanges == 0
+    assert take(window, state) == [np.float32(14) / np.float32(6)]
+    assert replicas.exchanges == 1
+
+
+def test_the_exchange_is_inside_of_the_branch() -> None:
+    replicas = Two()
+    window = Window("test", gc.reductions.sum(), 2, replicas)
+    run(window, [Step(1), Step(3), Step(5)])
+    assert replicas.exchanges == 1
+
+
+def test_known_flags_are_agreed_without_an_exchange() -> None:
+    replicas = Two()
+    window = Window("test", gc.reductions.sum(), 2, replicas)
+    assert window.agreed([True, np.False_, np.array(True)]) == [True, False, True]
+    assert replicas.exchanges == 0
+
+
+def test_all_other_flags_are_agreed_by_one(traced: Callable[[bool], Any]) -> None:
+    replicas = Two(others=[1, 0, 0])
+    window = Window("test", gc.reductions.sum(), 2, replicas)
+    flags = window.agreed([traced(False), True, traced(False), traced(True)])
+    assert [bool(flag) for flag in flags] == [True, True, False, True]
+    assert replicas.exchanges == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "like", "expected"),
+    [
+        (ml_dtypes.bfloat16, np.float32, np.float32),
+        (np.float16, np.float64, np.float64),
+        (np.int8, np.int32, np.int32),
+        (np.complex64, np.complex128, np.complex128),
+        # What would lose digits, or be another kind of number, is left for the window to refuse.
+        (np.float64, np.float32, np.float64),
+        (np.int32, np.float64, np.int32),
+        (np.float32, np.complex64, np.float32),
+        (np.int64, np.uint64, np.int64),
+    ],
+)
+def test_narrow_gradients_are_widened(dtype: Any, like: Any, expected: Any) -> None:
+    gradients = {"w": np.ones(2, dtype), "frozen": None}
+    result = widened("test", gradients, {"w": np.zeros(2, like), "frozen": None})
+    assert result["w"].dtype == expected
+    assert result["frozen"] is None
+    assert widened("test", gradients, {"w": None, "frozen": None})["w"].dtype == dtype
+
+
+@pytest.mark.parametrize("flag", [1, None, "yes", np.int32(1), np.array([True])])
+def test_a_flag_is_a_boolean_scalar(flag: Any) -> None:
+    with pytest.raises(GradCombineError, match="test: expected flush as a boolean scalar"):
+        require_flag("test", "flush", flag)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 0}, "expected a window length"),
+        ({"every": 2, "over": "data"}, "test: expected a collective"),
+        ({"every": 2, "order": "random"}, "expected order"),
+    ],
+)
+def test_bad_settings_are_refused_before_there_is_a_state(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(GradCombineError, match=message):
+        Window("test", gc.reductions.mean(), **options)
