@@ -206,25 +206,19 @@ class Window:
         return weights.where(self.operation, backend, ~left_out, weight, wide)
 
 
-def widened(operation: str, gradients: Tree, like: Tree) -> Tree:
-    """The gradients; narrower ones, without loss, in the dtypes that a window was made for.
+def widened(gradient: Any, like: Any) -> Any:
+    """A gradient; a narrower one, without loss, in the dtype that a window was made for.
 
     Args:
-      operation: for error messages.
-      gradients: arrays and None. The window refuses what is of another kind, or wider.
-      like: arrays or specs, one a gradient; None leaves a gradient as it is.
+      gradient: an array or None. The window refuses what is of another kind, or wider.
+      like: an array or spec; None leaves the gradient as it is.
     """
-    leaves, structure = tree.flatten(operation, gradients)
-
-    def widen(leaf: Any, spec: Any) -> Any:
-        if leaf is None or spec is None:
-            return leaf
-        backend = resolve(operation, [leaf])
-        dtype, wanted = backend.dtype(leaf), backend.dtype(spec)
-        wider = dtype != wanted and dtypes.kind(dtype) == dtypes.kind(wanted) and np.can_cast(dtype, wanted)
-        return backend.cast(leaf, wanted) if wider else leaf
-
-    return tree.unflatten(structure, map(widen, leaves, tree.flatten_as(operation, structure, like)))
+    if gradient is None or like is None:
+        return gradient
+    backend = resolve("window", [gradient])
+    dtype, wanted = backend.dtype(gradient), backend.dtype(like)
+    is_narrower = dtype != wanted and dtypes.kind(dtype) == dtypes.kind(wanted) and np.can_cast(dtype, wanted)
+    return backend.cast(gradient, wanted) if is_narrower else gradient
 
 
 def require_flag(operation: str, name: str, flag: Any) -> Array | bool:

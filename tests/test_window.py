@@ -183,11 +183,10 @@ def test_all_other_flags_are_agreed_by_one(traced: Callable[[bool], Any]) -> Non
     ],
 )
 def test_narrow_gradients_are_widened(dtype: Any, like: Any, expected: Any) -> None:
-    gradients = {"w": np.ones(2, dtype), "frozen": None}
-    result = widened("test", gradients, {"w": np.zeros(2, like), "frozen": None})
-    assert result["w"].dtype == expected
-    assert result["frozen"] is None
-    assert widened("test", gradients, {"w": None, "frozen": None})["w"].dtype == dtype
+    gradient = np.ones(2, dtype)
+    assert widened(gradient, np.zeros(2, like)).dtype == expected
+    assert widened(gradient, None).dtype == dtype
+    assert widened(None, np.zeros(2, like)) is None
 
 
 @pytest.mark.parametrize("flag", [1, None, "yes", np.int32(1), np.array([True])])

@@ -94,7 +94,10 @@ def over_calls(
         if objective.rng_argnum is not None:
             called[objective.rng_argnum] = key(called[objective.rng_argnum], state.window)
         added = objective.contribution(called, kwargs)
-        grads = widened(objective.operation, added.parts["grads"], params)
+        grads = added.parts["grads"]
+        if jax.tree.structure(grads) == jax.tree.structure(params):
+            # Where the structures differ, the window says where.
+            grads = jax.tree.map(widened, grads, params)
         value = added.parts["value"].astype(_value_dtype(params))
         return added._replace(parts=added.parts | {"grads": grads, "value": value})
 

@@ -30,11 +30,11 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
     results = jax.eval_shape(lambda: window.reduction.finalize(window.reduction.init(updates)))
     outputs = tree.flatten_as(window.operation, structure, results)
     # Results of one dtype are of updates that the window takes as they are.
-    narrower = [
+    targets = [
         spec if spec is not None and output is not None and output.dtype != spec.dtype else None
         for spec, output in zip(specs, outputs, strict=True)
     ]
-    return widened(window.operation, updates, tree.unflatten(structure, narrower)), results
+    return tree.unflatten(structure, map(widened, leaves, targets)), results
 
 
 def cast_as(values: Tree, specs: Tree) -> Tree:
