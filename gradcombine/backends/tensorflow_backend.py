@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,6 +15,7 @@ import tensorflow as tf
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective, Kernel, RowSlices, Split
 from gradcombine.backends.tensorflow_derivative import custom_derivative
+from gradcombine.backends.tensorflow_replicas import TfReplicas
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
@@ -67,7 +70,8 @@ class TensorflowBackend:
         return None
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
-        return tf.fill(shape, tf.constant(np.asarray(fill, dtype)))
+        filling = tf.constant(np.asarray(fill, dtype))
+        return tf.fill(shape, filling) if shape else filling
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         return tf.cast(array, tf.as_dtype(dtype))
@@ -85,7 +89,7 @@ class TensorflowBackend:
         if array.dtype.is_complex:
             return tf.complex(self.scale(tf.math.real(array), weight), self.scale(tf.math.imag(array), weight))
         product = tf.multiply(array, weight)
-        if not array.dtype.is_floating:
+        if not array.dtype.is_floating or _UNGUARDED.now:
             return product
         # Under jit_compile a product and the addition after it are contracted into one fused multiply-add; a select
         # between them keeps the product's own rounding.
@@ -94,6 +98,8 @@ class TensorflowBackend:
     def divide(self, array: Array, divisor: Array) -> Array:
         if array.dtype.is_complex:
             return tf.complex(self.divide(tf.math.real(array), divisor), self.divide(tf.math.imag(array), divisor))
+        if _UNGUARDED.now:
+            return tf.divide(array, divisor)
         # XLA turns a constant scalar divisor into a multiplication by its reciprocal, which rounds twice.
         return tf.divide(array, tf.where(tf.math.is_nan(array), tf.ones((), array.dtype), divisor))
 
@@ -129,10 +135,11 @@ class TensorflowBackend:
         shape = max((tuple(array.shape) for array in arrays), key=len)
         sharded = tf.executing_eagerly() and any("CUSTOM" in array.device for array in arrays)  # by DTensor
         if math.prod(shape) < _WORTH_COMPILING or sharded or not _compiles():
-            return tuple(kernel(self, *static, *arrays))
+            inline = tf.executing_eagerly() or len(arrays) < _WORTH_A_FUNCTION
+            return tuple(kernel(self, *static, *arrays) if inline else _function(kernel, static, False)(*arrays))
         # One compilation for all shapes of a size.
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
-        return tuple(tf.reshape(result, shape) for result in _compiled(kernel, static)(*flat))
+        return tuple(tf.reshape(result, shape) for result in _function(kernel, static, True)(*flat))
 
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
@@ -221,12 +228,38 @@ _WORTH_COMPILING = 1 << 14
 """Elements of an array; a compilation takes some tenths of a second."""
 
 
+_WORTH_A_FUNCTION = 32
+"""Arrays of a kernel; traced once it is one operation wherever it is called."""
+
+
+class _Unguarded(threading.local):
+    now = False
+
+
+_UNGUARDED = _Unguarded()
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """Leaves out what keeps XLA from changing bits, in what this thread traces inside of a with statement.
+
+    That is sound, also where XLA compiles the graph later, for products that are added inside of a conditional but made
+    outside, and for divisors that no compiler knows, as those in variables. It spares passes over memory, and most of
+    what there is to trace.
+    """
+    before, _UNGUARDED.now = _UNGUARDED.now, True
+    try:
+        yield
+    finally:
+        _UNGUARDED.now = before
+
+
 @cache
-def _compiled(kernel: Kernel, static: tuple[Any, ...]) -> Any:
+def _function(kernel: Kernel, static: tuple[Any, ...], xla: bool) -> Any:
     def call(*arrays: Array) -> tuple[Array, ...]:
         return tuple(kernel(BACKEND, *static, *arrays))
 
-    return tf.function(call, autograph=False, jit_compile=True)
+    return tf.function(call, autograph=False, jit_compile=xla or None)
 
 
 @cache
@@ -247,85 +280,6 @@ def _in_order(result: Array) -> Array:
     chain of products; but not across an operation of another kind, and this one passes its buffer on.
     """
     return result if tf.executing_eagerly() else tf.ensure_shape(result, result.shape)
-
-
-class TfReplicas:
-    """The replicas of the tf.distribute strategy in scope; one replica where there is none."""
-
-    def __repr__(self) -> str:
-        return "tf_replicas()"
-
-    def _context(self) -> tf.distribute.ReplicaContext:
-        context = tf.distribute.get_replica_context()
-        if context is None:
-            raise GradCombineError(
-                repr(self), "a call inside strategy.run (replica context)", "a call in cross-replica context"
-            )
-        return context
-
-    def size(self) -> int:
-        return self._context().num_replicas_in_sync
-
-    def rank(self) -> Array:
-        return tf.convert_to_tensor(self._context().replica_id_in_sync_group)
-
-    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        # tf.distribute refuses a bundle of several dtypes, or of int32 tensors some of which it has put on the host: so
-        # one exchange for the arrays of each floating dtype, and one for each integer array.
-        context, arrays = self._context(), list(arrays)
-        if context.num_replicas_in_sync == 1:  # MirroredStrategy's all-reduce fails on one device
-            return arrays
-        local = context.strategy.extended.worker_devices
-        if len(local) == 1 and not tf.executing_eagerly():
-            # In a conditional tensors have no device, and an exchange between processes asks for one.
-            with tf.device(local[0]):
-                arrays = [array if array.device else tf.identity(array) for array in arrays]
-        # A tf.DType equals the integer that numbers it (tf.float32 == 1), so a position and a DType are no keys of one
-        # dict.
-        bundles: dict[tuple[str, int | None], list[int]] = {}
-        for i, array in enumerate(arrays):
-            bundles.setdefault((array.dtype.name, i if array.dtype.is_integer else None), []).append(i)
-        sums: dict[int, Array] = {}
-        for chosen in bundles.values():
-            reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, [arrays[i] for i in chosen])
-            sums.update(zip(chosen, reduced, strict=True))
-        return [sums[i] for i in range(len(arrays))]
-
-    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
-        # Replicas of tf.distribute have no maximum, and no gather of bytes: they gather four in an int32.
-        context, sizes = self._context(), [math.prod(array.shape) for array in arrays]
-        if context.num_replicas_in_sync == 1 or not arrays:
-            return list(arrays)
-        rest = -sum(sizes) % 4
-        flat = tf.concat([*(tf.reshape(array, [-1]) for array in arrays), tf.zeros([rest], tf.int8)], 0)
-        (gathered,) = self.all_gather([tf.bitcast(tf.reshape(flat, [-1, 4]), tf.int32)])
-        largest = tf.reshape(tf.reduce_max(tf.bitcast(gathered, tf.int8), axis=0), [-1])
-        parts = tf.split(largest, [*sizes, rest])
-        return [tf.reshape(part, array.shape) for part, array in zip(parts, arrays, strict=False)]
-
-    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
-        if not arrays:
-            return []
-        context = self._context()
-        gathered = context.all_gather([array[tf.newaxis] for array in arrays], axis=0)
-        # Between processes the shapes get lost in a graph.
-        shapes = [(context.num_replicas_in_sync, *array.shape) for array in arrays]
-        return [tf.ensure_shape(x, shape) for x, shape in zip(gathered, shapes, strict=True)]
-
-    def reduce_scatter_map(
-        self,
-        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
-        summed: Sequence[Array],
-        common: Sequence[Array],
-    ) -> list[Array]:
-        # Replicas of tf.distribute have no reduce-scatter.
-        return function(self.all_sum(summed), common)
-
-    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
-        return list(arrays)
-
-    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
-        self._context()
 
 
 BACKEND: Backend = TensorflowBackend()

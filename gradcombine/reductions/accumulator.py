@@ -3,17 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from gradcombine import static, tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.checks import require_scalar
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Cell, described, dtype_of, parts
-from gradcombine.tree import Structure
-from gradcombine.types import Array
+from gradcombine.types import Array, State
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A state, flattened.
+
+    Attributes:
+      structure: of its tree.
+      values: the accumulators; None where there is no gradient.
+      made_for: constants, in the same order.
+    """
+
+    structure: tree.Structure
+    values: list[Any]
+    made_for: list[Any]
+
+    def present(self) -> list[Any]:
+        return [a for a in self.values if a is not None]
+
+    def arrays(self) -> list[Array]:
+        return arrays(self.values)
+
+    def closed(self, state: State, values: Sequence[Any], weight: Any, count: Array) -> State:
+        """The state with other accumulators."""
+        pairs = zip(self.made_for, values, strict=True)
+        leaves = [kind if value is None else value for kind, value in pairs]
+        return type(state)(tree.unflatten(self.structure, leaves), weight, count, state.dtypes)
 
 
 def unless(backend: Backend, zero: Array | bool, x: Array) -> Array:
@@ -52,7 +80,7 @@ def require_totals(operation: str, weight: Any, count: Any) -> None:
     require_scalar(operation, "an integer scalar", count, "iu", ".count")
 
 
-def require_running(cell: Cell, structure: Structure, values: Sequence[Any], made_for: Sequence[Any]) -> None:
+def require_running(cell: Cell, structure: tree.Structure, values: Sequence[Any], made_for: Sequence[Any]) -> None:
     """Refuses accumulators of other dtypes, in any byte order, than contributions of these have."""
     for i, (a, kind) in enumerate(zip(values, made_for, strict=True)):
         if a is not None and kind.dtype is None:
@@ -72,3 +100,21 @@ def shape_of(operation: str, leaf: Any, path: str) -> tuple[int, ...]:
     """
     with renamed(operation, path):
         return described(leaf).shape(leaf)
+
+
+def opened(cell: Cell, kind: type, state: State) -> Opened:
+    """A state that must be of this class, and whole.
+
+    Raises:
+      GradCombineError: for another state, and for a damaged one.
+    """
+    if type(state) is not kind:
+        raise GradCombineError(cell.name, f"a {kind.__name__}", type(state).__name__)
+    require_totals(cell.name, state.weight, state.count)
+    made_for, structure = tree.flatten(cell.name, state.dtypes, static.is_static)
+    if not all(map(static.is_static, made_for)):
+        raise GradCombineError(cell.name, "a state whose dtypes are constants", shown(state.dtypes))
+    split = tree.split_as(cell.name, structure, state.value)
+    values = [None if static.is_static(a) else a for a in split]
+    require_running(cell, structure, values, made_for)
+    return Opened(structure, values, made_for)

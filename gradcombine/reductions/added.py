@@ -10,11 +10,15 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
+from gradcombine.backends.registry import load
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
+from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals, shape_of
 from gradcombine.reductions.weights import Weight, factor, scaled, weighted
 from gradcombine.types import Array, Order
+
+_BLOCK = 32
+"""So many terms are added by one kernel, which compiled code may share between blocks: a power of two."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,12 @@ class Added(ArrayLeaves, CommonCell):
         return backend.full(shape, neutral(running), running, [like])
 
     def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
+        return backend.add(a, self.term(backend, a, x, weight))
+
+    def term(self, backend: Backend, a: Array, x: Array, weight: Weight) -> Array:
+        """What a contribution adds to an accumulator."""
         running = backend.dtype(a)
-        return backend.add(a, backend.cast(weighted(self.name, backend, x, weight, running), running))
+        return backend.cast(weighted(self.name, backend, x, weight, running), running)
 
     def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
         return backend.add(a, b)
@@ -60,15 +68,29 @@ class Added(ArrayLeaves, CommonCell):
     ) -> Array:
         running = backend.dtype(a)
         factors = [factor(self.name, backend, weight, running) for weight in weights]
-        plan = tuple(None if x is None else f is not None for x, f in zip(xs, factors, strict=True))
-        arrays = [x for x in xs if x is not None]
-        scalars = [f for x, f in zip(xs, factors, strict=True) if x is not None and f is not None]
-        (total,) = backend.fused(_added, (running, order, plan), [a, *arrays, *scalars])
-        return total
+        pairs = list(zip(xs, factors, strict=True))
+
+        def added(total: Array, part: Sequence[tuple[Array | None, Array | None]]) -> Array:
+            plan = tuple(None if x is None else f is not None for x, f in part)
+            arrays = [x for x, _ in part if x is not None]
+            scalars = [f for x, f in part if x is not None and f is not None]
+            return backend.fused(_added, (running, order, plan), [total, *arrays, *scalars])[0] if arrays else total
+
+        blocks = [pairs[i : i + _BLOCK] for i in range(0, len(pairs), _BLOCK)]
+        if order == "sequential" or len(blocks) == 1:
+            return reduce(added, blocks, a)
+        # Each is a node of the tree. An accumulator of nothing adds nothing to it.
+        nodes = [added(self.empty(backend, shape_of(a), running, a), block) for block in blocks]
+        return backend.add(a, fold_pairwise(backend.add, nodes))
 
     def add_weights(self, backend: Backend, total: Array, weights: Sequence[Weight], order: Order) -> Array:
-        values = [weight.cast(backend, backend.dtype(total)) for weight in weights]
-        return reduce(backend.add, [fold_pairwise(backend.add, values)] if order == "tree" else values, total)
+        dtype, known = backend.dtype(total), backend.concrete(total)
+        # A total that is known stays known: compiled code need not add up numbers.
+        where = backend if known is None else load("numpy")
+        values = [weight.cast(where, dtype) for weight in weights]
+        start = total if known is None else np.asarray(known)
+        added = reduce(where.add, [fold_pairwise(where.add, values)] if order == "tree" else values, start)
+        return added if known is None else backend.full((), added, dtype, [total])
 
 
 def _added(
@@ -116,12 +138,16 @@ def over_weight(backend: Backend, total: Array, totals: Totals) -> Array:
     """
     running = backend.dtype(total)
     working = dtypes.working(running)
-    weight = backend.cast(totals.weight, dtypes.part(working))
-    one, infinity = (backend.full((), value, dtypes.part(working)) for value in (1, np.inf))
-    # No array: JAX looks for NaN where one is made, if it is asked to.
-    weight = backend.where(weight == infinity, dtypes.part(working).type(np.nan), weight)
-    divisor = backend.where(totals.count == 0, one, weight)
-    quotient = backend.divide(backend.cast(total, working), divisor)
+    part = dtypes.part(working)
+
+    def divisor() -> Array:
+        weight = backend.cast(totals.weight, part)
+        one, infinity = (backend.full((), value, part) for value in (1, np.inf))
+        # No array: JAX looks for NaN where one is made, if it is asked to.
+        weight = backend.where(weight == infinity, part.type(np.nan), weight)
+        return backend.where(_empty(totals), one, weight)
+
+    quotient = backend.divide(backend.cast(total, working), totals.once(("divisor", part), divisor))
     return zero_if_empty(backend, backend.cast(quotient, running), totals)
 
 
@@ -130,4 +156,10 @@ def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
     count = backend.concrete(totals.count)
     if count is not None and count != 0:
         return x
-    return backend.where(totals.count == 0, backend.full((), 0, backend.dtype(x)), x)
+    dtype = backend.dtype(x)
+    zero = totals.once(("zero", dtype), lambda: backend.full((), 0, dtype))
+    return backend.where(_empty(totals), zero, x)
+
+
+def _empty(totals: Totals) -> Array:
+    return totals.once("empty", lambda: totals.count == 0)

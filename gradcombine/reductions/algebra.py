@@ -25,6 +25,9 @@ class Shortcuts(NamedTuple):
         values, combined in this order; None for weights that it does not take. None for reductions without such a way.
       all_finalize: replicas. ``all_finalize(state, collective, weight) -> value``: ``finalize`` of ``all_merge`` of
         states that have each had one contribution, of this weight. None for reductions without such a way.
+      contribution: time. ``contribution(state, value, weight) -> state``: one contribution by itself, for the leaves
+        of the given state: its accumulators have but to be added to those of a state, and are constants where nothing
+        is to be added. None for reductions that do more than add.
       derivative: the reduction whose derivative this one has in a list and over replicas. None: derivatives flow
         through the functions.
     """
@@ -34,6 +37,7 @@ class Shortcuts(NamedTuple):
     all_merge: Callable[[State, Collective, Order], State]
     update_many: Callable[[State, Sequence[Tree], Sequence[Any], Order], State | None] | None = None
     all_finalize: Callable[[State, Collective, Any], Tree] | None = None
+    contribution: Callable[[State, Tree, Any], State] | None = None
     derivative: Reduction | None = None
 
 
@@ -119,6 +123,11 @@ class Reduction:
     def all_finalize(self) -> Callable[[State, Collective, Any], Tree] | None:
         """See `Shortcuts`."""
         return self._shortcuts.all_finalize
+
+    @property
+    def contribution(self) -> Callable[[State, Tree, Any], State] | None:
+        """See `Shortcuts`."""
+        return self._shortcuts.contribution
 
     @property
     def derivative(self) -> Reduction | None:

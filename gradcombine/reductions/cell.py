@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -18,11 +19,24 @@ Accumulator = Any
 """An array, or a NamedTuple of arrays, tuples of them and constants; the first has as many axes as contributions."""
 
 
-class Totals(NamedTuple):
-    """What a whole state knows beside its accumulators: the sum of weights, and the number of contributions."""
+@dataclass(frozen=True)
+class Totals:
+    """What a whole state knows beside its accumulators.
+
+    Attributes:
+      weight: the sum of weights.
+      count: the number of contributions.
+    """
 
     weight: Accumulator
     count: Array
+    _made: dict[Any, Array] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, key: Any, make: Callable[[], Array]) -> Array:
+        """What is made of the totals, once for all leaves: traced for each of them it would be most of a program."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 class Cell(Protocol):
@@ -132,6 +146,15 @@ class BatchCell(Cell, Protocol):
 
     def add_weights(self, backend: Backend, total: Accumulator, weights: Sequence[Weight], order: Order) -> Accumulator:
         """The sum of weights merged with that of more, which are known, added in this order."""
+        ...
+
+
+@runtime_checkable
+class AdditiveCell(Cell, Protocol):
+    """A cell whose `update` adds one array to an accumulator that is one."""
+
+    def term(self, backend: Backend, a: Accumulator, x: Any, weight: Weight) -> Array:
+        """That array; anything for a weight of 0."""
         ...
 
 

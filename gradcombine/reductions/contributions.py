@@ -52,10 +52,18 @@ def on_contributions(
         changed, weighing = zip(*map(transform, values, weights), strict=True)
         return reduction.update_many(state, changed, weighing, order)
 
+    @no_autograph
+    def contribution(state: State, value: Tree, weight: Any) -> State:
+        assert reduction.contribution is not None
+        return reduction.contribution(state, *transform(value, weight))
+
     functions = init, update, reduction.merge, reduction.finalize
+    alone = None if reduction.contribution is None else contribution
     many = None if reduction.update_many is None else update_many
     derivative = None if reduction.derivative is None else on_contributions(reduction.derivative, transform, like)
-    shortcuts = Shortcuts(functions, reduction.clear, reduction.all_merge, many, derivative=derivative)
+    shortcuts = Shortcuts(
+        functions, reduction.clear, reduction.all_merge, many, contribution=alone, derivative=derivative
+    )
     return replace(reduction, init=init, update=update, shortcuts=shortcuts)
 
 

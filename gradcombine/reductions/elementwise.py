@@ -152,7 +152,7 @@ class _Defined(ArrayLeaves, CommonCell):
     def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Any:
         running = dtypes.part(backend.dtype(parts(a)[0]))
         if dtypes.kind(running) != "integer":
-            totals = totals._replace(weight=backend.cast(totals.weight, running))
+            totals = Totals(backend.cast(totals.weight, running), totals.count)
         result = self.own_finalize(backend, a, totals)
         return refilled(result, [backend.cast(x, output) for x in parts(result)])
 

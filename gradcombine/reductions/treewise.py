@@ -13,11 +13,22 @@ from gradcombine import static, tree
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import accumulator, dtypes
+from gradcombine.reductions.accumulator import Opened
 from gradcombine.reductions.algebra import Reduction, Shortcuts
-from gradcombine.reductions.cell import BatchCell, Cell, IntegerCell, Totals, dtype_of, parts, refilled, where
+from gradcombine.reductions.cell import (
+    AdditiveCell,
+    BatchCell,
+    Cell,
+    IntegerCell,
+    Totals,
+    dtype_of,
+    parts,
+    refilled,
+    where,
+)
 from gradcombine.reductions.guarded import of_each_rank
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree
@@ -59,35 +70,9 @@ def lift(
     functions = lifted.init, lifted.update, lifted.merge, lifted.finalize
     many = lifted.update_many if isinstance(cell, BatchCell) else None
     all_finalize = lifted.all_finalize if isinstance(cell, IntegerCell) else None
-    shortcuts = Shortcuts(functions, lifted.clear, lifted.all_merge, many, all_finalize, derivative)
+    alone = lifted.contribution if isinstance(cell, AdditiveCell) else None
+    shortcuts = Shortcuts(functions, lifted.clear, lifted.all_merge, many, all_finalize, alone, derivative)
     return Reduction(*functions, name=cell.name, scales_by_weight=scales_by_weight, shortcuts=shortcuts)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A state, flattened.
-
-    Attributes:
-      structure: of its tree.
-      values: the accumulators; None where there is no gradient.
-      made_for: constants, in the same order.
-    """
-
-    structure: tree.Structure
-    values: list[Any]
-    made_for: list[Any]
-
-    def present(self) -> list[Any]:
-        return [a for a in self.values if a is not None]
-
-    def arrays(self) -> list[Array]:
-        return accumulator.arrays(self.values)
-
-    def closed(self, state: State, values: Sequence[Any], weight: Any, count: Array) -> State:
-        """The state with other accumulators."""
-        pairs = zip(self.made_for, values, strict=True)
-        leaves = [kind if value is None else value for kind, value in pairs]
-        return type(state)(tree.unflatten(self.structure, leaves), weight, count, state.dtypes)
 
 
 @dataclass(frozen=True)
@@ -122,11 +107,7 @@ class _Treewise:
 
     @no_autograph
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
-        own = self._open(state)
-        leaves = tree.flatten_as(self.cell.name, own.structure, value, self.cell.is_leaf)
-        arrays = [x for leaf in leaves for x in self.cell.arrays(leaf)]
-        backend = resolve(self.cell.name, [*own.arrays(), *arrays, state.count, weight])
-        w = parse(self.cell.name, backend, weight)
+        own, leaves, backend, w = self._entered(state, value, weight)
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
         updated = [self._update_leaf(backend, own, i, leaf, w, totals) for i, leaf in enumerate(leaves)]
         if zero is True:
@@ -142,7 +123,37 @@ class _Treewise:
             count = backend.where(zero, state.count, count)
         return own.closed(state, updated, total, count)
 
-    def _update_leaf(self, backend: Backend, own: _Opened, i: int, leaf: Any, w: Weight, totals: Totals) -> Any:
+    @no_autograph
+    def contribution(self, state: State, value: Tree, weight: Any) -> State:
+        cell: Any = self.cell
+        own, leaves, backend, w = self._entered(state, value, weight)
+        zero, empty = w.is_zero(backend), self._empty_totals(backend, state)
+
+        def term(i: int, leaf: Any) -> Array | None:
+            if is_absent(leaf):
+                return None
+            with self._at(own.structure, i):
+                found = cell.term(backend, own.values[i], self._entering(backend, own, i, leaf), w)
+            if isinstance(zero, bool):
+                return None if zero else found
+            dtype = backend.dtype(found)
+            nothing = empty.once(dtype, lambda: cell.empty(backend, (), dtype, found))
+            return backend.where(zero, nothing, found)
+
+        terms = [term(i, leaf) for i, leaf in enumerate(leaves)]
+        total, count = cell.add_weight(backend, empty.weight, w), empty.count + 1
+        if zero is not False:
+            total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
+        return own.closed(state, terms, total, count)
+
+    def _entered(self, state: State, value: Tree, weight: Any) -> tuple[Opened, list[Any], Backend, Weight]:
+        own = self._open(state)
+        leaves = tree.flatten_as(self.cell.name, own.structure, value, self.cell.is_leaf)
+        arrays = [x for leaf in leaves for x in self.cell.arrays(leaf)]
+        backend = resolve(self.cell.name, [*own.arrays(), *arrays, state.count, weight])
+        return own, leaves, backend, parse(self.cell.name, backend, weight)
+
+    def _update_leaf(self, backend: Backend, own: Opened, i: int, leaf: Any, w: Weight, totals: Totals) -> Any:
         a = own.values[i]
         if is_absent(leaf):
             return self._idle(backend, a, [w], totals)
@@ -154,7 +165,7 @@ class _Treewise:
             return a
         return self.cell.idle(backend, a, weights, totals)
 
-    def _entering(self, backend: Backend, own: _Opened, i: int, leaf: Any) -> Any:
+    def _entering(self, backend: Backend, own: Opened, i: int, leaf: Any) -> Any:
         """The contribution as the cell takes it; refuses one that does not match the accumulator."""
         if own.values[i] is None:
             raise GradCombineError(self.cell.name, "no gradient, as where the state was made", "an array")
@@ -254,8 +265,12 @@ class _Treewise:
             kept = parts(a)[0]
             return self.cell.empty(backend, self.cell.shape(a), dtype_of(kept), kept)
 
+        totals = self._empty_totals(backend, state)
+        return own.closed(state, list(map(empty, own.values)), totals.weight, totals.count)
+
+    def _empty_totals(self, backend: Backend, state: State) -> Totals:
         weight = self.cell.empty_weight(backend, dtype_of(parts(state.weight)[0]), parts(state.weight))
-        return own.closed(state, list(map(empty, own.values)), weight, backend.full((), 0, dtypes.INT32, [state.count]))
+        return Totals(weight, backend.full((), 0, dtypes.INT32, [state.count]))
 
     @no_autograph
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
@@ -266,7 +281,8 @@ class _Treewise:
         if isinstance(self.cell, IntegerCell) and collective.size() <= self.cell.most_replicas:
             merged, totals = self.cell.all_merge(backend, collective, own.present(), Totals(state.weight, state.count))
             back = iter(merged)
-            return own.closed(state, [None if a is None else next(back) for a in own.values], *totals)
+            values = [None if a is None else next(back) for a in own.values]
+            return own.closed(state, values, totals.weight, totals.count)
 
         def rebuild(received: Sequence[Array]) -> State:
             back = iter(received)
@@ -282,17 +298,8 @@ class _Treewise:
             return rebuild(collective.all_sum(bundle))
         return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
 
-    def _open(self, state: State) -> _Opened:
-        if type(state) is not self.state:
-            raise GradCombineError(self.cell.name, f"a {self.state.__name__}", type(state).__name__)
-        accumulator.require_totals(self.cell.name, state.weight, state.count)
-        made_for, structure = tree.flatten(self.cell.name, state.dtypes, static.is_static)
-        if not all(map(static.is_static, made_for)):
-            raise GradCombineError(self.cell.name, "a state whose dtypes are constants", shown(state.dtypes))
-        split = tree.split_as(self.cell.name, structure, state.value)
-        values = [None if static.is_static(a) else a for a in split]
-        accumulator.require_running(self.cell, structure, values, made_for)
-        return _Opened(structure, values, made_for)
+    def _open(self, state: State) -> Opened:
+        return accumulator.opened(self.cell, self.state, state)
 
 
 def _absent(backend: Backend, kind: Any) -> Any:

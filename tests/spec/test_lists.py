@@ -19,9 +19,9 @@ KNOWN = (3, 0.1, 1, 0, 7.7, 2)
 VALUES = np.random.default_rng(4).normal(size=(COUNT, SIZE)).astype(np.float32)
 
 
-def expected(weights: Any, order: str) -> tuple[np.ndarray, np.float32]:
+def expected(weights: Any, order: str, values: np.ndarray = VALUES) -> tuple[np.ndarray, np.float32]:
     """The weighted sum and the sum of weights, each rounded at every addition; a term of weight 0 keeps its place."""
-    terms = [None if w == 0 else x * np.float32(w) for x, w in zip(VALUES, weights, strict=True)]
+    terms = [None if w == 0 else x * np.float32(w) for x, w in zip(values, weights, strict=True)]
     scales = [None if w == 0 else np.float32(w) for w in weights]
 
     def add(a: Any, b: Any) -> Any:
@@ -71,3 +71,26 @@ def test_a_missing_gradient_keeps_its_place_in_the_tree() -> None:
     trees = [{"x": None if i == 1 else x} for i, x in enumerate(VALUES[:4])]
     found = gc.combine(gc.reductions.sum(), trees, order="tree")["x"]
     np.testing.assert_array_equal(found, VALUES[0] + (VALUES[2] + VALUES[3]))
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_a_long_list_is_added_in_blocks_to_the_same_bits(order: Any) -> None:
+    import tensorflow as tf
+
+    rng = np.random.default_rng(5)
+    values, weights = rng.normal(size=(101, 5)).astype(np.float32), rng.choice([0, 1, 0.1, 7.7], 101).tolist()
+    weights[32:64] = [0] * 32  # a block of nothing
+    total, weight = expected(weights, order, values)
+    compiled = tf.function(lambda x: gc.combine(gc.reductions.mean(), tf.unstack(x), weights, order), autograph=False)
+    for result in (gc.combine(gc.reductions.mean(), list(values), weights, order), compiled(values)):
+        np.testing.assert_array_equal(exact.bits(np.asarray(result)), exact.bits(total / weight))
+
+
+@pytest.mark.needs("tensorflow")
+def test_tensorflow_traces_little_more_than_one_operation_for_each_of_many_terms() -> None:
+    import tensorflow as tf
+
+    specs = [tf.TensorSpec([2])] * 200
+    peer, own = (tf.function(f, autograph=False).get_concrete_function(specs).graph for f in (tf.add_n, gc.add_n))
+    assert len(own.get_operations()) < 1.2 * len(peer.get_operations())
