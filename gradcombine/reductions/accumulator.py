@@ -118,3 +118,8 @@ def opened(cell: Cell, kind: type, state: State) -> Opened:
     values = [None if static.is_static(a) else a for a in split]
     require_running(cell, structure, values, made_for)
     return Opened(structure, values, made_for)
+
+
+def absent(backend: Backend, kind: Any) -> Any:
+    """The result where there is no gradient."""
+    return None if kind.shape is None else backend.make_absent(kind.shape)

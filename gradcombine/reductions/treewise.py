@@ -16,7 +16,7 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import accumulator, dtypes
-from gradcombine.reductions.accumulator import Opened
+from gradcombine.reductions.accumulator import Opened, opened
 from gradcombine.reductions.algebra import Reduction, Shortcuts
 from gradcombine.reductions.cell import (
     AdditiveCell,
@@ -69,9 +69,9 @@ def lift(
     lifted = _Treewise(cell, state, dtypes.parse(wire_dtype, cell.name))
     functions = lifted.init, lifted.update, lifted.merge, lifted.finalize
     many = lifted.update_many if isinstance(cell, BatchCell) else None
-    all_finalize = lifted.all_finalize if isinstance(cell, IntegerCell) else None
+    finalize = lifted.all_finalize if isinstance(cell, IntegerCell) else None
     alone = lifted.contribution if isinstance(cell, AdditiveCell) else None
-    shortcuts = Shortcuts(functions, lifted.clear, lifted.all_merge, many, all_finalize, alone, derivative)
+    shortcuts = Shortcuts(functions, lifted.clear, lifted.all_merge, many, finalize, alone, derivative)
     return Reduction(*functions, name=cell.name, scales_by_weight=scales_by_weight, shortcuts=shortcuts)
 
 
@@ -137,19 +137,17 @@ class _Treewise:
             if isinstance(zero, bool):
                 return None if zero else found
             dtype = backend.dtype(found)
-            nothing = empty.once(dtype, lambda: cell.empty(backend, (), dtype, found))
-            return backend.where(zero, nothing, found)
+            return backend.where(zero, empty.once(dtype, lambda: cell.empty(backend, (), dtype, found)), found)
 
-        terms = [term(i, leaf) for i, leaf in enumerate(leaves)]
         total, count = cell.add_weight(backend, empty.weight, w), empty.count + 1
         if zero is not False:
             total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
-        return own.closed(state, terms, total, count)
+        return own.closed(state, [term(i, leaf) for i, leaf in enumerate(leaves)], total, count)
 
     def _entered(self, state: State, value: Tree, weight: Any) -> tuple[Opened, list[Any], Backend, Weight]:
         own = self._open(state)
         leaves = tree.flatten_as(self.cell.name, own.structure, value, self.cell.is_leaf)
-        arrays = [x for leaf in leaves for x in self.cell.arrays(leaf)]
+        arrays = (x for leaf in leaves for x in self.cell.arrays(leaf))
         backend = resolve(self.cell.name, [*own.arrays(), *arrays, state.count, weight])
         return own, leaves, backend, parse(self.cell.name, backend, weight)
 
@@ -166,13 +164,11 @@ class _Treewise:
         return self.cell.idle(backend, a, weights, totals)
 
     def _entering(self, backend: Backend, own: Opened, i: int, leaf: Any) -> Any:
-        """The contribution as the cell takes it; refuses one that does not match the accumulator."""
         if own.values[i] is None:
             raise GradCombineError(self.cell.name, "no gradient, as where the state was made", "an array")
         return self.cell.entering(backend, own.values[i], own.made_for[i].dtype, leaf)
 
     def _at(self, structure: tree.Structure, i: int) -> AbstractContextManager[None]:
-        """Names the leaf in errors from inside."""
         return renamed(self.cell.name, lambda: structure.path(i))
 
     @no_autograph
@@ -235,7 +231,9 @@ class _Treewise:
         backend = resolve(self.cell.name, [*own.arrays(), state.count])
         totals = Totals(state.weight, state.count)
         results = [
-            _absent(backend, kind) if a is None else self.cell.finish(backend, a, totals, self.cell.output(kind.dtype))
+            accumulator.absent(backend, kind)
+            if a is None
+            else self.cell.finish(backend, a, totals, self.cell.output(kind.dtype))
             for a, kind in zip(own.values, own.made_for, strict=True)
         ]
         return tree.unflatten(own.structure, results)
@@ -247,11 +245,10 @@ class _Treewise:
         backend = resolve(cell.name, [*own.arrays(), state.count, weight])
         outputs = [cell.output(kind.dtype) for kind in own.made_for if kind.dtype is not None]
         totals, w = Totals(state.weight, state.count), parse(cell.name, backend, weight)
-        results = cell.all_finish(backend, collective, own.present(), outputs, totals, w)
-        if results is None:
+        if (results := cell.all_finish(backend, collective, own.present(), outputs, totals, w)) is None:
             return self.finalize(self.all_merge(state, collective, "sequential"))
         back = iter(results)
-        finished = (_absent(backend, kind) if kind.dtype is None else next(back) for kind in own.made_for)
+        finished = (accumulator.absent(backend, kind) if kind.dtype is None else next(back) for kind in own.made_for)
         return tree.unflatten(own.structure, finished)
 
     @no_autograph
@@ -281,8 +278,9 @@ class _Treewise:
         if isinstance(self.cell, IntegerCell) and collective.size() <= self.cell.most_replicas:
             merged, totals = self.cell.all_merge(backend, collective, own.present(), Totals(state.weight, state.count))
             back = iter(merged)
-            values = [None if a is None else next(back) for a in own.values]
-            return own.closed(state, values, totals.weight, totals.count)
+            return own.closed(
+                state, [None if a is None else next(back) for a in own.values], totals.weight, totals.count
+            )
 
         def rebuild(received: Sequence[Array]) -> State:
             back = iter(received)
@@ -299,9 +297,4 @@ class _Treewise:
         return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
 
     def _open(self, state: State) -> Opened:
-        return accumulator.opened(self.cell, self.state, state)
-
-
-def _absent(backend: Backend, kind: Any) -> Any:
-    """The result where there is no gradient."""
-    return None if kind.shape is None else backend.make_absent(kind.shape)
+        return opened(self.cell, self.state, state)
