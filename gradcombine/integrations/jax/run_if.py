@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,12 @@ from gradcombine.backends.registry import load
 from gradcombine.integrations.jax.axes import align, aligned
 from gradcombine.types import Array, Tree
 
+Run: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]
+"""``kept -> (kept, metrics)``, with the shapes and dtypes that were kept."""
 
-def run_if(condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> tuple[Tree, Tree]:
-    """``run(kept)`` where the scalar condition holds; else ``kept`` as it is, and zeros for the metrics beside it.
+
+def run_if(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
+    """``run(kept)`` where the scalar condition holds; else ``kept`` as it is, and zeros for the metrics.
 
     Whatever else `run` reads it closes over, and it is not written; ``kept`` is changed in place. A conditional would
     copy every buffer that passes through it, or, on GPUs, run both branches and select, so this is a loop that turns
@@ -22,50 +26,67 @@ def run_if(condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tre
 
     Args:
       condition: boolean scalar, the same on all replicas.
-      run: ``kept -> (kept, told)``, with the shapes and dtypes that were kept.
+      run: what happens at the end of a window.
       kept: a tree of arrays.
 
     Returns:
-      What is kept, and what is told.
+      What is kept, and the metrics.
     """
     if not isinstance(condition, Tracer):
-        return run(kept) if condition else (kept, _zeros(run, kept))
-    traced, (specs, told) = jax.make_jaxpr(run, return_shape=True)(kept)
-    while not aligned(kept, specs):
-        kept = align(kept, specs)
-        traced, (specs, told) = jax.make_jaxpr(run, return_shape=True)(kept)
-    # All that is traced is an argument, also what `run` closes over: a derivative does not see through a closure.
-    leaves, constants = jax.tree.leaves(kept), traced.consts
-
-    def begin(arrays: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
-        zeros = [jnp.zeros(spec.shape, spec.dtype) for spec in jax.tree.leaves(told)]
-        return arrays[: len(constants)], [*arrays[len(constants) :], *align(zeros, jax.tree.leaves(told))]
-
-    def turned(constants: Sequence[Array], held: list[Array]) -> list[Array]:
-        return align(eval_jaxpr(traced.jaxpr, constants, *held[: len(leaves)]), held)
-
-    def loop(condition: Array, *arrays: Array) -> list[Array]:
-        closed, held = begin(arrays)
-
-        def turn(carry: list[Array]) -> list[Array]:
-            return [jnp.zeros_like(condition), *turned(closed, carry[1:])]
-
-        return jax.lax.while_loop(lambda carry: carry[0], turn, [condition, *held])[1:]
-
-    def conditional(condition: Array, *arrays: Array) -> list[Array]:
-        closed, held = begin(arrays)
-        return jax.lax.cond(condition, lambda: turned(closed, held), lambda: held)
-
-    flat = load("jax").custom_derivative(loop, conditional, [condition, *constants, *leaves])
-    return jax.tree.unflatten(jax.tree.structure((specs, told)), flat)
+        return _at_once(condition, run, kept)
+    branch = _Branch(run, kept)
+    flat = load("jax").custom_derivative(branch.loop, branch.conditional, [condition, *branch.arguments])
+    return branch.results(flat)
 
 
-def conditional(condition: Array, run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> tuple[Tree, Tree]:
+def conditional(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
     """The same by a conditional, which GPUs turn into selects where all of its operations are elementwise."""
     if not isinstance(condition, Tracer):
-        return run_if(condition, run, kept)
-    return jax.lax.cond(condition, run, lambda kept: (kept, _zeros(run, kept)), kept)
+        return _at_once(condition, run, kept)
+    branch = _Branch(run, kept)
+    return branch.results(branch.conditional(condition, *branch.arguments))
 
 
-def _zeros(run: Callable[[Tree], tuple[Tree, Tree]], kept: Tree) -> Tree:
-    return jax.tree.map(jnp.zeros_like, jax.eval_shape(run, kept)[1])
+def _at_once(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
+    if condition:
+        return run(kept)
+    return kept, jax.tree.map(jnp.zeros_like, jax.eval_shape(run, kept)[1])
+
+
+class _Branch:
+    """A run, traced once, over flat arrays.
+
+    All that is traced is an argument, also what the run closes over: a derivative does not see through a closure.
+    """
+
+    def __init__(self, run: Run, kept: Tree) -> None:
+        traced, specs = jax.make_jaxpr(run, return_shape=True)(kept)
+        while not aligned(kept, specs[0]):
+            kept = align(kept, specs[0])
+            traced, specs = jax.make_jaxpr(run, return_shape=True)(kept)
+        self._jaxpr, self._constants, self._specs = traced.jaxpr, len(traced.consts), specs
+        self.arguments = [*traced.consts, *jax.tree.leaves(kept)]
+
+    def loop(self, condition: Array, *arrays: Array) -> list[Array]:
+        closed, carried = self._begun(arrays)
+
+        def turn(carry: list[Array]) -> list[Array]:
+            return [jnp.zeros_like(condition), *self._run(closed, carry[1:])]
+
+        return jax.lax.while_loop(lambda carry: carry[0], turn, [condition, *carried])[1:]
+
+    def conditional(self, condition: Array, *arrays: Array) -> list[Array]:
+        closed, carried = self._begun(arrays)
+        return jax.lax.cond(condition, lambda: self._run(closed, carried), lambda: carried)
+
+    def results(self, arrays: Sequence[Array]) -> tuple[Tree, Tree]:
+        return jax.tree.unflatten(jax.tree.structure(self._specs), arrays)
+
+    def _begun(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
+        metrics = jax.tree.leaves(self._specs[1])
+        zeros = align([jnp.zeros(spec.shape, spec.dtype) for spec in metrics], metrics)
+        return arrays[: self._constants], [*arrays[self._constants :], *zeros]
+
+    def _run(self, constants: Sequence[Array], carried: list[Array]) -> list[Array]:
+        kept = carried[: len(self.arguments) - self._constants]
+        return align(eval_jaxpr(self._jaxpr, constants, *kept), carried)

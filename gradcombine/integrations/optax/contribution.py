@@ -8,7 +8,8 @@ import jax
 import optax
 
 from gradcombine import tree
-from gradcombine.types import AccumulateState, Tree
+from gradcombine.backends.registry import is_absent
+from gradcombine.types import AccumulateState, BinaryCounter, Tree
 from gradcombine.window import Window, widened
 
 
@@ -18,16 +19,21 @@ def gradients_like(params: Tree) -> Tree:
 
 
 def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -> tuple[Tree, Tree]:
-    """The updates in the dtypes that the window was made for, and specs of what the reduction gives to such updates.
+    """The updates in the dtypes that the window was made for, and specs of what the reduction gives to the updates.
+
+    Specs are None where the window was made for such updates, and nothing has to be cast.
 
     Raises:
       GradCombineError: for updates of another structure, and for ones that are combined over the replicas already.
     """
+    _require_unreduced(window, updates)
+    begun = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
+    made_for_such = jax.eval_shape(window.reduction.init, updates)
+    if jax.tree.structure(made_for_such) == jax.tree.structure(begun) and _dtypes(made_for_such) == _dtypes(begun):
+        return updates, None
     specs, structure = tree.flatten(window.operation, jax.eval_shape(window.accumulator.value, state))
     leaves = tree.flatten_as(window.operation, structure, updates)
-    pairs = [x for x in zip(structure.paths(), leaves, specs, strict=True) if x[1] is not None and x[2] is not None]
-    window.over.require_unreduced(window.operation, [path for path, _, _ in pairs], [leaf for _, leaf, _ in pairs])
-    results = jax.eval_shape(lambda: window.reduction.finalize(window.reduction.init(updates)))
+    results = jax.eval_shape(window.reduction.finalize, made_for_such)
     outputs = tree.flatten_as(window.operation, structure, results)
     # Results of one dtype are of updates that the window takes as they are.
     targets = [
@@ -37,8 +43,20 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
     return tree.unflatten(structure, map(widened, leaves, targets)), results
 
 
+def _require_unreduced(window: Window, updates: Tree) -> None:
+    leaves, structure = tree.flatten(window.operation, updates)
+    pairs = [(path, x) for path, x in zip(structure.paths(), leaves, strict=True) if not is_absent(x)]
+    window.over.require_unreduced(window.operation, [path for path, _ in pairs], [leaf for _, leaf in pairs])
+
+
+def _dtypes(state: Tree) -> list[Any]:
+    return [leaf.dtype for leaf in jax.tree.leaves(state)]
+
+
 def cast_as(values: Tree, specs: Tree) -> Tree:
-    """The values in the dtypes of a tree of arrays or specs; a leaf that is None there keeps its own."""
+    """The values in the dtypes of a tree of arrays or specs; what is None there keeps its own."""
+    if specs is None:
+        return values
     leaves, structure = tree.flatten("accumulate", values)
     pairs = zip(leaves, tree.flatten_as("accumulate", structure, specs), strict=True)
     cast = (x if x is None or spec is None else x.astype(spec.dtype) for x, spec in pairs)
