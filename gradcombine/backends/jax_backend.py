@@ -68,8 +68,7 @@ class JaxBackend:
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
         narrow = jax.dtypes.canonicalize_dtype(dtype)
         if len(like) == 1 and isinstance(like[0], (jax.Array, jax.ShapeDtypeStruct)) and like[0].shape == shape:
-            # full_like keeps the sharding of an array or spec, and the axes that an array varies over.
-            return _exactly(_placed_like(like[0], jnp.full_like(like[0], fill, narrow)), dtype)
+            return _exactly(_full_like(like[0], fill, narrow), dtype)
         # What belongs to several leaves may differ between replicas only where all of them do: else a leaf that is the
         # same over an axis would, divided by the sum of weights, no longer be so by its type.
         axes = tuple(frozenset.intersection(*map(varying, like))) if like else ()
@@ -282,6 +281,16 @@ def _exactly(array: Array, dtype: np.dtype) -> Array:
     if array.dtype != dtype:
         raise GradCombineError("jax", f"{dtype} (set jax_enable_x64 for 64-bit values)", array.dtype)
     return array
+
+
+def _full_like(leaf: Any, fill: float, dtype: np.dtype) -> Array:
+    """Of the shape and the sharding of an array or spec, and varying over the same axes."""
+    if not jax.sharding.get_abstract_mesh().manual_axes:
+        return _placed_like(leaf, jnp.full_like(leaf, fill, dtype))
+    # Beside manual axes full_like forgets explicit ones, and fails for a spec that varies.
+    kind = jax.typeof(leaf).sharding if isinstance(leaf, jax.Array) else leaf.sharding
+    device = kind if isinstance(kind, NamedSharding) and kind.mesh.explicit_axes else None
+    return _alike([leaf], [jnp.full(leaf.shape, fill, dtype, device=device)])[0]
 
 
 def _placed_like(leaf: Any, made: Array) -> Array:

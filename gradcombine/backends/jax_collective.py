@@ -35,8 +35,11 @@ _MOST_COUNTED = 2**13
 
 
 def varying(leaf: Any) -> frozenset[str]:
-    """The manual mesh axes over which shard_map's type system says that a value may differ."""
-    return jax.typeof(leaf).manual_axis_type.varying if isinstance(leaf, jax.Array) else frozenset()
+    """The manual mesh axes over which shard_map's type system says that a value, or one of a spec, may differ."""
+    if isinstance(leaf, jax.Array):
+        return jax.typeof(leaf).manual_axis_type.varying
+    kind = getattr(leaf, "manual_axis_type", None)
+    return frozenset() if kind is None else kind.varying
 
 
 class JaxAxis:
@@ -47,6 +50,14 @@ class JaxAxis:
 
     def __repr__(self) -> str:
         return f"jax_axis({', '.join(map(repr, self.names))})"
+
+    def is_bound(self) -> bool:
+        """Whether a surrounding pmap, vmap or shard_map binds all of the axes; refuses some of them."""
+        bound = [name for name in self.names if _binds(name)]
+        if 0 < len(bound) < len(self.names):
+            expected = "axes that are all bound by the surrounding pmap, vmap or shard_map, or none"
+            raise GradCombineError(repr(self), expected, f"only {', '.join(bound)}")
+        return bool(bound)
 
     def size(self) -> int:
         try:
@@ -188,6 +199,14 @@ class JaxAxis:
     def _tracked(self) -> bool:
         """Whether check_vma is on: then an axis index is typed as varying over its axis."""
         return all(name in varying(lax.axis_index(name)) for name in self.names)
+
+
+def _binds(name: str) -> bool:
+    try:
+        lax.axis_size(name)
+    except NameError:
+        return False
+    return True
 
 
 def _buckets(arrays: Sequence[Array], growth: int) -> list[list[int]]:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from gradcombine.backends.jax_collective import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.types import Tree
 
@@ -21,7 +22,7 @@ def align(values: Tree, specs: Tree) -> Tree:
     """The values, typed to differ over the axes of their specs as well, as a scan or a conditional asks for."""
 
     def one(value: Any, spec: Any) -> Any:
-        missing = tuple(_varying(spec) - _varying(value))
+        missing = tuple(varying(spec) - varying(value))
         return lax.pcast(value, missing, to="varying") if missing else value
 
     return jax.tree.map(one, values, specs)
@@ -30,13 +31,4 @@ def align(values: Tree, specs: Tree) -> Tree:
 def aligned(values: Tree, specs: Tree) -> bool:
     """Whether `align` would change nothing."""
     pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs), strict=True)
-    return all(_varying(spec) <= _varying(value) for value, spec in pairs)
-
-
-def _varying(value: Any) -> frozenset[str]:
-    kind = (
-        getattr(jax.typeof(value), "manual_axis_type", None)
-        if not isinstance(value, jax.ShapeDtypeStruct)
-        else (value.manual_axis_type)
-    )
-    return frozenset() if kind is None else kind.varying
+    return all(varying(spec) <= varying(value) for value, spec in pairs)

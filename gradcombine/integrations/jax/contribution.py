@@ -24,18 +24,28 @@ from gradcombine.types import Array, Order, Tree
 from gradcombine.window import Window
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Known:
+    """A number that is known while tracing, None where it is not. A node without leaves, as `Form` is."""
+
+    value: float | None
+
+
 class Contribution(NamedTuple):
     """One microbatch of one replica.
 
     Attributes:
       parts: a dict of "grads", "value", "weight" (to be summed) and, where the loss has one, "aux".
       weight: of the other parts.
+      known: the weight again.
       carry: for the next microbatch; None where nothing is carried.
       form: how the loss returned its value.
     """
 
     parts: dict[str, Tree]
     weight: Any
+    known: Known
     carry: Tree
     form: Form
 
@@ -84,14 +94,14 @@ class Objective:
             raise self.error(f"{needed} positional arguments or more", len(args))
         return found
 
-    def combined(self, has_aux: bool) -> Reduction:
-        """The reduction of the parts of a `Contribution`."""
+    def combined(self, has_aux: bool, of_gradients: Callable[[Reduction], Reduction] = lambda own: own) -> Reduction:
+        """The reduction of the parts of a `Contribution`; ``of_gradients`` may put another in place of the own one."""
         # Marked as an average, a member of per_leaf gets the weight itself, as it does outside of one.
         average = (
             reductions.mean() if self.reduction.scales_by_weight else replace(reductions.sum(), scales_by_weight=True)
         )
         members = {
-            "grads": replace(self.reduction, scales_by_weight=True),
+            "grads": replace(of_gradients(self.reduction), scales_by_weight=True),
             "value": average,
             "weight": reductions.sum(),
         }
@@ -104,37 +114,51 @@ class Objective:
         return Window(self.operation, self.combined(has_aux), every, self.over, self.order, max_every)
 
     def contribution(
-        self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None = None
+        self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None = None, scale: Any = None
     ) -> Contribution:
         """Computes one microbatch.
 
         Args:
           args, kwargs: of the loss, the batch arguments those of this microbatch.
           default_weight: where neither the loss nor the argument ``weight`` says it. None: the number of examples.
+          scale: a number that the gradients, and nothing else, are to be multiplied by; the loss is, before it is
+            differentiated. None: none.
         """
         parameters = _positions(self.argnums)
         called = [own(self.over, arg) if i in parameters else arg for i, arg in enumerate(args)]
-        (value, rest, form), grads = self._differentiated(called, kwargs)
+        (value, rest, form), grads = self._differentiated(called, kwargs, scale)
         if self.carry_argnum is not None and rest.carry is None:
             raise self.error("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
         if self.carry_argnum is None and rest.carry is not None:
             raise self.error("carry_argnum, for a loss that returns a carry", None)
         weight = self._weight(args, rest.weight, default_weight)
         backend = load("jax")
-        total = parse(self.operation, backend, weight).cast(backend, np.dtype(np.float32))
+        parsed = parse(self.operation, backend, weight)
+        total = parsed.cast(backend, np.dtype(np.float32))
         parts = {"grads": grads, "value": jnp.asarray(value), "weight": total}
         if jax.tree.leaves(rest.aux):
             parts["aux"] = jax.tree.map(jnp.asarray, rest.aux)
-        return Contribution(parts, weight, jax.tree.map(jnp.asarray, rest.carry), form)
+        return Contribution(parts, weight, Known(parsed.known), jax.tree.map(jnp.asarray, rest.carry), form)
 
-    def _differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[tuple[Any, LossOutput, Form], Tree]:
+    def weight_of(self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None) -> Any:
+        """The weight of one microbatch, alone. What else the loss computes is left out by the compiler."""
+        returned = self._opened(self.loss(*args, **kwargs))[0].weight if self.weight is None else None
+        return self._weight(args, returned, default_weight)
+
+    def _differentiated(
+        self, args: Sequence[Any], kwargs: dict[str, Any], scale: Any
+    ) -> tuple[tuple[Any, LossOutput, Form], Tree]:
         def scalar_and_rest(*args: Any, **kwargs: Any) -> Any:
             output, form = self._opened(self.loss(*args, **kwargs))
-            return output.value, (output._replace(value=None), form)
+            value = jnp.asarray(output.value)
+            scaled = value if scale is None else value * jnp.asarray(scale).astype(value.dtype)
+            return scaled, (output, form)
 
         if self.differentiate:
-            (value, rest), grads = jax.value_and_grad(scalar_and_rest, self.argnums, has_aux=True)(*args, **kwargs)
-            return (value, *rest), grads
+            (_, (output, form)), grads = jax.value_and_grad(scalar_and_rest, self.argnums, has_aux=True)(
+                *args, **kwargs
+            )
+            return (output.value, output, form), grads
         result = self.loss(*args, **kwargs)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.error("a function that returns (value, gradients), for differentiate=False", _described(result))

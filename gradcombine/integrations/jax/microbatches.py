@@ -1,7 +1,8 @@
-"""Division of a batch into microbatches along its first axis."""
+"""Division of a batch into microbatches along its first axis, without moving an example to another device."""
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any, NamedTuple
 
@@ -33,27 +34,52 @@ class Microbatches(NamedTuple):
 def divide(operation: str, batch: Tree, microbatches: int, interleaved: bool = False) -> Microbatches:
     """Divides n examples into microbatches of ceil(n / microbatches), and a smaller one of what is left.
 
+    A batch that is split over devices is taken as so many blocks. Each block is divided by itself, and a microbatch is
+    made of the part that each block gives to it: so no example leaves its device.
+
     Args:
       operation: what error messages call the caller.
       batch: a tree of arrays with one first axis.
       microbatches: how many, at most.
-      interleaved: whether microbatch i gets the examples i, i + count, ... in place of a block of neighbours.
+      interleaved: whether microbatch i gets the examples i, i + count, ... of a block in place of neighbours.
     """
     n = examples(operation, batch)
     if n == 0:
         raise GradCombineError(operation, "a batch of one example or more", "an empty one")
-    size = -(-n // microbatches)
-    count, rest_size = divmod(n, size)
+    blocks = math.gcd(n, math.lcm(*(_most_blocks(x) for x in jax.tree.leaves(batch))))
+    length = n // blocks
+    size = -(-length // microbatches)
+    count, rest_size = divmod(length, size)
 
     def stack(x: Any) -> Any:
-        full = x[: count * size]
+        full = x.reshape((blocks, length, *x.shape[1:]))[:, : count * size]
         if interleaved:
-            return full.reshape((size, count, *x.shape[1:])).swapaxes(0, 1)
-        return full.reshape((count, size, *x.shape[1:]))
+            parts = full.reshape((blocks, size, count, *x.shape[1:])).swapaxes(1, 2)
+        else:
+            parts = full.reshape((blocks, count, size, *x.shape[1:]))
+        return parts.swapaxes(0, 1).reshape((count, blocks * size, *x.shape[1:]))
 
-    stacked = jax.tree.map(stack, batch)
-    rest = jax.tree.map(lambda x: x[count * size :], batch) if rest_size else None
-    return Microbatches(stacked, rest, count)
+    def remaining(x: Any) -> Any:
+        left = x.reshape((blocks, length, *x.shape[1:]))[:, count * size :]
+        return left.reshape((blocks * rest_size, *x.shape[1:]))
+
+    rest = jax.tree.map(remaining, batch) if rest_size else None
+    return Microbatches(jax.tree.map(stack, batch), rest, count)
+
+
+def _most_blocks(x: Any) -> int:
+    """Over how many devices the first axis of an array may be split.
+
+    Which automatic axes of its mesh that are is not known while tracing: a block for each of their devices does for
+    any of them.
+    """
+    if not isinstance(x, jax.Array):
+        return 1
+    kind = jax.typeof(x).sharding
+    entry = kind.spec[0] if kind.spec else None
+    explicit = entry if isinstance(entry, tuple) else (entry,)
+    names = [*kind.mesh.auto_axes, *(name for name in explicit if name is not None)]
+    return math.prod(kind.mesh.shape[name] for name in names)
 
 
 def examples(operation: str, batch: Tree) -> int:

@@ -17,6 +17,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.over_calls import over_calls
+from gradcombine.integrations.jax.placement import usable
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.whole_windows import whole_windows
 from gradcombine.reductions.algebra import Reduction
@@ -48,16 +49,20 @@ class TrainStep:
 
     def __call__(self, params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """One call; returns ``params, state, metrics``."""
-        call = self.function if _is_transformed() else self.compiled
-        return call(params, state, *args, **kwargs)
+        if _is_transformed():
+            return self.function(params, state, *args, **kwargs)
+        with usable(params, state, args, kwargs):
+            return self.compiled(params, state, *args, **kwargs)
 
     def flush(self, params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         """Applies a partial window, divided by its true weight, and ends it: at the end of the data.
 
         A window that is empty or has been applied changes nothing. Compiled and donated as a call is.
         """
-        call = self.flush_function if _is_transformed() else self.compiled_flush
-        return call(params, state)
+        if _is_transformed():
+            return self.flush_function(params, state)
+        with usable(params, state):
+            return self.compiled_flush(params, state)
 
     @cached_property
     def compiled(self) -> Any:

@@ -11,7 +11,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.loss import closed
 from gradcombine.integrations.jax.microbatches import require_count
-from gradcombine.integrations.jax.window import scan_window
+from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Order, Tree
 

@@ -9,22 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.numbers import as_arrays
+from gradcombine.integrations.jax.on_replicas import own_state
 from gradcombine.integrations.jax.optimize import optimize
 from gradcombine.integrations.jax.placement import place_beside
+from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.integrations.jax.train_state import (
     StepFunctions,
     StepMetrics,
     TrainState,
-    is_bound,
     loss_arguments,
     owned,
     require_carry,
     require_train_state,
 )
-from gradcombine.integrations.jax.window import scan_window
 from gradcombine.types import AccumulateState, Tree
 
 
@@ -39,7 +38,7 @@ def whole_windows(
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
         require_carry(objective, carry)
         params = as_arrays(params)
-        carry = own(objective.over, owned(carry)) if is_bound(objective) else owned(carry)
+        carry = own_state(objective.operation, objective.over, owned(carry), params)
         window = AccumulateState((), jnp.zeros((), np.int32), jnp.zeros((), np.int32))
         return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
 

@@ -1,0 +1,172 @@
+"""Runs a part of a program once on each replica of a mesh axis that nothing around it has bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradcombine.backends.jax_collective import JaxAxis
+from gradcombine.backends.protocol import Collective
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax import axes
+from gradcombine.types import Tree
+
+
+def on_replicas(
+    operation: str,
+    over: Collective,
+    function: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
+    whole: Tree,
+    rows: Tree = (),
+    own: Tree = (),
+) -> tuple[Tree, Tree]:
+    """``function(whole, rows, own) -> (whole, own)`` on each replica.
+
+    Where the axes of ``over`` are bound by pmap, vmap or shard_map, and where ``over`` is not of JAX, that is a call.
+    Where they are axes of the mesh that the arguments lie on, the function is mapped over them, by jax.shard_map over
+    these axes alone: the compiler keeps the others.
+
+    Args:
+      operation: what error messages call the caller.
+      over: the replicas.
+      function: what it returns as ``whole`` is the same on all replicas.
+      whole: what all replicas get alike; arrays that are split over the axes are gathered before.
+      rows: arrays of which each replica gets a block of the first axis.
+      own: arrays of each replica's own, stacked along a first axis, which the function does not see.
+
+    Returns:
+      What the function returns, ``own`` stacked again.
+    """
+    if not isinstance(over, JaxAxis) or over.is_bound():
+        return function(whole, rows, own)
+    mesh, names = require_mesh(operation, over, (whole, rows, own)), over.names
+    replicas = math.prod(mesh.shape[name] for name in names)
+    for path, x in _arrays(rows):
+        if x.shape[0] % replicas:
+            expected = f"a number of examples that the {replicas} replicas of {over!r} can share"
+            raise GradCombineError(operation, expected, x.shape[0], path)
+    for path, x in _arrays(own):
+        if x.shape[:1] != (replicas,):
+            expected = f"what is each replica's own along a first axis of {replicas}, as step.init makes it on the mesh"
+            raise GradCombineError(operation, expected, f"shape {x.shape}", path)
+    leaves, structure = jax.tree.flatten(whole)
+    arrays = [x for x in leaves if hasattr(x, "shape")]
+
+    def one(arrays: list[Any], rows: Tree, own: Tree) -> tuple[Tree, Tree]:
+        back = iter(arrays)
+        # What is no array, a flag in the keyword arguments for instance, is known here as it is outside.
+        whole = jax.tree.unflatten(structure, [next(back) if hasattr(x, "shape") else x for x in leaves])
+        result, owned = function(whole, rows, jax.tree.map(lambda x: x[0], own))
+        return result, jax.tree.map(lambda x: x[None], owned)
+
+    split = P(names)
+    mapped = jax.shard_map(
+        one,
+        mesh=mesh,
+        in_specs=(P(), split, split),
+        out_specs=(P(), split),
+        axis_names=set(names),
+        # What is each replica's own is known by its place here, not by its type.
+        check_vma=False,
+    )
+    arrays, rows, own = (
+        jax.tree.map(lambda x, at=at: _split(mesh, x, names, at), values)
+        for values, at in ((arrays, False), (rows, True), (own, True))
+    )
+    return jax.jit(mapped)(arrays, rows, own)
+
+
+def require_mesh(operation: str, over: JaxAxis, values: Tree) -> Mesh | AbstractMesh:
+    """The mesh that `find_mesh` finds.
+
+    Raises:
+      GradCombineError: as `find_mesh`, and where there is none.
+    """
+    mesh = find_mesh(operation, over, values)
+    if mesh is None:
+        expected = (
+            "an axis that the surrounding pmap, vmap or shard_map binds, or one of the mesh that the arguments lie on "
+            "(jax.device_put) or that is in scope (jax.set_mesh)"
+        )
+        raise GradCombineError(operation, expected, f"{over!r}, and no mesh")
+    return mesh
+
+
+def find_mesh(operation: str, over: JaxAxis, values: Tree) -> Mesh | AbstractMesh | None:
+    """The mesh that is in scope or that the values lie on, and has the axes; None for values on one device.
+
+    Raises:
+      GradCombineError: for several meshes, and for one that has not the axes.
+    """
+    meshes: dict[Any, tuple[Mesh | AbstractMesh, str]] = {}
+    scope = jax.sharding.get_abstract_mesh()
+    if not scope.empty:
+        meshes[scope] = scope, "the mesh in scope"
+    for path, x in _arrays(values):
+        mesh = _mesh(x)
+        if mesh is not None:
+            # One with its devices, where there is one, stands for all that are equal to it.
+            abstract = mesh.abstract_mesh
+            meshes.setdefault(abstract, (mesh, path))
+            if isinstance(mesh, Mesh):
+                meshes[abstract] = mesh, meshes[abstract][1]
+    if not meshes:
+        return None
+    (first, at), *others = meshes.values()
+    if others:
+        ((other, path), *_) = others
+        raise GradCombineError(operation, f"arguments on {_described(first)}, as {at} is", _described(other), path)
+    if not set(over.names) <= set(first.axis_names):
+        raise GradCombineError(operation, f"axes of {_described(first)}, or ones that shard_map binds", repr(over))
+    return first
+
+
+def own_state(operation: str, over: Collective, own: Tree, beside: Tree) -> Tree:
+    """What each replica begins with, as `on_replicas` takes it: typed as its own, or stacked on the mesh beside it."""
+    if not isinstance(over, JaxAxis) or over.is_bound():
+        return axes.own(over, own)
+    if find_mesh(operation, over, beside) is None:  # made outside of the mapped function
+        return own
+    return on_replicas(operation, over, lambda whole, *_: ((), whole[0]), (own, beside))[1]
+
+
+def _split(mesh: Mesh | AbstractMesh, x: Any, names: tuple[str, ...], first: bool) -> Any:
+    """The array, split over axes along its first dimension, or not at all: explicit axes have to be told."""
+    explicit = {name for name in names if name in mesh.explicit_axes}
+    if not explicit or _mesh(x) is None:
+        return x
+    entries = [_without(entry, names) for entry in jax.typeof(x).sharding.spec]
+    if first:
+        kept = entries[0] if isinstance(entries[0], tuple) else () if entries[0] is None else (entries[0],)
+        entries[0] = (*names, *kept)
+    return jax.sharding.reshard(x, NamedSharding(mesh, P(*entries)))
+
+
+def _without(entry: Any, names: tuple[str, ...]) -> Any:
+    if isinstance(entry, tuple):
+        return tuple(name for name in entry if name not in names) or None
+    return None if entry in names else entry
+
+
+def _arrays(values: Tree) -> Iterator[tuple[str, Any]]:
+    for path, x in jax.tree_util.tree_leaves_with_path(values):
+        if hasattr(x, "shape"):
+            yield jax.tree_util.keystr(path), x
+
+
+def _mesh(x: Any) -> Mesh | AbstractMesh | None:
+    """Of one device or more, that an array or spec lies on."""
+    if not isinstance(x, jax.Array) and not isinstance(x, jax.ShapeDtypeStruct):
+        return None
+    sharding = jax.typeof(x).sharding if isinstance(x, Tracer) else x.sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) and not sharding.mesh.empty else None
+
+
+def _described(mesh: Mesh | AbstractMesh) -> str:
+    return f"a mesh of {', '.join(f'{name}={size}' for name, size in mesh.shape.items())}"

@@ -1,0 +1,177 @@
+"""A whole window in one call: a scan over its microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gradcombine as gc
+from gradcombine.accumulate import whole_window
+from gradcombine.integrations.jax.axes import align, aligned, own
+from gradcombine.integrations.jax.contribution import Contribution, Objective
+from gradcombine.integrations.jax.loss import Form
+from gradcombine.integrations.jax.microbatches import divide
+from gradcombine.integrations.jax.on_replicas import on_replicas
+from gradcombine.integrations.jax.scaled_loss import Turn, scaled_gradients, scales_loss, scan_turns
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import AccumulateState, State, Tree
+
+
+class Scanned(NamedTuple):
+    """A window, combined over the microbatches of one replica.
+
+    Attributes:
+      reduction: of the parts of a `Contribution`.
+      state: its partial state.
+      carry: of the last microbatch.
+      form: how the loss returned its value.
+    """
+
+    reduction: Reduction
+    state: State
+    carry: Tree
+    form: Form
+
+
+def scan_microbatches(
+    objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Scanned:
+    """Combines the microbatches of a batch, one after another."""
+    positions = objective.batch_positions(args)
+    batch = divide(objective.operation, tuple(args[i] for i in positions), microbatches, interleaved)
+    stacked = jax.tree.map(jnp.asarray, batch.stacked)
+    # Microbatches of one size weigh the same, and 1 is no multiplication.
+    default_weight = None if batch.rest is not None else 1
+    first = objective.over.rank() * np.int32(batch.total) if objective.rng_argnum is not None else 0
+
+    def arguments(examples: Tree, number: Any, carry: Tree) -> list[Any]:
+        called = list(args)
+        for i, x in zip(positions, examples, strict=True):
+            called[i] = x
+        if objective.carry_argnum is not None:
+            called[objective.carry_argnum] = carry
+        if objective.rng_argnum is not None:
+            called[objective.rng_argnum] = jax.random.fold_in(args[objective.rng_argnum], first + number)
+        return called
+
+    def contribution(examples: Tree, number: Any, carry: Tree, scale: Any = None) -> Contribution:
+        return objective.contribution(arguments(examples, number, carry), kwargs, default_weight, scale)
+
+    def example(i: Any) -> Tree:
+        return jax.tree.map(lambda x: x[i], stacked)
+
+    def begin(examples: Tree, carry: Tree) -> Any:
+        """A first contribution, the empty state, and the state after it."""
+        added = contribution(examples, jnp.int32(0), carry)
+        fold = _fold(objective, objective.combined("aux" in added.parts), batch.total)
+        empty = fold.init(added.parts)
+        return added, empty, fold.update(empty, added.parts, added.weight)
+
+    carry = None if objective.carry_argnum is None else jax.tree.map(jnp.asarray, args[objective.carry_argnum])
+    traced, (spec, _, after) = jax.make_jaxpr(begin, return_shape=True)(example(0), carry)
+    if not aligned(carry, spec.carry):
+        carry = align(carry, spec.carry)
+        traced, (spec, _, after) = jax.make_jaxpr(begin, return_shape=True)(example(0), carry)
+    reduction = objective.combined("aux" in spec.parts)
+    fold = _fold(objective, reduction, batch.total)
+    state = own(objective.over, align(jax.tree.map(jnp.asarray, fold.init(spec.parts)), after))
+    scaled = batch.full > 1 and scales_loss(objective, spec, traced)
+    within = fold
+    if scaled:
+        within = _fold(objective, objective.combined("aux" in spec.parts, scaled_gradients), batch.total)
+    scale = spec.known.value if scaled else None
+
+    def body(before: tuple[Any, Tree], number: Any) -> tuple[tuple[Any, Tree], None]:
+        state, carry = before
+        added = contribution(example(number), number, carry, scale)
+        return (within.update(state, added.parts, added.weight), added.carry), None
+
+    def weigh(x: tuple[Tree, Any]) -> Any:
+        return objective.weight_of(arguments(*x, None), kwargs, default_weight)
+
+    def update(state: Any, turn: Turn) -> Any:
+        added = contribution(example(turn.number), turn.number, None, turn.weight)
+        return within.update(state, added.parts, turn.weight)
+
+    numbers = jnp.arange(batch.full, dtype=jnp.int32)
+    if batch.full == 1:
+        (state, carry), _ = body((state, carry), jnp.int32(0))
+    elif scaled and scale is None:
+        state = scan_turns(objective.operation, weigh, update, state, (stacked, numbers))
+    else:
+        (state, carry), _ = jax.lax.scan(body, (state, carry), numbers)
+    if batch.rest is not None:
+        added = contribution(batch.rest, jnp.int32(batch.full), carry)
+        state, carry = fold.update(state, added.parts, added.weight), added.carry
+    return Scanned(reduction, fold.total(state), carry, spec.form)
+
+
+class _Fold(NamedTuple):
+    """One contribution after another, in the objective's order.
+
+    Attributes:
+      init: ``init(like) -> state``.
+      update: ``update(state, parts, weight) -> state``.
+      total: the state as one of the reduction.
+    """
+
+    init: Callable[[Tree], Any]
+    update: Callable[[Any, Tree, Any], Any]
+    total: Callable[[Any], State]
+
+
+def _fold(objective: Objective, reduction: Reduction, length: int) -> _Fold:
+    if objective.order == "sequential":
+        # `accumulate` would ask at each update whether a new window begins, and select: one more pass over memory.
+        return _Fold(reduction.init, reduction.update, lambda state: state)
+    acc = gc.accumulate(reduction, length, order=objective.order)
+
+    def update(state: AccumulateState, parts: Tree, weight: Any) -> AccumulateState:
+        return acc.update(parts, state, weight)
+
+    return _Fold(acc.init, update, lambda state: whole_window(reduction, state))
+
+
+class Combined(NamedTuple):
+    """A window, combined over microbatches and replicas.
+
+    Attributes:
+      values: the parts of a `Contribution`, combined.
+      carry: of the last microbatch.
+      form: how the loss returned its value.
+    """
+
+    values: dict[str, Tree]
+    carry: Tree
+    form: Form
+
+
+def scan_window(
+    objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Combined:
+    """Combines the microbatches of a batch, one after another, and then the replicas, by one exchange."""
+    carried = [i for i in (objective.carry_argnum,) if i is not None]
+    positions = objective.batch_positions(args)
+    roles = [carried if i in carried else positions if i in positions else None for i in range(len(args))]
+
+    def one(whole: Any, rows: list[Any], own: list[Any]) -> tuple[Any, Tree]:
+        """On one replica: the merged state, and what is carried on."""
+        others, kwargs = whole
+        called = list(others)
+        for places, values in ((positions, rows), (carried, own)):
+            for i, x in zip(places, values, strict=True):
+                called[i] = x
+        reduction, state, carry, form = scan_microbatches(objective, microbatches, interleaved, called, kwargs)
+        reductions.append(reduction)
+        return (gc.merge_replicas(reduction, state, over=objective.over, order=objective.order), form), carry
+
+    reductions: list[Reduction] = []
+    others = [x if role is None else None for x, role in zip(args, roles, strict=True)]
+    rows, own = [args[i] for i in positions], [args[i] for i in carried]
+    (state, form), carry = on_replicas(objective.operation, objective.over, one, (others, kwargs), rows, own)
+    # Divided outside of the replicas: an optimizer whose state is split over them needs only its part of the sums.
+    return Combined(reductions[0].finalize(state), carry, form)

@@ -1,0 +1,200 @@
+"""Under plain jit on a mesh: the library maps over the axes of ``over``, and leaves the others to the compiler."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations.jax import LossOutput, train_step, value_and_grad
+from gradcombine.verify.ulp import equal_bits
+
+pytestmark = pytest.mark.needs("jax")
+
+OVER = gc.jax_axis("data")
+RNG = np.random.default_rng(0)
+X = RNG.standard_normal((48, 8)).astype(np.float32)
+W = RNG.standard_normal((8, 8)).astype(np.float32)
+COLLECTIVE = re.compile(r" (all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+def mesh(kind: AxisType, data: int = 4, model: int = 2) -> Mesh:
+    return jax.make_mesh(
+        (data, model), ("data", "model"), axis_types=(kind,) * 2, devices=jax.devices()[: data * model]
+    )
+
+
+def put(on: Mesh, spec: P, value: Any) -> Any:
+    return jax.device_put(value, NamedSharding(on, spec))
+
+
+def loss(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(x @ w))
+
+
+def tokens(w: Any, x: Any) -> Any:
+    """Weighed by what the batch holds; a microbatch of negative numbers alone is 0 / 0, and weighs nothing."""
+    count = jnp.sum(x[:, 0] > 0).astype(jnp.float32)
+    return LossOutput(jnp.sum(jnp.where(x[:, :1] > 0, jnp.tanh(x @ w), 0)) / count, count)
+
+
+@KINDS
+@pytest.mark.parametrize("spec", [P(), P(None, "model"), P("data", "model")], ids=["whole", "model", "fsdp"])
+@pytest.mark.parametrize(
+    ("given", "options"),
+    [(loss, {}), (tokens, {}), (loss, {"order": "tree"}), (loss, {"reduction": reductions.mean("exact")})],
+    ids=["mean", "tokens", "tree", "exact"],
+)
+def test_the_bits_are_those_of_shard_map(kind: AxisType, spec: P, given: Any, options: dict[str, Any]) -> None:
+    on = mesh(kind)
+    w, x = put(on, spec, W), put(on, P("data"), X)
+    gradient = value_and_grad(given, 3, over=OVER, **options)
+    whole = P(None, *spec[1:])
+    mapped = jax.shard_map(
+        gradient, mesh=on, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    expected = jax.jit(mapped)(put(on, whole, W), x)[1]
+    assert equal_bits(jax.jit(gradient)(w, x)[1], expected)
+
+
+@KINDS
+def test_check_vma_beside_an_axis_of_the_compiler(kind: AxisType) -> None:
+    on = mesh(kind)
+    gradient = value_and_grad(tokens, 3, over=OVER)
+    w, x = put(on, P(None, "model"), W), put(on, P("data"), X)
+    mapped = jax.shard_map(gradient, mesh=on, in_specs=(P(), P("data")), out_specs=P(), axis_names={"data"})
+    assert equal_bits(jax.jit(mapped)(w, x)[1], jax.jit(gradient)(w, x)[1])
+
+
+@KINDS
+@pytest.mark.parametrize("spec", [P(), P("data")], ids=["whole", "fsdp"])
+def test_replicas_exchange_outside_of_the_loop_alone(kind: AxisType, spec: P) -> None:
+    on = mesh(kind, 8, 1)
+    step = train_step(tokens, optax.sgd(1.0, momentum=0.5), microbatches=3, over=OVER)
+    params, x = put(on, spec, W), put(on, P("data"), X)
+    state = step.init(params)
+    text = step.compiled.lower(params, state, x).compile().as_text()
+    found = COLLECTIVE.findall(text)
+    assert found == COLLECTIVE.findall(text[text.index("ENTRY") :])
+    assert sorted(found) == (["all-gather"] if spec else []) + ["all-reduce"]
+    params, state, metrics = step(params, state, x)
+    assert params.sharding.is_equivalent_to(NamedSharding(on, spec), 2)
+    assert float(metrics.weight) == (X[:, 0] > 0).sum()
+
+
+def test_the_mesh_may_be_the_one_in_scope() -> None:
+    on = mesh(AxisType.Auto)
+    gradient = value_and_grad(loss, 3, over=OVER)
+    with jax.set_mesh(on):
+        in_scope = jax.jit(gradient)(W, X)[1]
+    assert equal_bits(in_scope, jax.jit(gradient)(put(on, P(), W), X)[1])
+    assert equal_bits(in_scope, gradient(put(on, P(), W), X)[1])
+
+
+def test_the_carry_has_an_axis_of_replicas() -> None:
+    on = mesh(AxisType.Auto)
+
+    def counting(w: Any, seen: Any, x: Any) -> Any:
+        return LossOutput(jnp.mean(x @ w), carry=seen + jnp.sum(x[:, 0]))
+
+    step = train_step(counting, optax.sgd(1.0), microbatches=3, carry_argnum=1, over=OVER)
+    ones = np.arange(48, dtype=np.float32)[:, None] * np.ones(8, np.float32)
+    params = put(on, P(), W)
+    state = step.init(params, carry=jnp.float32(1))
+    assert state.carry.shape == (4,)
+    _, state, _ = step(params, state, put(on, P("data"), ones))
+    np.testing.assert_array_equal(state.carry, 1 + ones[:, 0].reshape(4, 12).sum(1))
+
+
+@KINDS
+@pytest.mark.parametrize("given", [loss, tokens])
+def test_a_batch_that_is_split_over_devices_is_divided_where_it_lies(kind: AxisType, given: Any) -> None:
+    on = mesh(kind, 8, 1)
+    gradient = value_and_grad(given, 3)
+    w, x = put(on, P(), W), put(on, P("data"), X)
+    compiled = jax.jit(gradient).lower(w, x).compile()
+    assert set(COLLECTIVE.findall(compiled.as_text())) <= {"all-reduce"}
+    # The same microbatches: of every device's six examples two.
+    blocks = [X.reshape(8, 6, 8)[:, 2 * i : 2 * i + 2].reshape(16, 8) for i in range(3)]
+    np.testing.assert_allclose(compiled(w, x)[1], value_and_grad(given, 3)(W, np.concatenate(blocks))[1], 1e-5, 1e-6)
+
+
+def last(w: Any, x: Any) -> Any:
+    return jnp.sum(w) * 0 + jnp.mean(x), x
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("n", "interleaved", "expected"),
+    [(16, False, [1, 3, 5, 7, 9, 11, 13, 15]), (24, True, [2, 5, 8, 11, 14, 17, 20, 23]), (40, False, None)],
+)
+def test_a_microbatch_has_a_part_of_every_block(kind: AxisType, n: int, interleaved: bool, expected: Any) -> None:
+    """A block a device; five examples a device make microbatches of three and of two."""
+    on = mesh(kind, 8, 1)
+    x = put(on, P("data"), np.arange(n, dtype=np.float32))
+    gradient = value_and_grad(
+        last,
+        3 if interleaved else 2,
+        has_aux=True,
+        aux_reduction=reductions.last() if expected else reductions.max(),
+        interleaved=interleaved,
+    )
+    if expected is None:
+        gradient = value_and_grad(lambda w, x: jnp.sum(w * x), 2, reduction=reductions.sum())
+        assert float(jax.jit(gradient)(jnp.float32(1), x)[1]) == n * (n - 1) / 2
+    else:
+        (_, found), _ = jax.jit(gradient)(jnp.float32(1), x)
+        assert np.asarray(found).tolist() == expected
+
+
+def other_devices() -> Any:
+    on = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[4:])
+    return put(on, P("data"), X)
+
+
+@pytest.mark.parametrize(
+    ("over", "x", "message"),
+    [
+        (gc.jax_axis("replica"), X, r"expected axes of a mesh of data=4, model=2, .* received jax_axis\('replica'\)"),
+        (OVER, X[:6], "expected a number of examples that the 4 replicas .* can share, received 6"),
+        (OVER, other_devices, "expected arguments on a mesh of data=4, model=2, as .* received a mesh of data=2"),
+    ],
+)
+def test_what_cannot_be_mapped_is_refused(over: Any, x: Any, message: str) -> None:
+    w = put(mesh(AxisType.Auto), P(), W)
+    with pytest.raises(gc.GradCombineError, match=f"value_and_grad.*{message}"):
+        value_and_grad(loss, 2, over=over)(w, x() if callable(x) else x)
+
+
+def test_no_mesh_at_all_is_refused() -> None:
+    with pytest.raises(gc.GradCombineError, match=r"expected an axis that the surrounding pmap, .* and no mesh"):
+        jax.jit(value_and_grad(loss, 2, over=OVER))(W, X)
+
+
+def test_arguments_on_other_devices_are_named() -> None:
+    step = train_step(loss, optax.sgd(1.0), microbatches=2)
+    w = put(mesh(AxisType.Auto, 2, 2), P(), W)
+    with pytest.raises(
+        gc.GradCombineError, match=r"leaf \[0\]: expected arguments on the same devices, .*\[4, 5, 6, 7\]"
+    ):
+        step(w, step.init(w), other_devices())
+
+
+def test_a_donated_buffer_is_named() -> None:
+    step = train_step(lambda params, x: loss(params["w"], x), optax.sgd(1.0), every=2)
+    params = {"w": jnp.asarray(W)}
+    state = step.init(params)
+    step(params, state, X)
+    with pytest.raises(
+        gc.GradCombineError, match=r"leaf \['w'\]: expected what the last call returned.* a donated buffer"
+    ):
+        step(params, state, X)
