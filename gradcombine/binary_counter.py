@@ -9,12 +9,11 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import resolve
+from gradcombine.backends.registry import resolve, shape_of
 from gradcombine.checks import require_scalar
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.pairwise import fold_levels
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import shape_of
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.types import Array, BinaryCounter, State
 

@@ -68,11 +68,11 @@ def combine(
 
 
 def _combined(reduction: Reduction, trees: list[Tree], scales: list[Any], order: Order) -> Tree:
-    empty = reduction.init(_common(reduction.name, trees))
     if reduction.update_many is not None:
-        many = reduction.update_many(empty, trees, scales, order)
+        many = reduction.update_many(None, trees, scales, order)
         if many is not None:
             return reduction.finalize(many)
+    empty = reduction.init(_common(reduction.name, trees))
     if order == "tree":
         nodes = (reduction.update(empty, value, weight) for value, weight in zip(trees, scales, strict=True))
         return reduction.finalize(fold_pairwise(reduction.merge, nodes))
@@ -142,6 +142,8 @@ def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -
 
 
 def _list(what: str, values: Any) -> list[Any]:
+    if type(values) in (list, tuple):
+        return list(values)
     named = isinstance(values, tuple) and hasattr(values, "_fields")
     if named or isinstance(values, _NO_LISTS) or owner(values) is not None or not isinstance(values, Iterable):
         raise GradCombineError("combine", f"a list of {what}", type(values).__name__)
@@ -149,7 +151,7 @@ def _list(what: str, values: Any) -> list[Any]:
 
 
 def _weights(weights: Any) -> list[Any]:
-    backend = owner(weights)
+    backend = None if type(weights) in (list, tuple) else owner(weights)
     if backend is None or len(backend.shape(weights)) != 1:
         return _list("weights", weights)
     with renamed("combine"):

@@ -44,9 +44,13 @@ def renamed(operation: str | None = None, path: str | Callable[[], str] = "") ->
     try:
         yield
     except GradCombineError as error:
-        outer = path() if callable(path) else path
-        inner = "" if outer and error.path == "(root)" else error.path
-        raise GradCombineError(operation or error.operation, error.expected, error.received, outer + inner) from None
+        raise at(error, operation, path() if callable(path) else path) from None
+
+
+def at(error: GradCombineError, operation: str | None = None, path: str = "") -> GradCombineError:
+    """The error with this operation, if any, and with this path before its own."""
+    inner = "" if path and error.path == "(root)" else error.path
+    return GradCombineError(operation or error.operation, error.expected, error.received, path + inner)
 
 
 def shown(value: Any) -> str:

@@ -8,10 +8,14 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 
 FRAMEWORKS = ("jax", "tensorflow")
+_NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
+_PLAIN = np.dtype(np.bool_)
 
 
 @cache
@@ -37,13 +41,27 @@ def _imported(name: str) -> bool:
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
+_OWNERS: dict[type, Backend] = {}
+"""The backends of types whose every instance is a leaf."""
+
+
 def owner(leaf: Any) -> Backend | None:
     """The backend of one leaf; None for what belongs to no framework."""
+    known = _OWNERS.get(type(leaf))
+    # JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
+    if known is not None and not (known.name == "numpy" and getattr(leaf, "dtype", _PLAIN).names):
+        return known
+    numpy = load("numpy")
     for backend in loaded():
         if backend.owns(leaf):
+            if not numpy.owns(leaf):
+                _OWNERS[type(leaf)] = backend
             return backend
-    numpy = load("numpy")
-    return numpy if numpy.owns(leaf) else None
+    if not numpy.owns(leaf):
+        return None
+    if isinstance(leaf, _NUMPY_TYPES):
+        _OWNERS[type(leaf)] = numpy
+    return numpy
 
 
 def is_absent(leaf: Any) -> bool:
@@ -69,3 +87,20 @@ def resolve(operation: str, leaves: Iterable[Any]) -> Backend:
             )
         found = backend
     return found
+
+
+def described(leaf: Any) -> Backend:
+    """The backend of an array or spec that `gradcombine.tree.flatten` has let through."""
+    backend = owner(leaf)
+    assert backend is not None
+    return backend
+
+
+def dtype_of(array: Any) -> np.dtype:
+    """The NumPy dtype of an array of any framework."""
+    return described(array).dtype(array)
+
+
+def shape_of(array: Any) -> tuple[int, ...]:
+    """The shape of an array of any framework."""
+    return described(array).shape(array)

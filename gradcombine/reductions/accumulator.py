@@ -10,11 +10,12 @@ import numpy as np
 
 from gradcombine import static, tree
 from gradcombine.backends.protocol import Backend
+from gradcombine.backends.registry import described, dtype_of
 from gradcombine.checks import require_scalar
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Cell, described, dtype_of, parts
-from gradcombine.types import Array, State
+from gradcombine.reductions.cell import Cell, parts
+from gradcombine.types import Array, State, Tree
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,16 @@ class Opened:
         return [a for a in self.values if a is not None]
 
     def arrays(self) -> list[Array]:
-        return arrays(self.values)
+        return [array for a in self.values if a is not None for array in parts(a)]
 
     def closed(self, state: State, values: Sequence[Any], weight: Any, count: Array) -> State:
         """The state with other accumulators."""
+        return type(state)(self.value(values), weight, count, state.dtypes)
+
+    def value(self, values: Sequence[Any]) -> Tree:
+        """The tree of these accumulators."""
         pairs = zip(self.made_for, values, strict=True)
-        leaves = [kind if value is None else value for kind, value in pairs]
-        return type(state)(tree.unflatten(self.structure, leaves), weight, count, state.dtypes)
+        return tree.unflatten(self.structure, [kind if value is None else value for kind, value in pairs])
 
 
 def unless(backend: Backend, zero: Array | bool, x: Array) -> Array:
@@ -59,10 +63,6 @@ def on_wire(backend: Backend, arrays: Sequence[Array], wire: np.dtype | None) ->
     if wire is None:
         return list(arrays)
     return [backend.cast(x, wire) if dtypes.kind(dtype_of(x)) == dtypes.kind(wire) else x for x in arrays]
-
-
-def arrays(values: Sequence[Any]) -> list[Array]:
-    return [array for a in values if a is not None for array in parts(a)]
 
 
 def summary(a: Any) -> str:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import load
+from gradcombine.backends.registry import load, shape_of
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals, shape_of
+from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
 from gradcombine.reductions.weights import Weight, factor, scaled, weighted
 from gradcombine.types import Array, Order
 
@@ -35,6 +35,8 @@ class Added(ArrayLeaves, CommonCell):
     result: Callable[[Backend, Array, Totals], Array]
     settings: dtypes.Settings
     additive: bool = True
+    adds_terms: bool = True
+    takes_lists: bool = True
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
         return backend.full(shape, neutral(running), running, [like])

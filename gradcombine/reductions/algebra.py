@@ -21,8 +21,9 @@ class Shortcuts(NamedTuple):
       stand_for: the four functions. For any others the shortcuts do not count.
       clear: time. ``clear(state) -> state``: the empty state of the same shapes.
       all_merge: replicas. ``all_merge(state, collective, order) -> state``: ``merge`` over the states of all replicas.
-      update_many: a list. ``update_many(state, values, weights, order) -> state``: the state merged with all the
-        values, combined in this order; None for weights that it does not take. None for reductions without such a way.
+      update_many: a list. ``update_many(state, values, weights, order) -> state``: the state (None: an empty one for
+        such values) merged with all the values, combined in this order; None for weights that it does not take. None
+        for reductions without such a way.
       all_finalize: replicas. ``all_finalize(state, collective, weight) -> value``: ``finalize`` of ``all_merge`` of
         states that have each had one contribution, of this weight. None for reductions without such a way.
       contribution: time. ``contribution(state, value, weight) -> state``: one contribution by itself, for the leaves
@@ -35,7 +36,7 @@ class Shortcuts(NamedTuple):
     stand_for: Functions
     clear: Callable[[State], State]
     all_merge: Callable[[State, Collective, Order], State]
-    update_many: Callable[[State, Sequence[Tree], Sequence[Any], Order], State | None] | None = None
+    update_many: Callable[[State | None, Sequence[Tree], Sequence[Any], Order], State | None] | None = None
     all_finalize: Callable[[State, Collective, Any], Tree] | None = None
     contribution: Callable[[State, Tree, Any], State] | None = None
     derivative: Reduction | None = None
@@ -115,7 +116,7 @@ class Reduction:
         return self._shortcuts.all_merge(state, collective, order)
 
     @property
-    def update_many(self) -> Callable[[State, Sequence[Tree], Sequence[Any], Order], State | None] | None:
+    def update_many(self) -> Callable[[State | None, Sequence[Tree], Sequence[Any], Order], State | None] | None:
         """See `Shortcuts`."""
         return self._shortcuts.update_many
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import owner
+from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import Weight
@@ -55,6 +55,21 @@ class Cell(Protocol):
     @property
     def additive(self) -> bool:
         """Whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce."""
+        ...
+
+    @property
+    def adds_terms(self) -> bool:
+        """Whether it is an `AdditiveCell`."""
+        ...
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether it is a `BatchCell`."""
+        ...
+
+    @property
+    def most_replicas(self) -> int:
+        """How many may take part where it is a `IntegerCell`; 0 for another."""
         ...
 
     @property
@@ -108,6 +123,14 @@ class Cell(Protocol):
         """The result, of dtype ``output``."""
         ...
 
+    def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Accumulator:
+        """The accumulator, where contributions of these weights had nothing for it."""
+        ...
+
+    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
+        """The sum of weights, which frameworks take for a function of these contributions as well."""
+        ...
+
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Accumulator:
         """The sum of no weights: a scalar, or a NamedTuple of scalars."""
         ...
@@ -121,9 +144,8 @@ class Cell(Protocol):
         ...
 
 
-@runtime_checkable
 class BatchCell(Cell, Protocol):
-    """A cell that takes several contributions at once."""
+    """A cell that takes several contributions at once: see `Cell.takes_lists`."""
 
     def takes_many(self, weights: Sequence[Weight]) -> bool:
         """Whether `update_many` knows what to do with these weights."""
@@ -149,31 +171,16 @@ class BatchCell(Cell, Protocol):
         ...
 
 
-@runtime_checkable
 class AdditiveCell(Cell, Protocol):
-    """A cell whose `update` adds one array to an accumulator that is one."""
+    """A cell whose `update` adds one array to an accumulator that is one: see `Cell.adds_terms`."""
 
     def term(self, backend: Backend, a: Accumulator, x: Any, weight: Weight) -> Array:
         """That array; anything for a weight of 0."""
         ...
 
 
-@runtime_checkable
-class IntegerCell(Cell, Protocol):
-    """A cell of integers, whose states the replicas merge by maxima and sums, in any order."""
-
-    def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Accumulator:
-        """The accumulator, where contributions of these weights had nothing for it."""
-        ...
-
-    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
-        """The sum of weights, which frameworks take for a function of these contributions as well."""
-        ...
-
-    @property
-    def most_replicas(self) -> int:
-        """So many may take part."""
-        ...
+class IntegerCell(BatchCell, Protocol):
+    """A cell whose states the replicas merge by maxima and sums, in any order: see `Cell.most_replicas`."""
 
     def all_merge(
         self, backend: Backend, collective: Collective, accumulators: Sequence[Accumulator], totals: Totals
@@ -194,10 +201,24 @@ class IntegerCell(Cell, Protocol):
         ...
 
 
-class ArrayLeaves:
-    """Contributions that are arrays, as most cells take them."""
+class DefaultCell:
+    """What is so in most cells."""
 
     is_leaf: Callable[[Any], bool] | None = None
+    additive: bool = False
+    adds_terms: bool = False
+    takes_lists: bool = False
+    most_replicas: int = 0
+
+    def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Accumulator:
+        return a
+
+    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
+        return total
+
+
+class ArrayLeaves(DefaultCell):
+    """Contributions that are arrays, as most cells take them."""
 
     def arrays(self, leaf: Any) -> tuple[Array, ...]:
         return (leaf,)
@@ -216,14 +237,13 @@ class ArrayLeaves:
         return where(backend, zero, old, new)
 
 
-class CommonCell:
+class CommonCell(DefaultCell):
     """What most cells have in common: dtypes by settings, and the sum of weights as one running value.
 
     That is exact for integers up to 2**24, else rounded at each addition.
     """
 
     settings: dtypes.Settings
-    additive: bool = False
 
     def running(self, dtype: np.dtype) -> np.dtype:
         return self.settings.running(dtype)
@@ -270,20 +290,3 @@ def require_dtype(cell: Cell, made_for: np.dtype, dtype: np.dtype) -> None:
     if dtype != made_for and (received, cell.output(dtype)) != (running, cell.output(made_for)):
         expected = f"dtype {made_for}, accumulated in {running}"
         raise GradCombineError(cell.name, expected, f"{dtype}, accumulated in {received}")
-
-
-def described(leaf: Any) -> Backend:
-    """The backend of an array or spec that `gradcombine.tree.flatten` has let through."""
-    backend = owner(leaf)
-    assert backend is not None
-    return backend
-
-
-def dtype_of(array: Array) -> np.dtype:
-    """The NumPy dtype of an array of any framework."""
-    return described(array).dtype(array)
-
-
-def shape_of(array: Array) -> tuple[int, ...]:
-    """The shape of an array of any framework."""
-    return described(array).shape(array)

@@ -13,11 +13,10 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
-from gradcombine.reductions.cell import dtype_of
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
 from gradcombine.types import Array, Order, State, Tree
 
@@ -47,7 +46,7 @@ def on_contributions(
         return reduction.update(state, *transform(value, weight))
 
     @no_autograph
-    def update_many(state: State, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> State | None:
+    def update_many(state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> State | None:
         assert reduction.update_many is not None
         changed, weighing = zip(*map(transform, values, weights), strict=True)
         return reduction.update_many(state, changed, weighing, order)

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
+from gradcombine.backends.registry import owner
 from gradcombine.checks import require_one_of
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes
@@ -154,6 +155,8 @@ class _Defined(ArrayLeaves, CommonCell):
         if dtypes.kind(running) != "integer":
             totals = Totals(backend.cast(totals.weight, running), totals.count)
         result = self.own_finalize(backend, a, totals)
+        if any(owner(x) is None for x in parts(result)):
+            raise GradCombineError(self.name, "an array, or a tuple of arrays, from finalize", shown(result))
         return refilled(result, [backend.cast(x, output) for x in parts(result)])
 
     def _alike(self, function: str, backend: Backend, expected: Accumulator, received: Accumulator) -> Accumulator:

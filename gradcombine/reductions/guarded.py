@@ -11,11 +11,10 @@ import numpy as np
 from gradcombine import static, tree
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import dtype_of, shape_of
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, Order, State, Tree
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,23 +11,13 @@ import numpy as np
 from gradcombine import static, tree
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.backends.registry import dtype_of, is_absent, resolve
+from gradcombine.errors import GradCombineError, at
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import accumulator, dtypes
 from gradcombine.reductions.accumulator import Opened, opened
 from gradcombine.reductions.algebra import Reduction, Shortcuts
-from gradcombine.reductions.cell import (
-    AdditiveCell,
-    BatchCell,
-    Cell,
-    IntegerCell,
-    Totals,
-    dtype_of,
-    parts,
-    refilled,
-    where,
-)
+from gradcombine.reductions.cell import Cell, Totals, parts, refilled, where
 from gradcombine.reductions.guarded import of_each_rank
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree
@@ -68,9 +57,9 @@ def lift(
     """
     lifted = _Treewise(cell, state, dtypes.parse(wire_dtype, cell.name))
     functions = lifted.init, lifted.update, lifted.merge, lifted.finalize
-    many = lifted.update_many if isinstance(cell, BatchCell) else None
-    finalize = lifted.all_finalize if isinstance(cell, IntegerCell) else None
-    alone = lifted.contribution if isinstance(cell, AdditiveCell) else None
+    many = lifted.update_many if cell.takes_lists else None
+    finalize = lifted.all_finalize if cell.most_replicas else None
+    alone = lifted.contribution if cell.adds_terms else None
     shortcuts = Shortcuts(functions, lifted.clear, lifted.all_merge, many, finalize, alone, derivative)
     return Reduction(*functions, name=cell.name, scales_by_weight=scales_by_weight, shortcuts=shortcuts)
 
@@ -84,37 +73,43 @@ class _Treewise:
     @no_autograph
     def init(self, like: Tree) -> State:
         leaves, structure = tree.flatten(self.cell.name, like, self.cell.is_leaf)
+        return self._begun(structure, leaves)[1]
+
+    def _begun(self, structure: tree.Structure, leaves: Sequence[Any]) -> tuple[Opened, State]:
+        """The empty state for leaves like these, also as it is when opened."""
         first = [self.cell.arrays(leaf)[0] for leaf in leaves]
         backend = resolve(self.cell.name, first)
         made_for = [static.of_leaf(x) for x in first]
-        values = []
-        for i, (leaf, kind) in enumerate(zip(leaves, made_for, strict=True)):
-            with self._at(structure, i):
-                values.append(kind if kind.dtype is None else self._empty(backend, leaf, kind.dtype))
+
+        def empty(leaf: Any, like: Any, kind: Any) -> Any:
+            if kind.dtype is None:
+                return None
+            if not dtypes.is_of(kind.dtype, self.cell.kinds):
+                raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", kind.dtype)
+            return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(kind.dtype), like)
+
+        opened = Opened(structure, self._each(structure, empty, leaves, first, made_for), made_for)
         present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
         widest = dtypes.of_weights(kind.dtype for kind in made_for if kind.dtype is not None)
-        return self.state(
-            tree.unflatten(structure, values),
-            self.cell.empty_weight(backend, widest, present),
-            backend.full((), 0, dtypes.INT32, present),
-            tree.unflatten(structure, made_for),
-        )
-
-    def _empty(self, backend: Backend, leaf: Any, dtype: np.dtype) -> Any:
-        if not dtypes.is_of(dtype, self.cell.kinds):
-            raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
-        return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(dtype), self.cell.arrays(leaf)[0])
+        weight = self.cell.empty_weight(backend, widest, present)
+        count = backend.full((), 0, dtypes.INT32, present)
+        return opened, self.state(opened.value(opened.values), weight, count, tree.unflatten(structure, made_for))
 
     @no_autograph
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
         own, leaves, backend, w = self._entered(state, value, weight)
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
-        updated = [self._update_leaf(backend, own, i, leaf, w, totals) for i, leaf in enumerate(leaves)]
+
+        def update(a: Any, kind: Any, leaf: Any) -> Any:
+            if is_absent(leaf):
+                return None if a is None else self.cell.idle(backend, a, [w], totals)
+            return self.cell.update(backend, a, self._entering(backend, a, kind, leaf), w, totals)
+
+        updated = self._each(own.structure, update, own.values, own.made_for, leaves)
         if zero is True:
             return state
-        total, count = self.cell.add_weight(backend, state.weight, w), state.count + 1
-        if isinstance(self.cell, IntegerCell):
-            total = self.cell.link(backend, total, leaves)
+        total = self.cell.link(backend, self.cell.add_weight(backend, state.weight, w), leaves)
+        count = state.count + 1
         if zero is not False:
             # Masked by where: a contribution of weight 0 may hold NaN.
             pairs = zip(own.values, updated, strict=True)
@@ -129,20 +124,21 @@ class _Treewise:
         own, leaves, backend, w = self._entered(state, value, weight)
         zero, empty = w.is_zero(backend), self._empty_totals(backend, state)
 
-        def term(i: int, leaf: Any) -> Array | None:
+        def term(a: Any, kind: Any, leaf: Any) -> Array | None:
             if is_absent(leaf):
                 return None
-            with self._at(own.structure, i):
-                found = cell.term(backend, own.values[i], self._entering(backend, own, i, leaf), w)
+            added = cell.term(backend, a, self._entering(backend, a, kind, leaf), w)
             if isinstance(zero, bool):
-                return None if zero else found
-            dtype = backend.dtype(found)
-            return backend.where(zero, empty.once(dtype, lambda: cell.empty(backend, (), dtype, found)), found)
+                return None if zero else added
+            dtype = backend.dtype(added)
+            return backend.where(zero, empty.once(dtype, lambda: cell.empty(backend, (), dtype, added)), added)
+
+        terms = self._each(own.structure, term, own.values, own.made_for, leaves)
 
         total, count = cell.add_weight(backend, empty.weight, w), empty.count + 1
         if zero is not False:
             total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
-        return own.closed(state, [term(i, leaf) for i, leaf in enumerate(leaves)], total, count)
+        return own.closed(state, terms, total, count)
 
     def _entered(self, state: State, value: Tree, weight: Any) -> tuple[Opened, list[Any], Backend, Weight]:
         own = self._open(state)
@@ -151,63 +147,62 @@ class _Treewise:
         backend = resolve(self.cell.name, [*own.arrays(), *arrays, state.count, weight])
         return own, leaves, backend, parse(self.cell.name, backend, weight)
 
-    def _update_leaf(self, backend: Backend, own: Opened, i: int, leaf: Any, w: Weight, totals: Totals) -> Any:
-        a = own.values[i]
-        if is_absent(leaf):
-            return self._idle(backend, a, [w], totals)
-        with self._at(own.structure, i):
-            return self.cell.update(backend, a, self._entering(backend, own, i, leaf), w, totals)
-
-    def _idle(self, backend: Backend, a: Any, weights: Sequence[Weight], totals: Totals) -> Any:
-        if a is None or not isinstance(self.cell, IntegerCell):
-            return a
-        return self.cell.idle(backend, a, weights, totals)
-
-    def _entering(self, backend: Backend, own: Opened, i: int, leaf: Any) -> Any:
-        if own.values[i] is None:
+    def _entering(self, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any:
+        """The contribution as the cell takes it; refuses one that does not match the accumulator."""
+        if a is None:
             raise GradCombineError(self.cell.name, "no gradient, as where the state was made", "an array")
-        return self.cell.entering(backend, own.values[i], own.made_for[i].dtype, leaf)
+        return self.cell.entering(backend, a, kind.dtype, leaf)
 
-    def _at(self, structure: tree.Structure, i: int) -> AbstractContextManager[None]:
-        return renamed(self.cell.name, lambda: structure.path(i))
+    def _each(self, structure: tree.Structure, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
+        """What the function makes of each leaf; errors name the leaf."""
+        results = []
+        for row in zip(*columns, strict=True):
+            try:
+                results.append(function(*row))
+            except GradCombineError as error:
+                raise at(error, self.cell.name, structure.path(len(results))) from None
+        return results
 
     @no_autograph
     def update_many(
-        self, state: State, trees: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
+        self, state: State | None, trees: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
     ) -> State | None:
         cell: Any = self.cell
-        own = self._open(state)
-        columns = [tree.flatten_as(cell.name, own.structure, value) for value in trees]
-        entered = [x for column in columns for x in column]
-        backend = resolve(cell.name, [*own.arrays(), *entered, state.count, *weights])
+        if state is None:
+            leaves, structure = tree.flatten(cell.name, trees[0])
+            rows = [leaves, *(tree.flatten_as(cell.name, structure, value) for value in trees[1:])]
+            like = [next((x for x in column if x is not None), None) for column in zip(*rows, strict=True)]
+            own, whole = self._begun(structure, like)
+        else:
+            own, whole = self._open(state), state
+            rows = [tree.flatten_as(cell.name, own.structure, value) for value in trees]
+        entered = [x for row in rows for x in row]
+        backend = resolve(cell.name, [*own.arrays(), *entered, whole.count, *weights])
         parsed = [parse(cell.name, backend, weight) for weight in weights]
         if not cell.takes_many(parsed):
             return None
-        totals, zeros = Totals(state.weight, state.count), [weight.is_zero(backend) for weight in parsed]
+        totals, zeros = Totals(whole.weight, whole.count), [weight.is_zero(backend) for weight in parsed]
 
-        def entering(i: int, leaf: Any, zero: Array | bool) -> Array | None:
-            x = None if is_absent(leaf) else self._entering(backend, own, i, leaf)
-            return None if x is None or zero is True else accumulator.unless(backend, zero, x)
+        def update(a: Any, kind: Any, *xs: Any) -> Any:
+            def entering(leaf: Any, zero: Array | bool) -> Array | None:
+                x = None if is_absent(leaf) else self._entering(backend, a, kind, leaf)
+                return None if x is None or zero is True else accumulator.unless(backend, zero, x)
 
-        def updated(i: int, *xs: Any) -> Any:
-            with self._at(own.structure, i):
-                present = [entering(i, x, zero) for x, zero in zip(xs, zeros, strict=True)]
-                if all(x is None for x in present):
-                    return self._idle(backend, own.values[i], parsed, totals)
-                return cell.update_many(backend, own.values[i], present, parsed, totals, order)
+            present = [entering(x, zero) for x, zero in zip(xs, zeros, strict=True)]
+            if all(x is None for x in present):
+                return None if a is None else cell.idle(backend, a, parsed, totals)
+            return cell.update_many(backend, a, present, parsed, totals, order)
 
-        values = [updated(i, *xs) for i, xs in enumerate(zip(*columns, strict=True))]
+        values = self._each(own.structure, update, own.values, own.made_for, *rows)
         known = [w for w in parsed if w.known is not None]
-        total, count = state.weight, accumulator.plus(backend, state.count, sum(w.known != 0 for w in known))
+        total, count = whole.weight, accumulator.plus(backend, whole.count, sum(w.known != 0 for w in known))
         if known:
             total = cell.add_weights(backend, total, known, order)
         for w, zero in zip(parsed, zeros, strict=True):
             if w.known is None:
                 total = where(backend, zero, total, cell.add_weight(backend, total, w))
                 count = backend.where(zero, count, count + 1)
-        if isinstance(cell, IntegerCell):
-            total = cell.link(backend, total, entered)
-        return own.closed(state, values, total, count)
+        return own.closed(whole, values, cell.link(backend, total, entered), count)
 
     @no_autograph
     def merge(self, a: State, b: State) -> State:
@@ -216,13 +211,14 @@ class _Treewise:
             raise tree.difference(name, left.structure, right.structure)
         backend = resolve(name, [*left.arrays(), *right.arrays(), a.count, b.count])
         totals = Totals(a.weight, a.count), Totals(b.weight, b.count)
-        values = []
-        for i, (x, y) in enumerate(zip(left.values, right.values, strict=True)):
+
+        def merge(x: Any, y: Any) -> Any:
             expected, received = accumulator.summary(x), accumulator.summary(y)
             if expected != received:
-                raise GradCombineError(name, f"a state of {expected}", received, left.structure.path(i))
-            with self._at(left.structure, i):
-                values.append(None if x is None else self.cell.merge(backend, x, y, *totals))
+                raise GradCombineError(name, f"a state of {expected}", received)
+            return None if x is None else self.cell.merge(backend, x, y, *totals)
+
+        values = self._each(left.structure, merge, left.values, right.values)
         return left.closed(a, values, self.cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
 
     @no_autograph
@@ -230,13 +226,13 @@ class _Treewise:
         own = self._open(state)
         backend = resolve(self.cell.name, [*own.arrays(), state.count])
         totals = Totals(state.weight, state.count)
-        results = [
-            accumulator.absent(backend, kind)
-            if a is None
-            else self.cell.finish(backend, a, totals, self.cell.output(kind.dtype))
-            for a, kind in zip(own.values, own.made_for, strict=True)
-        ]
-        return tree.unflatten(own.structure, results)
+
+        def finish(a: Any, kind: Any) -> Any:
+            if a is None:
+                return accumulator.absent(backend, kind)
+            return self.cell.finish(backend, a, totals, self.cell.output(kind.dtype))
+
+        return tree.unflatten(own.structure, self._each(own.structure, finish, own.values, own.made_for))
 
     @no_autograph
     def all_finalize(self, state: State, collective: Collective, weight: Any) -> Tree:
@@ -275,8 +271,9 @@ class _Treewise:
         paths = [own.structure.path(i) for i, a in enumerate(own.values) if a is not None for _ in parts(a)]
         collective.require_unreduced(self.cell.name, paths, arrays)
         backend = resolve(self.cell.name, [*arrays, state.count, collective.rank()])
-        if isinstance(self.cell, IntegerCell) and collective.size() <= self.cell.most_replicas:
-            merged, totals = self.cell.all_merge(backend, collective, own.present(), Totals(state.weight, state.count))
+        if collective.size() <= self.cell.most_replicas:
+            cell: Any = self.cell
+            merged, totals = cell.all_merge(backend, collective, own.present(), Totals(state.weight, state.count))
             back = iter(merged)
             return own.closed(
                 state, [None if a is None else next(back) for a in own.values], totals.weight, totals.count

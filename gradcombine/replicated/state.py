@@ -9,11 +9,10 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.backends.registry import described, is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.accumulator import shape_of
-from gradcombine.reductions.cell import described
 from gradcombine.replicated.layouts import Layout
 from gradcombine.replicated.policy import Policy
 from gradcombine.types import Array, Tree

@@ -111,3 +111,30 @@ def test_what_cannot_be_printed_or_is_long_still_makes_a_short_message() -> None
     with pytest.raises(gc.GradCombineError) as caught:
         gc.accumulate(reductions.sum(), every=10**4000)
     assert len(str(caught.value)) < 400
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "update": ({"update": lambda xp, a, x, w: x[:1]}, "float32 of shape (2,) from update", "float32 of shape (1,)"),
+    "merge": ({"merge": lambda xp, a, b: (a, b)}, "float32 of shape (2,) from merge", "tuple of "),
+    "finalize": ({"finalize": lambda xp, a, totals: [a]}, "an array, or a tuple of arrays, from finalize", "[array("),
+}
+
+
+@pytest.mark.parametrize("role", FAULTS)
+def test_what_a_function_of_one_array_returns_is_named_with_its_leaf(role: str) -> None:
+    functions, expected, received = FAULTS[role]
+
+    def add(xp: Any, a: Any, b: Any, weight: Any = 1) -> Any:
+        return a + b
+
+    sound = {"update": add, "merge": add, "finalize": lambda xp, a, totals: a}
+
+    def at_one_leaf(name: str) -> Any:
+        return lambda xp, a, *others: (functions if a.shape == (2,) else sound).get(name, sound[name])(xp, a, *others)
+
+    odd = reductions.elementwise("odd", empty=0, **{name: at_one_leaf(name) for name in sound})
+    like = {"a": ONE, "b": {"c": np.ones(2, np.float32)}}
+    with pytest.raises(gc.GradCombineError) as caught:
+        odd.finalize(odd.merge(odd.update(odd.init(like), like), odd.init(like)))
+    assert (caught.value.operation, caught.value.path, caught.value.expected) == ("odd", "['b']['c']", expected)
+    assert str(caught.value.received).startswith(received)

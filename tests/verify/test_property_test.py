@@ -82,7 +82,9 @@ def _shortcut(**changed: Any) -> gc.Reduction:
         (_shortcut(clear=lambda s: s), "clear gives the empty state", [([0, 0], 1)]),
         (
             _shortcut(
-                update_many=lambda s, values, weights, order: s._replace(value=values[0] * np.float32(weights[0]))
+                update_many=lambda s, values, weights, order: (
+                    _summed().init(values[0])._replace(value=values[0] * np.float32(weights[0]))
+                )
             ),
             "a list, time, replicas",
             None,

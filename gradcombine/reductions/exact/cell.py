@@ -44,7 +44,8 @@ class Exact(ArrayLeaves):
     divides: bool
     many: bool
     kinds: tuple[str, ...] = (dtypes.FLOAT_OF_BITS,)
-    additive: bool = False
+    takes_lists: bool = True
+    most_replicas: int = exchange.MOST_REPLICAS
 
     def running(self, dtype: np.dtype) -> np.dtype:
         # No state has the words of a wider float.
@@ -136,10 +137,6 @@ class Exact(ArrayLeaves):
         left, right = self._digits(backend, a), self._digits(backend, b)
         merged = digits.merge(backend, digits.grid_of(backend, left), left, right)
         return ExactWeight(merged, limited(backend, a.deposits + b.deposits), a.link + b.link)
-
-    @property
-    def most_replicas(self) -> int:
-        return exchange.MOST_REPLICAS
 
     def all_merge(
         self, backend: Backend, collective: Collective, accumulators: Sequence[Any], totals: Totals

@@ -11,10 +11,11 @@ import numpy as np
 
 from gradcombine import static
 from gradcombine.backends.protocol import Backend, RowSlices
+from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.checks import require_integer, require_one_of
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import CommonCell, Totals, dtype_of, require_dtype, shape_of
+from gradcombine.reductions.cell import CommonCell, Totals, require_dtype
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.reductions.rows.distinct import Distinct, across, distinct, union
 from gradcombine.reductions.rows.leaf import (
