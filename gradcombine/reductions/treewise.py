@@ -268,7 +268,8 @@ class _Treewise:
     @no_autograph
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         arrays = (own := self._open(state)).arrays()
-        paths = [own.structure.path(i) for i, a in enumerate(own.values) if a is not None for _ in parts(a)]
+        named = zip(own.structure.paths(), own.values, strict=True)
+        paths = [path for path, a in named if a is not None for _ in parts(a)]
         collective.require_unreduced(self.cell.name, paths, arrays)
         backend = resolve(self.cell.name, [*arrays, state.count, collective.rank()])
         if collective.size() <= self.cell.most_replicas:

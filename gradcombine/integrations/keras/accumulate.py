@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 
-from gradcombine.accumulate import accumulate
 from gradcombine.autograph import no_autograph
 from gradcombine.integrations.keras import checks
 from gradcombine.integrations.keras.backend import BackendWindow
@@ -18,6 +17,9 @@ from gradcombine.integrations.keras.settings import Name, Parts, reduction_of
 from gradcombine.integrations.keras.weights import Weights
 from gradcombine.reductions.sums import Precision
 from gradcombine.types import Order
+from gradcombine.window import Window
+
+_OPERATION = "Accumulate"
 
 
 @keras.saving.register_keras_serializable("gradcombine")
@@ -92,7 +94,7 @@ class Accumulate(Saved):
     ) -> None:
         inner = checks.inner_optimizer(inner_optimizer)
         combined = reduction_of(reduction, precision, dtype)
-        accumulate(combined, every, order=order, max_every=max_every)
+        Window(_OPERATION, combined, every, order=order, max_every=max_every)
         super().__init__(name)
         self.every, self.reduction, self.precision, self.dtype = every, reduction, precision, dtype
         self.order: Order = order
@@ -122,13 +124,13 @@ class Accumulate(Saved):
             return
         variables = list(variables)
         parts = Parts([self._overwrite_variable_with_gradient(x) for x in variables], self._combined)
-        accumulator = accumulate(parts.reduction, self.every, order=self.order, max_every=self.max_every)
+        rules = Window(_OPERATION, parts.reduction, self.every, order=self.order, max_every=self.max_every)
         inner = self.inner_optimizer
         if not inner.built:
             inner.build(variables)
         checks.require_built_alike(inner, variables)
         with keras.name_scope(self.name):
-            window = BackendWindow(accumulator, parts, self.order, inner, variables)
+            window = BackendWindow(rules, parts, inner, variables)
         if self._scaled_outside:
             checks.require_agreed_scale(window.replicas)
         for variable in window.state.variables:

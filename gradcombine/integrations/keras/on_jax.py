@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from gradcombine.accumulate import Accumulator
 from gradcombine.integrations.keras.settings import Parts
-from gradcombine.integrations.keras.window import FULL, Window
-from gradcombine.types import AccumulateState, Order
+from gradcombine.integrations.keras.window import WindowVariables
+from gradcombine.types import AccumulateState
+from gradcombine.window import Window
 
 
 class JaxWindow:
@@ -22,47 +22,38 @@ class JaxWindow:
     Works on whatever values the variables have: those of a keras.StatelessScope, traced or not, or their own.
 
     Args:
-      accumulator: from `gradcombine.accumulate`.
+      rules: of the window. There are no replicas: jax.Array spans the devices.
       parts: the gradients' tree.
-      order: of replicas, of which there are none: jax.Array spans the devices.
       optimizer: run at the boundary; built.
       variables: what it trains.
     """
 
     replicas = 1
 
-    def __init__(
-        self,
-        accumulator: Accumulator,
-        parts: Parts,
-        order: Order,
-        optimizer: Any,
-        variables: Sequence[Any],
-    ) -> None:
-        self.state = Window(accumulator, parts, variables)
-        self.accumulator, self._parts = accumulator, parts
+    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
+        self.state = WindowVariables(rules, parts, variables)
+        self._rules, self._parts = rules, parts
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
 
     def contribute(self, gradients: list[Any], weight: Any) -> None:
         """One more microbatch; runs the optimizer where it fills the window."""
-        before = self._read()
-        step = jnp.where(self._applied(before), FULL, jnp.where(self.accumulator.ready(before), 0, before.step))
-        after = self.accumulator.update(self._parts.split(gradients), before._replace(step=step), weight)
-        ready = self.accumulator.ready(after)
+        before = self.state.resumed(self._read())
+        after = self._rules.contribute(before, self._parts.split(gradients), weight)
+        full = self._rules.is_full(after)
         self.state.write(after)
-        present = np.array([gradient is not None for gradient in gradients])
-        marked = jnp.append(present, ready)
-        self.state.touched.assign(jnp.where(marked, after.index + 1, self.state.touched.value))
-        self._seen |= set(np.flatnonzero(present).tolist())
-        self._apply_if(ready, after)
+        present = [gradient is not None for gradient in gradients]
+        self.state.touched.assign(self.state.marked(present, full, after.index))
+        self._seen |= {i for i, chosen in enumerate(present) if chosen}
+        self._apply_if(full, after)
 
     def flush(self) -> Any:
         """Runs the optimizer on a partial window, and ends it."""
-        before = self._read()
-        partial = (before.step > 0) & ~self._applied(before)
-        self._apply_if(partial, before)
-        self.state.write(self.accumulator.restart(before))
+        state = self._read()
+        partial = self.state.is_partial(state)
+        self._apply_if(partial, state)
+        nothing = [False] * len(self._targets)
+        self.state.touched.assign(self.state.marked(nothing, partial, state.index))
         return partial
 
     def load(self, states: list[AccumulateState], touched: Any) -> None:
@@ -92,9 +83,6 @@ class JaxWindow:
     def _read(self) -> AccumulateState:
         return self.state.read(lambda variable: variable.value)
 
-    def _applied(self, state: AccumulateState) -> Any:
-        return self.state.touched.value[-1] == state.index + 1
-
     def _apply_if(self, condition: Any, window: AccumulateState) -> None:
         states = self._optimizer.variables
         before = [x.value for x in self._targets], [x.value for x in states]
@@ -103,7 +91,7 @@ class JaxWindow:
 
         # The window is only read in the conditional: a buffer that passes through one is copied.
         def apply(left_out: Sequence[int]) -> Any:
-            values = self._parts.join(self.accumulator.value(window))
+            values = self._parts.join(self._rules.value(window))
             gradients = [None if i in left_out else x for i, x in enumerate(values)]
             return tuple(map(list, self._optimizer.stateless_apply(before[1], gradients, before[0])))
 

@@ -3,43 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
 import tensorflow as tf
 
-from gradcombine.accumulate import Accumulator
 from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.settings import Parts
-from gradcombine.integrations.keras.window import FULL, Window
-from gradcombine.integrations.tensorflow import in_place
+from gradcombine.integrations.keras.window import WindowVariables
 from gradcombine.integrations.tensorflow.checks import checked_result, require_synchronous
+from gradcombine.integrations.tensorflow.in_place import InPlace
 from gradcombine.integrations.tensorflow.state import ReplicaState
-from gradcombine.replicas import merge_replicas, tf_replicas
-from gradcombine.types import AccumulateState, Order
+from gradcombine.replicas import tf_replicas
+from gradcombine.types import AccumulateState
+from gradcombine.window import Window
 
 
 class _Variables(ReplicaState):
-    """`ReplicaState` over the variables of a `Window` in place of its own."""
+    """`ReplicaState` over the variables of a window in place of its own."""
 
-    def __init__(self, window: Window, accumulator: Accumulator, size: int) -> None:
-        held = [getattr(x, "value", x) for x in window.leaves]
-        whole = window.read(lambda variable: variable.value)
-        *self._all_leaves, step, index = held
+    def __init__(self, held: WindowVariables, rules: Window) -> None:
+        *leaves, step, index = [x.value for x in held.leaves]
         self.position: dict[str, Any] = {"step": step, "index": index}
-        self._structure = window.structure.children[0]
-        self._accumulator, self._size, self._is_sum = accumulator, size, in_place.is_sum(whole.levels)
-        self._touched = window.touched
-
-    def applied(self) -> tf.Tensor:
-        """Whether this replica's window was full, and applied."""
-        return tf.equal(self._touched.value[-1], tf.convert_to_tensor(self.position["index"]) + 1)
+        self._resumed = held.resumed
+        self._hold(rules, leaves, held.structure.children[0])
 
     def _state(self, leaves: list[Any]) -> AccumulateState:
-        state = super()._state(leaves)
-        step = tf.where(self.applied(), FULL, tf.where(self._accumulator.ready(state), 0, state.step))
-        return state._replace(step=step)
+        return self._resumed(self.written(leaves))
+
+    def written(self, leaves: list[Any] | None = None) -> AccumulateState:
+        """This replica's state as it is in the variables; the position alone is read."""
+        return super()._state(self._leaves() if leaves is None else leaves)
 
 
 class Layout(tf.train.experimental.PythonState):
@@ -70,29 +65,20 @@ class TensorflowWindow:
     cross-replica context, which tf.distribute asks of a conditional with a collective inside.
 
     Args:
-      accumulator: from `gradcombine.accumulate`.
+      rules: of the window.
       parts: the gradients' tree.
-      order: in which the replicas' windows are merged.
       optimizer: run at the boundary; built.
       variables: what it trains.
     """
 
-    def __init__(
-        self,
-        accumulator: Accumulator,
-        parts: Parts,
-        order: Order,
-        optimizer: Any,
-        variables: Sequence[Any],
-    ) -> None:
+    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
         self._strategy = tf.distribute.get_strategy()
         require_synchronous(self._strategy)
         if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
             raise error("a strategy with variables on every replica", type(self._strategy).__name__)
-        self.state = Window(accumulator, parts, variables)
-        self._windows = _Variables(self.state, accumulator, len(variables))
-        self.accumulator, self._parts = accumulator, parts
-        self._merge = partial(merge_replicas, parts.reduction, over=tf_replicas(), order=order)
+        self.state = WindowVariables(rules, parts, variables)
+        self._windows = _Variables(self.state, replace(rules, over=tf_replicas()))
+        self._parts = parts
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
         self._flush_all = tf.function(self._flush_replicas, autograph=False)
@@ -103,14 +89,12 @@ class TensorflowWindow:
         self._require_strategy()
         dense, weight = checked_result((gradients, weight), self._targets)
         dense = [self._unscaled(x, target) for x, target in zip(dense, self._targets, strict=True)]
-        pending, ready = self._windows.accumulated(self._parts.split(dense), weight)
+        pending, full = self._windows.contributed(self._parts.split(dense), weight)
         self._windows.write(pending)
         present = [gradient is not None for gradient in gradients]
-        touched = self.state.touched.value
-        marked = tf.concat([present, [ready]], 0)
-        touched.assign(tf.where(marked, pending.index + 1, tf.convert_to_tensor(touched)))
+        self._mark(present, full, (pending.after if isinstance(pending, InPlace) else pending).index)
         self._seen |= {i for i, chosen in enumerate(present) if chosen}
-        _in_cross_replica(self._apply_if, ready)
+        _in_cross_replica(self._apply_if, full)
 
     @tf.autograph.experimental.do_not_convert
     def flush(self) -> Any:
@@ -153,11 +137,14 @@ class TensorflowWindow:
 
     @tf.autograph.experimental.do_not_convert
     def _flush(self) -> Any:
-        before = self._windows.read()._replace(step=tf.convert_to_tensor(self._windows.position["step"]))
-        begun = tf.logical_and(before.step > 0, tf.logical_not(self._windows.applied()))
-        _in_cross_replica(self._apply_if, begun)
-        self._windows.write(self.accumulator.restart(before))
-        return begun
+        state = self._windows.written()
+        partial = self.state.is_partial(state)
+        _in_cross_replica(self._apply_if, partial)
+        self._mark([False] * len(self._targets), partial, state.index)
+        return partial
+
+    def _mark(self, present: Sequence[bool], full: Any, index: Any) -> None:
+        self.state.touched.value.assign(self.state.marked(present, full, index))
 
     def _flush_replicas(self) -> Any:
         with self._strategy.scope():
@@ -177,7 +164,7 @@ class TensorflowWindow:
 
         def full() -> None:
             if unseen:
-                current = self._windows.read().index + 1
+                current = self._windows.written().index + 1
                 touched = tf.equal(tf.gather(self.state.touched.value, unseen), current)
                 tf.cond(tf.reduce_any(touched), lambda: apply(()), rest)
             else:
@@ -187,7 +174,7 @@ class TensorflowWindow:
 
     @tf.autograph.experimental.do_not_convert
     def _apply(self, left_out: Sequence[int]) -> None:
-        merged = self._parts.join(self._windows.value(self._merge(self._windows.read())))
+        merged = self._parts.join(self._windows.value())
         gradients = [self._to_be_summed(x, target) for x, target in zip(merged, self._targets, strict=True)]
         given = [None if i in left_out else x for i, x in enumerate(gradients)]
         self._optimizer.apply(given, self._targets)

@@ -12,7 +12,7 @@ from gradcombine.accumulate import cleared, depth_of, replace_window, whole_wind
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras.backend import BackendWindow
 from gradcombine.integrations.keras.checks import error
-from gradcombine.integrations.keras.window import Window
+from gradcombine.integrations.keras.window import WindowVariables
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, BinaryCounter
 
@@ -75,26 +75,26 @@ def _states(arrays: Sequence[np.ndarray], window: BackendWindow, received: str, 
     if touched.shape[1:] != tuple(window.state.touched.shape):
         raise error(f"a window of {window.state.touched.shape[0] - 1} variables", touched.shape[1] - 1)
     states = [_state(window.state, [x[rank] for x in (*held, step, index)]) for rank in range(len(step))]
-    if begun(arrays) and window.accumulator.ready(states[0]):
+    if begun(arrays) and window.state.rules.is_full(states[0]):
         raise error("a window of fewer microbatches, as every says", f"{int(step[0])} that have not been applied")
-    return _divided(window.state.reduction, states, window.replicas)
+    return _divided(window.state.rules.reduction, states, window.replicas)
 
 
-def _state(window: Window, arrays: Sequence[np.ndarray]) -> AccumulateState:
+def _state(window: WindowVariables, arrays: Sequence[np.ndarray]) -> AccumulateState:
     """A state of the depth of a window, of arrays that may be of another depth."""
     *held, step, index = arrays
     saved = AccumulateState(window.levels(held), step, index)
     if (depth := depth_of(saved)) == window.depth:
         return saved
     if isinstance(saved.levels, BinaryCounter) and depth < window.depth and saved.levels.filled < 2**depth:
-        return saved._replace(levels=binary_counter.deeper(window.reduction, saved.levels, window.depth))
+        return saved._replace(levels=binary_counter.deeper(window.rules.reduction, saved.levels, window.depth))
     empty = _empty(window, 0)._replace(step=step, index=index)
-    return replace_window(window.reduction, empty, whole_window(window.reduction, saved))
+    return replace_window(window.rules.reduction, empty, whole_window(window.rules.reduction, saved))
 
 
-def _empty(window: Window, index: int) -> AccumulateState:
+def _empty(window: WindowVariables, index: int) -> AccumulateState:
     state = window.read(lambda variable: variable.numpy())
-    return AccumulateState(cleared(window.reduction, state.levels), np.int32(0), np.int32(index))
+    return AccumulateState(cleared(window.rules.reduction, state.levels), np.int32(0), np.int32(index))
 
 
 def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: int) -> list[AccumulateState]:

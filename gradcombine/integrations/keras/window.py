@@ -10,11 +10,11 @@ import keras
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.accumulate import Accumulator
 from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.reductions import dtypes
 from gradcombine.types import AccumulateState, BinaryCounter, State
+from gradcombine.window import Window
 
 _OPERATION = "Accumulate"
 FULL = np.int32(np.iinfo(np.int32).max)
@@ -22,7 +22,7 @@ FULL = np.int32(np.iinfo(np.int32).max)
 _ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
 
 
-class Window:
+class WindowVariables:
     """The variables of an `AccumulateState`, what in it never changes, and what became of its windows.
 
     Whether a window was applied is written down, and not told by the number of its microbatches: a checkpoint may hold
@@ -31,20 +31,20 @@ class Window:
     Attributes:
       leaves: variables.
       structure: of the state.
-      reduction: that the state is of.
+      rules: of the window.
       touched: for each trainable variable, 1 + the number of the last window that has a gradient for it; at the end,
         1 + the number of the last window that was full, and applied.
 
     Args:
-      accumulator: from `gradcombine.accumulate`.
+      rules: of the window.
       parts: the gradients' tree.
       variables: the trainable variables.
     """
 
-    def __init__(self, accumulator: Accumulator, parts: Parts, variables: Sequence[Any]) -> None:
+    def __init__(self, rules: Window, parts: Parts, variables: Sequence[Any]) -> None:
         like = [np.broadcast_to(np.zeros((), dtypes.parse(_dtype(v))), tuple(v.shape)) for v in variables]
-        empty, self.structure = tree.flatten(_OPERATION, accumulator.init(parts.split(like)))
-        self.reduction = parts.reduction
+        empty, self.structure = tree.flatten(_OPERATION, rules.init(parts.split(like)))
+        self.rules = rules
         paths = self.structure.paths()
         self.touched = _variable(np.zeros(len(variables) + 1, np.int32), "touched")
         self.leaves = [_variable(x, *_place(path, parts, variables)) for x, path in zip(empty, paths, strict=True)]
@@ -93,6 +93,27 @@ class Window:
     def arrays(self, state: AccumulateState) -> list[Any]:
         """What a state has for each of the variables of its leaves."""
         return tree.flatten_as(_OPERATION, self.structure, state)
+
+    def applied(self, state: AccumulateState) -> Any:
+        """Whether the window was full, and applied."""
+        return self.touched.value[-1] == state.index + 1
+
+    def is_partial(self, state: AccumulateState) -> Any:
+        """Whether there are contributions that have not been applied."""
+        return (state.step > 0) & ~self.applied(state)
+
+    def resumed(self, state: AccumulateState) -> AccumulateState:
+        """The state to go on with.
+
+        A window of a checkpoint that is full, and has not been applied, gets as many contributions more.
+        """
+        going_on = keras.ops.where(self.rules.is_full(state), np.int32(0), state.step)
+        return state._replace(step=keras.ops.where(self.applied(state), FULL, going_on))
+
+    def marked(self, present: Sequence[bool], full: Any, index: Any) -> Any:
+        """`touched` after gradients for these variables, which may have made a window full that is applied then."""
+        chosen = keras.ops.append(np.array(present, np.bool_), full)
+        return keras.ops.where(chosen, index + 1, keras.ops.convert_to_tensor(self.touched.value))
 
     def write(self, state: AccumulateState) -> None:
         """Assigns a state to the variables."""

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import GradCombineError
+from gradcombine.integrations.tensorflow.sparse import dense
 
 error = partial(GradCombineError, "AccumulatedStep")
 
@@ -75,8 +76,4 @@ def _described(value: Any) -> str:
 def _dense(gradient: Any, target: Any) -> Any:
     if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
         return tf.ensure_shape(gradient, target.shape)  # checked where the graph runs
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient
-    rows = tf.cast(gradient.indices, tf.int64)
-    # Added in the order of the slices; a plain conversion warns about the memory that a dense tensor takes.
-    return tf.tensor_scatter_nd_add(tf.zeros(target.shape, gradient.dtype), rows[:, tf.newaxis], gradient.values)
+    return dense(gradient, target.shape) if isinstance(gradient, tf.IndexedSlices) else gradient

@@ -1,10 +1,13 @@
-"""tf.IndexedSlices to and from the row-sparse leaf."""
+"""tf.IndexedSlices: to and from the row-sparse leaf, made dense, or gathered from all ranks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import tensorflow as tf
 
 from gradcombine.autograph import no_autograph
+from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.sparse import RowSparse, row_sparse
 
@@ -72,3 +75,47 @@ def to_indexed_slices(rows: RowSparse) -> tf.IndexedSlices:
     held = rows.indices < tf.cast(rows.shape[0], rows.indices.dtype)
     values, indices = tf.boolean_mask(rows.values, held), tf.boolean_mask(rows.indices, held)
     return tf.IndexedSlices(values, indices, tf.constant(rows.shape, tf.int64))
+
+
+def dense(slices: tf.IndexedSlices, shape: Any = None) -> tf.Tensor:
+    """The tensor that the slices stand for, rows that occur twice added in the order of the slices.
+
+    Args:
+      slices: with a ``dense_shape``, if ``shape`` is not given.
+      shape: of the tensor.
+    """
+    if shape is None:
+        if slices.dense_shape is None:
+            return tf.convert_to_tensor(slices)
+        known = tf.get_static_value(slices.dense_shape)
+        shape = slices.dense_shape if known is None else tuple(known)
+    # A plain conversion warns about the memory that a dense tensor takes.
+    rows = tf.cast(slices.indices, tf.int64)[:, tf.newaxis]
+    return tf.tensor_scatter_nd_add(tf.zeros(shape, slices.values.dtype), rows, slices.values)
+
+
+def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
+    """The same rows with other values."""
+    return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
+
+
+def gather(over: Collective, slices: tf.IndexedSlices, included: Any) -> tf.IndexedSlices:
+    """All ranks' slices one after another; ranks may hold different numbers of them.
+
+    Args:
+      included: 1 on the ranks that contribute, 0 on the others; None: all do.
+    """
+    values, indices = tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)
+    if included is not None:
+        kept = tf.shape(indices)[0] * included
+        values, indices = values[:kept], indices[:kept]
+    if over.size() > 1:
+        context = tf.distribute.get_replica_context()
+        values, indices = (context.all_gather(x, axis=0) for x in (values, indices))
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def choose(condition: Any, a: tf.IndexedSlices, b: tf.IndexedSlices) -> tf.IndexedSlices:
+    """``a`` where the scalar condition holds, else ``b``: of different numbers of rows."""
+    values, indices = tf.cond(condition, lambda: (a.values, a.indices), lambda: (b.values, b.indices))
+    return tf.IndexedSlices(values, indices, a.dense_shape)

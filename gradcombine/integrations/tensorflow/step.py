@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from gradcombine import reductions, tree
-from gradcombine.accumulate import accumulate
+from gradcombine.integrations.tensorflow import graph
 from gradcombine.integrations.tensorflow.checks import (
     checked_result,
     error,
@@ -19,11 +18,11 @@ from gradcombine.integrations.tensorflow.checks import (
     require_same_length,
     require_synchronous,
 )
-from gradcombine.integrations.tensorflow.ordering import after, operations
 from gradcombine.integrations.tensorflow.state import ReplicaState
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.replicas import merge_replicas, tf_replicas
+from gradcombine.replicas import tf_replicas
 from gradcombine.types import AccumulateState, Order
+from gradcombine.window import Window
 
 __all__ = ["AccumulatedStep"]
 
@@ -105,9 +104,8 @@ class AccumulatedStep(tf.Module):
         require_synchronous(self._strategy)
         self._gradients, self._apply, self._optimizer = gradients, apply, keras_optimizer(apply)
         reduction = reductions.mean() if reduction is None else reduction
-        self._accumulator = accumulate(reduction, every, order=order, max_every=max_every)
+        self._window = Window("AccumulatedStep", reduction, every, tf_replicas(), order, max_every)
         require_same_length(self._strategy, every)
-        self._merge = partial(merge_replicas, reduction, over=tf_replicas(), order=order)
         targets = list(variables)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
@@ -118,7 +116,7 @@ class AccumulatedStep(tf.Module):
             if not self._optimizer.built:
                 self._optimizer.build(targets)
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
-        self._state = ReplicaState(self._strategy, self._accumulator, specs)
+        self._state = ReplicaState(self._window, specs)
         self.position, self.windows = self._state.position, self._state.windows
         self._with_gradient: set[int] = set()
         self._left_out: set[int] = set()
@@ -187,13 +185,15 @@ class AccumulatedStep(tf.Module):
     def _step(self, status: Any, batch: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
         self._require_cross_replica()
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
-        compute, begun = _converted(self._gradients, status), operations()
+        compute, begun = graph.converted(self._gradients, status), graph.size()
         pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, *batch))
         full = self._agreed(ready)
-        computed = after(begun, self._local((pending, full)))
+        tensors = [x for x in tf.nest.flatten(self._local((pending, full)), expand_composites=True) if tf.is_tensor(x)]
+        with graph.after([*graph.effects_since(begun), *tensors]):
+            computed = tf.no_op()
 
         def write(pending: Any) -> None:
-            with tf.control_dependencies(computed):
+            with graph.after([computed]):
                 self._state.write(pending)
 
         self._strategy.run(write, args=(pending,))
@@ -203,12 +203,12 @@ class AccumulatedStep(tf.Module):
     def _flush(self, status: Any) -> tf.Tensor:
         self._require_cross_replica()
         applied = self._apply_if(self._agreed(self._strategy.run(self._is_partial)), status)
-        self._strategy.run(lambda: self._state.write(self._accumulator.restart(self._state.read())))
+        self._strategy.run(self._end)
         return applied
 
     def _accumulated(self, compute: Callable[..., Any], *batch: Any) -> tuple[Any, tf.Tensor, Any]:
         gradients, weight, *outputs = checked_result(compute(*batch), self._targets())
-        pending, ready = self._state.accumulated(gradients, weight)
+        pending, ready = self._state.contributed(gradients, weight)
         # Which variables have a gradient is known while tracing, and only then.
         present = {i for i, gradient in enumerate(gradients) if gradient is not None}
         for i in sorted(present & self._left_out):
@@ -217,8 +217,11 @@ class AccumulatedStep(tf.Module):
         return pending, ready, outputs[0] if outputs else None
 
     def _is_partial(self) -> tf.Tensor:
-        state = self._state.read()
-        return tf.logical_and(state.step > 0, tf.logical_not(self._accumulator.ready(state)))
+        return self._window.is_partial(self._state.unread())
+
+    def _end(self) -> None:
+        state = self._state.unread()
+        self._state.write_step(self._window.end(state, self._window.is_partial(state)).step)
 
     def _apply_if(self, condition: tf.Tensor, status: Any) -> tf.Tensor:
         # The branch is taken here, in cross-replica context: tf.distribute allows no collective in a conditional inside
@@ -235,13 +238,13 @@ class AccumulatedStep(tf.Module):
             self._left_out |= set(range(len(self._targets()))) - self._with_gradient
 
         def merged() -> list[tf.Tensor]:
-            gradients = self._state.value(self._merge(self._state.read()))
+            gradients = self._state.value()
             return [gradients[i] for i in indices]
 
         if self._optimizer is None:
             gradients = [self._first(x) for x in self._strategy.run(merged)]
             with self._strategy.scope():
-                _converted(self._apply, status)(gradients, targets)
+                graph.converted(self._apply, status)(gradients, targets)
         else:
             self._strategy.run(lambda: self._optimizer.apply(_from_first_replica(merged()), targets))
 
@@ -278,7 +281,3 @@ def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         return gradients
     first = tf.equal(context.replica_id_in_sync_group, 0)
     return [tf.where(first, x, tf.zeros_like(x)) for x in gradients]
-
-
-def _converted(function: Any, status: Any) -> Any:
-    return tf.__internal__.autograph.tf_convert(function, status, convert_by_default=False)

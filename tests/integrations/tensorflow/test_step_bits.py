@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import keras
 import ml_dtypes
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
+from gradcombine.integrations.keras import Accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from tests.integrations.tensorflow.strategies import given, mirrored, per_replica, replace
 
@@ -78,6 +80,55 @@ def test_a_variable_without_a_gradient_in_some_traces_starts_each_window_empty()
         step(g, both)
         step(g, True)
         assert b.numpy().tolist() == expected
+
+
+WRAPPED = {
+    "clipped": (reductions.clipped(reductions.mean(), 5.0), [[6, 8], [0, 0]], [1.5, 2]),
+    "zeroed": (reductions.zeroed(reductions.mean()), [[np.inf, 1], [2, 4]], [2, 4]),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("reduction", "contributions", "expected"), WRAPPED.values(), ids=WRAPPED)
+def test_what_a_reduction_makes_of_contributions_is_added(
+    run: str, reduction: Any, contributions: Any, expected: Any
+) -> None:
+    w = tf.Variable(tf.zeros(2))
+    step = AccumulatedStep(lambda g: ([g], 1), [w], replace, every=2, reduction=reduction)
+    if run == "function_in_xla":
+        inner = tf.function(step)
+        inner.get_concrete_function(tf.zeros(2))
+        call = tf.function(lambda g: inner(g), jit_compile=True)
+    else:
+        call = RUNS[run](step)
+    for g in contributions:
+        call(tf.constant(g, tf.float32))
+    assert w.numpy().tolist() == expected
+
+
+def test_no_more_operations_are_traced_than_by_keras_own_accumulation() -> None:
+    specs = [tf.TensorSpec([2])] * 60
+
+    def size(make: Any) -> int:
+        variables = [keras.Variable(tf.zeros(2)) for _ in specs]
+        call = make(variables)
+        graph = tf.function(call, autograph=False).get_concrete_function(specs).graph.as_graph_def()
+        return len(graph.node) + sum(len(function.node_def) for function in graph.library.function)
+
+    def peer(variables: Any) -> Any:
+        optimizer = keras.optimizers.Adam(gradient_accumulation_steps=4)
+        optimizer.build(variables)
+        return lambda gradients: optimizer.apply(gradients, variables)
+
+    def accumulate(variables: Any) -> Any:
+        optimizer = Accumulate(keras.optimizers.Adam(), every=4)
+        optimizer.build(variables)
+        return lambda gradients: optimizer.apply(gradients, variables)
+
+    limit = size(peer)
+    assert size(lambda v: AccumulatedStep(lambda g: (g, 1), v, keras.optimizers.Adam(), every=4)) <= limit
+    assert size(lambda v: AccumulatedStep(lambda g: (g, g[0][0]), v, keras.optimizers.Adam(), every=4)) <= limit
+    assert size(accumulate) <= limit
 
 
 @pytest.mark.parametrize("failing", ["assertion", "checked"])
