@@ -10,15 +10,15 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine import reductions
-from gradcombine.accumulate import accumulate
 from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError
-from gradcombine.integrations.horovod import sparse
-from gradcombine.integrations.horovod.errors import HorovodError, sparse_over_several_passes
-from gradcombine.integrations.horovod.graph import after, branch, completed, converted
-from gradcombine.integrations.horovod.state import WindowVariables, specs_of
+from gradcombine.integrations.horovod.all_reduce import HorovodError
+from gradcombine.integrations.tensorflow import sparse
+from gradcombine.integrations.tensorflow.graph import after, branch, completed, converted
+from gradcombine.integrations.tensorflow.state import ReplicaState
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.window import Window
 
 Mode = Literal["eager", "graph"]
 
@@ -89,17 +89,16 @@ class LocalGradientAggregation(tf.Module):
         self._sparse_as_dense, self._average = sparse_as_dense, average_aggregated_gradients
         self._scale_local = scale_local_gradients
         self._local: set[Any] = set()
-        self._accumulator = accumulate(reductions.sum() if reduction is None else reduction, self._k)
-        self._window: WindowVariables | None = None
+        combined = reductions.sum() if reduction is None else reduction
+        self._window = Window("LocalGradientAggregation", combined, self._k)
+        self._state: ReplicaState | None = None
         self._seen: set[int] = set()
         self._written: list[tf.Operation] = []
 
     @property
     def counter(self) -> tf.Tensor:
         """The passes since the last boundary, an int32 scalar; 0 right after it."""
-        if self._window is None:
-            return tf.constant(0)
-        return tf.math.floormod(self._window.read().step, self._k)
+        return tf.constant(0) if self._state is None else self._window.next(self._state.unread())[1]
 
     @no_autograph
     def register_local_var(self, variable: Any) -> None:
@@ -121,28 +120,30 @@ class LocalGradientAggregation(tf.Module):
         if len(gradients) != len(variables):
             raise GradCombineError("compute_gradients", f"{len(variables)} gradients", len(gradients))
         if self._sparse_as_dense:
-            gradients = [sparse.dense(x) if sparse.is_sparse(x) else x for x in gradients]
+            gradients = [sparse.dense(x) if isinstance(x, tf.IndexedSlices) else x for x in gradients]
         if self._k == 1:
             return self._combined(gradients, variables)
         for i, gradient in enumerate(gradients):
-            if sparse.is_sparse(gradient):
-                raise sparse_over_several_passes(f"[{i}]")
+            if isinstance(gradient, tf.IndexedSlices):
+                text = "IndexedSlices are not supported when `backward_passes_per_step` > 1"
+                text += " and `sparse_as_dense` is False."
+                raise HorovodError(text, "compute_gradients", "a dense gradient", "IndexedSlices", f"[{i}]")
         _require_no_conditional_collective()
-        window = self._opened(gradients, variables)
-        state = self._accumulator.update(gradients, window.read(), 1)
+        held = self._opened(gradients, variables)
+        state = self._window.contribute(held.read(), gradients)
         seen = self._seen | {i for i, x in enumerate(gradients) if x is not None}
-        sums = self._accumulator.value(state)
+        sums = self._window.value(state)
         own = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]
         between = own if self._graph_mode else sums
         chosen = sorted(seen)
         picked = branch(
-            self._accumulator.ready(state),
+            self._window.is_full(state),
             lambda: self._combined([sums[i] for i in chosen], [variables[i] for i in chosen]),
             lambda: [between[i] for i in chosen],
         )
         # Written last: where the all-reduce fails, the window is as it was.
         with after(picked):
-            self._written = window.write(state)
+            self._written = held.write(state)
         self._seen = seen
         found = dict(zip(chosen, completed(picked, self._written), strict=True))
         return [found.get(i) for i in range(len(gradients))]
@@ -173,12 +174,12 @@ class LocalGradientAggregation(tf.Module):
                 boundary, lambda: _done(True, converted(apply_grads_closure)()), lambda: _done(False, only_count())
             )
 
-    def _opened(self, gradients: list[Any], variables: list[Any]) -> WindowVariables:
-        if self._window is None:
-            specs = specs_of(gradients, variables)
+    def _opened(self, gradients: list[Any], variables: list[Any]) -> ReplicaState:
+        if self._state is None:
             with tf.init_scope():
-                self._window = WindowVariables(self._accumulator.init(specs))
-        return self._window
+                self._state = ReplicaState(self._window, list(map(_spec, gradients, variables)))
+            self.position, self.windows = self._state.position, self._state.windows
+        return self._state
 
     def _combined(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """All-reduced, but for local variables; divided as asked for. None stays in its place."""
@@ -213,6 +214,13 @@ def _passes(k: Any) -> int:
     return passes
 
 
+def _spec(gradient: Any, variable: Any) -> tf.TensorSpec:
+    """Shape and dtype of a gradient; of the variable, where there is no gradient or its shape is not known."""
+    source = variable if gradient is None else gradient
+    shape = source.shape if tf.TensorShape(source.shape).is_fully_defined() else variable.shape
+    return tf.TensorSpec(shape, source.dtype)
+
+
 def _key(variable: Any) -> Any:
     return variable.ref() if hasattr(variable, "ref") else id(variable)
 
@@ -221,7 +229,7 @@ def _over(gradient: Any, divisor: Any) -> Any:
     """``gradient / divisor``, correctly rounded; 1 divides nothing."""
     if gradient is None or (isinstance(divisor, int) and divisor == 1):
         return gradient
-    if sparse.is_sparse(gradient):
+    if isinstance(gradient, tf.IndexedSlices):
         return sparse.with_values(gradient, _over(gradient.values, divisor))
     backend = load("tensorflow")
     dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)

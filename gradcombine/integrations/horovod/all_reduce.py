@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
+import tensorflow as tf
 
 from gradcombine import reductions, replicas, tree
 from gradcombine.autograph import no_autograph
@@ -13,8 +14,7 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.checks import require_order
 from gradcombine.errors import GradCombineError
-from gradcombine.integrations.horovod import sparse
-from gradcombine.integrations.horovod.errors import HorovodError
+from gradcombine.integrations.tensorflow import sparse
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Array, Order, Tree
@@ -29,6 +29,22 @@ _REDUCTIONS: dict[str, Callable[..., Reduction]] = {
     "product": reductions.product,
     "adasum": reductions.adasum,
 }
+
+
+class HorovodError(GradCombineError):
+    """A refusal whose whole text is Horovod's, for which programs look.
+
+    Args:
+      text: what ``str`` gives.
+      operation, expected, received, path: as for `gradcombine.GradCombineError`.
+    """
+
+    def __init__(self, text: str, operation: str, expected: str, received: Any, path: str = "") -> None:
+        super().__init__(operation, expected, received, path)
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class AllReduce:
@@ -119,7 +135,7 @@ class AllReduce:
           The combined gradients, of the same structure and dtypes.
         """
         leaves, structure = tree.flatten("AllReduce", gradients)
-        slices = {i: leaf for i, leaf in enumerate(leaves) if sparse.is_sparse(leaf)}
+        slices = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, tf.IndexedSlices)}
         if self._sparse_as_dense:
             leaves = [sparse.dense(leaf) if i in slices else leaf for i, leaf in enumerate(leaves)]
             slices = {}
