@@ -126,7 +126,8 @@ class JaxAxis:
 
     def _gather(self, array: Array, to: str) -> Array:
         if len(self.names) == 1 or to == "invarying":
-            return lax.all_gather(array, self.names, to=to)
+            # Tiled: JAX gives an axis of ranks that it adds itself the first axis' place in explicit shardings.
+            return lax.all_gather(array[None], self.names, tiled=True, to=to)
         # Nested vmap axes have no joint all_gather: innermost first, then flattened to ranks in row-major order.
         gathered = array
         for name in reversed(self.names):

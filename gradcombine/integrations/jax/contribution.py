@@ -18,6 +18,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.loss import Form, LossOutput, opened
 from gradcombine.integrations.jax.microbatches import examples
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, on_replicas
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, Order, Tree
@@ -111,7 +112,29 @@ class Objective:
 
     def window(self, every: int | Callable[[Array], Any], max_every: int | None = None, *, has_aux: bool) -> Window:
         """The window of such contributions."""
-        return Window(self.operation, self.combined(has_aux), every, self.over, self.order, max_every)
+        return ReplicatedWindow(self.operation, self.combined(has_aux), every, self.over, self.order, max_every)
+
+    def on_replicas(
+        self,
+        function: Callable[[list[Any], dict[str, Any], Tree, Tree], tuple[Tree, Tree]],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        whole: Tree = (),
+        own: Tree = (),
+    ) -> tuple[Tree, Tree]:
+        """``function(args, kwargs, whole, own) -> (whole, own)`` on each replica, with its rows of the batch."""
+        positions = self.batch_positions(args)
+        others = [None if i in positions else x for i, x in enumerate(args)]
+
+        def one(whole: Tree, rows: list[Any], own: Tree) -> tuple[Tree, Tree]:
+            others, kwargs, whole = whole
+            called = list(others)
+            for i, x in zip(positions, rows, strict=True):
+                called[i] = x
+            return function(called, kwargs, whole, own)
+
+        rows = [args[i] for i in positions]
+        return on_replicas(self.operation, self.over, one, (others, kwargs, whole), rows, own)
 
     def contribution(
         self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None = None, scale: Any = None

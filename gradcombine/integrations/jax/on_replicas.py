@@ -1,4 +1,4 @@
-"""Runs a part of a program once on each replica of a mesh axis that nothing around it has bound."""
+"""Runs a part of a program once on each replica of a mesh axis, whether or not something around it has bound it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax import axes
-from gradcombine.types import Tree
+from gradcombine.types import AccumulateState, Tree
+from gradcombine.window import Window
 
 
 def on_replicas(
@@ -134,6 +135,16 @@ def own_state(operation: str, over: Collective, own: Tree, beside: Tree) -> Tree
     if find_mesh(operation, over, beside) is None:  # made outside of the mapped function
         return own
     return on_replicas(operation, over, lambda whole, *_: ((), whole[0]), (own, beside))[1]
+
+
+class ReplicatedWindow(Window):
+    """A window whose exchange maps over the mesh, where nothing around it does."""
+
+    def value(self, state: AccumulateState) -> Tree:
+        def combined(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
+            return super(ReplicatedWindow, self).value(AccumulateState(levels, *position)), ()
+
+        return on_replicas(self.operation, self.over, combined, (state.step, state.index), own=state.levels)[0]
 
 
 def _split(mesh: Mesh | AbstractMesh, x: Any, names: tuple[str, ...], first: bool) -> Any:

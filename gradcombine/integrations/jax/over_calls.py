@@ -13,9 +13,9 @@ import optax
 
 import gradcombine as gc
 from gradcombine.accumulate import length_at
-from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.numbers import as_arrays
+from gradcombine.integrations.jax.on_replicas import on_replicas, own_state
 from gradcombine.integrations.jax.optimize import optimize
 from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.jax.run_if import run_if
@@ -55,32 +55,46 @@ def over_calls(
             specs |= {"aux": parts["aux"]} if "aux" in parts else {}
         window = with_aux if "aux" in specs else of_gradients
         state, carry = jax.tree.map(jnp.asarray, window.init(specs)), owned(carry)
-        if bound:
-            state, carry = window.own(state), own(objective.over, carry)
-        return place_beside(params, TrainState(state, owned(optimizer.init(params)), carry))
+        levels, carry = own_state(objective.operation, objective.over, (state.levels, carry), params)
+        return place_beside(params, TrainState(state._replace(levels=levels), owned(optimizer.init(params)), carry))
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
-        params = as_arrays(params)
-        added = contribution(params, state, args, kwargs)
-        has_aux = _has_aux(state.window)
-        if ("aux" in added.parts) != has_aux:
-            expected = "a state made by step.init(params, *example), whose example shows the aux that the loss returns"
-            raise objective.error(expected, f"one made {'with' if has_aux else 'without'} aux")
-        window = window_of(state)
+        params, window, has_aux = as_arrays(params), window_of(state), _has_aux(state.window)
+
+        def contribute(called: list[Any], kwargs: dict[str, Any], position: Tree, own: Tree) -> tuple[Tree, Tree]:
+            held, carry = AccumulateState(own[0], *position), own[1]
+            added = contribution(held, carry, called, kwargs)
+            if ("aux" in added.parts) != has_aux:
+                expected = "a state made by step.init(params, *example), whose example shows the loss's aux"
+                raise objective.error(expected, f"one made {'with' if has_aux else 'without'} aux")
+            held, due = window.due(window.contribute(held, added.parts, added.weight))
+            return (due, held.step, held.index), (held.levels, added.carry)
+
         # Updated outside of what runs at the end, and only read there: it stays in place.
-        held, due = window.due(window.contribute(state.window, added.parts, added.weight))
-        kept = params, state.opt_state
+        position, own = (state.window.step, state.window.index), (state.window.levels, state.carry)
+        called = loss_arguments(objective, params, None, args)
+        (due, *position), (levels, carry) = objective.on_replicas(contribute, called, kwargs, position, own)
+        held, kept = AccumulateState(levels, *position), (params, state.opt_state)
         (params, opt_state), metrics = window.apply_if(due, held, close, kept, run_if)
-        return params, TrainState(held, opt_state, added.carry), metrics
+        return params, TrainState(held, opt_state, carry), metrics
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
         window, kept = window_of(state), (as_arrays(params), state.opt_state)
-        held = window.own(state.window)
-        partial = window.is_partial(held)
+
+        def end(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
+            held = window.own(AccumulateState(levels, *position))
+            partial = window.is_partial(held)
+            return (partial, window.end(held, partial).step), held.levels
+
+        position = state.window.step, state.window.index
+        (partial, ended), levels = on_replicas(
+            objective.operation, objective.over, end, position, own=state.window.levels
+        )
+        held = state.window._replace(levels=levels)
         (params, opt_state), metrics = window.apply_if(partial, held, close, kept, run_if)
-        return params, TrainState(window.end(held, partial), opt_state, state.carry), metrics
+        return params, TrainState(held._replace(step=ended), opt_state, state.carry), metrics
 
     def close(kept: Tree, combined: dict[str, Tree]) -> tuple[Tree, StepMetrics]:
         return optimize(optimizer, kept[0], kept[1], combined)
@@ -88,11 +102,12 @@ def over_calls(
     def window_of(state: TrainState) -> Window:
         return with_aux if _has_aux(state.window) else of_gradients
 
-    def contribution(params: Tree, state: TrainState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Contribution:
-        called = loss_arguments(objective, params, state.carry, args)
-        objective.batch_positions(called)
+    def contribution(held: AccumulateState, carry: Tree, called: list[Any], kwargs: dict[str, Any]) -> Contribution:
+        params = called[0]
+        if objective.carry_argnum is not None:
+            called[objective.carry_argnum] = carry
         if objective.rng_argnum is not None:
-            called[objective.rng_argnum] = key(called[objective.rng_argnum], state.window)
+            called[objective.rng_argnum] = key(called[objective.rng_argnum], held)
         added = objective.contribution(called, kwargs)
         grads = added.parts["grads"]
         if jax.tree.structure(grads) == jax.tree.structure(params):

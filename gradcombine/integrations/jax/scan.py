@@ -15,7 +15,6 @@ from gradcombine.integrations.jax.axes import align, aligned, own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.loss import Form
 from gradcombine.integrations.jax.microbatches import divide
-from gradcombine.integrations.jax.on_replicas import on_replicas
 from gradcombine.integrations.jax.scaled_loss import Turn, scaled_gradients, scales_loss, scan_turns
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, State, Tree
@@ -154,24 +153,19 @@ def scan_window(
     objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Combined:
     """Combines the microbatches of a batch, one after another, and then the replicas, by one exchange."""
-    carried = [i for i in (objective.carry_argnum,) if i is not None]
-    positions = objective.batch_positions(args)
-    roles = [carried if i in carried else positions if i in positions else None for i in range(len(args))]
+    reductions: list[Reduction] = []
 
-    def one(whole: Any, rows: list[Any], own: list[Any]) -> tuple[Any, Tree]:
+    def one(args: list[Any], kwargs: dict[str, Any], whole: Tree, carry: Tree) -> tuple[Any, Tree]:
         """On one replica: the merged state, and what is carried on."""
-        others, kwargs = whole
-        called = list(others)
-        for places, values in ((positions, rows), (carried, own)):
-            for i, x in zip(places, values, strict=True):
-                called[i] = x
-        reduction, state, carry, form = scan_microbatches(objective, microbatches, interleaved, called, kwargs)
+        if objective.carry_argnum is not None:
+            args[objective.carry_argnum] = carry
+        reduction, state, carry, form = scan_microbatches(objective, microbatches, interleaved, args, kwargs)
         reductions.append(reduction)
         return (gc.merge_replicas(reduction, state, over=objective.over, order=objective.order), form), carry
 
-    reductions: list[Reduction] = []
-    others = [x if role is None else None for x, role in zip(args, roles, strict=True)]
-    rows, own = [args[i] for i in positions], [args[i] for i in carried]
-    (state, form), carry = on_replicas(objective.operation, objective.over, one, (others, kwargs), rows, own)
+    others, carry = list(args), None
+    if objective.carry_argnum is not None and objective.carry_argnum < len(args):
+        others[objective.carry_argnum], carry = None, args[objective.carry_argnum]
+    (state, form), carry = objective.on_replicas(one, others, kwargs, own=carry)
     # Divided outside of the replicas: an optimizer whose state is split over them needs only its part of the sums.
     return Combined(reductions[0].finalize(state), carry, form)

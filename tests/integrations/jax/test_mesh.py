@@ -91,6 +91,33 @@ def test_replicas_exchange_outside_of_the_loop_alone(kind: AxisType, spec: P) ->
     assert float(metrics.weight) == (X[:, 0] > 0).sum()
 
 
+def product(w: Any, x: Any) -> Any:
+    return jnp.mean(x @ w)
+
+
+@KINDS
+@pytest.mark.parametrize("spec", [P(), P("data", "model")], ids=["whole", "fsdp"])
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_a_window_over_calls(kind: AxisType, spec: P, order: Any) -> None:
+    """Of integers, so that the sums are exact: the last window is a partial one."""
+    on = mesh(kind)
+    step = train_step(product, optax.sgd(1.0, momentum=0.5), every=3, over=OVER, order=order)
+    xs = RNG.integers(-8, 9, (5, 16, 8)).astype(np.float32)
+    params = put(on, spec, W)
+    state = step.init(params)
+    places = [x.sharding for x in jax.tree.leaves(state)]
+    for x in xs:
+        params, state, metrics = step(params, state, put(on, P("data"), x))
+    assert not metrics.applied
+    assert all(x.sharding.is_equivalent_to(at, x.ndim) for x, at in zip(jax.tree.leaves(state), places, strict=True))
+    params, state, metrics = step.flush(params, state)
+    assert float(metrics.weight) == 32
+    # The gradient by each column of w is the mean of x, over 8.
+    means = [xs[:3].mean((0, 1), dtype=np.float64) / 8, xs[3:].mean((0, 1), dtype=np.float64) / 8]
+    first = np.float32(W - np.float32(means[0])[:, None])
+    np.testing.assert_allclose(params, first - np.float32(means[1] + 0.5 * means[0])[:, None], 1e-5)
+
+
 def test_the_mesh_may_be_the_one_in_scope() -> None:
     on = mesh(AxisType.Auto)
     gradient = value_and_grad(loss, 3, over=OVER)
