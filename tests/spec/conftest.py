@@ -10,19 +10,21 @@ from tests.spec import modes, selection
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``mode``: all of them. ``replicated``: those with several replicas."""
+    """``mode``: all of them. ``replicated``: those with several replicas. ``names``: all reductions, in two parts."""
     if "mode" in metafunc.fixturenames:
         metafunc.parametrize("mode", selection.among(selection.LOCAL), indirect=True, scope="session")
     if "replicated" in metafunc.fixturenames:
         chosen = selection.among(selection.COLLECTIVE, modes.REPLICATED)
         metafunc.parametrize("replicated", chosen, indirect=True, scope="session")
+    if "names" in metafunc.fixturenames:
+        metafunc.parametrize("names", [selection.QUICK_NAMES, selection.OTHER_NAMES], ids=" ".join)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parametrized = getattr(item, "callspec", None)
-        if parametrized is not None and selection.takes_many_threads(parametrized.params):
+        if parametrized is not None and selection.is_slow_to_trace(parametrized.params):
             item.add_marker(selection.FULL)
 
 

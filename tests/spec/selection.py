@@ -17,8 +17,11 @@ LOCAL = ("numpy", "jax_jit", "tf_function")
 COLLECTIVE = ("jax_shard_map", "tf_mirrored")
 """Quick modes of a test in which they do."""
 
-REPLICAS = (pytest.param(1, marks=FULL), 2, pytest.param(4, marks=FULL), 8)
+REPLICAS = (pytest.param(1, marks=FULL), 2, pytest.param(4, marks=FULL), pytest.param(8, marks=FULL))
 """Numbers of replicas, for a test that takes one besides `replicated`."""
+
+QUICK_NAMES, OTHER_NAMES = ("mean", "max", "last"), ("sum", "product", "min", "first")
+"""The elementwise reductions, for a test that takes ``names``: compiled modes run the others in the full suite alone."""
 
 
 def among(quick: Iterable[str], names: Iterable[str] | None = None) -> list[Any]:
@@ -38,6 +41,9 @@ def _parameter(name: str, framework: str, quick: bool) -> Any:
     return pytest.param(name, id=name, marks=marks if quick else [*marks, FULL])
 
 
-def takes_many_threads(parameters: dict[str, Any]) -> bool:
-    """Whether a test traces on eight replica threads, which hold one lock in turn."""
-    return parameters.get("replicated") == "tf_mirrored" and parameters.get("replicas", 0) > 4
+def is_slow_to_trace(parameters: dict[str, Any]) -> bool:
+    """Whether a case is left to the full suite: replica threads hold one lock in turn, and tracing is most of the time."""
+    if parameters.get("replicated") == "tf_mirrored" and parameters.get("replicas", 0) > 2:
+        return True
+    mode = parameters.get("mode", parameters.get("replicated"))
+    return parameters.get("names") == OTHER_NAMES and mode not in (None, "numpy")

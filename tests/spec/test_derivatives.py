@@ -13,6 +13,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import noise, reductions, sparse
 from tests.spec.duals import derivatives
+from tests.spec.selection import FULL
 
 N, SIZE = 3, 2
 X = np.array([[1.5, -2], [0.25, 3], [7, 0.5]], np.float32)
@@ -156,30 +157,36 @@ def over_replicas(kind: str, through_a_state: bool = False) -> Callable[..., Any
     return call
 
 
-def jax_derivatives(place: Callable[..., Any], reduction: gc.Reduction, x: np.ndarray = X) -> list[list[float]]:
-    """First and second ones, by forward and reverse mode and by one over the other."""
+MIXED, REPEATED = "one mode over the other", "each mode over itself"
+
+
+def jax_derivatives(
+    place: Callable[..., Any], reduction: gc.Reduction, second: str, x: np.ndarray = X
+) -> list[list[float]]:
+    """First and second ones, by forward and reverse mode and by one over the other or over itself."""
     import jax
     import jax.numpy as jnp
 
     def loss(xs: Any, ws: Any) -> Any:
         return sum((y * y * FACTORS).sum() for y in jax.tree.leaves(place(reduction, xs, ws)))
 
+    # Each returns a function's value and its derivative: what is first of the one is second of the other.
     def forward(function: Any) -> Any:
-        return lambda xs, ws: jax.jvp(function, (xs, ws), (jnp.asarray(ALONG_X), jnp.asarray(ALONG_W)))[1]
+        return lambda xs, ws: jax.jvp(function, (xs, ws), (jnp.asarray(ALONG_X), jnp.asarray(ALONG_W)))
 
     def reverse(function: Any) -> Any:
-        def slope(xs: Any, ws: Any) -> Any:
-            by_x, by_w = jax.grad(function, (0, 1))(xs, ws)
-            return (by_x * ALONG_X).sum() + (by_w * ALONG_W).sum()
+        def value_and_slope(xs: Any, ws: Any) -> Any:
+            value, (by_x, by_w) = jax.value_and_grad(function, (0, 1))(xs, ws)
+            return value, (by_x * ALONG_X).sum() + (by_w * ALONG_W).sum()
 
-        return slope
+        return value_and_slope
 
-    @jax.jit
-    def all_of(xs: Any, ws: Any) -> Any:
-        first = [forward(loss), reverse(loss)]
-        return [f(xs, ws) for f in first], [mode(f)(xs, ws) for f in first for mode in (forward, reverse)]
+    def slope(mode: Any) -> Any:
+        return lambda xs, ws: mode(loss)(xs, ws)[1]
 
-    return [list(map(float, order)) for order in all_of(jnp.asarray(x), jnp.asarray(W))]
+    pairs = ((forward, reverse), (reverse, forward)) if second == MIXED else ((forward, forward), (reverse, reverse))
+    twice = jax.jit(lambda xs, ws: [outer(slope(inner))(xs, ws) for inner, outer in pairs])
+    return [list(map(float, order)) for order in zip(*twice(jnp.asarray(x), jnp.asarray(W)), strict=True)]
 
 
 def tensorflow_derivatives(wrap: Any, place: Any, reduction: gc.Reduction, x: np.ndarray = X) -> list[list[float]]:
@@ -215,6 +222,7 @@ def check(received: list[list[float]], expected: tuple[float, float]) -> None:
         np.testing.assert_allclose(order, value, rtol=2e-5)
 
 
+SECOND = pytest.mark.parametrize("second", [MIXED, pytest.param(REPEATED, marks=FULL)])
 JAX_PLACES: dict[str, Callable[[], Any]] = {
     "list": lambda: listed,
     "vmap": lambda: over_replicas("vmap"),
@@ -231,16 +239,18 @@ JAX_STATES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("place", JAX_PLACES)
-def test_exact_in_one_call_in_jax(place: str) -> None:
-    check(jax_derivatives(JAX_PLACES[place](), EXACT["mean"]), true_derivatives(FORMULAS["mean"]))
+@SECOND
+@pytest.mark.parametrize("place", ["list", "vmap", "shard_map", pytest.param("shard_map_unchecked", marks=FULL)])
+def test_exact_in_one_call_in_jax(place: str, second: str) -> None:
+    check(jax_derivatives(JAX_PLACES[place](), EXACT["mean"], second), true_derivatives(FORMULAS["mean"]))
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("place", ["time", "scan", "merge_replicas"])
-def test_exact_through_states_in_jax(place: str) -> None:
+@SECOND
+@pytest.mark.parametrize("place", [pytest.param("time", marks=FULL), "scan", "merge_replicas"])
+def test_exact_through_states_in_jax(place: str, second: str) -> None:
     reduction = reductions.differentiable(EXACT["mean"])
-    check(jax_derivatives(JAX_STATES[place](), reduction), true_derivatives(FORMULAS["mean"]))
+    check(jax_derivatives(JAX_STATES[place](), reduction, second), true_derivatives(FORMULAS["mean"]))
 
 
 @pytest.mark.needs("jax")
@@ -272,15 +282,17 @@ def test_a_state_beside_a_derivative_is_no_derivative() -> None:
 
 
 @pytest.mark.needs("jax")
+@SECOND
 @pytest.mark.parametrize("name", [name for name in OTHERS if name != "checked"])  # under jit it asks for checkify
-def test_other_reductions_in_jax(name: str) -> None:
+def test_other_reductions_in_jax(name: str, second: str) -> None:
     reduction, formula = OTHERS[name]
-    check(jax_derivatives(listed, reduction), true_derivatives(formula))
+    check(jax_derivatives(listed, reduction, second), true_derivatives(formula))
 
 
 @pytest.mark.needs("jax")
-def test_noise_scale_in_jax() -> None:
-    received = jax_derivatives(noise_listed, reductions.mean())
+@SECOND
+def test_noise_scale_in_jax(second: str) -> None:
+    received = jax_derivatives(noise_listed, reductions.mean(), second)
     check(received, true_derivatives(noise_formula))
 
 
@@ -335,7 +347,9 @@ def _tf() -> Any:
 
 @pytest.mark.needs("tensorflow")
 @pytest.mark.parametrize("place", [listed, over_time])
-@pytest.mark.parametrize("wrap", ["eager", "function", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "wrap", ["eager", pytest.param("function", marks=FULL), pytest.param("xla", marks=pytest.mark.slow)]
+)
 def test_exact_in_tensorflow(wrap: str, place: Any) -> None:
     reduction = EXACT["mean"] if place is listed else reductions.differentiable(EXACT["mean"])
     check(tensorflow_derivatives(TF_WRAPS[wrap](), place, reduction), true_derivatives(FORMULAS["mean"]))

@@ -20,10 +20,9 @@ from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
 from tests.spec.data import FLOATS, SHAPES, WEIGHTS, contributions, deal
 from tests.spec.programs import Combine, rows
-from tests.spec.selection import REPLICAS
+from tests.spec.selection import FULL, REPLICAS
 
 MOMENTS = reductions.moments()
-ORDERS = ("sequential", "tree")
 
 
 @dataclass(frozen=True)
@@ -118,8 +117,15 @@ def check(result: Any, data: Any, order: str, blocks: int = 1) -> None:
             assert abs(Fraction(float(variance)) - true_moments(column)[1]) <= bound(column)
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("place", ["list", "time"])
+@pytest.mark.parametrize(
+    ("place", "order"),
+    [
+        ("list", "sequential"),
+        ("time", "tree"),
+        pytest.param("list", "tree", marks=FULL),
+        pytest.param("time", "sequential", marks=FULL),
+    ],
+)
 @settings(max_examples=6)
 @given(data=contributions(7, FLOATS))
 def test_list_and_time_have_the_bits_of_the_rounded_rule(mode: modes.Mode, place: str, order: str, data: Any) -> None:
@@ -149,7 +155,7 @@ def test_exact_where_nothing_rounds(mode: modes.Mode, place: str) -> None:
     assert (result["w"].mean, result["w"].variance) == (3, 4)
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_a_large_mean_does_not_swallow_the_variance(mode: modes.Mode, order: str) -> None:
     """A thousandth of the mean's size is spread: E[x**2] - E[x]**2 has no correct digit, this has most of them."""
     rng = np.random.default_rng(0)

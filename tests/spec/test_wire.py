@@ -67,7 +67,7 @@ def merged(env: modes.Env, states: Any) -> Any:
     return few, many, FEW.finalize(few)
 
 
-COUNTS = [pytest.param(2, marks=pytest.mark.full), 4, pytest.param(8, marks=pytest.mark.full)]
+COUNTS = [2, 4, pytest.param(8, marks=pytest.mark.full)]
 
 
 @pytest.mark.parametrize("replicas", COUNTS)
