@@ -33,7 +33,10 @@ def multi_steps(values: list[Any], jit: bool, accumulator: Any = np.float32) -> 
 
 
 @pytest.mark.needs("jax", "optax")
-@pytest.mark.parametrize(("k", "jit"), [(1, True), (2, True), (3, True), (7, True), (20, True), (3, False), (7, False)])
+@pytest.mark.parametrize(
+    ("k", "jit"),
+    [*((k, True) for k in (1, 2, 3, 7, 20)), (3, False), pytest.param(7, False, marks=pytest.mark.full)],
+)
 def test_multi_steps(k: int, jit: bool) -> None:
     columns = [normal(k, shape, seed=i) for i, shape in enumerate(SHAPES)]
     values = [list(leaves) for leaves in zip(*columns, strict=True)]

@@ -48,7 +48,7 @@ def test_jax_gives_the_same_bits(name: str, jit: bool) -> None:
 
 
 @pytest.mark.needs("tensorflow")
-@pytest.mark.parametrize("mode", ["eager", "function", "jit_compile"])
+@pytest.mark.parametrize("mode", ["eager", pytest.param("function", marks=pytest.mark.full), "jit_compile"])
 @pytest.mark.parametrize("name", ORDERS)
 def test_tensorflow_gives_the_same_bits(name: str, mode: str) -> None:
     import tensorflow as tf

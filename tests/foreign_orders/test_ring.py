@@ -18,7 +18,7 @@ from tests.foreign_orders.data import assert_same_sum, normal
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module", params=[3, 8])
+@pytest.fixture(scope="module", params=[3, pytest.param(8, marks=pytest.mark.full)])
 def reduced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, bytes]]:
     """What a run on so many ranks gave."""
     path = tmp_path_factory.mktemp("ring") / "results.npz"

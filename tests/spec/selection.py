@@ -21,7 +21,7 @@ REPLICAS = (pytest.param(1, marks=FULL), 2, pytest.param(4, marks=FULL), pytest.
 """Numbers of replicas, for a test that takes one besides `replicated`."""
 
 QUICK_NAMES, OTHER_NAMES = ("mean", "max", "last"), ("sum", "product", "min", "first")
-"""The elementwise reductions, for a test that takes ``names``: compiled modes run the others in the full suite alone."""
+"""All elementwise reductions, for a test that takes ``names``; compiled modes leave the others to the full suite."""
 
 
 def among(quick: Iterable[str], names: Iterable[str] | None = None) -> list[Any]:
@@ -42,7 +42,7 @@ def _parameter(name: str, framework: str, quick: bool) -> Any:
 
 
 def is_slow_to_trace(parameters: dict[str, Any]) -> bool:
-    """Whether a case is left to the full suite: replica threads hold one lock in turn, and tracing is most of the time."""
+    """Whether a case is left to the full suite: tracing is most of the time, on replica threads with one lock too."""
     if parameters.get("replicated") == "tf_mirrored" and parameters.get("replicas", 0) > 2:
         return True
     mode = parameters.get("mode", parameters.get("replicated"))

@@ -122,7 +122,7 @@ FULL = np.float32(2**16 - 2**-8)
 def test_a_leaf_without_contributions_is_settled_with_the_others(absent: list[Any]) -> None:
     """One that has none whenever it is time to."""
     state, turns = MANY.init({"w": FULL}), 0
-    while turns < 6000:
+    while turns < 4200:
         due = (int(state.weight.deposits) + len(absent)) % 2048 < len(absent)
         if not due:
             state, turns = MANY.update(state, {"w": FULL}), turns + 1

@@ -15,6 +15,7 @@ import gradcombine as gc
 from gradcombine import reductions, tree
 from tests.spec import exact, modes
 from tests.spec.programs import REDUCTIONS, rows
+from tests.spec.selection import FULL
 
 needs_jax = pytest.mark.needs("jax")
 needs_tensorflow = pytest.mark.needs("tensorflow")
@@ -199,10 +200,25 @@ LOOPED = REDUCTIONS | {
 }
 
 
+REST_OF_LOOPS = [
+    ("while_loop, compiled", "sequential"),
+    ("while_loop", "sequential"),
+    ("while_loop", "tree"),
+    ("converted", "tree"),
+]
+
+
 @needs_tensorflow
-@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize(
+    ("loop", "order"),
+    [
+        ("while_loop, compiled", "tree"),
+        ("converted", "sequential"),
+        *(pytest.param(loop, order, marks=FULL) for loop, order in REST_OF_LOOPS),
+    ],
+)
 @pytest.mark.parametrize("name", LOOPED)
-def test_states_pass_through_the_loops_of_tensorflow(name: str, order: Any) -> None:
+def test_states_pass_through_the_loops_of_tensorflow(name: str, loop: str, order: Any) -> None:
     """Whatever they hold: no gradient, dtypes of results, digits, several levels; with XLA and without."""
     import tensorflow as tf
 
@@ -226,10 +242,9 @@ def test_states_pass_through_the_loops_of_tensorflow(name: str, order: Any) -> N
         return acc.value(state)
 
     expected = gc.combine(LOOPED[name], [{"w": w, "none": None} for w in values.numpy()], order=order)
-    for function, compiled in ((while_loop, True), (while_loop, False), (converted, False)):
-        tf.nest.map_structure(
-            np.testing.assert_array_equal, tf.function(function, jit_compile=compiled)(values)["w"], expected["w"]
-        )
+    function = converted if loop == "converted" else while_loop
+    received = tf.function(function, jit_compile=loop.endswith("compiled"))(values)
+    tf.nest.map_structure(np.testing.assert_array_equal, received["w"], expected["w"])
 
 
 @needs_tensorflow

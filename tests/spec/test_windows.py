@@ -10,6 +10,7 @@ import pytest
 import gradcombine as gc
 from tests.spec import modes
 from tests.spec.programs import rows
+from tests.spec.selection import FULL
 
 ORDERS = ("sequential", "tree")
 
@@ -57,7 +58,7 @@ def test_a_full_window_stays_readable_and_the_next_update_starts_anew(mode: mode
     assert summary(seen) == [(False, 1, 0), (False, 2, 0), (True, 4, 0), (False, 10, 1), (False, 15, 1)]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_every_as_a_function_of_the_window_index(mode: modes.Mode, order: str) -> None:
     (seen,) = mode.run(GROWING[order], [data([1, 2, 4, 5, 6, 7])])
     expected = [(True, 1, 0), (False, 2, 1), (True, 3, 1), (False, 5, 2), (False, 5.5, 2), (True, 6, 2)]
@@ -71,7 +72,7 @@ def test_a_nan_in_one_window_does_not_reach_the_next(mode: modes.Mode, order: st
     assert float(seen[4]["value"]["g"][0]) == 15
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_a_partial_window_is_divided_by_its_true_weight_and_then_dropped(mode: modes.Mode, order: str) -> None:
     (seen,) = mode.run(FLUSHED[order], [data([2, 6, 100, 7], [1, 3, 0, 2])])
     assert summary(seen) == [(False, 2, 0), (False, 5, 0), (False, 5, 0), (False, 0, 1), (False, 7, 1)]

@@ -64,6 +64,8 @@ TREES: dict[str, Callable[[], Any]] = {
     "equinox": equinox_module,
     "masked": masked,
 }
+OTHER_NODES = ("linen_frozen", "nnx_pure")
+"""Trees of models that are there already, in nodes of another type."""
 
 
 def filled(params: Any, value: float) -> Any:
@@ -120,7 +122,9 @@ def by_optax(params: Any) -> Any:
     return jax.tree.map(lambda x: -x, moved)
 
 
-@pytest.mark.parametrize("tree", list(TREES))
+@pytest.mark.parametrize(
+    "tree", [pytest.param(name, marks=pytest.mark.full) if name in OTHER_NODES else name for name in TREES]
+)
 @pytest.mark.parametrize("way", [by_list, by_time, by_time_from_specs, by_scan, by_replicas, by_optax])
 def test_the_mean_has_the_structure_and_the_values(way: Callable[[Any], Any], tree: str) -> None:
     params = TREES[tree]()
