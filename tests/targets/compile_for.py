@@ -98,6 +98,11 @@ def mesh(devices: Sequence[Any], name: str = "data", kind: AxisType = AxisType.A
     return Mesh(np.array(devices), (name,), axis_types=(kind,))
 
 
+def grid(devices: Sequence[Any], axes: dict[str, int], kind: AxisType) -> Mesh:
+    """All devices along several axes."""
+    return Mesh(np.array(devices).reshape(*axes.values()), tuple(axes), axis_types=(kind,) * len(axes))
+
+
 def spread(over: Mesh, spec: PartitionSpec, values: Any) -> Any:
     """Specs with this sharding."""
     sharding = NamedSharding(over, spec)

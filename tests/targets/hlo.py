@@ -69,14 +69,30 @@ class Program:
             x.opcode in ("copy", "copy-start") and x.bytes >= least for x, _ in self._executed(self.entry, False)
         )
 
-    def collectives(self) -> tuple[Counter[str], Counter[str]]:
-        """Those inside of loops that turn more than once, and all others."""
+    @property
+    def counts_turns(self) -> bool:
+        """Whether it is known how often loops turn: not in TPU programs, which hold copies between memories besides."""
+        return all(x.trip_count is not None for x in self.computations[self.entry] if self._repeats(x))
+
+    def bytes_of_turn(self) -> int:
+        """Read and written by one turn of each loop that turns more than once."""
+        loops = (x for x in self.computations[self.entry] if self._repeats(x))
+        return sum(self._moved(body, True) for x in loops for body in x.called("body"))
+
+    def collectives(self, least: int = 0) -> tuple[Counter[str], Counter[str]]:
+        """Those inside of loops that turn more than once, and all others; of results from so many bytes on."""
         found: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         for x, looped in self._executed(self.entry, False):
             kind = x.opcode.removesuffix("-start")
-            if kind in COLLECTIVES:
+            if kind in COLLECTIVES and x.bytes >= least:
                 found[not looped][kind] += 1
         return found
+
+    def rows(self, width: int) -> int:
+        """The most rows of this width, and of another number, that anything in a loop makes."""
+        shapes = (x.shape for x, looped in self._executed(self.entry, False) if looped and x.opcode not in FREE)
+        found = (int(rows) for shape in shapes for rows in re.findall(rf"\[(\d+),{width}\]", shape))
+        return max((rows for rows in found if rows != width), default=0)
 
     def conditionals(self) -> int:
         return sum(x.opcode == "conditional" for x, _ in self._executed(self.entry, False))
@@ -100,11 +116,17 @@ class Program:
                 total += x.bytes + sum(shapes.get(operand, 0) for operand in x.operands)
         return total
 
+    def _repeats(self, x: Instruction) -> bool:
+        """Whether this is a loop that turns more than once. TPU programs do not say how often: one that counts."""
+        if x.opcode != "while" or x.trip_count is not None:
+            return x.opcode == "while" and x.trip_count != 1
+        return any(i.opcode == "compare" for name in x.called("condition") for i in self.computations[name])
+
     def _executed(self, name: str, looped: bool) -> Iterator[tuple[Instruction, bool]]:
         for x in self.computations[name]:
             yield x, looped
             for body in x.called("body"):
-                yield from self._executed(body, looped or x.trip_count not in (None, 1))
+                yield from self._executed(body, looped or self._repeats(x))
             if x.opcode in ("conditional", "call"):
                 for body in x.called("branch_computations", "true_computation", "false_computation", "to_apply"):
                     yield from self._executed(body, looped)

@@ -120,7 +120,9 @@ def train_step(
         `gradcombine.integrations.jax.value_and_grad`. The weight's default is the number of examples in a call; calls
         that bring different numbers are compiled separately. Random keys have the window's index folded in first, so
         that the same key may be passed on every call. The carry is kept in the state; the step is called without it.
-      optimizer: an optax transformation. It is given the combined loss as ``value=``, for those that ask for it.
+      optimizer: an optax transformation. It runs outside of the replicas where ``over`` is an axis of a mesh: its state
+        may be split over it as the parameters may. It is given the combined loss as ``value=``, for those that ask for
+        it.
       every: the calls of a window: an integer of 1 or more, or a function of the window's index, as for
         `gradcombine.accumulate`. None: 1.
       microbatches: as for `value_and_grad`, with ``interleaved``. None: a call is one microbatch.
@@ -134,7 +136,8 @@ def train_step(
 
     Raises:
       GradCombineError: as `value_and_grad` and `gradcombine.accumulate`; for both ``every`` and ``microbatches``; for
-        an optimizer that is none; while tracing, and then nothing is donated and the state is whole.
+        an optimizer that is none; while tracing, and then nothing is donated and the state is whole. For buffers that a
+        call before has taken over, and arguments on different devices.
 
     Donation: parameters, optimizer state and window are updated in place. In memory the window costs one accumulator a
     parameter (with precisions other than "fast" and order "tree", more), the gradients of one microbatch, and nothing
@@ -142,9 +145,14 @@ def train_step(
     where the compiler does not fuse it into the optimizer. Between the ends of windows a call costs one addition in
     place.
 
+    On a mesh, ``over`` names an axis of it, params and batch are put there, and ``step.init(params)`` and the step are
+    called as everywhere: ``state.window.levels`` and ``state.carry`` are each replica's own, along a first axis that is
+    split over the mesh; all else is as the parameters lie. With ``every``, a call exchanges nothing but at the end of a
+    window. Parameters that are split over the axis are gathered for the loss, once a call.
+
     In shard_map, ``step.function`` is the body, and ``step.init`` is called inside as well. With ``every``, a window
-    outlives the call: ``state.window.levels`` and ``state.carry`` are each replica's own and get a leading axis of
-    replicas (``x[None]`` as they leave, ``x[0]`` as they enter) under specs ``P(axis)``; all else has specs ``P()``.
+    outlives the call: ``state.window.levels`` and ``state.carry`` get a leading axis of replicas (``x[None]`` as they
+    leave, ``x[0]`` as they enter) under specs ``P(axis)``; all else has specs ``P()``.
 
     Bits: the optimizer gets those of `gradcombine.combine` over the microbatches' gradients with their weights; over
     replicas, those of `gradcombine.merge_replicas`.

@@ -46,7 +46,10 @@ def value_and_grad(
       loss: ``loss(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating scalar,
         ``(scalar, aux)`` with ``has_aux``, or a `LossOutput`.
       microbatches: how many; n examples are divided into microbatches of ceil(n / microbatches). The last one is
-        smaller where n is not divisible. It is compiled by itself, and no example is padded.
+        smaller where n is not divisible. It is compiled by itself, and no example is padded. A batch that lies on a
+        mesh is divided where it lies: each device's examples are divided so, and a microbatch has a part of each
+        device's. (On automatic axes, which of them split a batch is not known while tracing; there it is taken as a
+        block for each device of the mesh, or for as many of them as divide n.)
       argnums: the arguments to differentiate by.
       batch_argnums: the arguments to divide, trees of arrays with one first axis of n examples. None: all positional
         arguments that have no other role. What is not divided, keyword arguments too, goes to each microbatch whole.
@@ -63,11 +66,15 @@ def value_and_grad(
       aux_reduction: for ``aux``: a reduction, or a tree of them that aux begins with, as for
         `gradcombine.reductions.per_leaf`: ``{"loss": mean(), "tokens": sum(), "amax": max(), "logits": last()}``. None:
         as for the value.
-      over: the replicas that share the parameters: `gradcombine.LOCAL`, or `gradcombine.jax_axis` inside pmap, vmap or
-        shard_map. Parameters are marked as each replica's own, so that shard_map's check_vma sums nothing by itself.
+      over: the replicas that share the parameters: `gradcombine.LOCAL`, or `gradcombine.jax_axis`. Inside pmap, vmap
+        or shard_map, which bind the axis, arguments are a replica's own, and parameters are marked so, that check_vma
+        sums nothing by itself. Where nothing binds it, it is an axis of the mesh in scope (jax.set_mesh) or of the
+        arguments' mesh, and the function is mapped over it, under jit or not, all other axes being left to the
+        compiler: the batch arguments are split along their first axis, of a multiple of the replicas' number; the
+        carry has a first axis of replicas, as it comes and as it goes; all else is the same on all replicas, and
+        gathered, once a call, where it was split over the axis.
       order: as for `gradcombine.accumulate` over microbatches, and for `gradcombine.merge_replicas` over replicas.
-      interleaved: divide so that microbatch i holds the examples i, i + m, i + 2m, ... For a batch that jit has sharded
-        over devices: each microbatch is then spread over all of them as the batch is.
+      interleaved: divide so that microbatch i holds the examples i, i + m, i + 2m, ... of each device's.
 
     Returns:
       A function of the arguments of ``loss``. It returns ``(value, grads)``, the value in the form that ``loss``
@@ -79,7 +86,16 @@ def value_and_grad(
         integers in ``aux`` without an ``aux_reduction`` for them.
 
     Bits: those of `gradcombine.combine` over the microbatches' gradients with these weights; over replicas, those of
-    `gradcombine.merge_replicas`. Narrow floats are accumulated in float32.
+    `gradcombine.merge_replicas`, however the function is mapped over them. Narrow floats are accumulated in float32.
+    Where the reduction is a plain sum or mean and several microbatches have weights other than 1, w * G is the gradient
+    of w * loss: rounded by the backward pass where a product afterwards would be, and the same where w is a power of
+    two. (Not for a ``loss`` that returns or computes narrower floats than float32, float16 anywhere in it, ones
+    narrower than the parameters, or with a carry: there gradients are multiplied.) A microbatch of weight 0 changes
+    nothing, whatever it holds: another one is computed in its place, and weighs 0; so beside it an infinite gradient of
+    that other one may become NaN. A weight that the loss returns is computed once more, ahead of the gradients.
+
+    A microbatch moves and needs what one of a scan written by hand does. Without ``over``, under jit, XLA can move the
+    exchange of plain sums and means out of the scan.
 
     Sums and means of float32 over replicas, with their weights and counts, are one all-reduce of XLA; a max or a last
     in ``aux_reduction`` adds an all-gather, order ``"tree"`` gathers all.

@@ -1,0 +1,169 @@
+"""The programs that are compiled for other machines, and what is read off them: for the tests and for the table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine.integrations.jax import LossOutput, train_step, value_and_grad
+from tests.targets.compile_for import Compiled, compile_for, grid, h100, spread, tpu
+
+K = 8
+"""Microbatches."""
+OVER = gc.jax_axis("data")
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+"""Its products add to the accumulator."""
+MIB = 2**20
+
+
+def loss(params: Any, x: Any) -> Any:
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def masked(params: Any, x: Any, mask: Any) -> Any:
+    """The mean over the rows that the mask keeps, and how many these are."""
+    for w in params:
+        x = jnp.tanh(x @ w)
+    kept = jnp.sum(mask)
+    rows = jnp.mean(x.astype(jnp.float32) ** 2, axis=1)
+    return jnp.sum(rows * mask) / kept, kept
+
+
+def weighing(params: Any, x: Any, mask: Any) -> Any:
+    return LossOutput(*masked(params, x, mask))
+
+
+def by_hand(weighted: bool) -> Callable[..., Any]:
+    """The scan that one would write: gradients of weighted losses, float32 accumulators, one division at the end."""
+
+    def total(params: Any, *x: Any) -> Any:
+        if not weighted:
+            return loss(params, *x), jnp.float32(1)
+        value, kept = masked(params, *x)
+        return value * kept, kept
+
+    def gradient(params: Any, *batch: Any) -> Any:
+        def body(sums: Any, x: Any) -> Any:
+            return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, differentiated(params, *x)), None
+
+        differentiated = jax.value_and_grad(total, has_aux=True)
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), params)
+        stacked = tuple(x.reshape(K, -1, *x.shape[1:]) for x in batch)
+        ((value, weight), grads), _ = jax.lax.scan(body, ((jnp.float32(0), jnp.float32(0)), zeros), stacked)
+        return value / weight, jax.tree.map(lambda g, w: (g / weight).astype(w.dtype), grads, params)
+
+    return gradient
+
+
+def ours(weighted: bool) -> Callable[..., Any]:
+    return value_and_grad(weighing if weighted else loss, K)
+
+
+ROWS, WIDTH, LAYERS = 512, 2048, 4
+"""Of a microbatch on one device."""
+
+
+def scan(function: Callable[..., Any], dtype: Any, weighted: bool) -> Compiled:
+    """A gradient in microbatches, for one H100."""
+    params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)] * LAYERS
+    batch = [jax.ShapeDtypeStruct((K * ROWS, WIDTH), dtype), jax.ShapeDtypeStruct((K * ROWS,), jnp.float32)]
+    return compile_for(h100(), function, params, *batch[: 1 + weighted], **CUBLAS)
+
+
+class Machine(NamedTuple):
+    """Devices, and how they are laid out along the axes of a mesh."""
+
+    devices: Callable[[], Sequence[Any]]
+    data: int
+    model: int = 1
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+    def mesh(self, kind: AxisType) -> Mesh:
+        return grid(self.devices(), {"data": self.data, "model": self.model}, kind)
+
+
+MACHINES = {
+    "8 H100": Machine(lambda: h100(8), 8, options=CUBLAS),
+    "8 H100, data 4 x model 2": Machine(lambda: h100(8), 4, 2, CUBLAS),
+    "64 hosts of 8 H100": Machine(lambda: h100(8, 64), 512, options=CUBLAS),
+    "TPU v5e:4x4": Machine(lambda: tpu("v5e:4x4"), 16),
+    "TPU v5p:8x8x8": Machine(lambda: tpu("v5p:8x8x8"), 512),
+}
+MESH_WIDTH, MESH_ROWS = 1024, 64
+"""Of a layer, and of a microbatch on one device."""
+
+
+class Placed(NamedTuple):
+    """How a batch and parameters lie on a mesh.
+
+    Attributes:
+      kind: of the mesh's axes.
+      params: how the parameters and the optimizer's state are split; over "model", on a mesh that has it.
+      over: the replicas that the library is told of.
+    """
+
+    kind: AxisType = AxisType.Auto
+    params: P = P()
+    over: Any = OVER
+
+
+def on_mesh(machine: Machine, placed: Placed, **settings: Any) -> Compiled:
+    """A training step under plain jit, of a batch that is split over "data"."""
+    mesh = machine.mesh(placed.kind)
+    params = [jax.ShapeDtypeStruct((MESH_WIDTH, MESH_WIDTH), jnp.float32)] * 3
+    step = train_step(loss, optax.adam(1e-3), over=placed.over, **(settings or {"microbatches": K}))
+    spec = placed.params if placed.params else P(None, "model" if machine.model > 1 else None)
+    state = jax.eval_shape(train_step(loss, optax.adam(1e-3), microbatches=K).init, params)
+    placed_state = jax.tree.map(lambda x: spread(mesh, spec if x.ndim == 2 else P(), x), state)
+    rows = MESH_ROWS * machine.data * (K if not settings else 1)
+    batch = spread(mesh, P("data"), jax.ShapeDtypeStruct((rows, MESH_WIDTH), jnp.float32))
+    args = spread(mesh, spec, params), placed_state, batch
+    return compile_for(machine.devices(), step.function, *args, donate=(0, 1), **machine.options)
+
+
+class Row(NamedTuple):
+    """What the compiled program of a window does on each device; sizes in MiB.
+
+    Attributes:
+      inside: the exchanges of more than a few scalars in each microbatch.
+      outside: those once a window.
+      rows: of a microbatch that a device computes.
+      turn: bytes that a microbatch moves; those of GPUs alone can be counted.
+      rest: bytes that the window moves beside its microbatches.
+      temporary: memory beside arguments and results.
+      copies: of arrays.
+    """
+
+    inside: Counter[str]
+    outside: Counter[str]
+    rows: int
+    turn: float | None
+    rest: float | None
+    temporary: float
+    copies: int
+
+
+FEW_SCALARS = 256
+"""Bytes."""
+
+
+def row_of(compiled: Compiled, width: int) -> Row:
+    program = compiled.program
+    inside, outside = program.collectives(least=FEW_SCALARS)
+    turn = program.bytes_of_turn()
+    sizes: list[float | None] = [turn / MIB, (program.bytes_moved(True) - K * turn) / MIB]
+    if not program.counts_turns:
+        sizes = [None, None]
+    moved = (None if size is None else round(size, 1) for size in sizes)
+    temporary = round(compiled.temporary / MIB, 1)
+    return Row(inside, outside, program.rows(width), *moved, temporary, program.copies())
