@@ -143,7 +143,7 @@ def main() -> None:
             found = first_divergence(old, new, allowed=ALLOWED)
             print(f"{name}: {found or f'{WINDOWS} windows agree'}")
         rows = diff_steps(old, new).steps[WINDOWS - 1].rows
-        trained = [row.found for row in rows if row.found.name.startswith("params")]
+        trained = [row.difference for row in rows if row.difference.name.startswith("params")]
         print(f"the trained parameters are up to {max(leaf.relative for leaf in trained):.0e} apart")
 
 

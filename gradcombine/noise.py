@@ -93,7 +93,7 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
 
     Returns:
       A `NoiseScale` of float32 scalars, float64 where ``mean_square`` is that wide. With fewer than two contributions
-      nothing can be told: NaN. The estimates are noisy, and that of ``|G|**2`` may be negative: average ``trace`` and
+      there is no estimate: NaN. The estimates are noisy, and that of ``|G|**2`` may be negative: average ``trace`` and
       ``squared_norm`` over many windows, and divide then. `gradcombine.reductions.moments` has the same trace element
       by element: its variance times ``weight / (count - 1)``.
 
@@ -120,10 +120,10 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
     >>> float(noise.trace), float(noise.squared_norm), round(float(noise.scale), 3)
     (9.5, 10.875, 0.874)
     """
-    given = {"mean_square": mean_square, "square_of_mean": square_of_mean, "weight": weight, "count": count}
-    backend = resolve("noise_scale", given.values())
+    scalars = {"mean_square": mean_square, "square_of_mean": square_of_mean, "weight": weight, "count": count}
+    backend = resolve("noise_scale", scalars.values())
     with renamed("noise_scale"):
-        arrays = {name: backend.asarray(x) for name, x in given.items()}
+        arrays = {name: backend.asarray(x) for name, x in scalars.items()}
     for name, x in arrays.items():
         if backend.shape(x) != () or dtypes.kind(backend.dtype(x)) not in ("float", "integer"):
             received = f"shape {backend.shape(x)} and dtype {backend.dtype(x)}"

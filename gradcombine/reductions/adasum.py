@@ -83,11 +83,11 @@ def _adaptive(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Arr
     y_scaled = backend.divide(y, backend.where(y_zero, one, y_unit))
     dot = backend.total(backend.product(x_scaled, y_scaled))
 
-    def without_projection(own: Array, scaled: Array, of_zero: Array, other_unit: Array) -> Array:
+    def without_projection(unscaled: Array, scaled: Array, of_zero: Array, other_unit: Array) -> Array:
         norm = backend.where(of_zero, one, backend.total(backend.product(scaled, scaled)))
         half = backend.full((), 0.5, backend.dtype(x))
         share = backend.scale(backend.divide(dot, norm), backend.scale(other_unit, half))
-        return backend.add(own, -backend.scale(scaled, share))
+        return backend.add(unscaled, -backend.scale(scaled, share))
 
     kept = backend.add(without_projection(x, x_scaled, x_zero, y_unit), without_projection(y, y_scaled, y_zero, x_unit))
     return backend.where(x_zero, b, backend.where(y_zero, a, backend.cast(kept, running)))

@@ -202,8 +202,10 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
             if is_absent(leaf):
                 return leaf
             x = backend.asarray(leaf)
-            own = backend.dtype(x)
-            return backend.cast(scaled(backend, x, backend.cast(factor, dtypes.working(own)), own), own)
+            leaf_dtype = backend.dtype(x)
+            return backend.cast(
+                scaled(backend, x, backend.cast(factor, dtypes.working(leaf_dtype)), leaf_dtype), leaf_dtype
+            )
 
         return tree.unflatten(structure, map(short, leaves)), weight
 
@@ -231,8 +233,8 @@ def norm_dtype(operation: str, leaves: list[Any], structure: tree.Structure) -> 
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if is_absent(leaf):
             continue
-        own = dtype_of(leaf)
-        if dtypes.kind(own) != "float":
-            raise GradCombineError(operation, "float leaves, of which alone there is a norm here", own, path)
-        dtype = max(dtype, own, key=lambda dtype: dtype.itemsize)
+        leaf_dtype = dtype_of(leaf)
+        if dtypes.kind(leaf_dtype) != "float":
+            raise GradCombineError(operation, "float leaves, of which alone there is a norm here", leaf_dtype, path)
+        dtype = max(dtype, leaf_dtype, key=lambda dtype: dtype.itemsize)
     return dtype

@@ -65,12 +65,12 @@ def differentiable(reduction: Reduction) -> Reduction:
     @no_autograph
     def merge(a: State, b: State) -> DifferentiableState:
         pairs = zip((reduction, derivative), open_(a), open_(b), strict=True)
-        return DifferentiableState(*(own.merge(x, y) for own, x, y in pairs))
+        return DifferentiableState(*(one.merge(x, y) for one, x, y in pairs))
 
     @no_autograph
     def finalize(state: State) -> Tree:
-        def run(own: Reduction, state: DifferentiableState) -> Tree:
-            return own.finalize(state.value if own is reduction else state.derivative)
+        def run(one: Reduction, state: DifferentiableState) -> Tree:
+            return one.finalize(state.value if one is reduction else state.derivative)
 
         return derived(reduction, run, open_(state))
 
@@ -91,27 +91,27 @@ def differentiable(reduction: Reduction) -> Reduction:
     return replace(reduction, init=init, update=update, merge=merge, finalize=finalize, shortcuts=shortcuts)
 
 
-def derived(reduction: Reduction, run: Callable[..., Tree], *given: Tree) -> Tree:
-    """``run(reduction, *given)``, with the derivative of ``run(reduction.derivative, *given)``.
+def derived(reduction: Reduction, run: Callable[..., Tree], *arguments: Tree) -> Tree:
+    """``run(reduction, *arguments)``, with the derivative of ``run(reduction.derivative, *arguments)``.
 
     Args:
       reduction: any.
-      run: what is done with a reduction; arrays that matter for the derivative are all in ``given``.
-      given: trees of arrays and None.
+      run: what is done with a reduction; arrays that matter for the derivative are all in ``arguments``.
+      arguments: trees of arrays and None.
     """
     derivative = reduction.derivative
     if derivative is None:
-        return run(reduction, *given)
+        return run(reduction, *arguments)
     try:
-        leaves, structure = tree.flatten(reduction.name, given)
+        leaves, structure = tree.flatten(reduction.name, arguments)
     except GradCombineError:
-        return run(reduction, *given)  # which says better what is wrong
+        return run(reduction, *arguments)  # which says better what is wrong
     backend = resolve(reduction.name, leaves)
     form: list[Any] = []
 
-    def arrays_of(own: Reduction) -> Callable[..., Sequence[Array]]:
+    def arrays_of(one: Reduction) -> Callable[..., Sequence[Array]]:
         def call(*leaves: Any) -> list[Array]:
-            result, outer = tree.flatten(reduction.name, run(own, *tree.unflatten(structure, leaves)))
+            result, outer = tree.flatten(reduction.name, run(one, *tree.unflatten(structure, leaves)))
             missing = [(i, x) for i, x in enumerate(result) if is_absent(x)]
             form[:] = [outer, missing]
             return [x for x in result if not is_absent(x)]

@@ -25,7 +25,7 @@ FLOAT_OF_BITS = "float of at most 64 bits"
 
 @cache
 def kind(dtype: np.dtype) -> str:
-    """``"float"``, ``"complex"``, ``"integer"`` or the dtype's own name; ml_dtypes' types are told apart as well."""
+    """``"float"``, ``"complex"``, ``"integer"`` or the dtype's own name; those of ml_dtypes too."""
     for name, numpy_kinds, info in (("float", "f", ml_dtypes.finfo), ("integer", "iu", ml_dtypes.iinfo)):
         if dtype.kind in numpy_kinds:
             return name
@@ -78,8 +78,8 @@ class Settings:
         """The result's dtype for contributions of ``dtype``; an integer or complex one stays what it is."""
         family, wanted = kind(dtype), self._output
         if family in ("integer", "complex"):
-            own = self.running(dtype) if family == "integer" else dtype
-            return wanted if wanted is not None and kind(wanted) == family else own
+            default = self.running(dtype) if family == "integer" else dtype
+            return wanted if wanted is not None and kind(wanted) == family else default
         return dtype if wanted is None else wanted
 
 
@@ -108,8 +108,8 @@ def parse(dtype: Any, operation: str = "dtypes") -> np.dtype | None:
     if dtype is None:
         return None
     try:
-        own = getattr(ml_dtypes, dtype, None) if isinstance(dtype, str) else None
-        parsed = np.dtype(own or getattr(dtype, "as_numpy_dtype", dtype))
+        extended = getattr(ml_dtypes, dtype, None) if isinstance(dtype, str) else None
+        parsed = np.dtype(extended or getattr(dtype, "as_numpy_dtype", dtype))
     except Exception:  # NumPy has several for what it cannot read
         parsed = None
     if parsed is None or kind(parsed) not in NUMERIC:

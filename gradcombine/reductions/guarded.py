@@ -58,8 +58,8 @@ class Guarded:
         made, inner = tree.flatten(self.name, self.own_init(tree.unflatten(structure, zeros)))
         backend = resolve(self.name, [*leaves, *made])
         # Placed as the leaves are: a state that begins the same on all replicas may still become each one's own.
-        own = backend.full((), False, np.dtype(np.bool_), present)
-        arrays = (None if x is None else backend.where(own, backend.asarray(x), backend.asarray(x)) for x in made)
+        placed = backend.full((), False, np.dtype(np.bool_), present)
+        arrays = (None if x is None else backend.where(placed, backend.asarray(x), backend.asarray(x)) for x in made)
         empty = _kept(inner, arrays)
         return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, kinds))
 
@@ -106,13 +106,13 @@ class Guarded:
     @no_autograph
     def all_merge(self, state: GuardedState, collective: Collective, order: Order) -> GuardedState:
         self._require(state)
-        own, structure = tree.flatten(self.name, (state.value, state.count))
+        arrays, structure = tree.flatten(self.name, (state.value, state.count))
 
         def rebuild(received: Sequence[Array]) -> GuardedState:
             value, count = tree.unflatten(structure, received)
             return state._replace(value=value, count=count)
 
-        return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, own)))
+        return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, arrays)))
 
     def _require(self, state: Any) -> None:
         if not isinstance(state, GuardedState):

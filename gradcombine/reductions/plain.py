@@ -167,9 +167,9 @@ def _image(backend: Backend, x: Array) -> Array:
     dtype = backend.dtype(x)
     if dtypes.kind(dtype) != "float" or dtype.itemsize > 8:
         return x
-    own = grid.of(dtype)
-    bits = backend.bitcast(x, own.word)
-    return backend.where(bits < 0, -(bits & own.most), bits)
+    layout = grid.of(dtype)
+    bits = backend.bitcast(x, layout.word)
+    return backend.where(bits < 0, -(bits & layout.most), bits)
 
 
 _KINDS = ("float", "complex", "integer", "bool")

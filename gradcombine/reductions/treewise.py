@@ -97,7 +97,7 @@ class _Treewise:
 
     @no_autograph
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
-        own, leaves, backend, w = self._entered(state, value, weight)
+        flat, leaves, backend, w = self._entered(state, value, weight)
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
 
         def update(a: Any, kind: Any, leaf: Any) -> Any:
@@ -105,23 +105,23 @@ class _Treewise:
                 return None if a is None else self.cell.idle(backend, a, [w], totals)
             return self.cell.update(backend, a, self._entering(backend, a, kind, leaf), w, totals)
 
-        updated = self._each(own.structure, update, own.values, own.made_for, leaves)
+        updated = self._each(flat.structure, update, flat.values, flat.made_for, leaves)
         if zero is True:
             return state
         total = self.cell.link(backend, self.cell.add_weight(backend, state.weight, w), leaves)
         count = state.count + 1
         if zero is not False:
             # Masked by where: a contribution of weight 0 may hold NaN.
-            pairs = zip(own.values, updated, strict=True)
+            pairs = zip(flat.values, updated, strict=True)
             updated = [new if new is old else self.cell.masked(backend, zero, old, new) for old, new in pairs]
             total = where(backend, zero, state.weight, total)
             count = backend.where(zero, state.count, count)
-        return own.closed(state, updated, total, count)
+        return flat.closed(state, updated, total, count)
 
     @no_autograph
     def contribution(self, state: State, value: Tree, weight: Any) -> State:
         cell: Any = self.cell
-        own, leaves, backend, w = self._entered(state, value, weight)
+        flat, leaves, backend, w = self._entered(state, value, weight)
         zero, empty = w.is_zero(backend), self._empty_totals(backend, state)
 
         def term(a: Any, kind: Any, leaf: Any) -> Array | None:
@@ -133,19 +133,19 @@ class _Treewise:
             dtype = backend.dtype(added)
             return backend.where(zero, empty.once(dtype, lambda: cell.empty(backend, (), dtype, added)), added)
 
-        terms = self._each(own.structure, term, own.values, own.made_for, leaves)
+        terms = self._each(flat.structure, term, flat.values, flat.made_for, leaves)
 
         total, count = cell.add_weight(backend, empty.weight, w), empty.count + 1
         if zero is not False:
             total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
-        return own.closed(state, terms, total, count)
+        return flat.closed(state, terms, total, count)
 
     def _entered(self, state: State, value: Tree, weight: Any) -> tuple[Opened, list[Any], Backend, Weight]:
-        own = self._open(state)
-        leaves = tree.flatten_as(self.cell.name, own.structure, value, self.cell.is_leaf)
+        flat = self._open(state)
+        leaves = tree.flatten_as(self.cell.name, flat.structure, value, self.cell.is_leaf)
         arrays = (x for leaf in leaves for x in self.cell.arrays(leaf))
-        backend = resolve(self.cell.name, [*own.arrays(), *arrays, state.count, weight])
-        return own, leaves, backend, parse(self.cell.name, backend, weight)
+        backend = resolve(self.cell.name, [*flat.arrays(), *arrays, state.count, weight])
+        return flat, leaves, backend, parse(self.cell.name, backend, weight)
 
     def _entering(self, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any:
         """The contribution as the cell takes it; refuses one that does not match the accumulator."""
@@ -172,12 +172,12 @@ class _Treewise:
             leaves, structure = tree.flatten(cell.name, trees[0])
             rows = [leaves, *(tree.flatten_as(cell.name, structure, value) for value in trees[1:])]
             like = [next((x for x in column if x is not None), None) for column in zip(*rows, strict=True)]
-            own, whole = self._begun(structure, like)
+            flat, whole = self._begun(structure, like)
         else:
-            own, whole = self._open(state), state
-            rows = [tree.flatten_as(cell.name, own.structure, value) for value in trees]
+            flat, whole = self._open(state), state
+            rows = [tree.flatten_as(cell.name, flat.structure, value) for value in trees]
         entered = [x for row in rows for x in row]
-        backend = resolve(cell.name, [*own.arrays(), *entered, whole.count, *weights])
+        backend = resolve(cell.name, [*flat.arrays(), *entered, whole.count, *weights])
         parsed = [parse(cell.name, backend, weight) for weight in weights]
         if not cell.takes_many(parsed):
             return None
@@ -193,7 +193,7 @@ class _Treewise:
                 return None if a is None else cell.idle(backend, a, parsed, totals)
             return cell.update_many(backend, a, present, parsed, totals, order)
 
-        values = self._each(own.structure, update, own.values, own.made_for, *rows)
+        values = self._each(flat.structure, update, flat.values, flat.made_for, *rows)
         known = [w for w in parsed if w.known is not None]
         total, count = whole.weight, accumulator.plus(backend, whole.count, sum(w.known != 0 for w in known))
         if known:
@@ -202,7 +202,7 @@ class _Treewise:
             if w.known is None:
                 total = where(backend, zero, total, cell.add_weight(backend, total, w))
                 count = backend.where(zero, count, count + 1)
-        return own.closed(whole, values, cell.link(backend, total, entered), count)
+        return flat.closed(whole, values, cell.link(backend, total, entered), count)
 
     @no_autograph
     def merge(self, a: State, b: State) -> State:
@@ -223,8 +223,8 @@ class _Treewise:
 
     @no_autograph
     def finalize(self, state: State) -> Tree:
-        own = self._open(state)
-        backend = resolve(self.cell.name, [*own.arrays(), state.count])
+        flat = self._open(state)
+        backend = resolve(self.cell.name, [*flat.arrays(), state.count])
         totals = Totals(state.weight, state.count)
 
         def finish(a: Any, kind: Any) -> Any:
@@ -232,25 +232,25 @@ class _Treewise:
                 return accumulator.absent(backend, kind)
             return self.cell.finish(backend, a, totals, self.cell.output(kind.dtype))
 
-        return tree.unflatten(own.structure, self._each(own.structure, finish, own.values, own.made_for))
+        return tree.unflatten(flat.structure, self._each(flat.structure, finish, flat.values, flat.made_for))
 
     @no_autograph
     def all_finalize(self, state: State, collective: Collective, weight: Any) -> Tree:
         cell: Any = self.cell
-        own = self._open(state)
-        backend = resolve(cell.name, [*own.arrays(), state.count, weight])
-        outputs = [cell.output(kind.dtype) for kind in own.made_for if kind.dtype is not None]
+        flat = self._open(state)
+        backend = resolve(cell.name, [*flat.arrays(), state.count, weight])
+        outputs = [cell.output(kind.dtype) for kind in flat.made_for if kind.dtype is not None]
         totals, w = Totals(state.weight, state.count), parse(cell.name, backend, weight)
-        if (results := cell.all_finish(backend, collective, own.present(), outputs, totals, w)) is None:
+        if (results := cell.all_finish(backend, collective, flat.present(), outputs, totals, w)) is None:
             return self.finalize(self.all_merge(state, collective, "sequential"))
         back = iter(results)
-        finished = (accumulator.absent(backend, kind) if kind.dtype is None else next(back) for kind in own.made_for)
-        return tree.unflatten(own.structure, finished)
+        finished = (accumulator.absent(backend, kind) if kind.dtype is None else next(back) for kind in flat.made_for)
+        return tree.unflatten(flat.structure, finished)
 
     @no_autograph
     def clear(self, state: State) -> State:
-        own = self._open(state)
-        backend = resolve(self.cell.name, [*own.arrays(), state.count])
+        flat = self._open(state)
+        backend = resolve(self.cell.name, [*flat.arrays(), state.count])
 
         def empty(a: Any) -> Any:
             if a is None:
@@ -259,7 +259,7 @@ class _Treewise:
             return self.cell.empty(backend, self.cell.shape(a), dtype_of(kept), kept)
 
         totals = self._empty_totals(backend, state)
-        return own.closed(state, list(map(empty, own.values)), totals.weight, totals.count)
+        return flat.closed(state, list(map(empty, flat.values)), totals.weight, totals.count)
 
     def _empty_totals(self, backend: Backend, state: State) -> Totals:
         weight = self.cell.empty_weight(backend, dtype_of(parts(state.weight)[0]), parts(state.weight))
@@ -267,17 +267,17 @@ class _Treewise:
 
     @no_autograph
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
-        arrays = (own := self._open(state)).arrays()
-        named = zip(own.structure.paths(), own.values, strict=True)
+        arrays = (flat := self._open(state)).arrays()
+        named = zip(flat.structure.paths(), flat.values, strict=True)
         paths = [path for path, a in named if a is not None for _ in parts(a)]
         collective.require_unreduced(self.cell.name, paths, arrays)
         backend = resolve(self.cell.name, [*arrays, state.count, collective.rank()])
         if collective.size() <= self.cell.most_replicas:
             cell: Any = self.cell
-            merged, totals = cell.all_merge(backend, collective, own.present(), Totals(state.weight, state.count))
+            merged, totals = cell.all_merge(backend, collective, flat.present(), Totals(state.weight, state.count))
             back = iter(merged)
-            return own.closed(
-                state, [None if a is None else next(back) for a in own.values], totals.weight, totals.count
+            return flat.closed(
+                state, [None if a is None else next(back) for a in flat.values], totals.weight, totals.count
             )
 
         def rebuild(received: Sequence[Array]) -> State:
@@ -286,8 +286,8 @@ class _Treewise:
             def like(a: Any) -> Any:
                 return refilled(a, [backend.cast(next(back), dtype_of(x)) for x in parts(a)])
 
-            values = [None if a is None else like(a) for a in own.values]
-            return own.closed(state, values, like(state.weight), next(back))
+            values = [None if a is None else like(a) for a in flat.values]
+            return flat.closed(state, values, like(state.weight), next(back))
 
         bundle = [*accumulator.on_wire(backend, arrays, self.wire_dtype), *parts(state.weight), state.count]
         if self.cell.additive and order == "sequential":

@@ -121,13 +121,13 @@ def decide(aggregation: Any, synchronization: Any, over: Any) -> Policy:
     return Policy(how, when, _REDUCTIONS[how]() if how in _REDUCTIONS else None)
 
 
-def _member(kind: type[E], given: Any) -> E:
+def _member(kind: type[E], setting: Any) -> E:
     # TensorFlow's members are known by their names, so that TensorFlow need not be there. Both enums have a NONE: the
     # class's name tells VariableAggregation and VariableAggregationV2 from VariableSynchronization.
-    name = given if isinstance(given, str) else getattr(given, "name", None)
-    right = isinstance(given, str) or kind.__name__ in type(given).__name__
+    name = setting if isinstance(setting, str) else getattr(setting, "name", None)
+    right = isinstance(setting, str) or kind.__name__ in type(setting).__name__
     if not right or not isinstance(name, str) or name.upper() not in kind.__members__:
         names = ", ".join(member.value for member in kind)
         expected = f"one {kind.__name__.lower()} of {names}, or the tf.Variable{kind.__name__} of that name"
-        raise GradCombineError("replicated.variable", expected, shown(given))
+        raise GradCombineError("replicated.variable", expected, shown(setting))
     return kind[name.upper()]

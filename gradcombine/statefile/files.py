@@ -18,16 +18,16 @@ def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> No
     """Saves one state; `load` gives it back, in any framework.
 
     Args:
-      path: of a file that ends in ``.npz`` or ``.safetensors``. An existing
-        one is replaced in one step: after a crash there is the old file or the new one, and nothing between. Its mode
-        and owner are kept; where the path is a symbolic link, what it points to is replaced.
+      path: of a file that ends in ``.npz`` or ``.safetensors``. An existing one is replaced in one step: after a crash
+        there is the old file or the new one, and nothing between. Its mode and owner are kept; where the path is a
+        symbolic link, what it points to is replaced.
       reduction: the one that made the state.
       state: a state of the reduction, or of `gradcombine.accumulate`: partial, full or empty. Of NumPy, JAX or
         TensorFlow, outside of compiled code, and of one replica.
 
     Raises:
-      GradCombineError: for another suffix, a path of what is no regular file, a state of
-        another reduction, states that are stacked in one, and values that are traced or partly in other processes.
+      GradCombineError: for another suffix, a path of what is no regular file, a state of another reduction, states that
+        are stacked in one, and values that are traced or partly in other processes.
       OSError: where the file cannot be written. The old one is whole then.
 
     Bits: every array is saved as it is, the payloads of NaN included. The same state gives the same file.

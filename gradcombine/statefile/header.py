@@ -44,7 +44,7 @@ class Header(NamedTuple):
       levels: of windows, how many partial states each has: 1 in order ``"sequential"``, floor(log2(every)) + 1 in order
         ``"tree"``. None for states of a reduction without a window.
       kinds: the class of each NamedTuple in the state, by path. Precision and members of the reduction show there.
-      leaves: every leaf of a state; they are the same on all replicas, but for what they hold.
+      leaves: every leaf of a state; the same on all replicas, except for their values.
     """
 
     gradcombine: str

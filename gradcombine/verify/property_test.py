@@ -72,9 +72,9 @@ def check_reduction(
       like: a tree of the shapes and dtypes of contributions, with None where there is no gradient.
       commutative: whether ``merge`` has to be; `gradcombine.reductions.last` for one is not.
       ulps: how far apart the values of two sides may be, in units in the last place of the largest number among them
-        and the contributions. 0: not by a bit, but for what NaN holds. By default sums and products of contributions do
-        not round, so the laws of sums hold to the bit. The laws of weight 0, ``clear`` and purity hold for whole
-        states, to the bit always.
+        and the contributions. 0: equal bits, except for the payload of NaN. By default sums and products of
+        contributions do not round, so the laws of sums hold to the bit. The laws of weight 0, ``clear`` and purity hold
+        for whole states, to the bit always.
       elements: what the leaves hold; whole ones alone are used for integers, and not the negative ones if unsigned.
       weights: of the contributions; whole ones alone where a leaf is of integers.
       asarray: makes arrays of another framework of NumPy's, as jax.numpy.asarray and tf.constant do.

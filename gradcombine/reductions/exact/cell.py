@@ -13,7 +13,8 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import ArrayLeaves, Totals
-from gradcombine.reductions.exact import digits, exchange, grid, rounding, terms
+from gradcombine.reductions.exact import digits, exchange, rounding, terms
+from gradcombine.reductions.exact import grid as grids
 from gradcombine.reductions.exact.digits import BETWEEN, SPILLED_CAPACITY, Decoded, Digits
 from gradcombine.reductions.exact.grid import FLOAT32, Grid
 from gradcombine.reductions.exact.terms import Part
@@ -49,7 +50,7 @@ class Exact(ArrayLeaves):
 
     def running(self, dtype: np.dtype) -> np.dtype:
         # No state has the words of a wider float.
-        return grid.of(dtype).word if dtype.itemsize <= 8 else dtype
+        return grids.of(dtype).word if dtype.itemsize <= 8 else dtype
 
     def output(self, dtype: np.dtype) -> np.dtype:
         return self.settings.output(dtype)
@@ -75,11 +76,11 @@ class Exact(ArrayLeaves):
         # No order changes the digits.
         every = weights
         xs, weights = zip(*((x, w) for x, w in zip(xs, weights, strict=True) if x is not None), strict=True)
-        own = digits.grid_of(backend, a)
-        parts = [[] if w.is_one else terms.weight_parts(backend, own, w) for w in weights]
+        grid = digits.grid_of(backend, a)
+        parts = [[] if w.is_one else terms.weight_parts(backend, grid, w) for w in weights]
         plan = tuple((w.whole, len(part)) for w, part in zip(weights, parts, strict=True))
         scalars = (array for several in parts for part in several for array in part)
-        total = Digits.of(backend.fused(_deposit, (own, len(a.words), plan), [*a.words, *xs, *scalars]))
+        total = Digits.of(backend.fused(_deposit, (grid, len(a.words), plan), [*a.words, *xs, *scalars]))
         # A list is settled in the same pass.
         return total if len(plan) > 1 else self.idle(backend, total, every, totals)
 
@@ -95,16 +96,16 @@ class Exact(ArrayLeaves):
         return Digits.of(backend.fused(_merge, (digits.grid_of(backend, a),), [*a.words, *b.words]))
 
     def finish(self, backend: Backend, a: Any, totals: Totals, output: np.dtype) -> Array:
-        own = digits.grid_of(backend, a)
-        full = SPILLED_CAPACITY if a.spills else own.capacity
+        grid = digits.grid_of(backend, a)
+        full = SPILLED_CAPACITY if a.spills else grid.capacity
         scalars = [totals.weight.deposits > full]
         if self.divides:
-            scalars += rounded(backend, own, totals.weight)
-        results = backend.fused(_finish, (own, len(a.words), output), [*a.words, *scalars])
+            scalars += rounded(backend, grid, totals.weight)
+        results = backend.fused(_finish, (grid, len(a.words), output), [*a.words, *scalars])
         return refusing(self.name, backend, results, totals.weight.link)[0]
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Any:
-        word = grid.of(dtype).word
+        word = grids.of(dtype).word
         words = [backend.full((), 0, word, like) for _ in range(self._words(word))]
         counts = (backend.full((), 0, dtype, like) for dtype in (dtypes.INT32, dtypes.FLOAT32))
         return ExactWeight(Digits.of(words), *counts)
@@ -116,18 +117,18 @@ class Exact(ArrayLeaves):
     def add_weights(self, backend: Backend, total: Any, weights: Sequence[Weight], order: Order) -> Any:
         """The sum of weights with several more, which no order changes."""
         summed, known = self._digits(backend, total), [w for w in weights if w.known]
-        own = digits.grid_of(backend, summed)
+        grid = digits.grid_of(backend, summed)
         if known:
             # Weights that are known while tracing are added up there.
-            values = _weights(NUMPY, own, known)
-            zeros = Digits.of([NUMPY.full((), 0, own.word) for _ in summed.words])
-            constants = (backend.full((), int(x), own.word) for x in _deposit_all(NUMPY, own, zeros, values).words)
-            summed = digits.merge(backend, own, summed, Digits.of(list(constants)))
-        summed = _deposit_all(backend, own, summed, _weights(backend, own, [w for w in weights if w.known is None]))
+            values = _weights(NUMPY, grid, known)
+            zeros = Digits.of([NUMPY.full((), 0, grid.word) for _ in summed.words])
+            constants = (backend.full((), int(x), grid.word) for x in _deposit_all(NUMPY, grid, zeros, values).words)
+            summed = digits.merge(backend, grid, summed, Digits.of(list(constants)))
+        summed = _deposit_all(backend, grid, summed, _weights(backend, grid, [w for w in weights if w.known is None]))
         count = sum(terms.deposits(backend, w) for w in weights)
         arrays = [w.array for w in weights if w.known is None]
         link = linked(backend, total.link, arrays) if arrays else total.link
-        return ExactWeight(digits.settle(backend, own, summed), limited(backend, total.deposits + count), link)
+        return ExactWeight(digits.settle(backend, grid, summed), limited(backend, total.deposits + count), link)
 
     def link(self, backend: Backend, total: Any, leaves: Sequence[Any]) -> Any:
         return total._replace(link=linked(backend, total.link, leaves))
@@ -162,7 +163,7 @@ class Exact(ArrayLeaves):
         weights = self._digits(backend, totals.weight)
         *tops, top = exchange.highest(backend, collective, [*accumulators, weights])
         _, merged = exchange.merged(backend, collective, [weights], [top], totals)
-        divisors = [rounded(backend, own, merged.weight) if self.divides else () for own, _ in fitting]
+        divisors = [rounded(backend, grid, merged.weight) if self.divides else () for grid, _ in fitting]
         leaves = list(zip(fitting, accumulators, tops, outputs, strict=True))
         results = exchange.finish(backend, collective, leaves, divisors)
         return refusing(self.name, backend, results, totals.weight.link)
@@ -183,33 +184,33 @@ class Exact(ArrayLeaves):
 
 
 @np.errstate(all="ignore")  # words wrap around, as meant
-def _deposit_all(backend: Backend, own: Grid, a: Digits, values: Sequence[Decoded]) -> Digits:
+def _deposit_all(backend: Backend, grid: Grid, a: Digits, values: Sequence[Decoded]) -> Digits:
     for start in range(0, len(values), BLOCK):
         if start and start % BETWEEN == 0:
-            a = digits.settle(backend, own, a)
-        a = digits.deposit(backend, own, a, values[start : start + BLOCK])
+            a = digits.settle(backend, grid, a)
+        a = digits.deposit(backend, grid, a, values[start : start + BLOCK])
     return a
 
 
 @np.errstate(all="ignore")
-def _settle(backend: Backend, own: Grid, *words: Array) -> tuple[Array, ...]:
-    return digits.settle(backend, own, Digits.of(words)).words
+def _settle(backend: Backend, grid: Grid, *words: Array) -> tuple[Array, ...]:
+    return digits.settle(backend, grid, Digits.of(words)).words
 
 
-def _weights(backend: Backend, own: Grid, weights: Sequence[Weight]) -> list[Decoded]:
+def _weights(backend: Backend, grid: Grid, weights: Sequence[Weight]) -> list[Decoded]:
     """What weights add to their sum."""
-    parts = (part for weight in weights for part in terms.weight_parts(backend, own, weight))
-    return [terms.of_weight(backend, own, part) for part in parts]
+    parts = (part for weight in weights for part in terms.weight_parts(backend, grid, weight))
+    return [terms.of_weight(backend, grid, part) for part in parts]
 
 
 def _deposit(
-    backend: Backend, own: Grid, size: int, plan: tuple[tuple[bool, int], ...], *arrays: Array
+    backend: Backend, grid: Grid, size: int, plan: tuple[tuple[bool, int], ...], *arrays: Array
 ) -> tuple[Array, ...]:
     """The kernel of `Exact.update_many`: accumulator, contributions, and of each weight its parts.
 
     Args:
       backend: of the arrays.
-      own: the grid.
+      grid: of the accumulator.
       size: the number of the accumulator's words.
       plan: of each weight, whether it is whole, and the number of its parts: none where it is known to be 1.
       arrays: one after another.
@@ -218,21 +219,21 @@ def _deposit(
     values: list[Decoded] = []
     for x, (whole, count) in zip(xs, plan, strict=True):
         parts = [Part(next(scalars), next(scalars)) for _ in range(count)]
-        values += terms.weighted(backend, own, backend.cast(x, own.value), parts, whole)
-    total = _deposit_all(backend, own, Digits.of(words), values)
-    return (digits.settle(backend, own, total) if len(plan) > 1 else total).words
+        values += terms.weighted(backend, grid, backend.cast(x, grid.value), parts, whole)
+    total = _deposit_all(backend, grid, Digits.of(words), values)
+    return (digits.settle(backend, grid, total) if len(plan) > 1 else total).words
 
 
 @np.errstate(all="ignore")
-def _merge(backend: Backend, own: Grid, *arrays: Array) -> tuple[Array, ...]:
+def _merge(backend: Backend, grid: Grid, *arrays: Array) -> tuple[Array, ...]:
     size = len(arrays) // 2
-    return digits.merge(backend, own, Digits.of(arrays[:size]), Digits.of(arrays[size:])).words
+    return digits.merge(backend, grid, Digits.of(arrays[:size]), Digits.of(arrays[size:])).words
 
 
 @np.errstate(all="ignore")
-def _finish(backend: Backend, own: Grid, size: int, output: np.dtype, *arrays: Array) -> tuple[Array]:
+def _finish(backend: Backend, grid: Grid, size: int, output: np.dtype, *arrays: Array) -> tuple[Array]:
     """The kernel of `Exact.finish`: accumulator, whether it has had too much, and the divisor of a mean."""
     overfull, *divisor = arrays[size:]
-    wide = rounding.carry(backend, own, Digits.of(arrays[:size]))
-    result = rounding.finished(backend, own, wide, arrays[0], divisor, output)
+    wide = rounding.carry(backend, grid, Digits.of(arrays[:size]))
+    result = rounding.finished(backend, grid, wide, arrays[0], divisor, output)
     return (backend.where(overfull, backend.full((), np.nan, output), result),)

@@ -57,13 +57,15 @@ def merged(
       totals: this replica's.
     """
     grids = [digits.grid_of(backend, a) for a in sums]
-    aligned = (backend.fused(_aligned, (own,), [top, *a.words]) for own, a, top in zip(grids, sums, tops, strict=True))
+    aligned = (
+        backend.fused(_aligned, (grid,), [top, *a.words]) for grid, a, top in zip(grids, sums, tops, strict=True)
+    )
     counts = [totals.count, *halves(backend, totals.weight.deposits), totals.weight.link]
     received = iter(_sum_with_scalars(backend, collective, [*itertools.chain(*aligned), *counts]))
     joined = []
-    for own, a, top in zip(grids, sums, tops, strict=True):
+    for grid, a, top in zip(grids, sums, tops, strict=True):
         words = [next(received) for _ in a.words]
-        joined.append(Digits.of(backend.fused(_tagged, (own,), [top, *words])))
+        joined.append(Digits.of(backend.fused(_tagged, (grid,), [top, *words])))
     count, low, high, link = received
     *accumulators, weight = joined
     return accumulators, Totals(ExactWeight(weight, whole(backend, low, high), link), count)
@@ -96,9 +98,9 @@ class Plan(NamedTuple):
 
 def plan(backend: Backend, a: Digits, replicas: int, deposits: int) -> Plan | None:
     """None where two words do not hold so many deposits, those of all replicas together."""
-    own = digits.grid_of(backend, a)
-    low = own.bits - max(1, (replicas - 1).bit_length())
-    return Plan(own, low) if deposits << 3 * own.width <= 1 << low + own.bits - 1 else None
+    grid = digits.grid_of(backend, a)
+    low = grid.bits - max(1, (replicas - 1).bit_length())
+    return Plan(grid, low) if deposits << 3 * grid.width <= 1 << low + grid.bits - 1 else None
 
 
 def finish(
@@ -128,34 +130,34 @@ def finish(
     return collective.reduce_scatter_map(finished, words, [top for _, _, top, _ in leaves])
 
 
-def _level(backend: Backend, own: Grid, *slots: Array) -> tuple[Array]:
-    return (backend.cast(sum(word & own.tag for word in slots[1:]) + (slots[0] & own.tag), INT8),)
+def _level(backend: Backend, grid: Grid, *slots: Array) -> tuple[Array]:
+    return (backend.cast(sum(word & grid.tag for word in slots[1:]) + (slots[0] & grid.tag), INT8),)
 
 
-def _aligned(backend: Backend, own: Grid, top: Array, *words: Array) -> tuple[Array, ...]:
-    return digits.aligned(backend, own, Digits.of(words), _tags_of(backend, own, top))
+def _aligned(backend: Backend, grid: Grid, top: Array, *words: Array) -> tuple[Array, ...]:
+    return digits.aligned(backend, grid, Digits.of(words), _tags_of(backend, grid, top))
 
 
 @np.errstate(all="ignore")  # words of too many deposits wrap around, as in any merge
-def _tagged(backend: Backend, own: Grid, top: Array, *words: Array) -> tuple[Array, ...]:
-    return digits.tagged(backend, own, _tags_of(backend, own, top), words).words
+def _tagged(backend: Backend, grid: Grid, top: Array, *words: Array) -> tuple[Array, ...]:
+    return digits.tagged(backend, grid, _tags_of(backend, grid, top), words).words
 
 
-def _tags_of(backend: Backend, own: Grid, level: Array) -> list[Array]:
+def _tags_of(backend: Backend, grid: Grid, level: Array) -> list[Array]:
     """``(level + 2 - s) // 3`` without a division: exact below 256."""
-    wide = backend.cast(level, own.word)
+    wide = backend.cast(level, grid.word)
     return [backend.shift_right((wide + (2 - s)) * 171, 9) for s in range(3)]
 
 
 @np.errstate(all="ignore")  # words wrap around, as meant
-def _carried(backend: Backend, own: Grid, low: int, top: Array, *words: Array) -> tuple[Array, Array]:
+def _carried(backend: Backend, grid: Grid, low: int, top: Array, *words: Array) -> tuple[Array, Array]:
     """The kernel that makes two words of an accumulator; ``top``: the highest level among replicas."""
-    tags = _tags_of(backend, own, top)
-    aligned = digits.aligned(backend, own, Digits.of(words), tags)
-    slots = [backend.shift_right(word, own.tag_bits) for word in aligned[:3]]
+    tags = _tags_of(backend, grid, top)
+    aligned = digits.aligned(backend, grid, Digits.of(words), tags)
+    slots = [backend.shift_right(word, grid.tag_bits) for word in aligned[:3]]
     if aligned[3:]:
-        slots = [a + backend.shift_left(b, own.width) for a, b in zip(slots, aligned[3:], strict=True)]
-    level, zero = backend.cast(top, own.word), backend.full((), 0, own.word)
+        slots = [a + backend.shift_left(b, grid.width) for a, b in zip(slots, aligned[3:], strict=True)]
+    level, zero = backend.cast(top, grid.word), backend.full((), 0, grid.word)
     # The lowest of the three bins has the number of the level, and slot s the bins i with i % 3 == s.
     lowest = level - tags[2] * 3
     first, second = lowest == 0, lowest == 1
@@ -164,30 +166,30 @@ def _carried(backend: Backend, own: Grid, low: int, top: Array, *words: Array) -
         other = backend.where(second, slots[(at + 1) % 3], slots[(at + 2) % 3])
         return backend.where(first, slots[at], other)
 
-    special = level == _special(own)
+    special = level == _special(grid)
     bottom, middle, high = backend.where(special, zero, column(0)), backend.where(special, zero, column(1)), column(2)
-    middle = middle + backend.shift_right(bottom, own.width)
-    high = high + backend.shift_right(middle, own.width)
-    word = backend.shift_left(middle & own.digit, own.width) | (bottom & own.digit)
-    above = backend.shift_left(high, own.bits - low) + rounding.logical_right(backend, own, word, low)
+    middle = middle + backend.shift_right(bottom, grid.width)
+    high = high + backend.shift_right(middle, grid.width)
+    word = backend.shift_left(middle & grid.digit, grid.width) | (bottom & grid.digit)
+    above = backend.shift_left(high, grid.bits - low) + rounding.logical_right(backend, grid, word, low)
     return above, word & ((1 << low) - 1)
 
 
-def _special(own: Grid) -> int:
+def _special(grid: Grid) -> int:
     """The level of values that are not finite: they begin the bin of slot 0."""
-    return 3 * own.special - 2
+    return 3 * grid.special - 2
 
 
 @np.errstate(all="ignore")
 def _finished(
-    backend: Backend, own: Grid, low: int, output: np.dtype, top: Array, high: Array, lower: Array, *divisor: Array
+    backend: Backend, grid: Grid, low: int, output: np.dtype, top: Array, high: Array, lower: Array, *divisor: Array
 ) -> tuple[Array]:
     """The kernel that rounds the sums over replicas of what `_carried` made, divided by the divisor of a mean."""
-    high = high + rounding.logical_right(backend, own, lower, low)
+    high = high + rounding.logical_right(backend, grid, lower, low)
     lower = (lower & ((1 << low) - 1)) | backend.shift_left(high, low)
-    high = backend.shift_right(high, own.bits - low)
-    level = backend.cast(top, own.word)
-    wide = rounding.normalised(backend, own, [lower, high], level * own.width + own.lowest(0))
-    counts = backend.shift_left(high, own.tag_bits) | own.special
-    slot0 = backend.where(level == _special(own), counts, backend.full((), 0, own.word))
-    return (rounding.finished(backend, own, wide, slot0, divisor, output),)
+    high = backend.shift_right(high, grid.bits - low)
+    level = backend.cast(top, grid.word)
+    wide = rounding.normalised(backend, grid, [lower, high], level * grid.width + grid.lowest(0))
+    counts = backend.shift_left(high, grid.tag_bits) | grid.special
+    slot0 = backend.where(level == _special(grid), counts, backend.full((), 0, grid.word))
+    return (rounding.finished(backend, grid, wide, slot0, divisor, output),)

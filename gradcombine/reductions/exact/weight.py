@@ -73,13 +73,13 @@ def whole(backend: Backend, low: Array, high: Array) -> Array:
 
 
 @np.errstate(all="ignore")
-def rounded(backend: Backend, own: Grid, total: ExactWeight) -> Divisor:
+def rounded(backend: Backend, grid: Grid, total: ExactWeight) -> Divisor:
     """The sum of weights, rounded once to the precision of the grid's float; 1 where there were none."""
     kept = digits.grid_of(backend, total.digits)
     wide = rounding.carry(backend, kept, total.digits)
-    significand, carried = rounding.nearest(backend, kept, wide, own)
+    significand, carried = rounding.nearest(backend, kept, wide, grid)
     exponent = wide.exponent + carried + (1 - kept.top // 2)
-    none, one = backend.full((), 0, kept.word), backend.full((), own.hidden, kept.word)
+    none, one = backend.full((), 0, kept.word), backend.full((), grid.hidden, kept.word)
     undefined = wide.zero | ((total.digits.slots[0] & kept.tag) == kept.special)
     pairs = (backend.where(undefined, none, significand), one), (exponent, none)
-    return Divisor(*(backend.cast(backend.where(total.deposits == 0, b, a), own.word) for a, b in pairs))
+    return Divisor(*(backend.cast(backend.where(total.deposits == 0, b, a), grid.word) for a, b in pairs))

@@ -20,7 +20,7 @@ MOST_ROWS = np.iinfo(np.int32).max - 1
 
 
 class RowSparse(NamedTuple):
-    """An array of shape (rows, ...) that is 0 but for some rows; made by `row_sparse`.
+    """An array of shape (rows, ...) that is 0 except in some rows; made by `row_sparse`.
 
     A plain tree of arrays: it passes through jit, scan, shard_map and tf.function and its loops, and into files.
 

@@ -42,24 +42,26 @@ def _title(names: tuple[str, str]) -> str:
 
 def _with_plots(report: DiffReport, sections: Sequence[Section]) -> list[Section]:
     """The same sections, with histograms before the leaves that differ."""
-    apart = [row for row in report.rows if not row.found.equal_bits][:PLOTTED]
+    apart = [row for row in report.rows if not row.difference.equal_bits][:PLOTTED]
     plots = [_histogram(row) for row in apart]
     return [each._replace(figures=plots) if each.title.endswith(rows.DIFFER) else each for each in sections]
 
 
 def _histogram(row: Row) -> Figure:
     figure, axes = page.plot(4.2, 2.4)
-    *counts, nans = row.found.ulp_counts
+    *counts, nans = row.difference.ulp_counts
     labels = ["0", *(f"2^{i}" for i in range(len(counts) - 1))] + (["NaN"] if nans else [])
     axes.bar(range(len(labels)), counts + ([nans] if nans else []), color="#3b6ea5")
     axes.set_yscale("symlog", linthresh=1)
     shown = range(0, len(labels), max(1, math.ceil(len(labels) / 8)))
     axes.set_xticks(list(shown), [labels[i] for i in shown], fontsize=7)
-    axes.set_title(_short(row.found.name), fontsize=8)
+    axes.set_title(_short(row.difference.name), fontsize=8)
     axes.set_xlabel("ulp", fontsize=7)
     axes.set_ylabel("elements", fontsize=7)
     axes.tick_params(axis="y", labelsize=7)
-    return page.drawn(figure, f"Histogram of distances in ulp of {row.found.name}: the largest is {row.found.max_ulp}")
+    return page.drawn(
+        figure, f"Histogram of distances in ulp of {row.difference.name}: the largest is {row.difference.max_ulp}"
+    )
 
 
 def _heat_map(report: StepReport) -> Section:
@@ -67,7 +69,7 @@ def _heat_map(report: StepReport) -> Section:
     worst: dict[str, int] = {}
     for found in report.steps.values():
         for row in found.rows:
-            worst[row.found.name] = max(worst.get(row.found.name, 0), row.found.max_ulp)
+            worst[row.difference.name] = max(worst.get(row.difference.name, 0), row.difference.max_ulp)
     names = sorted(worst, key=lambda name: -worst[name])[:MAPPED]
     if not names:
         return Section("Leaves and steps", "No leaf is in both runs.")
@@ -91,10 +93,10 @@ def _heights(report: StepReport, names: Sequence[str], steps: Sequence[int]) -> 
     heights = np.full((len(names), len(steps)), np.nan)
     for column, step in enumerate(steps):
         for row in report.steps[step].rows:
-            if row.found.name in lines:
-                height = min(33, row.found.max_ulp.bit_length())
+            if row.difference.name in lines:
+                height = min(33, row.difference.max_ulp.bit_length())
                 # Equal numbers may have unequal bits: the signs of zeros.
-                heights[lines[row.found.name], column] = height if row.found.equal_bits else max(1, height)
+                heights[lines[row.difference.name], column] = height if row.difference.equal_bits else max(1, height)
     return heights
 
 

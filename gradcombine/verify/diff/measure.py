@@ -26,12 +26,12 @@ class Allowed(NamedTuple):
     ulp: int | None = None
     relative: float | None = None
 
-    def passes(self, found: LeafDifference) -> bool:
+    def passes(self, difference: LeafDifference) -> bool:
         """Whether a leaf is within either of the two."""
         if self.ulp is None and self.relative is None:
-            return found.equal_bits and found.same_dtype
-        close = self.relative is not None and found.relative <= self.relative and found.same_specials
-        return close or (self.ulp is not None and found.max_ulp <= self.ulp)
+            return difference.equal_bits and difference.same_dtype
+        close = self.relative is not None and difference.relative <= self.relative and difference.same_specials
+        return close or (self.ulp is not None and difference.max_ulp <= self.ulp)
 
 
 EQUAL_BITS = Allowed()
@@ -41,7 +41,7 @@ class Row(NamedTuple):
     """One pair of leaves: how it was found, how far apart they are, and whether that is allowed."""
 
     pair: Pair
-    found: LeafDifference
+    difference: LeafDifference
     passes: bool
 
     @property
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 
         A kernel that is transposed by mistake looks like that; where it is none, a rule can say so.
         """
-        axes, shape = self.pair.axes, self.found.shape
+        axes, shape = self.pair.axes, self.difference.shape
         return axes is not None and self.pair.reason != "rule" and tuple(shape[i] for i in axes) == shape
 
 
@@ -121,8 +121,8 @@ def diff(
         if reason:
             left_out.append(LeftOut(_name(pair), reason))
         else:
-            found = _measured(a[pair.a], b[pair.b], pair)
-            rows.append(Row(pair, found, allowed.passes(found)))
+            difference = _measured(a[pair.a], b[pair.b], pair)
+            rows.append(Row(pair, difference, allowed.passes(difference)))
             done += a[pair.a].size
     progress("", done, total)
     only_a, only_b = (
@@ -131,7 +131,7 @@ def diff(
     )
     for side, dump, names in (("A", a, matching.only_a), ("B", b, matching.only_b)):
         left_out += [LeftOut(name, f"{side}: {dump[name].unread}") for name in names if dump[name].unread]
-    rows.sort(key=lambda row: (row.passes, *badness(row.found)))
+    rows.sort(key=lambda row: (row.passes, *badness(row.difference)))
     return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out))
 
 

@@ -33,8 +33,8 @@ def verdict(report: DiffReport) -> str:
 def sections(report: DiffReport) -> list[Section]:
     """The tables: what was not compared before all, then the leaves that differ, the worst first."""
     alone = [(name, side) for side, names in (("A", report.only_a), ("B", report.only_b)) for name in names]
-    equal = [row for row in report.rows if row.found.equal_bits and row.found.same_dtype]
-    differ = [row for row in report.rows if not (row.found.equal_bits and row.found.same_dtype)]
+    equal = [row for row in report.rows if row.difference.equal_bits and row.difference.same_dtype]
+    differ = [row for row in report.rows if not (row.difference.equal_bits and row.difference.same_dtype)]
     found = [
         Section(
             "Leaves that were not compared",
@@ -51,7 +51,7 @@ def sections(report: DiffReport) -> list[Section]:
             "Leaves that are alike only in another order of axes, though their shapes agree",
             "A kernel that was transposed by mistake looks like that. If it was not, a rule can say so (transpose).",
             columns=("leaf", "axes of B"),
-            rows=[Cells((row.found.name, _axes(row)), row.passes) for row in report.rows if row.turned],
+            rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.turned],
         ),
         Section(
             DIFFER,
@@ -66,7 +66,7 @@ def sections(report: DiffReport) -> list[Section]:
 
 def cells(row: Row) -> Cells:
     """A pair of leaves as a row of `COLUMNS`."""
-    found, reason = row.found, "" if row.pair.reason == "name" else row.pair.reason
+    found, reason = row.difference, "" if row.pair.reason == "name" else row.pair.reason
     return Cells(
         (
             found.name,
@@ -97,7 +97,7 @@ def as_json(report: DiffReport) -> dict[str, Any]:
         "leaves": [
             {"a": row.pair.a, "b": row.pair.b, "matched_by": row.pair.reason, "axes": row.pair.axes}
             | {"passes": row.passes}
-            | {key: _plain(value) for key, value in row.found._asdict().items() if key != "name"}
+            | {key: _plain(value) for key, value in row.difference._asdict().items() if key != "name"}
             for row in report.rows
         ],
     }

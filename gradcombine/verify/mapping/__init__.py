@@ -1,4 +1,4 @@
-"""Which leaf of one dump is which leaf of another, across the naming habits of frameworks."""
+"""Which leaf of one dump is which leaf of another, across the naming conventions of frameworks."""
 
 from gradcombine.verify.mapping.match import Matching, Pair, match
 from gradcombine.verify.mapping.rules import Rules, read_rules

@@ -63,8 +63,8 @@ class Matching(NamedTuple):
 def match(a: Dump, b: Dump, rules: Rules = NO_RULES, reading: Callable[[str], None] = lambda name: None) -> Matching:
     """Pairs the leaves of two dumps.
 
-    In this order, each step for what those before have left over: the rules; equal names; names that are alike but
-    for the habits of a framework (`canonical`), if only one leaf of each dump has such a name; shapes, transposed
+    In this order, each step for what those before have left over: the rules; equal names; names that differ only in
+    their framework's conventions (`canonical`), if only one leaf of each dump has such a name; shapes, transposed
     or not, that only one leaf of each dump has; values, the closest first. Where two leaves may be transposed, the
     values tell. A leaf that cannot be read has a counterpart by rule or by name alone.
 

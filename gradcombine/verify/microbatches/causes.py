@@ -30,7 +30,7 @@ def results(trace: Trace) -> tuple[WindowResult, ...]:
     for w, steps in enumerate(trace):
         reached = steps[-1].outcome.reached
         weights = tuple(step.weight for step in steps)
-        near = None if reached is None else combination.share(given := combination.window(steps, reached), given.mean)
+        near = None if reached is None else combination.share(window := combination.window(steps, reached), window.mean)
         found.append(WindowResult(w, weights, near))
     return tuple(found)
 
@@ -69,16 +69,16 @@ def _of_window(w: int, steps: Sequence[Step], ran: Sequence[int]) -> Fault | Non
 
 
 def _of_gradient(w: int, trace: Trace, every: int, replay: Replay) -> Fault | None:
-    given = _arrived(trace, w)
-    if given is None or combination.share(given, given.mean) <= 1:
+    window = _arrived(trace, w)
+    if window is None or combination.share(window, window.mean) <= 1:
         return None
     return (
-        _changed(w, given, trace, replay)
+        _changed(w, window, trace, replay)
         or _added(w, replay)
-        or _known(w, given, every)
-        or _fitted(w, given)
-        or _narrow(w, given, every, replay)
-        or Fault(Cause.UNKNOWN, w, f"{_times(given)}; no combination, order or precision that is known gives it")
+        or _known(w, window, every)
+        or _fitted(w, window)
+        or _narrow(w, window, every, replay)
+        or Fault(Cause.UNKNOWN, w, f"{_times(window)}; no combination, order or precision that is known gives it")
     )
 
 
@@ -88,24 +88,24 @@ def _arrived(trace: Trace, w: int) -> Window | None:
     return None if reached is None else combination.window(trace[w], reached)
 
 
-def _times(given: Window) -> str:
-    return f"{combination.share(given, given.mean):.3g} times the bound of float32 from the mean"
+def _times(window: Window) -> str:
+    return f"{combination.share(window, window.mean):.3g} times the bound of float32 from the mean"
 
 
-def _changed(w: int, given: Window, trace: Trace, replay: Replay) -> Fault | None:
+def _changed(w: int, window: Window, trace: Trace, replay: Replay) -> Fault | None:
     """What acts on large gradients alone, as clipping does: on each microbatch, or on their mean?"""
     small = _arrived(replay(lambda i, j, _, x: (x * x.dtype.type(TINY)).astype(x.dtype)), w)
     if small is None or combination.share(small, small.mean) > 1:
         return None
     sizes = "gradients of a millionth of the size are averaged rightly"
-    if len(given.weights) > 1:
+    if len(window.weights) > 1:
         # What acts on each microbatch gives the sum of what it makes of the first and of the others. What acts on the
         # mean does not see which microbatches it comes from.
         first = _arrived(replay(lambda i, j, _, x: x if j == 0 else np.zeros_like(x)), w)
         others = _arrived(replay(lambda i, j, _, x: np.zeros_like(x) if j == 0 else x), w)
-        each = first is not None and others is not None and combination.adds_up(given, [first, others])
+        each = first is not None and others is not None and combination.adds_up(window, [first, others])
         alike = _arrived(replay(lambda i, j, leaf, x: _mean(trace[w], leaf, x) if i == w else x), w)
-        mean = alike is not None and combination.adds_up(given, [alike])
+        mean = alike is not None and combination.adds_up(window, [alike])
         if each != mean:
             return Fault(Cause.CHANGED_BEFORE if each else Cause.CHANGED_MEAN, w, sizes)
     return Fault(Cause.UNKNOWN, w, f"{sizes}, but not these")
@@ -127,38 +127,38 @@ def _added(w: int, replay: Replay) -> Fault | None:
     return Fault(Cause.ADDED, w, f"up to {largest:.3g} arrives where all gradients are 0")
 
 
-def _known(w: int, given: Window, every: int, accumulator: np.dtype = combination.FLOAT32) -> Fault | None:
+def _known(w: int, window: Window, every: int, accumulator: np.dtype = combination.FLOAT32) -> Fault | None:
     """The usual wrong combinations."""
-    count = len(given.weights)
+    count = len(window.weights)
     ones = np.ones(count)
     options = [
         (
             ones / count,
-            Fault(Cause.MEAN_OF_MEANS, w, f"weights from {given.weights.min():g} to {given.weights.max():g}"),
+            Fault(Cause.MEAN_OF_MEANS, w, f"weights from {window.weights.min():g} to {window.weights.max():g}"),
         ),
-        (given.weights, Fault(Cause.SUM, w, "of weight times gradient")),
+        (window.weights, Fault(Cause.SUM, w, "of weight times gradient")),
         (ones, Fault(Cause.SUM, w, "of the gradients")),
     ]
     if count < every:
         partial = Fault(Cause.PARTIAL_SCALED, w, f"{count} microbatches, divided as if they were {every}")
-        options += [(given.mean * count / every, partial), (ones / every, partial)]
-    return next((fault for c, fault in options if combination.share(given, c, accumulator) <= 1), None)
+        options += [(window.mean * count / every, partial), (ones / every, partial)]
+    return next((fault for c, fault in options if combination.share(window, c, accumulator) <= 1), None)
 
 
-def _fitted(w: int, given: Window) -> Fault | None:
-    scaled = combination.fitted(given, given.mean[:, None])
+def _fitted(w: int, window: Window) -> Fault | None:
+    scaled = combination.fitted(window, window.mean[:, None])
     if scaled is not None:
         return Fault(Cause.SCALED, w, f"by {scaled.sum():.6g}")
-    free = combination.fitted(given, np.eye(len(given.weights)))
+    free = combination.fitted(window, np.eye(len(window.weights)))
     if free is None:
         return None
-    texts = (", ".join(f"{x:.4g}" for x in c) for c in (free, given.mean))
+    texts = (", ".join(f"{x:.4g}" for x in c) for c in (free, window.mean))
     return Fault(Cause.COEFFICIENTS, w, "they count {} in place of {}".format(*texts))
 
 
-def _narrow(w: int, given: Window, every: int, replay: Replay) -> Fault | None:
+def _narrow(w: int, window: Window, every: int, replay: Replay) -> Fault | None:
     """An accumulator of another precision, where known additions in it give what arrived, to the bit."""
-    samples, rng = [given], np.random.default_rng(0)
+    samples, rng = [window], np.random.default_rng(0)
     for _ in range(REPLAYS):
         if combination.telling(samples) >= TELLING:
             break
@@ -170,9 +170,9 @@ def _narrow(w: int, given: Window, every: int, replay: Replay) -> Fault | None:
     if found is None:
         return None
     accumulator = next(x for x in NARROW if str(x) == found.accumulator)
-    if combination.share(given, given.mean, accumulator) > 1:
-        return _known(w, given, every, accumulator)
-    return Fault(Cause.PRECISION, w, f"{_times(given)}; to the bit: {found}")
+    if combination.share(window, window.mean, accumulator) > 1:
+        return _known(w, window, every, accumulator)
+    return Fault(Cause.PRECISION, w, f"{_times(window)}; to the bit: {found}")
 
 
 def _left_over(trace: Trace, w: int, replay: Replay) -> Fault:

@@ -31,7 +31,7 @@ def check_microbatches(
 ) -> MicrobatchReport:
     """Trains over some windows of microbatches, and names the first cause why they do not equal one batch each.
 
-    Judged are: the loss (is a batch's gradient the weighted mean of its microbatches', in float64?); when the inner
+    It checks: the loss (is a batch's gradient the weighted mean of its microbatches', in float64?); when the inner
     optimizer runs and what it counts; whether the parameters stay within a window; the gradient that reaches the inner
     optimizer, against the exact weighted mean; what happens to its updates; what becomes of a partial window; and
     whether a NaN that the check itself puts into the first window is gone in the next.
@@ -40,7 +40,7 @@ def check_microbatches(
       loss: ``(params, microbatch) -> scalar``, the mean loss over a microbatch, in JAX or, for Keras, in TensorFlow.
       params: a tree of float arrays, with leaves of gradients in any float dtype.
       windows: each a sequence of microbatches, which are trees of arrays with a leading axis of examples. All have the
-        accumulation's length, but for partial ones, which are shorter. Two full windows at least show what one leaves
+        accumulation's length, except partial ones, which are shorter. Two full windows at least show what one leaves
         behind for the next; three and a partial one take a second or two.
       inner: what would train on whole batches: an optax transformation, with its clipping, decay and schedule; or a
         Keras optimizer.

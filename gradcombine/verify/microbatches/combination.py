@@ -59,27 +59,27 @@ def window(steps: Sequence[Step], reached: Leaves) -> Window:
     """The leaves that have a gradient, flat; a gradient that is None for once counts as zero."""
     terms, arrived, output = [], [], []
     for column, found in zip(zip(*(step.gradient for step in steps), strict=True), reached, strict=True):
-        given = [x for x in column if x is not None]
-        if not given or found is None:
+        present = [x for x in column if x is not None]
+        if not present or found is None:
             continue
-        rows = [np.zeros(given[0].shape) if x is None else x.astype(np.float64) for x in column]
+        rows = [np.zeros(present[0].shape) if x is None else x.astype(np.float64) for x in column]
         terms.append(np.stack(rows).reshape(len(rows), -1))
         arrived.append(found.astype(np.float64).reshape(-1))
-        output.append(given[0].dtype)
+        output.append(present[0].dtype)
     return Window(np.array([step.weight for step in steps], np.float64), terms, arrived, output)
 
 
-def share(given: Window, coefficients: np.ndarray, accumulator: np.dtype = FLOAT32) -> float:
+def share(window: Window, coefficients: np.ndarray, accumulator: np.dtype = FLOAT32) -> float:
     """The largest distance from a combination over its bound; infinite where what reached is not finite."""
     worst = 0.0
-    for off, bound in _distances(given, coefficients, accumulator):
+    for off, bound in _distances(window, coefficients, accumulator):
         if not np.isfinite(off).all():
             return float("inf")
         worst = max(worst, float((off / bound).max(initial=0)))
     return worst
 
 
-def fitted(given: Window, columns: np.ndarray) -> np.ndarray | None:
+def fitted(window: Window, columns: np.ndarray) -> np.ndarray | None:
     """The combination of least squares, if rounding accounts for all that it leaves over.
 
     The residual of least squares is no longer than that of the true combination, which is no longer than the bound.
@@ -91,19 +91,19 @@ def fitted(given: Window, columns: np.ndarray) -> np.ndarray | None:
       The coefficients [n]; None where no such combination reached the optimizer, where the fit is not determined, and
       where rounding accounts for the distance from the mean, as a whole, just as well.
     """
-    matrix = np.concatenate([(columns.T @ terms).T for terms in given.terms])
-    found = np.concatenate(given.reached)
+    matrix = np.concatenate([(columns.T @ terms).T for terms in window.terms])
+    found = np.concatenate(window.reached)
     if not np.isfinite(found).all() or len(found) <= columns.shape[1]:
         return None
     x, _, rank, _ = np.linalg.lstsq(matrix, found, rcond=None)
     coefficients = columns @ x
-    accounted = rank == columns.shape[1] and _within(given, coefficients) and not _within(given, given.mean)
+    accounted = rank == columns.shape[1] and _within(window, coefficients) and not _within(window, window.mean)
     return coefficients if accounted else None
 
 
-def _within(given: Window, coefficients: np.ndarray) -> bool:
+def _within(window: Window, coefficients: np.ndarray) -> bool:
     """Whether the distance from a combination, as a vector, is no longer than its bound."""
-    pairs = _distances(given, coefficients, FLOAT32)
+    pairs = _distances(window, coefficients, FLOAT32)
     return sum(float(off @ off - bound @ bound) for off, bound in pairs) <= 0
 
 
@@ -133,10 +133,10 @@ def telling(samples: Sequence[Window]) -> int:
     return count
 
 
-def adds_up(given: Window, parts: Sequence[Window]) -> bool:
-    """Whether the parts' sum is what reached the optimizer, but for the rounding of each."""
-    bounds = [bound for _, bound in _distances(given, given.mean, FLOAT32)]
-    columns = zip(given.reached, *(part.reached for part in parts), strict=True)
+def adds_up(window: Window, parts: Sequence[Window]) -> bool:
+    """Whether the parts' sum is what reached the optimizer, up to the rounding of each."""
+    bounds = [bound for _, bound in _distances(window, window.mean, FLOAT32)]
+    columns = zip(window.reached, *(part.reached for part in parts), strict=True)
     return all(
         bool((np.abs(whole - sum(own)) <= (1 + len(parts)) * bound).all())
         for (whole, *own), bound in zip(columns, bounds, strict=True)
@@ -148,10 +148,10 @@ def _leaves(samples: Sequence[Window]) -> Iterator[tuple[np.ndarray, np.ndarray,
         yield from zip(sample.terms, sample.reached, sample.output, strict=True)
 
 
-def _distances(given: Window, coefficients: np.ndarray, accumulator: np.dtype) -> list[tuple[np.ndarray, np.ndarray]]:
+def _distances(window: Window, coefficients: np.ndarray, accumulator: np.dtype) -> list[tuple[np.ndarray, np.ndarray]]:
     pairs = []
-    roundings = 2 * len(given.weights) + 5
-    for terms, reached, output in zip(given.terms, given.reached, given.output, strict=True):
+    roundings = 2 * len(window.weights) + 5
+    for terms, reached, output in zip(window.terms, window.reached, window.output, strict=True):
         # A gradient that is wider than float32 has an accumulator of its own dtype.
         used = output if accumulator == FLOAT32 and _unit(output) < _unit(accumulator) else accumulator
         exact = coefficients @ terms

@@ -79,30 +79,30 @@ class KerasRun:
     def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
         del weight, last  # Keras knows neither
         self._since += 1
-        given = [None if x is None else tf.convert_to_tensor(x) for x in gradient]
-        self._plain.apply(given, self._arrived)
+        tensors = [None if x is None else tf.convert_to_tensor(x) for x in gradient]
+        self._plain.apply(tensors, self._arrived)
         reached: Leaves = [-x.numpy() for x in self._arrived]
         calls = int(any(np.any(x != 0) for x in reached if x is not None))
         for variable in self._arrived:
             variable.assign(tf.zeros_like(variable))
         moved, counted, changed = False, calls, False
         if self._real is not None:
-            moved, counted, changed = self._trained(given, reached, calls)
+            moved, counted, changed = self._trained(tensors, reached, calls)
         self._since = 0 if calls else self._since
         return Outcome(moved, counted, reached if calls else None, changed)
 
-    def _trained(self, given: list[Any], reached: Leaves, calls: int) -> tuple[bool, int, bool]:
+    def _trained(self, tensors: list[Any], reached: Leaves, calls: int) -> tuple[bool, int, bool]:
         """Whether the parameters move, by how much the schedule's count grows, whether they move as the copy's do."""
         assert self._real is not None and self._copy is not None
         before = [x.numpy() for x in self._values]
         rates = [float(x.learning_rate) if calls else 0.0 for x in (self._real, self._copy)]
-        self._real.apply(given, self._values)
+        self._real.apply(tensors, self._values)
         after = [x.numpy() for x in self._values]
         moved = any(np.any(a != b) for a, b in zip(before, after, strict=True))
         if not calls:
             return moved, 0, False
         self._copy.apply(
-            [None if g is None or x is None else tf.convert_to_tensor(x) for g, x in zip(given, reached, strict=True)]
+            [None if g is None or x is None else tf.convert_to_tensor(x) for g, x in zip(tensors, reached, strict=True)]
         )
         changed = any(np.any(x.numpy() != y) for x, y in zip(self._copied, after, strict=True))
         for variable, value in zip(self._copied, after, strict=True):

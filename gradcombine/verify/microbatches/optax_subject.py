@@ -107,8 +107,8 @@ class OptaxRun:
 
     def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
         before = int(_seen(self._state).calls)
-        given = tree.unflatten(self._structure, [None if x is None else jnp.asarray(x) for x in gradient])
-        updates, self._state = self._update(given, self._state, self.params, **self._arguments(weight, last))
+        gradients = tree.unflatten(self._structure, [None if x is None else jnp.asarray(x) for x in gradient])
+        updates, self._state = self._update(gradients, self._state, self.params, **self._arguments(weight, last))
         found, made = _seen(self._state), leaves(updates)
         if not self._fixed:
             self.params = optax.apply_updates(self.params, updates)

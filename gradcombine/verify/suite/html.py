@@ -37,7 +37,7 @@ def write(path: Path, report: Report) -> None:
 
 
 def _distances(findings: Sequence[Finding]) -> Figure:
-    """A line for each row but for its number of replicas, a dot for each such number."""
+    """A line for the rows that differ in their number of replicas alone, a dot for each such number."""
     lines: dict[str, list[Finding]] = {}
     for finding in findings:
         others = [str(value) for name, value in finding.labels.items() if name != "replicas"]

@@ -37,35 +37,35 @@ def cases(counts: Sequence[int]) -> Iterator[Case]:
                 yield Case("jax", mode, places.TIME_AND_REPLICAS, count, order, run)
 
 
-def _over_list(compiled: Callable[..., Any], order: Order, given: Contributions) -> list[Tree]:
+def _over_list(compiled: Callable[..., Any], order: Order, contributions: Contributions) -> list[Tree]:
     function = compiled(partial(places.over_list, order=order))
-    return [_numpy(function(*_arrays(given)))]
+    return [_numpy(function(*_arrays(contributions)))]
 
 
-def _over_time(compiled: Callable[..., Any], order: Order, given: Contributions) -> list[Tree]:
-    accumulator, state = places.over_time(*_arrays(given), order, compiled)
+def _over_time(compiled: Callable[..., Any], order: Order, contributions: Contributions) -> list[Tree]:
+    accumulator, state = places.over_time(*_arrays(contributions), order, compiled)
     return [_numpy(accumulator.value(state))]
 
 
-def _over_scan(order: Order, given: Contributions) -> list[Tree]:
+def _over_scan(order: Order, contributions: Contributions) -> list[Tree]:
     @jax.jit
     def run(values: Tree, weights: jax.Array) -> Tree:
         accumulator, state = _scan(values, weights, order)
         return accumulator.value(state)
 
-    return [_numpy(run(*given.stacked(len(given.weights))))]
+    return [_numpy(run(*contributions.stacked(len(contributions.weights))))]
 
 
-def _over_replicas(mapped: _Mapped, count: int, order: Order, given: Contributions) -> list[Tree]:
+def _over_replicas(mapped: _Mapped, count: int, order: Order, contributions: Contributions) -> list[Tree]:
     run = partial(places.over_replicas, over=gc.jax_axis(_AXIS), order=order)
-    return _every_replica(mapped(run, count), count, given.stacked(count))
+    return _every_replica(mapped(run, count), count, contributions.stacked(count))
 
 
-def _over_time_and_replicas(mapped: _Mapped, count: int, order: Order, given: Contributions) -> list[Tree]:
+def _over_time_and_replicas(mapped: _Mapped, count: int, order: Order, contributions: Contributions) -> list[Tree]:
     def run(values: Tree, weights: jax.Array) -> Tree:
         return places.merged(_scan(values, weights, order), gc.jax_axis(_AXIS), order)
 
-    return _every_replica(mapped(run, count), count, given.stacked(count, len(given.weights) // count))
+    return _every_replica(mapped(run, count), count, contributions.stacked(count, len(contributions.weights) // count))
 
 
 def _every_replica(run: Callable[..., Any], count: int, dealt: Any) -> list[Tree]:
@@ -77,8 +77,8 @@ def _scan(values: Tree, weights: jax.Array, order: Order) -> tuple[gc.Accumulato
     accumulator = gc.accumulate(places.MEAN, every=len(weights), order=order)
     empty = accumulator.init(jax.tree.map(lambda value: value[0], values))
 
-    def step(state: AccumulateState, given: Any) -> tuple[AccumulateState, None]:
-        value, weight = given
+    def step(state: AccumulateState, contributions: Any) -> tuple[AccumulateState, None]:
+        value, weight = contributions
         return accumulator.update(value, state, weight), None
 
     state, _ = lax.scan(step, empty, (values, weights))
@@ -111,8 +111,10 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _arrays(given: Contributions) -> tuple[list[Tree], list[jax.Array]]:
-    return jax.tree.map(jnp.asarray, list(given.values)), [jnp.float32(weight) for weight in given.weights]
+def _arrays(contributions: Contributions) -> tuple[list[Tree], list[jax.Array]]:
+    return jax.tree.map(jnp.asarray, list(contributions.values)), [
+        jnp.float32(weight) for weight in contributions.weights
+    ]
 
 
 def _numpy(result: Tree) -> Tree:

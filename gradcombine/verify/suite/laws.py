@@ -57,8 +57,8 @@ class Judge:
       given: all the contributions, uncorrupted.
     """
 
-    def __init__(self, given: Contributions) -> None:
-        self._given = given
+    def __init__(self, contributions: Contributions) -> None:
+        self._given = contributions
         self._kept: dict[tuple[int, str], Expected] = {}
 
     def finding(self, case: Case, results: list[Tree]) -> Finding:
@@ -73,15 +73,16 @@ class Judge:
         return Finding("combine", labels, promise, holds, *distances(pairs), share, equal)
 
     def _expected(self, case: Case) -> Expected:
-        given = case.contributions(self._given)
-        count = len(given.weights)
+        contributions = case.contributions(self._given)
+        count = len(contributions.weights)
         if (count, case.order) not in self._kept:
-            reference = places.over_list(*given, case.order)
+            reference = places.over_list(*contributions, case.order)
             additions = count - 1 if case.order == "sequential" else (count - 1).bit_length()
-            columns = {name: [value[name] for value in given.values] for name in reference}
-            means = {name: rounding.weighted_mean(column, given.weights) for name, column in columns.items()}
+            columns = {name: [value[name] for value in contributions.values] for name in reference}
+            means = {name: rounding.weighted_mean(column, contributions.weights) for name, column in columns.items()}
             bounds = {
-                name: rounding.rounding_bound(column, given.weights, additions) for name, column in columns.items()
+                name: rounding.rounding_bound(column, contributions.weights, additions)
+                for name, column in columns.items()
             }
             self._kept[count, case.order] = Expected(reference, means, bounds, {})
         return self._kept[count, case.order]
@@ -94,22 +95,22 @@ def distances(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[int, float]:
     return max(int(ulp_distance(a, b).max()) for a, b in pairs), max(relative)
 
 
-def flip_lowest_bit(case: Case, given: Contributions) -> Contributions:
+def flip_lowest_bit(case: Case, contributions: Contributions) -> Contributions:
     """The contributions of a case with the lowest mantissa bit of one element of the first one flipped.
 
     The combine rounds, and may round the flipped bit away: the element is one where it does not.
     """
-    first = {name: np.asarray(leaf) for name, leaf in given.values[0].items()}
+    first = {name: np.asarray(leaf) for name, leaf in contributions.values[0].items()}
     flipped = {name: (leaf.view(np.uint32) ^ np.uint32(1)).view(np.float32) for name, leaf in first.items()}
-    before = places.over_list(*given, case.order)
-    after = places.over_list([flipped, *given.values[1:]], given.weights, case.order)
+    before = places.over_list(*contributions, case.order)
+    after = places.over_list([flipped, *contributions.values[1:]], contributions.weights, case.order)
     for name, leaf in first.items():
         seen = np.argwhere(before[name] != after[name])
         if len(seen):
             chosen = tuple(seen[0])
             corrupted = leaf.copy()
             corrupted[chosen] = flipped[name][chosen]
-            return Contributions([first | {name: corrupted}, *given.values[1:]], given.weights)
+            return Contributions([first | {name: corrupted}, *contributions.values[1:]], contributions.weights)
     raise AssertionError("no element shows a flipped bit")
 
 
@@ -140,7 +141,7 @@ def contributions(measure: Measure, parameters: Gradients, batches: Sequence[Bat
 
 
 def full_batch(
-    framework: str, measure: Measure, given: Contributions, parameters: Gradients, batches: Sequence[Batch]
+    framework: str, measure: Measure, contributions: Contributions, parameters: Gradients, batches: Sequence[Batch]
 ) -> Iterator[Finding]:
     """The weighted mean equals the full batch's gradient up to rounding; a mean of means does not."""
     whole = digits.join(batches)
@@ -148,8 +149,8 @@ def full_batch(
     _, mean_bounds = analyse_mean(parameters, batches)
     _, bounds = analyse(parameters, whole)
     allowed = {name: bounds[name] + mean_bounds[name] for name in bounds}
-    for combined, weights in (("weighted mean", given.weights), ("mean of means", None)):
-        result = gc.mean(given.values, weights=weights)
+    for combined, weights in (("weighted mean", contributions.weights), ("mean of means", None)):
+        result = gc.mean(contributions.values, weights=weights)
         pairs = [(result[name], leaf) for name, leaf in reference.items()]
         share = max(_share(result[name], leaf, allowed[name]) for name, leaf in reference.items())
         within = weights is not None

@@ -56,8 +56,8 @@ class Case(NamedTuple):
     order: Order
     run: Callable[[Contributions], list[Tree]]
 
-    def contributions(self, given: Contributions) -> Contributions:
-        return given.first(self.replicas) if self.place == REPLICAS else given
+    def contributions(self, contributions: Contributions) -> Contributions:
+        return contributions.first(self.replicas) if self.place == REPLICAS else contributions
 
 
 def over_list(values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
@@ -90,24 +90,31 @@ def numpy_cases() -> Iterator[Case]:
     """NumPy: the reference, which has one replica."""
     for order in ORDERS:
         for place, run in _PLACES.items():
-            yield Case("numpy", "eager", place, 1, order, lambda given, run=run, order=order: [run(given, order)])
+            yield Case(
+                "numpy",
+                "eager",
+                place,
+                1,
+                order,
+                lambda contributions, run=run, order=order: [run(contributions, order)],
+            )
 
 
-def _over_time(given: Contributions, order: Order) -> Tree:
-    accumulator, state = over_time(given.values, given.weights, order)
+def _over_time(contributions: Contributions, order: Order) -> Tree:
+    accumulator, state = over_time(contributions.values, contributions.weights, order)
     return accumulator.value(state)
 
 
-def _over_replicas(given: Contributions, order: Order) -> Tree:
-    return over_replicas(given.values[0], given.weights[0], gc.LOCAL, order)
+def _over_replicas(contributions: Contributions, order: Order) -> Tree:
+    return over_replicas(contributions.values[0], contributions.weights[0], gc.LOCAL, order)
 
 
-def _over_time_and_replicas(given: Contributions, order: Order) -> Tree:
-    return merged(over_time(given.values, given.weights, order), gc.LOCAL, order)
+def _over_time_and_replicas(contributions: Contributions, order: Order) -> Tree:
+    return merged(over_time(contributions.values, contributions.weights, order), gc.LOCAL, order)
 
 
 _PLACES = {
-    LIST: lambda given, order: over_list(given.values, given.weights, order),
+    LIST: lambda contributions, order: over_list(contributions.values, contributions.weights, order),
     TIME: _over_time,
     REPLICAS: _over_replicas,
     TIME_AND_REPLICAS: _over_time_and_replicas,

@@ -44,11 +44,11 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
     batches = list(digits.cut(examples, digits.SIZES))
 
     started("gradients of the microbatches", steps)
-    given = {name: laws.contributions(measure, parameters, batches) for name, measure in _MEASURES.items()}
+    contributions = {name: laws.contributions(measure, parameters, batches) for name, measure in _MEASURES.items()}
     # One source for every row: what differs then is the combine.
-    findings = _combine(cases, given["jax"], inject_fault, lambda name: started(name, steps))
+    findings = _combine(cases, contributions["jax"], inject_fault, lambda name: started(name, steps))
     started("full batch and kernels", steps)
-    findings += _models(given, parameters, batches)
+    findings += _models(contributions, parameters, batches)
     started("training", steps)
     curves, trained = _train(examples)
     settings = {
@@ -65,24 +65,24 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
 
 
 def _combine(
-    cases: Sequence[Case], given: Contributions, inject_fault: bool, started: Callable[[str], None]
+    cases: Sequence[Case], contributions: Contributions, inject_fault: bool, started: Callable[[str], None]
 ) -> list[Finding]:
-    judge, findings = laws.Judge(given), []
+    judge, findings = laws.Judge(contributions), []
     corrupted = [case for case in cases if laws.promised(case) == BITS][-1] if inject_fault else None
     for case in cases:
         started(f"{case.framework}, {case.mode}, {case.place}")
-        inputs = case.contributions(given)
+        inputs = case.contributions(contributions)
         if case is corrupted:
             inputs = laws.flip_lowest_bit(case, inputs)
         findings.append(judge.finding(case, case.run(inputs)))
     return findings
 
 
-def _models(given: dict[str, Contributions], parameters: Gradients, batches: Sequence[Batch]) -> list[Finding]:
+def _models(contributions: dict[str, Contributions], parameters: Gradients, batches: Sequence[Batch]) -> list[Finding]:
     whole = digits.join(batches)
     findings: list[Finding] = []
     for name, measure in _MEASURES.items():
-        findings += laws.full_batch(name, measure, given[name], parameters, batches)
+        findings += laws.full_batch(name, measure, contributions[name], parameters, batches)
     jax, tensorflow = (measure(parameters, whole) for measure in _MEASURES.values())
     return [*findings, *laws.kernels(jax, tensorflow, parameters, whole)]
 

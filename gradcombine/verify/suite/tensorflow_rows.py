@@ -27,29 +27,29 @@ def cases(counts: Sequence[int]) -> Iterator[Case]:
                 yield Case("tensorflow", "MirroredStrategy", place, count, order, partial(run, count, order))
 
 
-def _over_list(compiled: Callable[..., Any], order: Order, given: Contributions) -> list[Tree]:
+def _over_list(compiled: Callable[..., Any], order: Order, contributions: Contributions) -> list[Tree]:
     function = compiled(partial(places.over_list, order=order))
-    return [_numpy(function(*_tensors(given)))]
+    return [_numpy(function(*_tensors(contributions)))]
 
 
-def _over_time(compiled: Callable[..., Any], order: Order, given: Contributions) -> list[Tree]:
-    accumulator, state = places.over_time(*_tensors(given), order, compiled)
+def _over_time(compiled: Callable[..., Any], order: Order, contributions: Contributions) -> list[Tree]:
+    accumulator, state = places.over_time(*_tensors(contributions), order, compiled)
     return [_numpy(accumulator.value(state))]
 
 
-def _over_replicas(count: int, order: Order, given: Contributions) -> list[Tree]:
+def _over_replicas(count: int, order: Order, contributions: Contributions) -> list[Tree]:
     run = partial(places.over_replicas, over=gc.tf_replicas(), order=order)
-    return _every_replica(run, count, given.stacked(count))
+    return _every_replica(run, count, contributions.stacked(count))
 
 
-def _over_time_and_replicas(count: int, order: Order, given: Contributions) -> list[Tree]:
+def _over_time_and_replicas(count: int, order: Order, contributions: Contributions) -> list[Tree]:
     def run(values: Tree, weights: tf.Tensor) -> Tree:
         listed = [dict(zip(values, step, strict=True)) for step in zip(*map(tf.unstack, values.values()), strict=True)]
         # The update as a function of its own is traced once, not once a step.
         window = places.over_time(listed, tf.unstack(weights), order, tf.function)
         return places.merged(window, gc.tf_replicas(), order)
 
-    return _every_replica(run, count, given.stacked(count, len(given.weights) // count))
+    return _every_replica(run, count, contributions.stacked(count, len(contributions.weights) // count))
 
 
 def _every_replica(run: Callable[..., Any], count: int, dealt: Any) -> list[Tree]:
@@ -59,7 +59,7 @@ def _every_replica(run: Callable[..., Any], count: int, dealt: Any) -> list[Tree
         return tf.nest.map_structure(lambda block: tf.constant(block[context.replica_id_in_sync_group]), dealt)
 
     arguments = strategy.experimental_distribute_values_from_function(own)
-    results = tf.function(lambda given: strategy.run(run, args=given))(arguments)
+    results = tf.function(lambda contributions: strategy.run(run, args=contributions))(arguments)
     local = {name: strategy.experimental_local_results(result) for name, result in results.items()}
     return [_numpy({name: result[rank] for name, result in local.items()}) for rank in range(count)]
 
@@ -79,9 +79,9 @@ _COMPILED: dict[str, Callable[..., Any]] = {
 }
 
 
-def _tensors(given: Contributions) -> tuple[list[Tree], list[tf.Tensor]]:
-    weights = [tf.constant(weight, tf.float32) for weight in given.weights]
-    return tf.nest.map_structure(tf.constant, list(given.values)), weights
+def _tensors(contributions: Contributions) -> tuple[list[Tree], list[tf.Tensor]]:
+    weights = [tf.constant(weight, tf.float32) for weight in contributions.weights]
+    return tf.nest.map_structure(tf.constant, list(contributions.values)), weights
 
 
 def _numpy(result: Tree) -> Tree:

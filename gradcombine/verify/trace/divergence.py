@@ -53,7 +53,7 @@ class Divergence(NamedTuple):
     def __str__(self) -> str:
         text = f"step {self.step}: introduced by {self.introduced_by}"
         if self.row is not None:
-            found = self.row.found
+            found = self.row.difference
             text += f"; worst leaf {found.name}, {describe_ulp(found)}, {found.relative:.1e} relative"
             if self.row.turned:
                 text += f", once its axes are in the order {self.row.pair.axes}, of which no rule says that it is right"

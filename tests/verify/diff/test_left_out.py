@@ -88,7 +88,7 @@ def test_what_cannot_be_read_is_named_and_fails(write: Callable[[Path], Path], t
     path = write(tmp_path)
     report = diff(open_dump(path), open_dump(path))
     assert {each.name for each in report.left_out} == LEFT_OUT[write]
-    assert [row.found.name for row in report.rows] == ["w"] and report.rows[0].passes
+    assert [row.difference.name for row in report.rows] == ["w"] and report.rows[0].passes
     assert not report.passes
     with pytest.raises(GradCombineError, match="an array of numbers"):
         open_dump(path)[report.left_out[0].name].whole()
@@ -124,7 +124,7 @@ def test_an_unlike_leaf_leaves_the_others_to_be_compared(tmp_path: Path) -> None
         "step": "int32 against float32: no common measure",
         "long": f"{np.dtype(np.longdouble)} against {np.dtype(np.longdouble)}: no common measure",
     }
-    assert [row.found.name for row in report.rows] == ["w"] and not report.passes
+    assert [row.difference.name for row in report.rows] == ["w"] and not report.passes
 
 
 @pytest.mark.parametrize("off", [0, 1])
@@ -141,9 +141,9 @@ def test_bfloat16_in_hdf5_and_linked_datasets_are_compared(off: float, tmp_path:
             file["hard"] = ONES + value
             file["hard twice"] = file["hard"]
     report = diff(open_dump(tmp_path / "a.h5"), open_dump(tmp_path / "b.h5"))
-    assert {row.found.name for row in report.rows} == {"half", "far", "near", "hard", "hard twice"}
+    assert {row.difference.name for row in report.rows} == {"half", "far", "near", "hard", "hard twice"}
     assert [row.passes for row in report.rows] == [not off] * 5 and report.passes == (not off)
-    assert {row.found.name: row.found.dtypes[0] for row in report.rows}["half"] == "bfloat16"
+    assert {row.difference.name: row.difference.dtypes[0] for row in report.rows}["half"] == "bfloat16"
 
 
 def test_a_big_endian_leaf_is_measured_by_its_values(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_big_endian_leaf_is_measured_by_its_values(tmp_path: Path) -> None:
     np.savez(tmp_path / "b.npz", w=np.array([1.0, np.nextafter(np.float32(256), np.float32(300))], "<f4"))
     assert next(open_dump(tmp_path / "a.npz")["w"].pieces()).dtype.isnative
     (row,) = diff(open_dump(tmp_path / "a.npz"), open_dump(tmp_path / "b.npz")).rows
-    assert (row.found.max_ulp, row.found.dtypes) == (1, ("float32", "float32"))
+    assert (row.difference.max_ulp, row.difference.dtypes) == (1, ("float32", "float32"))
 
 
 def test_names_that_collide_stay_apart(tmp_path: Path) -> None:

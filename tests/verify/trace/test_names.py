@@ -64,7 +64,7 @@ def test_each_of_two_leaves_with_like_names_is_compared(tmp_path: Path) -> None:
         with record(tmp_path / run) as recorder:
             recorder(0, combined={"a": {"b": X}, "a.b": last})
     found = first_divergence(tmp_path / "a", tmp_path / "b")
-    assert found is not None and found.row is not None and found.row.found.name == "combined/a.b"
+    assert found is not None and found.row is not None and found.row.difference.name == "combined/a.b"
 
 
 class Nameless:

@@ -183,7 +183,7 @@ def test_the_first_stage_that_parts_is_named(stage: str, tmp_path: Path) -> None
     found = first_divergence(write(tmp_path / "a"), write(tmp_path / "b", stage))
     assert found is not None and found.row is not None
     assert (found.step, found.stage, found.introduced_by) == (2, stage, CAUSES[stage])
-    assert found.row.found.name == f"{stage}/layer/w"
+    assert found.row.difference.name == f"{stage}/layer/w"
     assert found.unrecorded == ()
     assert f"step 2: introduced by {CAUSES[stage]}" in str(found)
 
