@@ -18,6 +18,14 @@ def test_importing_loads_no_framework() -> None:
     assert not {"jax", "jaxlib", "tensorflow", "optax", "keras", "rich", "typer", "sklearn"} & set(loaded.split())
 
 
+@pytest.mark.needs("jax")
+def test_gradients_in_jax_need_no_optax() -> None:
+    code = "import sys; sys.modules['optax'] = None; from gradcombine.integrations.jax import value_and_grad"
+    used = "print(value_and_grad(lambda w, x: (w * x).mean(), 2)(2.0, __import__('jax').numpy.arange(4.0)))"
+    command = [sys.executable, "-c", f"{code}; {used}"]
+    assert "Array(1.5" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
 PUBLIC = [getattr(gc, name) for name in gc.__all__ if inspect.isfunction(getattr(gc, name))]
 PUBLIC += [getattr(gc.reductions, name) for name in gc.reductions.__all__]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import gradcombine as gc
 from gradcombine.accumulate import length_at
@@ -31,6 +30,9 @@ from gradcombine.integrations.jax.train_state import (
 )
 from gradcombine.types import AccumulateState, Array, Tree
 from gradcombine.window import Window, widened
+
+if TYPE_CHECKING:
+    import optax
 
 
 def over_calls(

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
-import optax
 from jax.core import eval_context
 from jax.extend.core import get_opaque_trace_state
 
@@ -22,6 +21,9 @@ from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.whole_windows import whole_windows
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Array, Order, Tree
+
+if TYPE_CHECKING:
+    import optax
 
 _SCHEDULE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """On CPU, XLA's default schedule divides all leaves first, and keeps a whole tree of means until the optimizer ends."""
@@ -189,6 +191,8 @@ def train_step(
         order,
         differentiate,
     )
+    import optax  # which gradients alone do not need
+
     if not isinstance(optimizer, optax.GradientTransformation):
         raise objective.error("an optax.GradientTransformation", type(optimizer).__name__)
     wrapped = optax.with_extra_args_support(optimizer)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.numbers import as_arrays
@@ -25,6 +24,9 @@ from gradcombine.integrations.jax.train_state import (
     require_train_state,
 )
 from gradcombine.types import AccumulateState, Tree
+
+if TYPE_CHECKING:
+    import optax
 
 
 def whole_windows(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
+from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window import WindowVariables
-from gradcombine.types import AccumulateState
+from gradcombine.types import AccumulateState, Tree
 from gradcombine.window import Window
 
 
@@ -89,24 +89,19 @@ class JaxWindow:
         unseen = sorted(set(range(len(self._targets))) - self._seen)
         touched = (self.state.touched.value == window.index + 1)[np.array(unseen, np.int32)].any()
 
-        # The window is only read in the conditional: a buffer that passes through one is copied.
-        def apply(left_out: Sequence[int]) -> Any:
-            values = self._parts.join(self._rules.value(window))
-            gradients = [None if i in left_out else x for i, x in enumerate(values)]
-            return tuple(map(list, self._optimizer.stateless_apply(before[1], gradients, before[0])))
+        def apply(kept: Tree, combined: Tree) -> tuple[Tree, tuple[()]]:
+            gradients = self._parts.join(combined)
 
-        def rest() -> Any:
-            return apply(unseen) if self._seen else before
+            def without(left_out: Sequence[int], kept: Tree) -> tuple[Tree, tuple[()]]:
+                given = [None if i in left_out else x for i, x in enumerate(gradients)]
+                trained, state = self._optimizer.stateless_apply(kept[1], given, kept[0])
+                return (list(trained), list(state)), ()
 
-        def full() -> Any:
-            return _cond(touched, lambda: apply(()), rest) if unseen else apply(())
+            if not unseen:
+                return without((), kept)
+            kept, _ = run_if(touched, partial(without, ()), kept)
+            return run_if(~touched, partial(without, unseen), kept) if self._seen else (kept, ())
 
-        trained, state = _cond(condition, full, lambda: before)
+        (trained, state), _ = self._rules.apply_if(condition, window, apply, before, run_if)
         for variable, value in zip([*self._targets, *states], [*trained, *state], strict=True):
             variable.assign(value)
-
-
-def _cond(condition: Any, true: Callable[[], Any], false: Callable[[], Any]) -> Any:
-    if isinstance(condition, Tracer):
-        return jax.lax.cond(condition, true, false)
-    return true() if condition else false()
