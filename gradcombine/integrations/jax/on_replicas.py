@@ -54,7 +54,7 @@ def on_replicas(
             raise GradCombineError(operation, expected, x.shape[0], path)
     for path, x in _arrays(own):
         if x.shape[:1] != (replicas,):
-            expected = f"what is each replica's own along a first axis of {replicas}, as step.init makes it on the mesh"
+            expected = f"what is each replica's own along a first axis of {replicas}, as an init on the mesh makes it"
             raise GradCombineError(operation, expected, f"shape {x.shape}", path)
     leaves, structure = jax.tree.flatten(whole)
     arrays = [x for x in leaves if hasattr(x, "shape")]

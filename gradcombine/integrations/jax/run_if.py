@@ -84,7 +84,7 @@ class _Branch:
 
     def _begun(self, arrays: Sequence[Array]) -> tuple[Sequence[Array], list[Array]]:
         metrics = jax.tree.leaves(self._specs[1])
-        zeros = align([jnp.zeros(spec.shape, spec.dtype) for spec in metrics], metrics)
+        zeros = align([load("jax").full(spec.shape, 0, spec.dtype, [spec]) for spec in metrics], metrics)
         return arrays[: self._constants], [*arrays[self._constants :], *zeros]
 
     def _run(self, constants: Sequence[Array], carried: list[Array]) -> list[Array]:

@@ -1,0 +1,100 @@
+"""A function around these transformations, on each replica of a mesh axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+
+from gradcombine.backends.protocol import Collective
+from gradcombine.checks import require_collective
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.on_replicas import on_replicas
+from gradcombine.integrations.optax.skip import SkipState
+from gradcombine.types import AccumulateState, Tree
+
+
+def map_replicas(
+    function: Callable[..., Any], over: Collective, *, batch_argnums: int | Sequence[int] = ()
+) -> Callable[..., Any]:
+    """Runs a training step around `accumulate` on each replica, under jit on a mesh.
+
+    Gradients that jax.grad returns under jit are summed over the devices already, in each microbatch. Those of a mapped
+    function are each replica's own, and `accumulate` exchanges them once a window.
+
+    Args:
+      function: of arrays. What it returns is the same on all replicas, but for what `accumulate` keeps of a window.
+      over: the same as in `accumulate`: `gradcombine.jax_axis`, of axes of the mesh that the arguments lie on, or that
+        is in scope (jax.set_mesh).
+      batch_argnums: the positional arguments of which each replica gets a block along the first axis. All others are
+        the same on all replicas, and gathered where they were split over the axes.
+
+    Returns:
+      A function of the same arguments, by jax.shard_map over these axes alone, without check_vma. In its states
+      ``window.levels``, and of a skip function ``detail``, have a first axis of replicas; so the state is made by
+      ``map_replicas(tx.init, over)(params)``. Where pmap, vmap or shard_map binds the axes: the function itself.
+
+    Raises:
+      GradCombineError: for axes that are neither bound nor of the mesh, arguments on several meshes, a batch that the
+        replicas cannot share, and a state without the axis of replicas.
+
+    >>> import gradcombine as gc, jax, jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.optax import accumulate, map_replicas
+    >>> over = gc.jax_axis("data")
+    >>> tx = accumulate(optax.sgd(1.0), every=1, over=over)
+    >>> def step(w, state, x):
+    ...     grad = jax.grad(lambda w: jnp.mean(w * x))(w)
+    ...     updates, state = tx.update(grad, state, w)
+    ...     return optax.apply_updates(w, updates), state
+    >>> with jax.set_mesh(jax.make_mesh((1,), ("data",))):
+    ...     w = jnp.float32(1)
+    ...     state = map_replicas(tx.init, over)(w)
+    ...     w, state = jax.jit(map_replicas(step, over, batch_argnums=2))(w, state, jnp.float32([1, 2, 3, 6]))
+    >>> float(w)
+    -2.0
+    """
+    require_collective("map_replicas", over)
+    if not callable(function):
+        raise GradCombineError("map_replicas", "a function", repr(function))
+    batch = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+
+    @wraps(function)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        if any(not 0 <= i < len(args) for i in batch):
+            raise GradCombineError("map_replicas", f"positional arguments at {batch}", len(args))
+
+        def one(whole: Tree, rows: list[Any], own: list[Tree]) -> tuple[Tree, list[Tree]]:
+            called, named = _joined(whole, own)
+            for i, x in zip(batch, rows, strict=True):
+                called[i] = x
+            return _parted(function(*called, **named))
+
+        whole, own = _parted(([None if i in batch else x for i, x in enumerate(args)], kwargs))
+        return _joined(*on_replicas("map_replicas", over, one, whole, [args[i] for i in batch], own))
+
+    return mapped
+
+
+def _parted(values: Tree) -> tuple[Tree, list[Tree]]:
+    """What is the same on all replicas, and what is each replica's own in the states among it."""
+    nodes, structure = jax.tree.flatten(values, is_leaf=_has_own)
+    own = [getattr(node, _field(node)) if _has_own(node) else None for node in nodes]
+    common = [node._replace(**{_field(node): None}) if _has_own(node) else node for node in nodes]
+    return jax.tree.unflatten(structure, common), own
+
+
+def _joined(whole: Tree, own: list[Tree]) -> Tree:
+    nodes, structure = jax.tree.flatten(whole, is_leaf=_has_own)
+    pairs = zip(nodes, own, strict=True)
+    joined = [node._replace(**{_field(node): part}) if _has_own(node) else node for node, part in pairs]
+    return jax.tree.unflatten(structure, joined)
+
+
+def _has_own(node: Any) -> bool:
+    return isinstance(node, (AccumulateState, SkipState))
+
+
+def _field(node: AccumulateState | SkipState) -> str:
+    return "levels" if isinstance(node, AccumulateState) else "detail"
