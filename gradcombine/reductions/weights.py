@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,7 +19,8 @@ from gradcombine.types import Array
 EXPECTED = "a finite weight that is not negative"
 
 
-class Weight(NamedTuple):
+@dataclass(frozen=True)
+class Weight:
     """A validated weight.
 
     Attributes:
@@ -32,6 +34,7 @@ class Weight(NamedTuple):
     array: Array
     whole: bool
     refused: Array | None = None
+    _made: dict[tuple[str, np.dtype], Array] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_one(self) -> bool:
@@ -55,7 +58,16 @@ class Weight(NamedTuple):
         return self.whole or (self.known is not None and float(self.known).is_integer())
 
     def cast(self, backend: Backend, dtype: np.dtype) -> Array:
-        """Rounded to a float dtype, infinite above its range; modulo the width of an integer dtype."""
+        """Rounded to a float dtype, infinite above its range; modulo the width of an integer dtype.
+
+        Once for all leaves: traced for each of them it would be a good part of a program.
+        """
+        key = backend.name, dtype
+        if key not in self._made:
+            self._made[key] = self._cast(backend, dtype)
+        return self._made[key]
+
+    def _cast(self, backend: Backend, dtype: np.dtype) -> Array:
         integer = dtypes.kind(dtype) == "integer"
         if self.known is not None:
             return backend.full((), (_modulo if integer else _nearest)(self.known, dtype), dtype)
