@@ -168,7 +168,8 @@ def require_state(state: Any) -> None:
     """Refuses what is not an `AccumulateState`."""
     if not isinstance(state, AccumulateState):
         raise GradCombineError("accumulate", "an AccumulateState", type(state).__name__)
-    if not isinstance(state.levels, (tuple, list)) or not state.levels:
+    # What a caller made of a state may be anything; TensorFlow's wrappers of tuples are instances of tuple alone.
+    if not isinstance(state.levels, (tuple, list)) or not state.levels:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise GradCombineError("accumulate", "a state of 1 level or more", shown(state.levels))
     if isinstance(state.levels, BinaryCounter):
         binary_counter.require_counter(state.levels)

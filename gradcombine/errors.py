@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ class GradCombineError(ValueError):
 
 
 @contextmanager
-def renamed(operation: str | None = None, path: str | Callable[[], str] = "") -> Iterator[None]:
+def renamed(operation: str | None = None, path: str | Callable[[], str] = "") -> Generator[None, None, None]:
     """Names this operation, if any, in an error from inside, and this path before the one that the error has."""
     try:
         yield

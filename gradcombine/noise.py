@@ -53,7 +53,7 @@ def squared_norm(value: Tree) -> Array:
     """
     leaves, structure = tree.flatten("squared_norm", value)
     backend = resolve("squared_norm", leaves)
-    sums = []
+    sums: list[Array] = []
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if is_absent(leaf):
             continue

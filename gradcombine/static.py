@@ -8,9 +8,8 @@ class of its own. Row-sparse arrays say their number of rows in the same way.
 
 from __future__ import annotations
 
-from collections import namedtuple
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -43,13 +42,13 @@ class Static:
 
 
 @cache
-def of_dtype(dtype: str | np.dtype, shape: tuple[int, ...] | None = None) -> Any:
+def of_dtype(dtype: str | np.dtype[Any], shape: tuple[int, ...] | None = None) -> Any:
     """The constant that stands for a dtype, or for one and a shape.
 
     >>> of_dtype(np.dtype(np.float32)), of_dtype("bfloat16").dtype, of_dtype("float32", (2, 3))
     (float32, dtype(bfloat16), float32_2x3)
     """
-    known = np.dtype(getattr(ml_dtypes, str(dtype), dtype))
+    known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, str(dtype), dtype))
     name = str(known) if shape is None else "_".join([str(known), "x".join(map(str, shape))])
     return _constant(name, dtype=known, shape=shape)
 
@@ -80,7 +79,7 @@ def _constant(
     name: str, dtype: np.dtype | None = None, shape: tuple[int, ...] | None = None, rows: int | None = None
 ) -> Any:
     meaning = {"__slots__": (), "dtype": dtype, "shape": shape, "rows": rows}
-    return type(name, (Static, namedtuple("Constant", ())), meaning)()
+    return type(name, (Static, NamedTuple("Constant", [])), meaning)()
 
 
 def is_static(node: Any) -> bool:

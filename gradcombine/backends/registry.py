@@ -51,17 +51,16 @@ def owner(leaf: Any) -> Backend | None:
     # JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
     if known is not None and not (known.name == "numpy" and getattr(leaf, "dtype", _PLAIN).names):
         return known
-    numpy = load("numpy")
+    from_numpy = isinstance(leaf, _NUMPY_TYPES)
     for backend in loaded():
         if backend.owns(leaf):
-            if not numpy.owns(leaf):
+            if not from_numpy:
                 _OWNERS[type(leaf)] = backend
             return backend
-    if not numpy.owns(leaf):
-        return None
-    if isinstance(leaf, _NUMPY_TYPES):
+    numpy = load("numpy")
+    if from_numpy:
         _OWNERS[type(leaf)] = numpy
-    return numpy
+    return numpy if numpy.owns(leaf) else None
 
 
 def is_absent(leaf: Any) -> bool:

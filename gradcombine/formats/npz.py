@@ -56,7 +56,7 @@ def read(operation: str, path: Path, compressed: bool = True) -> dict[str, Entry
     members = [member for member in archive.infolist() if not member.is_dir()]
     if sum(member.compress_size for member in members) > size:
         raise GradCombineError(operation, "entries that do not overlap", path.name)
-    found = {}
+    found: dict[str, Entry] = {}
     for member in members:
         _require_plausible(operation, member, compressed)
         name = member.filename.removesuffix(_SUFFIX)

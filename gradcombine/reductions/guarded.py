@@ -136,7 +136,7 @@ class Guarded:
         """What a function returned, if it is a state like the one that it was given."""
         olds, structure = tree.flatten(self.name, self._given(expected))
         news = tree.flatten_as(f"{self.name}: what {function} returns", structure, received)
-        arrays = []
+        arrays: list[Array | None] = []
         for old, new, path in zip(olds, news, structure.paths(), strict=True):
             if old is None and new is None:
                 arrays.append(None)

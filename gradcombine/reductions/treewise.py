@@ -155,7 +155,7 @@ class _Treewise:
 
     def _each(self, structure: tree.Structure, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
         """What the function makes of each leaf; errors name the leaf."""
-        results = []
+        results: list[Any] = []
         for row in zip(*columns, strict=True):
             try:
                 results.append(function(*row))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -102,7 +102,7 @@ def read(path: Path) -> Contents:
 
 
 @contextmanager
-def decoding(path: Path) -> Iterator[None]:
+def decoding(path: Path) -> Generator[None, None, None]:
     """Names whatever a decoder raises on damaged contents; a file that cannot be opened keeps its OSError."""
     try:
         yield

@@ -7,7 +7,7 @@ import hashlib
 import os
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -16,7 +16,7 @@ POSIX = os.name == "posix"
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
+def replacing(path: Path) -> Generator[IO[bytes], None, None]:
     """A draft to write to. After the block it takes the place of ``path`` in one step; after an error it is removed.
 
     The contents are on the disk before the name is, so that a crash leaves the old file or the new one. What a symbolic

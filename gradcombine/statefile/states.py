@@ -40,7 +40,7 @@ def write(operation: str, path: str | os.PathLike[str], reduction: Reduction, st
         for i, leaf in enumerate(column)
         if leaf is not None
     }
-    leaves = []
+    leaves: list[Leaf] = []
     for i, (where, described) in enumerate(first.leaves.items()):
         if described is None:
             leaves.append(Leaf(where, None, None, ()))
