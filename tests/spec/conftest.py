@@ -10,14 +10,12 @@ from tests.spec import modes, selection
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``mode``: all of them. ``replicated``: those with several replicas. ``names``: all reductions, in two parts."""
+    """``mode``: all of them. ``replicated``: those with several replicas."""
     if "mode" in metafunc.fixturenames:
         metafunc.parametrize("mode", selection.among(selection.LOCAL), indirect=True, scope="session")
     if "replicated" in metafunc.fixturenames:
         chosen = selection.among(selection.COLLECTIVE, modes.REPLICATED)
         metafunc.parametrize("replicated", chosen, indirect=True, scope="session")
-    if "names" in metafunc.fixturenames:
-        metafunc.parametrize("names", [selection.QUICK_NAMES, selection.OTHER_NAMES], ids=" ".join)
 
 
 @pytest.hookimpl(tryfirst=True)

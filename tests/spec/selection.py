@@ -21,7 +21,11 @@ REPLICAS = (pytest.param(1, marks=FULL), 2, pytest.param(4, marks=FULL), pytest.
 """Numbers of replicas, for a test that takes one besides `replicated`."""
 
 QUICK_NAMES, OTHER_NAMES = ("mean", "max", "last"), ("sum", "product", "min", "first")
-"""All elementwise reductions, for a test that takes ``names``; compiled modes leave the others to the full suite."""
+EXACT_NAMES = ("exact sum", "exact mean")
+"""Reductions, for a test that takes ``names``; compiled modes leave all but the quick ones to the full suite."""
+
+NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES], ids=" ".join)
+"""The elementwise reductions."""
 
 
 def among(quick: Iterable[str], names: Iterable[str] | None = None) -> list[Any]:
@@ -46,4 +50,4 @@ def is_slow_to_trace(parameters: dict[str, Any]) -> bool:
     if parameters.get("replicated") == "tf_mirrored" and parameters.get("replicas", 0) > 2:
         return True
     mode = parameters.get("mode", parameters.get("replicated"))
-    return parameters.get("names") == OTHER_NAMES and mode not in (None, "numpy")
+    return parameters.get("names") in (OTHER_NAMES, EXACT_NAMES) and mode not in (None, "numpy")

@@ -180,33 +180,24 @@ def test_the_error_keeps_its_bound(mode: modes.Mode, exponent: int) -> None:
         assert abs(received - exactly) <= allowed
 
 
-def laws(env: modes.Env, data: Any) -> Any:
-    """For each law, the two states that must be equal, finalized."""
+def of_no_effect(env: modes.Env, data: Any) -> Any:
+    """Two states that must be equal, finalized."""
     values, weights = rows(data["values"]), rows(data["weights"])
-    empty, merge, update = ADASUM.init(values[0]), ADASUM.merge, ADASUM.update
-    a, b = (update(empty, value, weight) for value, weight in zip(values, weights, strict=True))
-    both = merge(a, b)
-    nan, zero = ({n: None if x is None else x * np.float32(y) for n, x in values[0].items()} for y in (np.nan, 0))
+    a, b = (ADASUM.update(ADASUM.init(values[0]), value, weight) for value, weight in zip(values, weights, strict=True))
+    both = ADASUM.merge(a, b)
+    zero = {name: None if x is None else x * np.float32(0) for name, x in values[0].items()}
     pairs = {
-        "commutative": (both, merge(b, a)),
-        "update is merge": (both, update(a, values[1], weights[1])),
-        "neutral on the left": (merge(empty, both), both),
-        "neutral on the right": (merge(both, empty), both),
-        "zeros leave the other": (update(both, zero, 1), both),
-        "weight 0, traced": (update(both, nan, weights[0] * 0), both),
-        "weight 0, known": (update(both, nan, 0), both),
-        "None adds nothing": (update(both, dict.fromkeys(values[0]), 1), both),
-        "the weight's size": (update(a, values[1], 7), update(a, values[1], 1)),
-        "cleared": (ADASUM.clear(both), empty),
+        "zeros leave the other": (ADASUM.update(both, zero, 1), both),
+        "the weight's size": (ADASUM.update(a, values[1], 7), ADASUM.update(a, values[1], 1)),
     }
     return {law: [ADASUM.finalize(state) for state in pair] for law, pair in pairs.items()}
 
 
 @settings(max_examples=5)
 @given(data=contributions(2, FLOATS, WEIGHTS))
-def test_laws(mode: modes.Mode, data: Any) -> None:
+def test_zeros_and_the_size_of_a_weight_change_nothing(mode: modes.Mode, data: Any) -> None:
     clean = {"w": np.nan_to_num(data["values"]["w"]), "none": None}
-    (result,) = mode.run(laws, [{"values": clean, "weights": data["weights"]}])
+    (result,) = mode.run(of_no_effect, [{"values": clean, "weights": data["weights"]}])
     for law, (left, right) in result.items():
         assert left["none"] is right["none"] is None
         np.testing.assert_array_equal(exact.bits(left["w"]), exact.bits(right["w"]), err_msg=law)

@@ -18,7 +18,7 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
-from tests.spec.data import FLOATS, SHAPES, WEIGHTS, contributions, deal
+from tests.spec.data import FLOATS, SHAPES, contributions, deal
 from tests.spec.programs import Combine, rows
 from tests.spec.selection import FULL, REPLICAS
 
@@ -167,46 +167,6 @@ def test_a_large_mean_does_not_swallow_the_variance(mode: modes.Mode, order: str
         expected = true_moments(terms)[1]
         assert abs(Fraction(float(received)) - expected) <= min(bound(terms), expected / 100)
         assert abs(Fraction(float(wrong)) - expected) >= expected
-
-
-def laws(env: modes.Env, data: Any) -> Any:
-    """For each law, the two states that must be equal, finalized."""
-    values, weights = rows(data["values"]), rows(data["weights"])
-    empty, merge, update = MOMENTS.init(values[0]), MOMENTS.merge, MOMENTS.update
-    a, b = (update(empty, value, weight) for value, weight in zip(values, weights, strict=True))
-    both = merge(a, b)
-    nan = {name: None if x is None else x * np.float32(np.nan) for name, x in values[0].items()}
-    pairs = {
-        "commutative": (both, merge(b, a)),
-        "update is merge": (both, update(a, values[1], weights[1])),
-        "neutral on the left": (merge(empty, both), both),
-        "neutral on the right": (merge(both, empty), both),
-        "weight 0, traced": (update(both, nan, weights[0] * 0), both),
-        "weight 0, known": (update(both, nan, 0), both),
-        "cleared": (MOMENTS.clear(both), empty),
-    }
-    return {law: [MOMENTS.finalize(state) for state in pair] for law, pair in pairs.items()}
-
-
-@settings(max_examples=8)
-@given(data=contributions(2, FLOATS, WEIGHTS))
-def test_laws(mode: modes.Mode, data: Any) -> None:
-    (result,) = mode.run(laws, [data])
-    for law, (left, right) in result.items():
-        for leaf in SHAPES:
-            for x, y in zip(left[leaf], right[leaf], strict=True):
-                np.testing.assert_array_equal(exact.bits(x), exact.bits(y), err_msg=law)
-
-
-def empty_value(env: modes.Env, data: Any) -> Any:
-    return MOMENTS.finalize(MOMENTS.init(data))
-
-
-def test_an_empty_state_has_a_value(mode: modes.Mode) -> None:
-    (result,) = mode.run(empty_value, [{"w": np.float32([5, 6]), "none": None}])
-    assert result["none"] is None
-    for received in result["w"]:
-        np.testing.assert_array_equal(exact.bits(received), exact.bits(np.zeros(2, np.float32)))
 
 
 @pytest.mark.parametrize("n", [1, 3])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from tests.spec import exact, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, SHAPES, contributions, deal
 from tests.spec.programs import Combine
-from tests.spec.selection import FULL, REPLICAS
+from tests.spec.selection import FULL, NAMES, REPLICAS
 
 
 def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
@@ -36,6 +36,7 @@ def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
         pytest.param("time", "sequential", marks=FULL),
     ],
 )
+@NAMES
 @settings(max_examples=8)
 @given(data=contributions(7, FLOATS))
 def test_one_replica(mode: modes.Mode, place: str, order: str, names: tuple[str, ...], data: Any) -> None:
@@ -73,6 +74,7 @@ def _pad_first_half(data: Any) -> Any:
         pytest.param("list x replicas", 4, marks=FULL),
     ],
 )
+@NAMES
 @settings(max_examples=4)
 @given(data=contributions(8, EXACT, EXACT_WEIGHTS))
 def test_replicas_any_order(
@@ -90,6 +92,7 @@ def test_replicas_any_order(
 
 
 @pytest.mark.parametrize("replicas", [*REPLICAS[:-1], 8])
+@NAMES
 @settings(max_examples=6)
 @given(data=contributions(8, FLOATS))
 def test_canonical_tree(replicated: modes.Mode, replicas: int, names: tuple[str, ...], data: Any) -> None:
@@ -103,6 +106,7 @@ def test_canonical_tree(replicated: modes.Mode, replicas: int, names: tuple[str,
                 np.testing.assert_array_equal(exact.bits(result[name][leaf]), exact.bits(reference[name][leaf]))
 
 
+@NAMES
 @settings(max_examples=6)
 @given(data=contributions(2, FLOATS))
 def test_two_terms_have_one_order(replicated: modes.Mode, names: tuple[str, ...], data: Any) -> None:

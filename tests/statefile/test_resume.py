@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import pytest
 import tensorflow as tf
 from jax.sharding import AxisType, PartitionSpec
 
@@ -83,6 +84,7 @@ def equal(value: Any, expected: Any, replicas: int) -> None:
     assert value["none"] is None
 
 
+@pytest.mark.full
 def test_exact_sums_on_two_replicas(tmp_path: Path) -> None:
     """Two replicas share what is missing: 10 more calls, in any order."""
     reduction = EXACT

@@ -19,6 +19,7 @@ from gradcombine.verify import BrokenLaw, check_reduction
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.full
 def test_the_page_of_reductions_runs_and_prints_what_it_shows() -> None:
     page = (DOCS / "reductions.md").read_text()
     (shown,) = re.findall(r"```text\n(.*?)```", page, re.S)
@@ -28,20 +29,53 @@ def test_the_page_of_reductions_runs_and_prints_what_it_shows() -> None:
     assert printed.getvalue() == shown
 
 
-@pytest.mark.parametrize(
-    ("reduction", "settings"),
-    [
-        (reductions.sum(), {"like": {"w": np.float32([[0, 0]]), "none": None, "n": np.int8(0)}}),
-        (reductions.mean("exact"), {}),
-        (reductions.mean(), {"like": np.float16([0]), "elements": [0.1, -0.3, 7], "ulps": 4}),
-        (reductions.moments(), {"ulps": 64}),
-        (reductions.last(), {"commutative": False}),
-        (reductions.measured(reductions.zeroed(reductions.max())), {"ulps": 64}),
-    ],
-    ids=lambda x: getattr(x, "name", ""),
+MEAN = reductions.mean()
+ROUNDED = {"ulps": 64}
+AMAX = reductions.elementwise(
+    "amax", empty=0, update=lambda xp, a, x, w: xp.maximum(a, abs(x)), merge=lambda xp, a, b: xp.maximum(a, b)
 )
-def test_the_library_obeys_its_laws(reduction: Any, settings: Any) -> None:
-    check_reduction(reduction, **settings, examples=10)
+OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
+    "checked": [(reductions.checked(MEAN), ROUNDED)],
+    "clipped": [(reductions.clipped(reductions.sum(), 100), {})],
+    "differentiable": [(reductions.differentiable(reductions.mean("exact")), {})],
+    "elementwise": [(AMAX, {})],
+    "first": [(reductions.first(), {"commutative": False})],
+    "last": [(reductions.last(), {"commutative": False})],
+    "max": [(reductions.max(), {})],
+    "mean": [
+        (reductions.mean("exact"), {}),
+        (reductions.mean("compensated"), {}),
+        (MEAN, {"like": np.float16([0]), "elements": [0.1, -0.3, 7], "ulps": 4}),
+    ],
+    "measured": [(reductions.measured(reductions.zeroed(reductions.max())), ROUNDED)],
+    "min": [(reductions.min(), {})],
+    "moments": [(reductions.moments(), ROUNDED)],
+    "per_leaf": [(reductions.per_leaf([reductions.sum("exact"), reductions.max()]), {"like": [np.float32([0])] * 2})],
+    "product": [(reductions.product(), {})],
+    "sparse_as_dense": [(reductions.sparse_as_dense(reductions.sum("compensated")), {})],
+    "sum": [
+        (reductions.sum(), {"like": {"w": np.float32([[0, 0]]), "none": None, "n": np.int8(0)}}),
+        (reductions.sum("exact"), {}),
+    ],
+    "zeroed": [(reductions.zeroed(reductions.sum()), {})],
+}
+
+
+@pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", OBEYED)
+def test_the_library_obeys_its_laws(name: str, examples: int) -> None:
+    for reduction, settings in OBEYED[name]:
+        check_reduction(reduction, **settings, examples=examples)
+
+
+def test_an_adaptive_sum_depends_on_the_grouping() -> None:
+    with pytest.raises(BrokenLaw, match="merge is associative"):
+        check_reduction(reductions.adasum(), ulps=64)
+
+
+def test_all_public_reductions_are_among_them() -> None:
+    """But those of rows, whose contributions are not arrays of any numbers."""
+    assert {*OBEYED, "adasum", "row_sum", "row_mean"} == set(reductions.__all__)
 
 
 def _summed(**changed: Any) -> gc.Reduction:
@@ -80,7 +114,7 @@ def _shortcut(**changed: Any) -> gc.Reduction:
             [([1, 0], 1), ([1, 0], 1)],
         ),
         (_shortcut(clear=lambda s: s), "clear gives the empty state", [([0, 0], 1)]),
-        (
+        pytest.param(
             _shortcut(
                 update_many=lambda s, values, weights, order: (
                     _summed().init(values[0])._replace(value=values[0] * np.float32(weights[0]))
@@ -88,6 +122,7 @@ def _shortcut(**changed: Any) -> gc.Reduction:
             ),
             "a list, time, replicas",
             None,
+            marks=pytest.mark.full,
         ),
     ],
 )

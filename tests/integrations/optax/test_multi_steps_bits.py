@@ -112,7 +112,12 @@ def steps(tx: Any, mode: str, grads: list[Any], params: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("mode", "kind"), [("eager", 0), ("scan", 3), ("scan", 1), ("disable_jit", 4)])
+OTHER_MODES = [("scan", 3), ("disable_jit", 4)]
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("eager", 0), ("scan", 1), *(pytest.param(*x, marks=pytest.mark.full) for x in OTHER_MODES)]
+)
 def test_other_modes(mode: str, kind: int) -> None:
     dtype = KINDS[kind][4]
     params, grads = random_tree(0, dtype), [random_tree(i, dtype) for i in range(1, 4)]

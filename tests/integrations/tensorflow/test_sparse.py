@@ -54,7 +54,7 @@ def test_gradients_of_a_tape_accumulate_and_reach_the_variable(compiled: str) ->
     np.testing.assert_array_equal(table.numpy(), start - 2 * start * times[:, None] / 8)
 
 
-@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=pytest.mark.full)])
 def test_states_pass_through_the_loops_of_tensorflow(order: Any) -> None:
     acc = gc.accumulate(row_mean(capacity=5), every=4, order=order)
     values = tf.reshape(tf.range(24.0), (4, 3, 2))

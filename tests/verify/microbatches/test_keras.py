@@ -57,6 +57,7 @@ def test_a_fault_is_named(windows: Any, inner: Any, wrap: Any, cause: Cause, win
     assert (report.cause, report.faults[0].window) == (cause, window), str(report)
 
 
+@pytest.mark.full
 def test_bfloat16_variables_have_a_bfloat16_accumulator() -> None:
     narrow = tf.nest.map_structure(lambda x: tf.cast(x, tf.bfloat16), PARAMS)
     windows = tf.nest.map_structure(lambda x: tf.cast(x, tf.bfloat16), ALIKE)

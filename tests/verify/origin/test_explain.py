@@ -46,7 +46,7 @@ def is_found_again(trees: Sequence[Any], weights: Any, every: int) -> None:
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("count", [2, 6])
+@pytest.mark.parametrize("count", [2, pytest.param(6, marks=pytest.mark.full)])
 def test_candidates_are_found_again(count: int, weighted: bool) -> None:
     is_found_again(TREES[:count], WEIGHTS[:count] if weighted else None, every=4)
 
@@ -162,8 +162,8 @@ def chain_of(trees: Sequence[Any], wide: Any) -> Any:
     [
         (np.float64, np.float64),
         (np.float64, np.float32),
-        (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn),
-        (ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2),
+        pytest.param(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn, marks=pytest.mark.full),
+        pytest.param(ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2, marks=pytest.mark.full),
         (ml_dtypes.float8_e5m2, np.float32),
     ],
 )
