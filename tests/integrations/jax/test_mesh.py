@@ -47,7 +47,7 @@ def tokens(w: Any, x: Any) -> Any:
     return LossOutput(jnp.sum(jnp.where(x[:, :1] > 0, jnp.tanh(x @ w), 0)) / count, count)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
 @pytest.mark.parametrize("spec", [P(), P(None, "model"), P("data", "model")], ids=["whole", "model", "fsdp"])
 @pytest.mark.parametrize(
     ("given", "options"),
