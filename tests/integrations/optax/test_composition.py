@@ -70,7 +70,11 @@ INNERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", INNERS)
+ALIKE = ("lion", "bfloat16 momentum", "prodigy", "dowg", "dadapt_adamw", "momo", "sam", "muon")
+"""Others that hold or are given what one of the rest is too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x in ALIKE else x for x in INNERS])
 def test_the_inner_transformation_takes_one_step_a_window(name: str) -> None:
     make, extra = INNERS[name]
     wrapped, state = train(accumulate(make(), 2, skip=skip_not_finite()), GRADS, PARAMS, **extra)
