@@ -1,7 +1,6 @@
 """Keras 3: accumulation around any optimizer, on the TensorFlow and the JAX backend."""
 
 from gradcombine.integrations.keras.accumulate import Accumulate
-from gradcombine.integrations.keras.callbacks import FlushAtEpochEnd
-from gradcombine.integrations.keras.train_step import WeightedTrainStep
+from gradcombine.integrations.keras.fit import FlushAtEpochEnd, WeightedTrainStep
 
 __all__ = ["Accumulate", "FlushAtEpochEnd", "WeightedTrainStep"]

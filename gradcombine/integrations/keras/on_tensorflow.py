@@ -153,7 +153,7 @@ class TensorflowWindow:
     @tf.autograph.experimental.do_not_convert
     def _apply_if(self, strategy: tf.distribute.Strategy, condition: Any) -> None:
         # The windows' lengths are the same on all replicas: they depend on the window's index alone.
-        unseen = sorted(set(range(len(self._targets))) - self._seen)
+        unseen = [i for i in range(len(self._targets)) if i not in self._seen]
 
         def apply(left_out: Sequence[int]) -> None:
             strategy.extended.call_for_each_replica(self._apply, args=(left_out,))
@@ -176,8 +176,9 @@ class TensorflowWindow:
     def _apply(self, left_out: Sequence[int]) -> None:
         merged = self._parts.join(self._windows.value())
         gradients = [self._to_be_summed(x, target) for x, target in zip(merged, self._targets, strict=True)]
-        given = [None if i in left_out else x for i, x in enumerate(gradients)]
-        self._optimizer.apply(given, self._targets)
+        for i in left_out:
+            gradients[i] = None
+        self._optimizer.apply(gradients, self._targets)
 
     def _unscaled(self, gradient: Any, target: Any) -> Any:
         """The gradient of this replica's own loss, of which Keras has taken the part that is summed over replicas."""
