@@ -20,12 +20,15 @@ from gradcombine.autograph import no_autograph
 from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.checks import require_collective
+from gradcombine.checks import MOST, require_collective
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import merge_replicas
 from gradcombine.types import AccumulateState, Array, Order, Tree
+
+UNTIL_FLUSH = MOST
+"""The ``every`` of a window that a flush alone ends."""
 
 
 class RunIf(Protocol):
@@ -48,7 +51,8 @@ class Window:
     Attributes:
       operation: for error messages.
       reduction: from `gradcombine.reductions`.
-      every, order, max_every: as for `gradcombine.accumulate`.
+      every, order, max_every: as for `gradcombine.accumulate`. `UNTIL_FLUSH`: a flush alone ends windows; order
+        ``"tree"`` then needs ``max_every``.
       over: the replicas. The state's levels are each replica's own, all else in it is the same on all.
     """
 
@@ -66,7 +70,14 @@ class Window:
     @cached_property
     def accumulator(self) -> Accumulator:
         """The window of one replica."""
-        return accumulate(self.reduction, self.every, order=self.order, max_every=self.max_every)
+        # A counter has levels for the longest window: one without an end has to be told of another.
+        every = (lambda index: UNTIL_FLUSH) if self.ends_by_flush and self.order == "tree" else self.every
+        return accumulate(self.reduction, every, order=self.order, max_every=self.max_every)
+
+    @property
+    def ends_by_flush(self) -> bool:
+        """Whether nothing but a flush ends windows, which is the host's to know."""
+        return isinstance(self.every, (int, np.integer)) and int(self.every) == UNTIL_FLUSH
 
     @no_autograph
     def init(self, like: Tree) -> AccumulateState:
@@ -136,11 +147,15 @@ class Window:
           left_out_in_a_row: how many of the last contributions were left out, of this window and before; None: none.
 
         Returns:
-          The state, and a boolean scalar.
+          The state, and a boolean scalar; a bool that is known while tracing, where a flush that is known ends windows
+          alone.
         """
         ended = self.end(state, flush)
-        full = self.is_full(ended)
-        return ended, full if left_out_in_a_row is None else full & (left_out_in_a_row < state.step)
+        # Known where the host knows it: its program then has no branch.
+        full = flush if self.ends_by_flush and isinstance(flush, bool) else self.is_full(ended)
+        if full is False or left_out_in_a_row is None:
+            return ended, full
+        return ended, full & (left_out_in_a_row < state.step)
 
     @no_autograph
     def value(self, state: AccumulateState) -> Tree:

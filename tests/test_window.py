@@ -11,7 +11,7 @@ import pytest
 import gradcombine as gc
 from gradcombine.backends.local import Local
 from gradcombine.errors import GradCombineError
-from gradcombine.window import Window, require_flag, widened
+from gradcombine.window import UNTIL_FLUSH, Window, require_flag, widened
 
 
 def numbers(*values: float) -> Any:
@@ -137,6 +137,21 @@ def test_a_flush_after_the_last_microbatch_ends_what_was_begun() -> None:
     assert tuple(map(int, MEAN_OF_2.next(state))) == (2, 0)
 
 
+def test_a_window_that_a_flush_alone_ends_is_known_to_the_host() -> None:
+    window, known = Window("test", gc.reductions.mean(), UNTIL_FLUSH), []
+    state = window.init(numbers(0))
+    for value, flush in ((1.0, False), (3.0, True), (5.0, False), (9.0, True)):
+        state, due = window.due(window.contribute(state, numbers(value)), flush=flush)
+        known.append((due, take(window, state)))
+    assert known == [(False, [1]), (True, [2]), (False, [5]), (True, [7])]
+    assert all(isinstance(due, bool) for due, _ in known)
+    state = window.contribute(state, numbers(1))
+    assert window.is_partial(state)
+    state, due = window.due(state, flush=np.True_ & True)
+    assert due
+    assert not window.is_partial(state)
+
+
 def test_replicas_are_merged_before_the_one_division() -> None:
     replicas = Two()
     window = Window("test", gc.reductions.mean(), 2, replicas)
@@ -201,6 +216,7 @@ def test_a_flag_is_a_boolean_scalar(flag: Any) -> None:
         ({"every": 0}, "expected a window length"),
         ({"every": 2, "over": "data"}, "test: expected a collective"),
         ({"every": 2, "order": "random"}, "expected order"),
+        ({"every": UNTIL_FLUSH, "order": "tree"}, "expected max_every"),
     ],
 )
 def test_bad_settings_are_refused_before_there_is_a_state(options: dict[str, Any], message: str) -> None:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.integrations.jax import TrainState, train_step, value_and_grad
-from gradcombine.integrations.optax import MultiSteps, accumulate, accumulate_and_apply
+from gradcombine.integrations.optax import UNTIL_FLUSH, MultiSteps, accumulate, accumulate_and_apply
 from gradcombine.types import AccumulateState
 from tests.targets.compile_for import compile_for, h100, mesh, spread, tpu
 
@@ -82,6 +82,21 @@ def test_bytes_of_a_call(name: str) -> None:
     assert moved == [within, end]
     assert per_parameter(compiled.temporary) == 0
     assert compiled.program.copies() == 0
+
+
+def test_where_the_host_knows_the_end_no_program_has_a_branch() -> None:
+    tx, moved = accumulate_and_apply(ADAM, UNTIL_FLUSH), []
+    for flush in (False, True):
+
+        def call(params: Any, state: Any, grads: Any, flush: bool = flush) -> Any:
+            return tx.apply(grads, state, params, flush=flush)
+
+        compiled = compile_for(h100(), call, PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS, donate=(0, 1))
+        instructions = [x for of in compiled.program.computations.values() for x in of]
+        assert not {"while", "conditional"} & {x.opcode for x in instructions}
+        assert (compiled.program.copies(), per_parameter(compiled.temporary)) == (0, 0)
+        moved.append(per_parameter(compiled.program.bytes_moved(True)))
+    assert moved == [12, 40]
 
 
 def test_the_limit() -> None:

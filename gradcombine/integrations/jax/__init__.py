@@ -6,8 +6,10 @@ from gradcombine.integrations.jax.processes import detect_lost_peers
 from gradcombine.integrations.jax.step import TrainStep, train_step
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.value_and_grad import value_and_grad
+from gradcombine.window import UNTIL_FLUSH
 
 __all__ = [
+    "UNTIL_FLUSH",
     "LossOutput",
     "StepMetrics",
     "TrainState",

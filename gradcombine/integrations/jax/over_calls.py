@@ -71,13 +71,14 @@ def over_calls(
                 expected = "a state made by step.init(params, *example), whose example shows the loss's aux"
                 raise objective.error(expected, f"one made {'with' if has_aux else 'without'} aux")
             held, due = window.due(window.contribute(held, added.parts, added.weight))
-            return (due, held.step, held.index), (held.levels, added.carry)
+            return (jnp.asarray(due), held.step, held.index), (held.levels, added.carry)
 
         # Updated outside of what runs at the end, and only read there: it stays in place.
         position, own = (state.window.step, state.window.index), (state.window.levels, state.carry)
         called = loss_arguments(objective, params, None, args)
         (due, *position), (levels, carry) = objective.on_replicas(contribute, called, kwargs, position, own)
         held, kept = AccumulateState(levels, *position), (params, state.opt_state)
+        due = due if not window.ends_by_flush else False
         (params, opt_state), metrics = window.apply_if(due, held, close, kept, run_if)
         return params, TrainState(held, opt_state, carry), metrics
 
@@ -120,7 +121,10 @@ def over_calls(
 
     def key(rng: Array, state: AccumulateState) -> Array:
         index, place = of_gradients.next(state)
-        number = objective.over.rank() * length_at(every, index) + place
+        if of_gradients.ends_by_flush:
+            number = place * objective.over.size() + objective.over.rank()
+        else:
+            number = objective.over.rank() * length_at(every, index) + place
         return jax.random.fold_in(jax.random.fold_in(rng, index), number)
 
     return StepFunctions(init, function, flush)

@@ -126,7 +126,8 @@ def train_step(
         may be split over it as the parameters may. It is given the combined loss as ``value=``, for those that ask for
         it.
       every: the calls of a window: an integer of 1 or more, or a function of the window's index, as for
-        `gradcombine.accumulate`. None: 1.
+        `gradcombine.accumulate`. None: 1. `UNTIL_FLUSH`: windows end by ``flush`` alone. Where a loop knows when that
+        is, the two compiled programs have no branch, which a GPU has the host decide on every call.
       microbatches: as for `value_and_grad`, with ``interleaved``. None: a call is one microbatch.
       max_every: as for `gradcombine.accumulate`.
       differentiate: False: ``loss`` returns ``(value, gradients)`` itself, as a function that jax.value_and_grad has

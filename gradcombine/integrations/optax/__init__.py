@@ -10,8 +10,10 @@ from gradcombine.integrations.optax.all_reduce import all_reduce
 from gradcombine.integrations.optax.map_replicas import map_replicas
 from gradcombine.integrations.optax.multi_steps import MultiSteps, MultiStepsState
 from gradcombine.integrations.optax.skip import SkipState, skip_large, skip_large_updates, skip_not_finite
+from gradcombine.window import UNTIL_FLUSH
 
 __all__ = [
+    "UNTIL_FLUSH",
     "AccumulateUpdatesState",
     "ApplyingTransformation",
     "MultiSteps",

@@ -39,7 +39,8 @@ def accumulate(
 
     Args:
       inner: the transformation to run, an optimizer for instance.
-      every, order, max_every: as for `gradcombine.accumulate`.
+      every, order, max_every: as for `gradcombine.accumulate`. `UNTIL_FLUSH`: windows end by ``flush`` alone. Given as
+        a Python bool (a static argument under jit) it makes two programs, of which neither has a branch.
       reduction: from `gradcombine.reductions`; None: their mean.
       over: the replicas that share the parameters: `gradcombine.jax_axis`, or `gradcombine.LOCAL`; None: the latter.
       skip: which microbatches to leave out: `skip_not_finite()`, `skip_large(max_norm)` or any function

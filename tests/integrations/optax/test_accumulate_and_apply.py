@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gradcombine as gc
-from gradcombine.integrations.optax import accumulate, accumulate_and_apply, skip_large
+from gradcombine.integrations.optax import UNTIL_FLUSH, accumulate, accumulate_and_apply, skip_large
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -59,6 +59,19 @@ def test_the_parameters_of_the_transformation(name: str, flush: list[bool], jit:
     expected, received = history(SETTINGS[name], flush, jit)
     assert received == expected
     assert any(applied for *_, applied in received)
+
+
+def test_a_host_that_knows_the_end_needs_no_branch() -> None:
+    applying = accumulate_and_apply(SGD, UNTIL_FLUSH)
+    step = jax.jit(applying.apply, static_argnames="flush")
+    params, state, seen = PARAMS, applying.init(PARAMS), []
+    for i, (grads, weight) in enumerate(zip(GRADS, WEIGHTS, strict=True)):
+        params, state = step(grads, state, params, weight=weight, flush=i % 2 == 1)
+        seen.append((np.asarray(params["w"]).tolist(), params["frozen"], bool(state.applied)))
+    assert seen == history({"every": 2}, NONE, jit=True)[0]
+    program = str(jax.make_jaxpr(lambda *args: applying.apply(*args, flush=False))(GRADS[0], state, params))
+    assert "while" not in program
+    assert "cond" not in program
 
 
 def test_in_the_body_of_a_scan() -> None:
