@@ -96,7 +96,8 @@ def test_where_the_host_knows_the_end_no_program_has_a_branch() -> None:
         assert not {"while", "conditional"} & {x.opcode for x in instructions}
         assert (compiled.program.copies(), per_parameter(compiled.temporary)) == (0, 0)
         moved.append(per_parameter(compiled.program.bytes_moved(True)))
-    assert moved == [12, 40]
+    # The addition and Adam are one pass at the end: less than with a branch between them.
+    assert moved == [12, 36]
 
 
 def test_the_limit() -> None:
