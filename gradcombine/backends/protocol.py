@@ -160,7 +160,7 @@ class Backend(Protocol):
         """``function(*leaves)``, whose derivative of every order, in forward and reverse mode, is the surrogate's.
 
         Args:
-          function: from leaves to arrays.
+          function: from leaves to arrays. It closes over no array: it may run again where those are gone.
           surrogate: likewise, to arrays of the same shapes and dtypes. Nothing of it runs where no derivative is taken.
           leaves: arrays of any framework and None. Derivatives are with respect to those of this one.
         """

@@ -151,11 +151,12 @@ def _chosen(backend: Backend, a: Array, b: Array, before: Callable[[Array, Array
         return chosen
     # The image of what was chosen, but not of its bits: compilers compare those as floats, subnormal ones as zeros.
     zero = backend.where(first, left, right) == backend.full((), 0, backend.dtype(left))
-    none = backend.full((), 0, backend.dtype(chosen))
+
+    def with_one_zero(zero: Array, x: Array) -> list[Array]:
+        return [backend.where(zero, backend.full((), 0, backend.dtype(x)), x)]
+
     # The derivative is that of what was chosen, at 0 too.
-    (chosen,) = backend.custom_derivative(
-        lambda zero, x: [backend.where(zero, none, x)], lambda _, x: [x], [zero, chosen]
-    )
+    (chosen,) = backend.custom_derivative(with_one_zero, lambda _, x: [x], [zero, chosen])
     return backend.where(a != a, a, backend.where(b != b, b, chosen))
 
 

@@ -413,3 +413,23 @@ def test_exact_over_the_replicas_of_tensorflow() -> None:
     received = tf.function(lambda given: strategy.run(slope, given))(given)
     total_slope = sum(float(x) for x in strategy.experimental_local_results(received))
     np.testing.assert_allclose(total_slope, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)
+
+
+QUICK = ("max", "per_leaf")
+UNCHECKED = [name if name in QUICK else pytest.param(name, marks=FULL) for name in OTHERS if name != "checked"]
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", UNCHECKED)
+def test_a_function_that_is_compiled_already_has_the_same_derivative(name: str) -> None:
+    import jax
+
+    def loss(xs: Any, ws: Any) -> Any:
+        results = jax.tree.leaves(listed(OTHERS[name][0], xs, ws))
+        return sum((FACTORS * y**2).sum() for y in results)
+
+    expected = jax.jit(jax.grad(loss, (0, 1)))(X, W)
+    for again, first in zip(jax.grad(jax.jit(loss), (0, 1))(X, W), expected, strict=True):
+        np.testing.assert_allclose(again, first, rtol=1e-5)
+    tangents = jax.jvp(jax.jit(loss), (X, W), (ALONG_X, ALONG_W))[1]
+    np.testing.assert_allclose(tangents, (ALONG_X * expected[0]).sum() + (ALONG_W * expected[1]).sum(), rtol=1e-4)
