@@ -14,6 +14,7 @@ from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.derivative import derived
+from gradcombine.reductions.rows.leaf import is_row_sparse
 from gradcombine.types import Array, Order, State, Tree
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
@@ -161,8 +162,9 @@ def _weights(weights: Any) -> list[Any]:
 
 def _common(operation: str, trees: list[Tree]) -> Tree:
     """The first tree, with each of its None leaves taken from the first tree that has a gradient there."""
-    leaves, structure = tree.flatten(operation, trees[0])
+    # What a row-sparse leaf stands for is the reduction's to say: it may take dense ones beside it.
+    leaves, structure = tree.flatten(operation, trees[0], is_row_sparse)
     for value in trees[1:]:
-        others = tree.flatten_as(operation, structure, value)
+        others = tree.flatten_as(operation, structure, value, is_row_sparse)
         leaves = [other if leaf is None else leaf for leaf, other in zip(leaves, others, strict=True)]
     return tree.unflatten(structure, leaves)

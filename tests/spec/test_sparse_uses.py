@@ -115,8 +115,28 @@ def test_sparse_and_dense_contributions_make_a_dense_sum() -> None:
         acc = gc.accumulate(sparse_as_dense(exactly), every=2)
         assert acc.value(acc.update(dense, acc.update(leaf, acc.init(dense)))).tolist() == [1, 9, 3]
     assert gc.combine(sparse_as_dense(gc.reductions.max()), [leaf, leaf]).tolist() == [0, 7, 0]
-    with pytest.raises(gc.GradCombineError, match="expected the structure"):
-        gc.combine(sparse_as_dense(gc.reductions.sum()), [leaf, dense])
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        (gc.reductions.sum(), [2, 11, 6]),
+        (gc.reductions.mean("exact"), [0.5, 2.75, 1.5]),
+        (gc.reductions.max(), [1, 7, 3]),
+        (gc.reductions.last(), [1, 2, 3]),
+    ],
+    ids=["sum", "exact", "max", "last"],
+)
+def test_a_list_may_hold_both(order: Any, reduction: gc.Reduction, expected: list[float]) -> None:
+    leaf, dense = row_sparse(np.int32([1, 1]), np.float32([3, 4]), rows=3), np.float32([1, 2, 3])
+    terms = [{"table": leaf, "w": None}, {"table": dense, "w": None}, {"table": None, "w": None}]
+    terms.append({"table": dense, "w": None})
+    combined = gc.combine(sparse_as_dense(reduction), terms, order=order)
+    assert combined["table"].tolist() == expected
+    for wrong in ([leaf, np.float32([1, 2])], [leaf, {"a": dense}], [[leaf], [dense, dense]]):
+        with pytest.raises(gc.GradCombineError):
+            gc.combine(sparse_as_dense(reduction), wrong, order=order)
 
 
 @given(data=contributions(1, FLOATS))

@@ -125,8 +125,7 @@ def sparse_as_dense(reduction: Reduction) -> Reduction:
     """The same reduction, which takes row-sparse contributions as the dense arrays that they stand for.
 
     For sums of sparse and dense contributions, and where so many rows occur that a dense state is smaller. The result
-    is dense, as that of tf.AggregationMethod is for mixed terms. A list of both kinds is made dense beforehand:
-    ``combine(reduction, map(sparse.densify, values))``.
+    is dense, as that of tf.AggregationMethod is for mixed terms.
 
     Args:
       reduction: any reduction of arrays.
