@@ -174,8 +174,12 @@ class Objective:
         def scalar_and_rest(*args: Any, **kwargs: Any) -> Any:
             output, form = self._opened(self.loss(*args, **kwargs))
             value = jnp.asarray(output.value)
-            scaled = value if scale is None else value * jnp.asarray(scale).astype(value.dtype)
-            return scaled, (output, form)
+            if scale is None:
+                return value, (output, form)
+            # NaN for a traced weight that would have been refused.
+            backend = load("jax")
+            factor = parse(self.operation, backend, scale).cast(backend, np.dtype(value.dtype))
+            return value * factor, (output, form)
 
         if self.differentiate:
             (_, (output, form)), grads = jax.value_and_grad(scalar_and_rest, self.argnums, has_aux=True)(

@@ -51,10 +51,11 @@ def test_no_microbatch_that_counts_gives_zeros(reduction: gc.Reduction) -> None:
     assert equal_bits(grads[0], expected) and equal_bits(grads[1], expected)
 
 
-@pytest.mark.parametrize("weight", [-1.0, np.nan, np.inf])
-def test_a_traced_weight_that_is_none_makes_all_of_it_nan(weight: float) -> None:
-    weights = np.float32([1, 1, weight, 1, 1, 1])[:, None]
-    f = jax.jit(value_and_grad(rows, 6, weight=lambda x, weight: weight.sum()))
+@REDUCTIONS
+@pytest.mark.parametrize("weight", [np.float32(-1), np.float32(np.nan), np.float32(np.inf), np.int32(-1)])
+def test_a_traced_weight_that_is_none_makes_all_of_it_nan(reduction: gc.Reduction, weight: Any) -> None:
+    weights = np.array([1, 1, weight, 1, 1, 1], weight.dtype)[:, None]
+    f = jax.jit(value_and_grad(rows, 6, weight=lambda x, weight: weight.sum(), reduction=reduction))
     assert np.isnan(f(W, X, weights)[1]).all()
 
 
