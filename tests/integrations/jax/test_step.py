@@ -10,7 +10,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, train_step
+from gradcombine.integrations.jax import UNTIL_FLUSH, LossOutput, train_step
 from gradcombine.verify.ulp import equal_bits
 
 pytestmark = pytest.mark.needs("jax")
@@ -132,6 +132,41 @@ def test_flush_applies_what_a_partial_window_holds_by_its_true_weight() -> None:
 def test_a_flush_of_nothing_changes_nothing() -> None:
     params, state, told = run(train_step(linear, NEGATE, every=4), start(), [], flush=True)
     assert (weights(params), bool(told[0].applied), int(state.window.step)) == (1, False, 0)
+
+
+def test_a_host_that_knows_where_windows_end_needs_no_branch() -> None:
+    optimizer = optax.sgd(0.5)
+    step, expected = train_step(linear, optimizer, every=UNTIL_FLUSH), train_step(linear, optimizer, every=4)
+    params, state = start(), step.init(start())
+    for i, x in enumerate(X):
+        params, state, metrics = step(params, state, x)
+        assert not metrics.applied
+        if i % 4 == 3:
+            params, state, metrics = step.flush(params, state)
+            assert metrics.applied
+    assert equal_bits(params["w"], run(expected, start(), X)[0]["w"])
+    program = str(jax.make_jaxpr(step.function)(params, state, X[0]))
+    assert "while[" not in program
+    assert "cond[" not in program
+
+
+def test_keys_of_a_window_without_a_length_differ() -> None:
+    """Over replicas and steps."""
+
+    def drawn(w: Any, key: Any, x: Any) -> Any:
+        return w * jax.random.uniform(key) * x.sum()
+
+    step = train_step(drawn, optax.sgd(1.0), every=UNTIL_FLUSH, rng_argnum=1, over=gc.jax_axis("d"), weight=lambda x: 1)
+
+    def calls(x: Any) -> Any:
+        params, state, sums = jnp.float32(0), step.init(jnp.float32(0)), []
+        for _ in range(3):
+            params, state, _ = step.function(params, state, jax.random.key(0), x)
+            sums.append(state.window.levels[0].parts[0].value)
+        return jnp.diff(jnp.stack(sums), prepend=0)
+
+    drawn_numbers = jax.vmap(calls, axis_name="d")(jnp.ones((4, 1)))
+    assert len(np.unique(np.asarray(drawn_numbers).round(5))) == 12
 
 
 def test_every_may_depend_on_the_window() -> None:
