@@ -14,10 +14,10 @@ from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.reductions import dtypes
 from gradcombine.types import AccumulateState, BinaryCounter, State
-from gradcombine.window import Window
+from gradcombine.window import UNTIL_FLUSH, Window
 
 _OPERATION = "Accumulate"
-FULL = np.int32(np.iinfo(np.int32).max)
+FULL = np.int32(UNTIL_FLUSH)
 """A step that fills a window of any length."""
 _ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
 
