@@ -205,7 +205,23 @@ class JaxBackend:
         known = self.concrete(turns)
         if known is not None:
             return NUMPY.repeat(known, body, carry, constants, most)
-        return _repeat(turns, body, _alike([*carry, *constants], carry), list(constants), most)
+        carry, n = _alike([*carry, *constants], carry), len(carry)
+
+        def loop(turns: Array, *arrays: Array) -> list[Array]:
+            def turn(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+                return state[0] + 1, body(state[0], state[1], list(arrays[n:]))
+
+            return lax.while_loop(lambda state: state[0] < turns, turn, (jnp.zeros_like(turns), list(arrays[:n])))[1]
+
+        def bounded(turns: Array, *arrays: Array) -> list[Array]:
+            """JAX has no reverse of the loop; of so many turns it has."""
+
+            def turn(carry: list[Array], i: Array) -> tuple[list[Array], None]:
+                return lax.cond(i < turns, lambda carry: body(i, carry, list(arrays[n:])), list, carry), None
+
+            return lax.scan(turn, list(arrays[:n]), jnp.arange(most, dtype=turns.dtype))[0]
+
+        return self.custom_derivative(loop, bounded, [turns, *carry, *constants])
 
     def stack(self, arrays: Sequence[Array]) -> Array:
         return jnp.stack(arrays)
@@ -244,29 +260,6 @@ def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[A
     for i, other in zip(positions, others, strict=True):
         result[i] = other
     return result
-
-
-def _repeat(turns: Array, body: Any, carry: list[Array], constants: list[Array], most: int) -> list[Array]:
-    """A loop of ``turns`` turns; where it is differentiated, one of ``most``, as JAX has no reverse for the first."""
-
-    @jax.custom_jvp
-    def run(turns: Array, carry: list[Array], constants: list[Array]) -> list[Array]:
-        def turn(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
-            return state[0] + 1, body(state[0], state[1], constants)
-
-        return lax.while_loop(lambda state: state[0] < turns, turn, (jnp.zeros_like(turns), carry))[1]
-
-    @run.defjvp
-    def tangents_too(primals: Any, tangents: Any) -> Any:
-        def bounded(turns: Array, carry: list[Array], constants: list[Array]) -> list[Array]:
-            def turn(carry: list[Array], i: Array) -> tuple[list[Array], None]:
-                return lax.cond(i < turns, lambda carry: body(i, carry, constants), list, carry), None
-
-            return lax.scan(turn, carry, jnp.arange(most, dtype=turns.dtype))[0]
-
-        return jax.jvp(bounded, primals, tangents)
-
-    return run(turns, carry, constants)
 
 
 def _alike(among: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
