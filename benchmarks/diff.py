@@ -1,9 +1,12 @@
 """What `gradcombine diff` costs on large dumps: its time over that of reading both files, and its peak of memory.
 
     python benchmarks/diff.py [--gigabytes 4] [--directory DIR] [--json FILE]
+    python benchmarks/diff.py --growth
 
 Two dumps of a model with leaves of 256 MB are written, of which one leaf differs. Each command runs in a process of its
 own; reading is what NumPy needs to read both files in pieces of the same size, right after, from the same cache.
+``--growth`` shows instead how the processor time of a diff grows with the number of small leaves: where it is linear,
+ten times the leaves take at most ten times as long.
 """
 
 from __future__ import annotations
@@ -79,12 +82,40 @@ def measure(directory: Path, kind: str, leaves: int) -> dict[str, Any]:
     }
 
 
+def processor_time(directory: Path, leaves: int, renamed: bool) -> float:
+    """Seconds that a diff of vectors of one shape takes; one of them differs, or all have other names."""
+    paths = [directory / "a.npz", directory / "b.npz"]
+    values = np.random.default_rng(0).standard_normal((leaves, 8)).astype(np.float32)
+    np.savez(paths[0], **{f"a{i}": x for i, x in enumerate(values)})  # pyright: ignore[reportArgumentType]
+    values[0] *= 2
+    name = "b" if renamed else "a"
+    np.savez(paths[1], **{f"{name}{i}": x for i, x in enumerate(values)})  # pyright: ignore[reportArgumentType]
+    process = subprocess.Popen([sys.executable, "-c", DIFF, *map(str, paths)], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) in (0, 1)
+    return usage.ru_utime + usage.ru_stime
+
+
+def show_growth(directory: Path) -> None:
+    table = Table("leaves", "over a tenth of them", "over one leaf")
+    for renamed, counts in ((False, (1_000, 10_000)), (True, (12, 120))):
+        one, few, many = (processor_time(directory, leaves, renamed) for leaves in (1, *counts))
+        label = f"{counts[1]}, renamed" if renamed else str(counts[1])
+        table.add_row(label, f"{many / few:.1f}", f"{many / one:.1f}")
+    Console().print(table)
+
+
 def main(
     gigabytes: Annotated[float, typer.Option(help="Of each dump.")] = 4,
     directory: Annotated[Path | None, typer.Option(help="Where the dumps are written.")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Where to write the figures.")] = None,
+    growth: Annotated[bool, typer.Option("--growth", help="Compare many small leaves instead.")] = False,
 ) -> None:
     """Prints what comparing two dumps costs."""
+    if growth:
+        with tempfile.TemporaryDirectory(dir=directory) as place:
+            show_growth(Path(place))
+        return
     leaves = max(1, round(gigabytes * 1e9 / (4 * LEAF)))
     with tempfile.TemporaryDirectory(dir=directory) as place:
         rows = [measure(Path(place), kind, leaves) for kind in ("npz", "safetensors")]

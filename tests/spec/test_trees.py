@@ -197,7 +197,10 @@ LOOPED = REDUCTIONS | {
     "compensated": reductions.mean("compensated"),
     "moments": reductions.moments(),
     "per_leaf": reductions.per_leaf({"w": reductions.mean("exact"), "none": reductions.sum()}),
+    "adasum": reductions.adasum(),
 }
+# Orthogonal ones, of which adasum is the sum: its dot products, which frameworks round in their own order, are exact.
+LOOPED_VALUES = {"adasum": [[1.0, 0.0], [0.0, 2.0], [2.0, -1.0]]}
 
 
 REST_OF_LOOPS = [
@@ -224,7 +227,7 @@ def test_states_pass_through_the_loops_of_tensorflow(name: str, loop: str, order
 
     acc = gc.accumulate(LOOPED[name], every=4, order=order)
     like = {"w": tf.zeros(2), "none": None}
-    values = tf.constant([[1.0, 2.0], [3.0, 5.0], [2.0, 8.0]])
+    values = tf.constant(LOOPED_VALUES.get(name, [[1.0, 2.0], [3.0, 5.0], [2.0, 8.0]]))
 
     def added(state: Any, w: Any) -> Any:
         return acc.update({"w": w, "none": None}, state)
