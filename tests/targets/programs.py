@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.integrations.jax import LossOutput, train_step, value_and_grad
+from gradcombine.verify.audit.program import FREE, Program
 from tests.targets.compile_for import Compiled, compile_for, grid, h100, spread, tpu
 
 K = 8
@@ -157,13 +158,20 @@ FEW_SCALARS = 256
 """Bytes."""
 
 
+def widest(program: Program, width: int) -> int:
+    """The most rows of this width, and of another number, that anything in a loop makes."""
+    made = (x for _, x, looped in program.executed() if looped and x.opcode not in FREE)
+    rows = (shape.dims[-2] for x in made for shape in x.shapes if len(shape.dims) == 2 and shape.dims[-1] == width)
+    return max((n for n in rows if n != width), default=0)
+
+
 def row_of(compiled: Compiled, width: int) -> Row:
     program = compiled.program
     inside, outside = program.collectives(least=FEW_SCALARS)
     turn = program.bytes_of_turn()
     sizes: list[float | None] = [turn / MIB, (program.bytes_moved(True) - K * turn) / MIB]
-    if not program.counts_turns:
+    if program.for_tpu:  # its copies between memories are no traffic
         sizes = [None, None]
     moved = (None if size is None else round(size, 1) for size in sizes)
     temporary = round(compiled.temporary / MIB, 1)
-    return Row(inside, outside, program.rows(width), *moved, temporary, program.copies())
+    return Row(inside, outside, widest(program, width), *moved, temporary, program.copies())

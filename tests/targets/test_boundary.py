@@ -92,7 +92,7 @@ def test_where_the_host_knows_the_end_no_program_has_a_branch() -> None:
             return tx.apply(grads, state, params, flush=flush)
 
         compiled = compile_for(h100(), call, PARAMS, jax.eval_shape(tx.init, PARAMS), PARAMS, donate=(0, 1))
-        instructions = [x for of in compiled.program.computations.values() for x in of]
+        instructions = [x for of in compiled.program.computations.values() for x in of.values()]
         assert not {"while", "conditional"} & {x.opcode for x in instructions}
         assert (compiled.program.copies(), per_parameter(compiled.temporary)) == (0, 0)
         moved.append(per_parameter(compiled.program.bytes_moved(True)))

@@ -1,0 +1,1 @@
+"""What a compiled step does, on the machine that it will run on."""

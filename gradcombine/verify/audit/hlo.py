@@ -1,0 +1,469 @@
+"""Reads optimized HLO, the form in which XLA prints a compiled program for CPU, GPU and TPU.
+
+XLA's own parser, which jaxlib ships, decides whether a file is whole and of a known version; it gives neither shapes
+nor attributes to Python, so these are read here from the text that XLA's printer writes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradcombine.errors import GradCombineError
+
+Device = tuple[int, ...]
+"""Numbers of devices."""
+
+_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+MOST_DEVICES = 2**20
+"""That a list of groups may name."""
+
+
+class Shape(NamedTuple):
+    """An array of a program.
+
+    Attributes:
+      kind: its element type as HLO names it, for instance "f32".
+      dims: its lengths.
+      layout: what stands in braces behind them; empty where nothing does.
+    """
+
+    kind: str
+    dims: tuple[int, ...]
+    layout: str = ""
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """In memory; types of less than a byte are packed."""
+        return (self.elements * bits(self.kind) + 7) // 8
+
+    @property
+    def space(self) -> int:
+        """The memory it lies in: 0 is the device's main memory."""
+        found = re.search(r"S\((\d+)\)", self.layout)
+        return int(found[1]) if found else 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{','.join(map(str, self.dims))}]"
+
+
+class Frame(NamedTuple):
+    """A line of source that an operation came from."""
+
+    file: str
+    line: int
+    function: str
+
+
+class Instruction(NamedTuple):
+    """One operation of a computation.
+
+    Attributes:
+      name: unique in its computation.
+      shapes: of its result; all arrays of a tuple, in order.
+      opcode: as HLO names it.
+      operands: names of instructions of the same computation.
+      inside: what stands in the parentheses behind the opcode.
+      attributes: what stands behind them.
+      root: whether it gives the computation's result.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    inside: str
+    attributes: str
+    root: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(shape.bytes for shape in self.shapes)
+
+    def called(self, *names: str) -> list[str]:
+        """The computations that these attributes name."""
+        found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
+        return [name for group in found for name in re.findall(r"[\w.\-]+", group)]
+
+    def number(self, name: str) -> int | None:
+        """The attribute of this name."""
+        found = re.search(rf"\b{name}=(\d+)", self.attributes)
+        return int(found[1]) if found else None
+
+    def lists(self, name: str) -> tuple[int, ...]:
+        """The attribute of this name, numbers in braces; empty where there is none."""
+        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(n) for n in found[1].split(",") if n) if found else ()
+
+    @property
+    def op_name(self) -> str:
+        """What the framework calls it, with the functions around it."""
+        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def collective(self) -> str:
+        """The kind of collective that begins here; empty for anything else."""
+        kind = self.opcode.removesuffix("-start")
+        return kind if kind in COLLECTIVES else ""
+
+
+class Alias(NamedTuple):
+    """A result that is written where an argument lay; indexes of leaves."""
+
+    output: tuple[int, ...]
+    parameter: int
+
+
+class Module:
+    """A compiled program, from its text.
+
+    Args:
+      text: as XLA prints it, for instance ``compiled.as_text()``.
+
+    Raises:
+      GradCombineError: this is no HLO, or holds no entry.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.roots: dict[str, str] = {}
+        self.entry = ""
+        header, _, rest = text.partition("\n")
+        if not header.startswith("HloModule"):
+            raise GradCombineError("audit", "text of HLO, which begins with HloModule", header[:80] or "nothing")
+        self.name = header.split(",")[0].removeprefix("HloModule ").strip()
+        self._header = header
+        self._tables: dict[str, dict[int, str]] = {}
+        inside, table, instructions = "", "", dict[str, Instruction]()
+        for line in rest.splitlines():
+            line = re.sub(r"/\*.*?\*/", "", line) if "/*" in line else line
+            if inside and line == "}":
+                inside = ""
+            elif inside and " = " in line:
+                one = _instruction(line)
+                instructions[one.name] = one
+                if one.root:
+                    self.roots[inside] = one.name
+            elif begun := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$", line):
+                inside, instructions = begun[2], {}
+                self.computations[inside] = instructions
+                self.entry = inside if begun[1] else self.entry
+            elif line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+                table = line
+            elif table and (row := re.match(r"(\d+) (.*)", line)):
+                self._tables.setdefault(table, {})[int(row[1])] = row[2]
+        if inside or self.entry not in self.roots:
+            raise GradCombineError("audit", "HLO with a whole ENTRY computation", f"{self.name}, cut off")
+
+    @property
+    def partitions(self) -> int:
+        return self._count("num_partitions")
+
+    @property
+    def replicas(self) -> int:
+        return self._count("replica_count")
+
+    @property
+    def for_tpu(self) -> bool:
+        """Whether its arrays are tiled as TPUs tile them."""
+        return ":T(" in self._header
+
+    @property
+    def devices(self) -> int:
+        """That run it together."""
+        return self.partitions * self.replicas
+
+    def _count(self, name: str) -> int:
+        found = re.search(rf"\b{name}=(\d+)", self._header)
+        return int(found[1]) if found else 1
+
+    @cached_property
+    def aliases(self) -> list[Alias]:
+        """Results that take an argument's memory."""
+        found = re.search(r"input_output_alias=\{(.*?)\ }", self._header)
+        rows = re.findall(r"\{([\d, ]*)\}: \((\d+), \{[\d, ]*\}", found[1]) if found else []
+        return [Alias(tuple(int(n) for n in index.split(",") if n.strip()), int(number)) for index, number in rows]
+
+    @cached_property
+    def donors(self) -> list[int]:
+        """Arguments that were donated and that no result takes."""
+        found = re.search(r"buffer_donor=\{(.*?)\ }", self._header)
+        return [int(n) for n in re.findall(r"\((\d+), \{", found[1])] if found else []
+
+    @property
+    def root(self) -> Instruction:
+        """Of the entry."""
+        return self.computations[self.entry][self.roots[self.entry]]
+
+    @cached_property
+    def parameters(self) -> list[Instruction]:
+        """Of the entry, in order."""
+        found = (x for x in self.computations[self.entry].values() if x.opcode == "parameter")
+        return sorted(found, key=lambda x: int(x.inside))
+
+    @property
+    def results(self) -> tuple[Shape, ...]:
+        return self.root.shapes
+
+    def frames(self, x: Instruction) -> list[Frame]:
+        """The lines of source that an operation came from, the innermost first."""
+        if plain := re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', x.attributes):
+            return [Frame(plain[1], int(plain[2] or 0), "")]
+        found, frame = [], x.number("stack_frame_id")
+        # An operation is its own caller's frame only in damaged tables: each frame counts once.
+        seen = set[int]()
+        while frame and frame not in seen and (row := self._tables.get("StackFrames", {}).get(frame)):
+            seen.add(frame)
+            numbers = dict(re.findall(r"(\w+)=(\d+)", row))
+            place = self._tables.get("FileLocations", {}).get(int(numbers.get("file_location_id", 0)), "")
+            at = dict(re.findall(r"(\w+)=(\d+)", place))
+            file = self._tables.get("FileNames", {}).get(int(at.get("file_name_id", 0)), "").strip('"')
+            function = self._tables.get("FunctionNames", {}).get(int(at.get("function_name_id", 0)), "").strip('"')
+            found.append(Frame(file, int(at.get("line", 0)), function))
+            frame = int(numbers.get("parent_frame_id", 0))
+        return found
+
+    def groups(self, x: Instruction) -> list[Device]:
+        """The devices that a collective joins; without a list, all of them."""
+        return groups(x.attributes) or [tuple(range(self.devices))]
+
+    def trips(self, computation: str, x: Instruction) -> int | None:
+        """How often a loop turns; None where it is not known while compiling."""
+        if known := re.search(r'known_trip_count":\s*\{"n":\s*"(\d+)"', x.attributes):
+            return int(known[1])
+        return self._counted(computation, x)
+
+    def turns_at_most_once(self, x: Instruction) -> bool:
+        """Whether a loop is a branch: its condition is a flag that its body takes away."""
+        condition, body = (self.computations[x.called(name)[0]] for name in ("condition", "body"))
+        flag = condition[self.roots[x.called("condition")[0]]]
+        root = body[self.roots[x.called("body")[0]]]
+        if flag.opcode != "get-tuple-element" or root.opcode != "tuple":
+            return False
+        after = self.origin(body, root.operands[flag.number("index") or 0])
+        return after.opcode == "constant" and after.inside == "false"
+
+    def repeats(self, computation: str, x: Instruction) -> bool:
+        """Whether this is a loop that turns more than once, as far as that is known."""
+        if x.opcode != "while":
+            return False
+        trips = self.trips(computation, x)
+        return trips > 1 if trips is not None else not self.turns_at_most_once(x)
+
+    def executed(self, name: str = "", looped: bool = False) -> Iterator[tuple[str, Instruction, bool]]:
+        """All operations with their computation and whether they repeat; what a fusion holds is one operation."""
+        name = name or self.entry
+        for x in self.computations[name].values():
+            yield name, x, looped
+            for body in x.called("body"):
+                yield from self.executed(body, looped or self.repeats(name, x))
+            if x.opcode in ("conditional", "call", "async-start"):
+                for body in self.bodies(x):
+                    yield from self.executed(body, looped)
+
+    @staticmethod
+    def bodies(x: Instruction) -> list[str]:
+        """The computations that an operation other than a loop runs, or may run; a false branch before a true one."""
+        return x.called("branch_computations") or [
+            *x.called("false_computation"),
+            *x.called("true_computation"),
+            *x.called("to_apply", "calls"),
+        ]
+
+    def origin(self, of: dict[str, Instruction], name: str) -> Instruction:
+        """What an operation copies, reshapes or converts."""
+        x = of[name]
+        while x.opcode in ("copy", "bitcast", "convert", "reshape") or x.opcode.endswith("-done"):
+            x = of[x.operands[0]]
+        return x
+
+    def _counted(self, computation: str, loop: Instruction) -> int | None:
+        """Of a loop whose index is compared to a constant, and grows by one: TPU programs do not say how often."""
+        outside = self.computations[computation]
+        condition, body = (self.computations[loop.called(name)[0]] for name in ("condition", "body"))
+        asked, root = (of[self.roots[loop.called(name)[0]]] for of, name in ((condition, "condition"), (body, "body")))
+        start = outside[loop.operands[0]]
+        if start.opcode != "tuple" or root.opcode != "tuple":
+            return None
+
+        def began(place: int) -> int | None:
+            return _integer(self.origin(outside, start.operands[place]))
+
+        def value(x: Instruction) -> int | None:
+            """Of a constant, or of what the loop carries unchanged."""
+            if x.opcode != "get-tuple-element":
+                return _integer(x)
+            place = x.number("index") or 0
+            kept = self.origin(body, root.operands[place])
+            return began(place) if kept.opcode == x.opcode and kept.number("index") == place else None
+
+        compared, ends = self._of_two(condition, asked)
+        if compared.opcode != "compare" or "direction=LT" not in compared.attributes or len(ends) != 2:
+            return None
+        place = ends[0].number("index")
+        if place is None:
+            return None
+        grown, terms = self._of_two(body, self.origin(body, root.operands[place]))
+        by_one = sorted((x.number("index") == place, value(x) == 1) for x in terms) == [(False, True), (True, False)]
+        first, limit = began(place), value(ends[1])
+        if grown.opcode != "add" or not by_one or first is None or limit is None:
+            return None
+        return max(0, limit - first)
+
+    def _of_two(self, of: dict[str, Instruction], x: Instruction) -> tuple[Instruction, list[Instruction]]:
+        """An operation, or that which a fusion holds, and where its operands come from."""
+        if x.opcode != "fusion":
+            return x, [self.origin(of, name) for name in x.operands]
+        fused = x.called("calls")[0]
+        body = self.computations[fused]
+        ends = (self.origin(body, name) for name in body[self.roots[fused]].operands)
+        inner = body[self.roots[fused]]
+        return inner, [self.origin(of, x.operands[int(y.inside)]) if y.opcode == "parameter" else y for y in ends]
+
+
+def bits(kind: str) -> int:
+    """Of an element type.
+
+    >>> [bits(kind) for kind in ("pred", "bf16", "f32", "s4", "f8e4m3fn", "c64")]
+    [8, 16, 32, 4, 8, 64]
+    """
+    found = re.match(r"[a-z]+(\d+)", kind)
+    return _BITS[kind] if kind in _BITS else int(found[1]) if found else 0
+
+
+def groups(attributes: str) -> list[Device]:
+    """The devices that exchange with each other, from any of the forms in which XLA writes them.
+
+    >>> groups("replica_groups={{0,1},{2,3}}, dimensions={0}")
+    [(0, 1), (2, 3)]
+    >>> groups("replica_groups=[2,2]<=[2,2]T(1,0)")
+    [(0, 2), (1, 3)]
+    >>> groups("replica_groups=mesh['data'=2,'model'=2] {'model'}")
+    [(0, 1), (2, 3)]
+    >>> groups("source_target_pairs={{0,1},{1,0}}")
+    [(0, 1), (1, 0)]
+    """
+    if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", attributes):
+        return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])]
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        shape, dims = (_numbers(found[i]) for i in (1, 2))
+        _limit(math.prod(dims))
+        order = np.arange(math.prod(dims)).reshape(dims)
+        order = order.transpose(_numbers(found[3])) if found[3] else order
+        return [tuple(map(int, row)) for row in order.reshape(shape)]
+    if found := re.search(
+        r"replica_groups=mesh\[(.*?)\]\s*(?:,\s*device_ids=\(?\[?([\d,]*)\S*)?\s*\{(.*?)\}", attributes
+    ):
+        axes = dict(re.findall(r"'?([^'=,]+)'?=(\d+)", found[1]))
+        names, lengths = list(axes), [int(n) for n in axes.values()]
+        chosen = re.findall(r"'?([\w.\-]+)'?(?:,|$)", found[3])
+        if found[2].strip() or not set(chosen) <= set(names):
+            raise GradCombineError("audit", "groups of whole axes of a mesh", found[0])
+        _limit(math.prod(lengths))
+        rest = [i for i, name in enumerate(names) if name not in chosen]
+        order = np.arange(math.prod(lengths)).reshape(lengths).transpose(rest + [names.index(name) for name in chosen])
+        size = math.prod(lengths[names.index(name)] for name in chosen)
+        return [tuple(map(int, row)) for row in order.reshape(-1, size)]
+    return []
+
+
+def read(path: str | Path) -> str:
+    """The text of a file of HLO, text or proto, as XLA's own parser has understood it.
+
+    Raises:
+      GradCombineError: the file is damaged, cut off, or of a version that this jaxlib does not know.
+    """
+    content = Path(path).read_bytes()
+    hlo: Any = _parser()
+    try:
+        if content.lstrip().startswith(b"HloModule"):
+            return hlo.hlo_module_from_text(content.decode()).to_string()
+        try:
+            return hlo.HloModule.from_serialized_hlo_module_proto(content).to_string()
+        except Exception:  # an HloProto, which XLA dumps, holds the module as its first field
+            return hlo.HloModule.from_serialized_hlo_module_proto(_first_field(content)).to_string()
+    except Exception as error:  # XLA's own class, which is no public one
+        reason = " ".join(str(error).split())[:160]
+        expected = "HLO that the installed jaxlib reads, text or proto"
+        raise GradCombineError("audit", expected, f"{path}: {reason}") from None
+
+
+def _parser() -> Any:
+    try:
+        from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]  # only reading a file needs it
+    except ImportError as error:
+        raise GradCombineError("audit", "a jaxlib with a parser of HLO: pip install 'jax>=0.10'", error) from None
+    return _hlo
+
+
+def _first_field(content: bytes) -> bytes:
+    """Of a proto, where it is a message."""
+    size, at, shift = 0, 1, 0
+    while content[:1] == b"\x0a" and at < min(len(content), 11):
+        size |= (content[at] & 127) << shift
+        shift, at = shift + 7, at + 1
+        if content[at - 1] < 128:
+            return content[at : at + size] if at + size <= len(content) else b""
+    return b""
+
+
+def _instruction(line: str) -> Instruction:
+    head, rest = line.strip().split(" = ", 1)
+    root, name = head.startswith("ROOT "), head.removeprefix("ROOT ").removeprefix("%")
+    shape, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
+    opcode, rest = rest.strip().split("(", 1)
+    inside, attributes = _balanced("(" + rest)
+    inside = inside[1:-1]
+    # Constants hold values; all else names operands, with their shapes or without.
+    operands = () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.\-]+)", inside))
+    return Instruction(name, _shapes(shape), opcode, operands, inside, attributes, root)
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+    found = re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", text)
+    return tuple(Shape(kind, _numbers(dims.replace("<=", "")), layout) for kind, dims, layout in found)
+
+
+def _balanced(text: str) -> tuple[str, str]:
+    """The part in the parentheses that the text begins with, and what follows."""
+    depth, quoted = 0, False
+    for found in re.finditer(r'\\.|["()]', text):
+        at = found[0]
+        quoted ^= at == '"'
+        depth += 0 if quoted else {"(": 1, ")": -1}.get(at, 0)
+        if depth == 0 and not quoted:
+            return text[: found.end()], text[found.end() :]
+    raise GradCombineError("audit", "HLO with whole lines", text[:80])
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+def _integer(x: Instruction) -> int | None:
+    return int(x.inside) if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.inside) else None
+
+
+def _limit(devices: int) -> None:
+    if devices > MOST_DEVICES:
+        raise GradCombineError("audit", f"groups of at most {MOST_DEVICES:,} devices", f"{devices:,}")

@@ -1,0 +1,169 @@
+"""The machines that a program is compiled for, whether they are here or not, and their published figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradcombine.errors import GradCombineError
+
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 2 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""The facts of an H100 SXM, as a GpuTargetConfigProto."""
+
+
+class Figures(NamedTuple):
+    """What a maker publishes of one device.
+
+    Attributes:
+      flops: operations a second of the fastest units, by bits of the operands' type.
+      bandwidth: of its memory, in bytes a second.
+      memory: in bytes.
+      link: bytes a second that it sends to devices of its host, or of its slice; None where none is published.
+      network: bytes a second that it sends to other hosts; None where none is published.
+    """
+
+    flops: dict[int, float]
+    bandwidth: float
+    memory: int
+    link: float | None = None
+    network: float | None = None
+
+
+GIB = 2**30
+PUBLISHED = {
+    # NVIDIA H100 Tensor Core GPU, data sheet of the SXM: dense rates; NVLink is 900 GB/s in both directions, and a
+    # DGX H100 has a card of 400 Gb/s for each GPU.
+    "h100": Figures({8: 1979e12, 16: 989.4e12, 32: 494.7e12, 64: 66.9e12}, 3.35e12, 84942979072, 450e9, 50e9),
+    # Google Cloud's pages of the TPU versions: ICI is given for both directions together.
+    "v4": Figures({8: 275e12, 16: 275e12, 32: 275e12}, 1228e9, 32 * GIB, 150e9),
+    "v5e": Figures({8: 393e12, 16: 197e12, 32: 197e12}, 819e9, 16 * GIB, 200e9),
+    "v5p": Figures({8: 918e12, 16: 459e12, 32: 459e12}, 2765e9, 95 * GIB, 600e9),
+    "v6e": Figures({8: 1836e12, 16: 918e12, 32: 918e12}, 1640e9, 32 * GIB, 400e9),
+}
+"""A TPU multiplies float32 as bfloat16 unless it is told otherwise, so that rate is the bound."""
+
+
+class Target(NamedTuple):
+    """Devices to compile for.
+
+    Attributes:
+      name: as it was asked for.
+      devices: JAX's; those of `jax.devices` for this machine.
+      per_host: how many of them share a host, or a slice.
+      figures: what is published of one; None for this machine.
+    """
+
+    name: str
+    devices: tuple[Any, ...]
+    per_host: int
+    figures: Figures | None
+
+
+def find_target(name: str | None = None) -> Target:
+    """The machine of this name.
+
+    Args:
+      name: "h100:8" (one host), "h100:64x8" (hosts by devices), "v5e:16x16" (chips of a slice), or the path of a
+        GpuTargetConfigProto in text form and ":" with a number or hosts x devices; None for this machine.
+
+    Raises:
+      GradCombineError: a name that is none of these, or a compiler that is not installed.
+    """
+    if name is None:
+        import jax
+
+        return Target("this machine", tuple(jax.devices()), len(jax.devices()), None)
+    kind, _, shape = name.rpartition(":")
+    if kind in PUBLISHED and kind != "h100":
+        if not re.fullmatch(r"\d+x\d+(x\d+)?", shape):
+            raise GradCombineError("audit", f"a slice such as {kind}:4x4", name)
+        devices = tpu(name)
+        return Target(name, devices, len(devices), PUBLISHED[kind])
+    hosts, _, each = shape.rpartition("x")
+    if not re.fullmatch(r"(\d+x)?\d+", shape) or not int(each) or (kind != "h100" and not Path(kind).is_file()):
+        expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
+        raise GradCombineError("audit", expected, name)
+    text = H100 if kind == "h100" else Path(kind).read_text()
+    figures = PUBLISHED["h100"] if kind == "h100" else described(text)
+    return Target(name, gpu(text, int(each), int(hosts or 1)), int(each), figures)
+
+
+@cache
+def gpu(description: str, devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
+    """GPUs of this description, so many in each host."""
+    _require("jax_plugins.xla_cuda12", "--no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}")
+    shape = f"1x{hosts}x{devices}"
+    return _topology("cuda", topology_name="gpu", target_config=description, topology=shape)
+
+
+@cache
+def tpu(name: str) -> tuple[Any, ...]:
+    """The chips of a slice, for instance ``"v5e:4x4"``."""
+    _require("libtpu", "'jax[tpu]=={0}'")
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no machine that could be asked what it is
+    return _topology("tpu", topology_name=name)
+
+
+def described(text: str) -> Figures:
+    """What a GpuTargetConfigProto tells: no rate of tensor cores, and nothing of links.
+
+    >>> described(H100).flops
+    {32: 66908160000000.0}
+    """
+    facts = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)$", text, re.MULTILINE)}
+    needed = ("core_count", "fpus_per_core", "clock_rate_ghz", "memory_bandwidth", "device_memory_size")
+    if lacking := [name for name in needed if name not in facts]:
+        raise GradCombineError("audit", f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
+    cores, units, clock, bandwidth, memory = (facts[name] for name in needed)
+    # A multiplication and an addition in each unit and cycle.
+    return Figures({32: 2 * cores * units * clock * 1e9}, bandwidth, int(memory))
+
+
+def _require(module: str, packages: str) -> None:
+    import jax
+
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        command = f"pip install {packages.format(jax.__version__)}"
+        raise GradCombineError("audit", f"the compiler of this target: {command}", "none installed")
+
+
+def _topology(platform: str, **names: str) -> tuple[Any, ...]:
+    from jax.experimental import topologies
+
+    try:
+        return tuple(topologies.get_topology_desc(platform=platform, **names).devices)
+    except Exception as error:  # the compiler's own class
+        reason = " ".join(str(error).split())[:200]
+        raise GradCombineError("audit", "a target that its compiler knows", reason) from None
