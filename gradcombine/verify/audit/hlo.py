@@ -371,9 +371,7 @@ def groups(attributes: str) -> list[Device]:
         order = np.arange(math.prod(dims)).reshape(dims)
         order = order.transpose(_numbers(found[3])) if found[3] else order
         return [tuple(map(int, row)) for row in order.reshape(shape)]
-    if found := re.search(
-        r"replica_groups=mesh\[(.*?)\]\s*(?:,\s*device_ids=\(?\[?([\d,]*)\S*)?\s*\{(.*?)\}", attributes
-    ):
+    if found := re.search(r"replica_groups=mesh\[(.*?)\]([^{]*)\{(.*?)\}", attributes):
         axes = dict(re.findall(r"'?([^'=,]+)'?=(\d+)", found[1]))
         names, lengths = list(axes), [int(n) for n in axes.values()]
         chosen = re.findall(r"'?([\w.\-]+)'?(?:,|$)", found[3])
