@@ -25,7 +25,7 @@ from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import merge_replicas
-from gradcombine.types import AccumulateState, Array, Order, Tree
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
 
 UNTIL_FLUSH = MOST
 """The ``every`` of a window that a flush alone ends."""
@@ -160,8 +160,18 @@ class Window:
     @no_autograph
     def value(self, state: AccumulateState) -> Tree:
         """The window combined over its microbatches and over the replicas, and then divided, once."""
+        return self.merged(state)[1]
+
+    @no_autograph
+    def merged(self, state: AccumulateState) -> tuple[State, Tree]:
+        """The window merged over the replicas, as a partial state that each has for its own; and its value."""
         whole = whole_window(self.reduction, state)
-        return self.reduction.finalize(merge_replicas(self.reduction, whole, over=self.over, order=self.order))
+        merged = merge_replicas(self.reduction, whole, over=self.over, order=self.order)
+        return self._marked(merged), self.reduction.finalize(merged)
+
+    def is_taken_over(self, array: Array) -> bool:
+        """Whether this array of a window is what the exchange works in, in place of a copy: the host's to say."""
+        return False
 
     @no_autograph
     def apply_if(
@@ -171,10 +181,12 @@ class Window:
         apply: Callable[[Tree, Tree], tuple[Tree, Tree]],
         kept: Tree,
         run_if: RunIf,
-    ) -> tuple[Tree, Tree]:
+    ) -> tuple[AccumulateState, Tree, Tree]:
         """Runs what follows a window: exchange, division and ``apply(kept, value)`` are inside of the branch.
 
-        The window is read there and not written, so that no host copies it.
+        The window is read there and not written, so that no host copies it, but for arrays that the exchange takes
+        over: these hold the merged window afterwards. Nothing reads them again, as the window is full and the next one
+        begins empty.
 
         Args:
           condition: `due`, or `is_partial` for a flush; the same on all replicas.
@@ -184,15 +196,31 @@ class Window:
           run_if: the host's branch.
 
         Returns:
-          What is kept, and the metrics.
+          The state, what is kept, and the metrics.
         """
-        return run_if(condition, lambda kept: apply(kept, self.value(state)), kept)
+        arrays, structure = tree.flatten(self.operation, state.levels)
+        # A counter's levels are no state of the reduction.
+        single = [] if isinstance(state.levels, BinaryCounter) else enumerate(arrays)
+        taken = [i for i, x in single if x is not None and self.is_taken_over(x)]
+
+        def with_taken(changed: Sequence[Array]) -> AccumulateState:
+            at = dict(zip(taken, changed, strict=True))
+            levels = tree.unflatten(structure, (at.get(i, x) for i, x in enumerate(arrays)))
+            return state._replace(levels=levels)
+
+        def run(both: tuple[list[Array], Tree]) -> tuple[tuple[list[Array], Tree], Tree]:
+            merged, value = self.merged(with_taken(both[0]))
+            kept, metrics = apply(both[1], value)
+            changed = tree.flatten(self.operation, merged)[0]
+            return ([changed[i] for i in taken], kept), metrics
+
+        (changed, kept), metrics = run_if(condition, run, ([arrays[i] for i in taken], kept))
+        return with_taken(changed), kept, metrics
 
     @no_autograph
     def own(self, state: AccumulateState) -> AccumulateState:
         """The state, its levels marked as this replica's own, so that a loop may carry it."""
-        arrays, structure = tree.flatten(self.operation, state.levels)
-        return state._replace(levels=tree.unflatten(structure, self.over.mark_varying(arrays)))
+        return state._replace(levels=self._marked(state.levels))
 
     @no_autograph
     def agreed(self, flags: Sequence[Array | bool]) -> list[Array | bool]:
@@ -212,6 +240,10 @@ class Window:
         (counts,) = self.over.all_sum([backend.stack([backend.cast(flag, dtypes.INT32) for flag in unknown])])
         agreed = iter([counts[i] > 0 for i in range(len(unknown))])
         return [next(agreed) if value is None else value for value in known]
+
+    def _marked(self, values: Tree) -> Tree:
+        arrays, structure = tree.flatten(self.operation, values)
+        return tree.unflatten(structure, self.over.mark_varying(arrays))
 
     def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Any) -> Any:
         if left_out is True:

@@ -114,6 +114,25 @@ def test_what_is_applied(steps: Any, applied: list[list[float]]) -> None:
     assert host.applied == applied
 
 
+class TakenOver(Window):
+    def is_taken_over(self, array: Any) -> bool:
+        return array.ndim > 0
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_what_the_exchange_takes_over_reaches_no_later_window(order: Any) -> None:
+    """Both replicas say the same: the sum of the window is twice that of one."""
+    window, host = TakenOver("test", gc.reductions.sum(), 2, Two(), order), Host()
+    state = window.init(numbers(0))
+    for value in (1, 3, float("inf"), 0, 5, 6):
+        state, due = window.due(window.contribute(state, numbers(value)))
+        before = window.accumulator.value(state)["w"].tolist()
+        state, *_ = window.apply_if(due, state, host.apply, 0, host.run_if)
+        held = window.accumulator.value(state)["w"].tolist()
+        assert held == ([2 * x for x in before] if due and order == "sequential" else before)
+    assert host.applied == [[8], [float("inf")], [22]]
+
+
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_which_window_is_next(order: Any) -> None:
     window = Window("test", gc.reductions.sum(), lambda index: index + 1, order=order, max_every=4)

@@ -15,8 +15,14 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax import axes
-from gradcombine.types import AccumulateState, Tree
+from gradcombine.types import AccumulateState, Array, State, Tree
 from gradcombine.window import Window
+
+EXCHANGED_ALONE = 30 * 2**20
+"""Bytes of a replica's array from which on XLA exchanges it by itself on GPUs, in place where nothing reads it again.
+
+Smaller ones it copies into one array before, and they stay as they are.
+"""
 
 
 def on_replicas(
@@ -140,11 +146,19 @@ def own_state(operation: str, over: Collective, own: Tree, beside: Tree) -> Tree
 class ReplicatedWindow(Window):
     """A window whose exchange maps over the mesh, where nothing around it does."""
 
-    def value(self, state: AccumulateState) -> Tree:
-        def combined(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
-            return super(ReplicatedWindow, self).value(AccumulateState(levels, *position)), ()
+    def is_taken_over(self, array: Array) -> bool:
+        if not isinstance(self.over, JaxAxis):
+            return False
+        return array.nbytes >= EXCHANGED_ALONE * (1 if self.over.is_bound() else array.shape[0])
 
-        return on_replicas(self.operation, self.over, combined, (state.step, state.index), own=state.levels)[0]
+    def merged(self, state: AccumulateState) -> tuple[State, Tree]:
+        def on_each(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
+            merged, value = super(ReplicatedWindow, self).merged(AccumulateState(levels, *position))
+            return value, merged
+
+        position = state.step, state.index
+        value, merged = on_replicas(self.operation, self.over, on_each, position, own=state.levels)
+        return merged, value
 
 
 def _split(mesh: Mesh | AbstractMesh, x: Any, names: tuple[str, ...], first: bool) -> Any:

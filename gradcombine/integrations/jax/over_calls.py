@@ -79,7 +79,7 @@ def over_calls(
         (due, *position), (levels, carry) = objective.on_replicas(contribute, called, kwargs, position, own)
         held, kept = AccumulateState(levels, *position), (params, state.opt_state)
         due = due if not window.ends_by_flush else False
-        (params, opt_state), metrics = window.apply_if(due, held, close, kept, run_if)
+        held, (params, opt_state), metrics = window.apply_if(due, held, close, kept, run_if)
         return params, TrainState(held, opt_state, carry), metrics
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
@@ -96,7 +96,7 @@ def over_calls(
             objective.operation, objective.over, end, position, own=state.window.levels
         )
         held = state.window._replace(levels=levels)
-        (params, opt_state), metrics = window.apply_if(partial, held, close, kept, run_if)
+        held, (params, opt_state), metrics = window.apply_if(partial, held, close, kept, run_if)
         return params, TrainState(held._replace(step=ended), opt_state, state.carry), metrics
 
     def close(kept: Tree, combined: dict[str, Tree]) -> tuple[Tree, StepMetrics]:

@@ -18,7 +18,8 @@ class TrainState(NamedTuple):
 
     Attributes:
       window: the microbatches so far. ``window.levels`` is each replica's own, and empty where every call is a whole
-        window; ``step`` and ``index`` are the same on all replicas.
+        window; ``step`` and ``index`` are the same on all replicas. Of a window that was applied nothing is promised
+        but that it is full: over replicas, the exchange may have taken its arrays over.
       opt_state: the optimizer's.
       carry: what the next microbatch gets in the place ``carry_argnum``, each replica's own; None without one.
     """

@@ -102,6 +102,6 @@ class JaxWindow:
             kept, _ = run_if(touched, partial(without, ()), kept)
             return run_if(~touched, partial(without, unseen), kept) if self._seen else (kept, ())
 
-        (trained, state), _ = self._rules.apply_if(condition, window, apply, before, run_if)
+        _, (trained, state), _ = self._rules.apply_if(condition, window, apply, before, run_if)
         for variable, value in zip([*self._targets, *states], [*trained, *state], strict=True):
             variable.assign(value)

@@ -111,8 +111,10 @@ def accumulate(
             result, new = microbatches.inner.update(cast_as(gradients, dtypes), inner_state, params, **extra_args)
             return keep_dtypes(new, inner_state), result
 
-        inner_state, result = microbatches.window.apply_if(added.applied, added.window, transform, added.inner, branch)
-        return result, added._replace(inner=inner_state, applied=jnp.asarray(added.applied))
+        window, inner_state, result = microbatches.window.apply_if(
+            added.applied, added.window, transform, added.inner, branch
+        )
+        return result, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
 
     return optax.GradientTransformationExtraArgs(microbatches.init, update)
 
@@ -190,7 +192,9 @@ def accumulate_and_apply(
             return (optax.apply_updates(params, result), keep_dtypes(new, inner_state)), ()
 
         kept = (params, added.inner)
-        (params, inner_state), _ = microbatches.window.apply_if(added.applied, added.window, transform, kept, run_if)
-        return params, added._replace(inner=inner_state, applied=jnp.asarray(added.applied))
+        window, (params, inner_state), _ = microbatches.window.apply_if(
+            added.applied, added.window, transform, kept, run_if
+        )
+        return params, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
 
     return ApplyingTransformation(microbatches.init, apply)

@@ -15,13 +15,14 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.numbers import as_arrays
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow
 from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.optax.contribution import gradients_like, in_dtypes_of_window
 from gradcombine.integrations.optax.placeholder import init_for
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, Array, Order, Tree
-from gradcombine.window import Window, require_flag
+from gradcombine.window import require_flag
 
 
 class AccumulateUpdatesState(NamedTuple):
@@ -55,7 +56,9 @@ class Accumulation:
         max_every: int | None,
     ) -> None:
         reduction = gc.reductions.mean() if reduction is None else reduction
-        self.window = Window(operation, reduction, every, gc.LOCAL if over is None else over, order, max_every)
+        self.window = ReplicatedWindow(
+            operation, reduction, every, gc.LOCAL if over is None else over, order, max_every
+        )
         if not isinstance(inner, optax.GradientTransformation):
             raise GradCombineError(operation, "an optax.GradientTransformation", type(inner).__name__)
         if skip is not None and not callable(skip):

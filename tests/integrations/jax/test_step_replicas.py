@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.integrations.jax import LossOutput, TrainState, train_step
+from gradcombine.integrations.jax import LossOutput, TrainState, on_replicas, train_step
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -110,8 +110,11 @@ def test_an_update_is_the_mean_over_all_tokens_of_all_replicas(mode: Any, progra
     np.testing.assert_array_equal(metrics.value[:, -1], [ends[0] * MEANS[1]] * R)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_window_outlives_calls_and_is_exchanged_once_at_its_end(check_vma: bool) -> None:
+@pytest.mark.parametrize(("check_vma", "alone"), [(True, 0), (False, 0), (True, on_replicas.EXCHANGED_ALONE)])
+def test_a_window_outlives_calls_and_is_exchanged_once_at_its_end(
+    check_vma: bool, alone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(on_replicas, "EXCHANGED_ALONE", alone)
     specs = TrainState(gc.AccumulateState(levels=P("d"), step=P(), index=P()), opt_state=P(), carry=P("d"))
     traces: list[int] = []
 
