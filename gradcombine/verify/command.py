@@ -24,7 +24,8 @@ from rich.text import Text
 
 import gradcombine
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.diff import Allowed, StepReport, diff, diff_steps, is_steps, rows
+from gradcombine.verify import diff_report
+from gradcombine.verify.diff import Allowed, diff, diff_steps, is_steps
 from gradcombine.verify.dumps import Dump, open_dump
 from gradcombine.verify.main import hint, missing
 from gradcombine.verify.mapping import Rules, read_rules
@@ -93,18 +94,20 @@ def verify(
 
         report = run.verify(replicas, inject_fault, started)
 
-    # By name at the end, where a reader of a long output looks.
-    failed = (f"  {name}: promised {promise}, found {found}" for (name, promise, found), _ in findings.failures(report))
-    answer = "\n".join((f"{findings.verdict(report)} ({report.seconds:.0f} s)", *failed))
-    show(console, answer, not report.failed, findings.sections(findings.summary(report)))
+    verdict, passes = findings.verdict(report), not report.failed
+    show(console, f"{verdict} ({report.seconds:.0f} s)", passes, findings.sections(findings.summary(report)))
+    for finding in report.failed:
+        # By name at the end, where a reader of a long output looks.
+        console.print(
+            Text(f"  {finding.name}: promised {finding.promise}, found {findings.found(finding)}", "bold red")
+        )
     if json is not None:
         json.write_text(json_format.dumps(findings.as_json(report), indent=1, allow_nan=False) + "\n")
     if html is not None:
-        # Only a page needs matplotlib, which takes a second to import.
-        from gradcombine.verify.suite import html as page
+        from gradcombine.verify import page  # needs matplotlib, which takes a second to import
 
-        page.write(html, report)
-    if report.failed:
+        page.write(html, "gradcombine verify", verdict, passes, findings.sections(report))
+    if not passes:
         raise typer.Exit(1)
 
 
@@ -152,22 +155,15 @@ def _diffed(paths: tuple[str, str], allowed: Allowed, rules: Rules, json: Path |
             report = diff_steps(*paths, allowed=allowed, rules=rules, progress=progress)
         else:
             report = diff(open_dump(paths[0]), open_dump(paths[1]), allowed=allowed, rules=rules, progress=progress)
-    if isinstance(report, StepReport):
-        verdict, sections = rows.step_verdict(report), rows.step_sections(report)
-        content = rows.steps_as_json(report)
-    else:
-        verdict, sections, content = rows.verdict(report), rows.sections(report), rows.as_json(report)
+    verdict, sections = diff_report.verdict(report), diff_report.sections(report)
     show(Console(), verdict, report.passes, sections)
     if json is not None:
+        content = diff_report.as_json(report)
         json.write_text(json_format.dumps(content, indent=1, allow_nan=False) + "\n")
     if html is not None:
-        # Only a page needs matplotlib, which takes a second to import.
-        from gradcombine.verify.diff import html as page
+        from gradcombine.verify import page  # needs matplotlib, which takes a second to import
 
-        if isinstance(report, StepReport):
-            page.write_steps(html, paths, report)
-        else:
-            page.write(html, paths, report)
+        page.write(html, f"{paths[0]} against {paths[1]}", verdict, report.passes, sections)
     return report.passes
 
 

@@ -1,17 +1,26 @@
-"""A report as one HTML file that needs nothing beside it."""
+"""A report as one HTML file that needs nothing beside it, to be attached to a pull request."""
 
 from __future__ import annotations
 
 import base64
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
-from matplotlib.figure import Figure as Plot
+import numpy as np
+from matplotlib.colors import ListedColormap
+from matplotlib.figure import Figure
 
-from gradcombine.verify.report import Figure, Section
+from gradcombine.verify.report import Chart, Curves, Dots, HeatMap, Histogram, Section
+
+FOLDED = 20
+"""Longer tables are folded away, unless one of their rows failed."""
+
+BLUE, GREEN, RED = "#3b6ea5", "#2e7d32", "#c62828"
+_LINES = ("-", "--", ":")
 
 
 def write(path: Path, title: str, verdict: str, passes: bool, sections: Sequence[Section]) -> None:
@@ -19,25 +28,114 @@ def write(path: Path, title: str, verdict: str, passes: bool, sections: Sequence
 
     Args:
       path: of the file.
-      title, verdict: its head line, and the answer in one sentence.
+      title, verdict: its headline, and the answer in one sentence.
       passes: whether the answer is a good one.
       sections: what follows.
     """
     template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
-    page = environment.from_string(template)
-    text = page.render(title=title, verdict=verdict, passes=passes, sections=sections)
+    parts = [
+        (
+            section,
+            [_Drawing(_draw(chart), chart.alt) for chart in section.charts],
+            section.folded or (len(section.rows) > FOLDED and all(row.passes for row in section.rows)),
+        )
+        for section in sections
+    ]
+    text = environment.from_string(template).render(title=title, verdict=verdict, passes=passes, parts=parts)
     path.write_text(text, encoding="utf-8")
 
 
-def plot(width: float, height: float) -> tuple[Plot, Any]:
+class _Drawing(NamedTuple):
+    """A chart as SVG in base64, and what it shows in words."""
+
+    svg: str
+    alt: str
+
+
+def _draw(chart: Chart) -> str:
+    """The same chart gives the same bytes."""
+    match chart:
+        case Histogram():
+            figure = _histogram(chart)
+        case HeatMap():
+            figure = _heat_map(chart)
+        case Dots():
+            figure = _dots(chart)
+        case Curves():
+            figure = _curves(chart)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return base64.b64encode(buffer.getvalue()).decode("ascii")
+
+
+def _plot(width: float, height: float) -> tuple[Figure, Any]:
     """An empty plot of this size in inches, and its axes; no window and no global state is involved."""
-    figure = Plot(figsize=(width, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def drawn(figure: Plot, alt: str) -> Figure:
-    """The plot as a part of the page; the same plot gives the same bytes."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return Figure(base64.b64encode(buffer.getvalue()).decode("ascii"), alt)
+def _histogram(chart: Histogram) -> Figure:
+    figure, axes = _plot(4.2, 2.4)
+    labels = list(chart.counts)
+    axes.bar(range(len(labels)), list(chart.counts.values()), color=BLUE)
+    axes.set_yscale("symlog", linthresh=1)
+    shown = range(0, len(labels), max(1, math.ceil(len(labels) / 8)))
+    axes.set_xticks(list(shown), [labels[i] for i in shown], fontsize=7)
+    axes.set_title(_short(chart.title), fontsize=8)
+    axes.set_xlabel("ulp", fontsize=7)
+    axes.set_ylabel("elements", fontsize=7)
+    axes.tick_params(axis="y", labelsize=7)
+    return figure
+
+
+def _heat_map(chart: HeatMap) -> Figure:
+    figure, axes = _plot(min(14, 4 + 0.25 * len(chart.steps)), 1.5 + 0.18 * len(chart.values))
+    top = max(chart.ticks)
+    shades = (f"#{255 - 3 * i:02x}{200 - 6 * i:02x}{120 - 3 * i:02x}" for i in range(top))
+    colours = ListedColormap(["#f2f2f2", *shades])
+    values = np.array(list(chart.values.values()))
+    image = axes.imshow(values, aspect="auto", cmap=colours, vmin=-0.5, vmax=top + 0.5, interpolation="nearest")
+    axes.set_yticks(range(len(chart.values)), list(map(_short, chart.values)), fontsize=6)
+    axes.set_xticks(range(len(chart.steps)), chart.steps, fontsize=6)
+    axes.set_xlabel("step", fontsize=7)
+    bar = figure.colorbar(image, ax=axes, ticks=list(chart.ticks))
+    bar.ax.set_yticklabels(list(chart.ticks.values()), fontsize=6)
+    return figure
+
+
+def _dots(chart: Dots) -> Figure:
+    figure, axes = _plot(10, 0.9 + 0.19 * len(chart.lines))
+    for (label, dots), colour in zip(chart.series.items(), (GREEN, BLUE, RED), strict=False):
+        look: dict[str, Any] = {"s": 14, "alpha": 0.7, "zorder": 2}
+        if label == chart.failed:
+            look = {"s": 40, "marker": "x", "zorder": 3}
+        if dots:
+            axes.scatter(*zip(*dots, strict=True), c=colour, label=label, **look)
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set_xlim(left=-0.3)
+    axes.set_yticks(range(len(chart.lines)), chart.lines, fontsize=7)
+    axes.set_ylim(len(chart.lines) - 0.5, -0.5)
+    axes.grid(axis="y", linewidth=0.3)
+    axes.set_xlabel(chart.xlabel, fontsize=7)
+    axes.tick_params(axis="x", labelsize=7)
+    axes.legend(fontsize=7, loc="lower right")
+    return figure
+
+
+def _curves(chart: Curves) -> Figure:
+    figure, axes = _plot(6.5, 3.2)
+    for i, (name, values) in enumerate(chart.curves.items()):
+        line = _LINES[i % len(_LINES)] if chart.linear is None else ".-"
+        axes.plot(range(1, len(values) + 1), values, line, label=name, linewidth=1.6)
+    if chart.linear is not None:
+        axes.set_yscale("symlog", linthresh=chart.linear)
+    axes.set_xlabel("window", fontsize=8)
+    axes.set_ylabel(chart.ylabel, fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.legend(fontsize=7)
+    return figure
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= 60 else f"...{name[-57:]}"

@@ -1,9 +1,9 @@
-"""What a report says, and how a terminal shows it."""
+"""What a report says, as sections of text, tables and charts, and how a terminal shows it; `page` shows it in HTML."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from rich import box
 from rich.console import Console
@@ -18,24 +18,76 @@ class Cells(NamedTuple):
     passes: bool = True
 
 
-class Figure(NamedTuple):
-    """A plot, and what it shows in words."""
+class Histogram(NamedTuple):
+    """How many elements of a leaf are how far apart.
 
-    svg: str
+    Attributes:
+      counts: from the label of each bar to its height.
+    """
+
+    title: str
+    counts: Mapping[str, int]
     alt: str
 
 
-class Section(NamedTuple):
-    """A part of a report: a note, plots, a table.
+class HeatMap(NamedTuple):
+    """A number for each leaf and step.
 
     Attributes:
+      values: by leaf, one for each step; NaN if the step lacks the leaf.
+      ticks: the legend of the colours, from 0 to the largest tick.
+    """
+
+    steps: Sequence[str]
+    values: Mapping[str, Sequence[float]]
+    ticks: Mapping[int, str]
+    alt: str
+
+
+class Dots(NamedTuple):
+    """Several numbers on each line.
+
+    Attributes:
+      lines: their names, from top to bottom.
+      series: by label, pairs of a number and the index of its line.
+      failed: the label of those that are marked as failures.
+    """
+
+    lines: Sequence[str]
+    series: Mapping[str, Sequence[tuple[float, int]]]
+    failed: str
+    xlabel: str
+    alt: str
+
+
+class Curves(NamedTuple):
+    """Curves over the same windows.
+
+    Attributes:
+      linear: on a logarithmic axis, the number up to which it is linear; None for a linear axis.
+    """
+
+    curves: Mapping[str, Sequence[float]]
+    ylabel: str
+    linear: float | None
+    alt: str
+
+
+Chart: TypeAlias = Histogram | HeatMap | Dots | Curves
+
+
+class Section(NamedTuple):
+    """A part of a report: a note, charts, a table.
+
+    Attributes:
+      charts: for a page alone.
       folded: whether the table is closed until it is clicked; on a screen, its rows are counted.
       whole: whether a screen shows all rows of the table.
     """
 
     title: str
     note: str = ""
-    figures: Sequence[Figure] = ()
+    charts: Sequence[Chart] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Cells] = ()
     folded: bool = False
@@ -50,7 +102,11 @@ SHORT = 20
 
 
 def show(console: Console, verdict: str, passes: bool, sections: Sequence[Section]) -> None:
-    """Prints the first rows of each section's table, and the answer at the end. Plots are for pages."""
+    """Prints the first rows of each section's table, between the verdict and the verdict once more."""
+    answer = Text(verdict, "green" if passes else "bold red")
+    if any(section.rows and not section.folded for section in sections):
+        console.print(answer)
+        console.print()
     for section in sections:
         counted = section.folded and section.rows
         console.print(Text(f"{section.title}: {len(section.rows):,}" if counted else section.title, "bold"))
@@ -64,15 +120,15 @@ def show(console: Console, verdict: str, passes: bool, sections: Sequence[Sectio
             if len(section.rows) > shown:
                 console.print(f"and {len(section.rows) - shown:,} more")
         console.print()
-    console.print(Text(verdict, "green" if passes else "bold red"))
+    console.print(answer)
 
 
 def _table(section: Section, shown: int, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rows = section.rows[:shown]
-    # A column in which nothing stands takes no room.
+    # Empty columns are left out.
     used = [i for i in range(len(section.columns)) if i == 0 or any(row.cells[i] for row in rows)]
-    # A column of short words stays whole; those that can be broken at spaces give way to it, where there is room.
+    # If there is room, columns of short words stay whole, and those that can be broken at spaces give way.
     texts = {i: [section.columns[i], *(row.cells[i] for row in rows)] for i in used}
     whole = {i for i in used if all(len(text) <= SHORT and " " not in text for text in texts[i])}
     needed = sum(max(map(len, texts[i])) + 1 if i in whole else SHORT // 2 for i in used)

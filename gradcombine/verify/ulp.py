@@ -1,7 +1,10 @@
-"""How far apart two float arrays are, in units in the last place."""
+"""How far apart the elements of two arrays are, in units in the last place, for every kind of number."""
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple, TypeAlias
+
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -33,7 +36,7 @@ def ulp_distance(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     """
     left, right = _alike(a, b)
     first, second = _ordered(left), _ordered(right)
-    # The difference of two 64-bit orders may need 64 bits without a sign: subtraction modulo 2**64 is exact there.
+    # The difference of two 64-bit orders may need an unsigned 64-bit integer: subtraction modulo 2**64 is exact there.
     with np.errstate(over="ignore"):
         distance = np.maximum(first, second).view(np.uint64) - np.minimum(first, second).view(np.uint64)
     nans = np.isnan(left).astype(int) + np.isnan(right).astype(int)
@@ -69,3 +72,122 @@ def _ordered(array: np.ndarray) -> npt.NDArray[np.int64]:
     bits = np.ascontiguousarray(array).reshape(array.shape).view(f"i{size}")
     magnitude = bits & np.iinfo(bits.dtype).max
     return np.where(bits < 0, -magnitude, magnitude).astype(np.int64)
+
+
+NAN_LENGTH = 66
+"""Stands for the bit length of the distance between NaN and a number."""
+
+Kind: TypeAlias = Literal["float", "complex", "integer"]
+"""Elements of one kind can be measured against each other."""
+
+
+class Distances(NamedTuple):
+    """How far apart the elements of two arrays are.
+
+    Attributes:
+      ulps: units in the last place; of integers their difference, modulo 2**64.
+      beyond: where an integer difference is 2**64 more than that; None where none can be.
+    """
+
+    ulps: npt.NDArray[np.uint64]
+    beyond: npt.NDArray[np.bool_] | None = None
+
+    def lengths(self, kind: Kind) -> npt.NDArray[np.int64]:
+        """The bit length of each distance, from 0 for 0 to 65; `NAN_LENGTH` for NaN against a number."""
+        high = self.ulps >> np.uint64(32)
+        # The halves are exact as float64, whose exponent is the bit length.
+        of_high, of_low = (np.frexp(x.astype(np.float64))[1] for x in (high, self.ulps & np.uint64(0xFFFFFFFF)))
+        lengths = np.where(high > 0, 32 + of_high, of_low)
+        if kind != "integer":
+            return np.where(self.ulps == np.uint64(NAN_DISTANCE), NAN_LENGTH, lengths)
+        return lengths if self.beyond is None else np.where(self.beyond, 65, lengths)
+
+    def largest(self, where: npt.NDArray[np.bool_]) -> tuple[int, int]:
+        """The first of the chosen elements at the largest distance, and that distance."""
+        if self.beyond is not None and self.beyond.any():
+            at = int(np.argmax(np.where(self.beyond, self.ulps, 0)))
+            # A distance of 2**64 itself is 0 modulo 2**64.
+            at = at if self.beyond[at] else int(np.argmax(self.beyond))
+            return at, (1 << 64) + int(self.ulps[at])
+        at = int(np.argmax(np.where(where, self.ulps, 0)))
+        at = at if where[at] else int(np.argmax(where))
+        return at, int(self.ulps[at])
+
+
+def kind_of(dtype: np.dtype) -> Kind:
+    """The kind of a dtype of numbers; booleans are integers.
+
+    Raises:
+      GradCombineError: for a dtype of anything else than numbers, and for `numpy.longdouble`, whose precision depends
+        on the machine.
+    """
+    extended = dtype.type.__module__ == "ml_dtypes"
+    if dtype.kind in "biu" or (extended and dtype.name.lstrip("u").startswith("int")):
+        return "integer"
+    if dtype in (np.complex64, np.complex128):
+        return "complex"
+    if dtype in (np.float16, np.float32, np.float64) or extended:
+        return "float"
+    raise GradCombineError("compare", "a dtype of numbers of up to 64 bits", dtype)
+
+
+def comparable(a: np.dtype, b: np.dtype) -> bool:
+    """Whether leaves of two dtypes can be measured against each other."""
+    try:
+        return kind_of(a.newbyteorder("=")) == kind_of(b.newbyteorder("="))
+    except GradCombineError:
+        return False
+
+
+def narrower(a: np.dtype, b: np.dtype) -> np.dtype:
+    """Of two float or complex dtypes, the one whose units distances are counted in."""
+    precise = [ml_dtypes.finfo(x).nmant for x in (a, b)]
+    return a if precise[0] <= precise[1] else b
+
+
+def distances(kind: Kind, left: np.ndarray, right: np.ndarray) -> Distances:
+    """The elementwise distances of two arrays of one kind, in native byte order."""
+    if kind == "integer":
+        return _integer_distances(*(_standard(side) for side in (left, right)))
+    unit = narrower(left.dtype, right.dtype)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        x, y = (side.astype(unit, copy=False) for side in (left, right))
+    if kind == "complex":
+        return Distances(np.maximum(*(ulp_distance(part(x), part(y)) for part in (np.real, np.imag))))
+    ulps = ulp_distance(x, y)
+    if left.dtype != right.dtype:
+        # A number that overflows in the narrower dtype does not equal an infinity.
+        ulps = np.maximum(ulps, (np.isinf(left) != np.isinf(right)).astype(np.uint64))
+    return Distances(ulps)
+
+
+def bits_differ(left: np.ndarray, right: np.ndarray) -> npt.NDArray[np.bool_]:
+    """Where two arrays of one dtype differ in any bit."""
+    words = np.dtype(f"u{min(left.dtype.itemsize, 8)}")
+    x, y = (np.ascontiguousarray(side).view(words).reshape(left.size, -1) for side in (left, right))
+    return (x[:, 0] != y[:, 0]) if x.shape[1] == 1 else (x != y).any(axis=1)
+
+
+def same_specials(left: np.ndarray, right: np.ndarray) -> bool:
+    """Whether NaN and infinities are in the same places, and infinities of the same sign."""
+    x, y = (np.stack((np.real(side), np.imag(side))) for side in (left, right))
+    special = ~(np.isfinite(x) & np.isfinite(y)).all(axis=0)
+    x, y = x[:, special], y[:, special]
+    return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y))))
+
+
+def _standard(array: np.ndarray) -> np.ndarray:
+    """The 4-bit and 2-bit integers of ml_dtypes as int8."""
+    return array if array.dtype.kind in "biu" else array.astype(np.int8)
+
+
+def _integer_distances(left: np.ndarray, right: np.ndarray) -> Distances:
+    below = left < right
+    # Modulo 2**64 a difference is exact, whatever the signs.
+    x, y = left.astype(np.uint64), right.astype(np.uint64)
+    apart = np.where(below, y - x, x - y)
+    if {left.dtype.kind, right.dtype.kind} != {"i", "u"}:
+        return Distances(apart)
+    # Between a negative number and an unsigned one of 64 bits the distance may be 2**64 and more.
+    upper = np.where(below, y, x)
+    return Distances(apart, ((left < 0) ^ (right < 0)) & (apart < upper))

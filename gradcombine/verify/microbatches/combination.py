@@ -23,8 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.verify.microbatches.subject import Leaves, Step
-from gradcombine.verify.origin import explain
-from gradcombine.verify.origin.candidates import Candidate
+from gradcombine.verify.origin import Candidate, explain
 
 FLOAT32 = np.dtype(np.float32)
 NARROW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))

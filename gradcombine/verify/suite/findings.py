@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from gradcombine.verify.report import Cells, Section
+from gradcombine.verify.report import Cells, Curves, Dots, Section
 from gradcombine.verify.ulp import NAN_DISTANCE
 
 BITS, BOUND, OUTSIDE = "bits", "bound", "outside the bound"
@@ -65,10 +65,10 @@ class Report(NamedTuple):
         return [finding for finding in self.findings if not finding.holds]
 
 
-COMBINE, LOSSES = "Combine: the same contributions in every place", "Losses"
-"""The sections that a page adds plots to."""
+LOSSES = "Losses"
 
 _TITLES = {
+    "combine": "Combine: the same contributions in every place",
     "full batch": "Full batch: microbatches of different sizes against one batch",
     "kernels": "Kernels: one batch's gradient by JAX and by TensorFlow",
     "training": "Training with accumulated gradients, in both frameworks",
@@ -94,24 +94,21 @@ def verdict(report: Report) -> str:
 
 
 def sections(report: Report) -> list[Section]:
-    """The tables: every row, the losses, and all that ran with its versions."""
+    """The tables and charts: what failed, every row, the losses, and all that ran with its versions."""
 
     def table(row: Finding) -> tuple[str, str]:
         return row.section, row.labels["framework"] if row.section == "combine" else ""
 
     settings = [Cells((name, text)) for name, text in _named("", report.settings)]
     settings.append(Cells(("seconds", f"{report.seconds:.0f}")))
+    failed = [Cells((row.name, row.promise, found(row)), False) for row in report.failed]
     return [
-        Section(COMBINE, _NOTES["combine"]),
+        *([Section("Not kept", columns=("row", "promise", "found"), rows=failed, whole=True)] if failed else []),
+        Section(_TITLES["combine"], _NOTES["combine"], [_distances(report)]),
         *(_section(*key, list(rows)) for key, rows in groupby(report.findings, key=table)),
         *_losses(report.curves),
         Section("Versions and settings", columns=("", ""), rows=settings, folded=True),
     ]
-
-
-def failures(report: Report) -> list[Cells]:
-    """The rows that failed, by their full names: name, promise, and what was found."""
-    return [Cells((row.name, row.promise, found(row)), False) for row in report.failed]
 
 
 def summary(report: Report) -> Report:
@@ -169,6 +166,31 @@ def _cells(row: Finding, labels: Sequence[str]) -> Cells:
     return Cells((*texts, row.promise, *measured, _number(row.share), mark), row.holds)
 
 
+def _distances(report: Report) -> Dots:
+    """A line for the rows that differ in their number of replicas alone, a dot for each such number."""
+    lines: dict[str, int] = {}
+    series: dict[str, list[tuple[float, int]]] = {f"promised: {BITS}": [], f"promised: {BOUND}": [], "not kept": []}
+    for row in report.findings:
+        if row.section == "combine":
+            others = "  ".join(str(value) for name, value in row.labels.items() if name != "replicas")
+            dot = _position(row), lines.setdefault(others, len(lines))
+            series[f"promised: {row.promise}" if row.holds else "not kept"].append(dot)
+    return Dots(
+        list(lines),
+        series,
+        "not kept",
+        "largest distance from the reference, in ulp; a dot for each number of replicas",
+        "Distance in ulp of every row of the combine from NumPy's list in the same order",
+    )
+
+
+def _position(row: Finding) -> float:
+    """On a logarithmic axis: NaN at the end of float32, two signs of zero as less than one ulp."""
+    if row.ulps is None or row.equal:
+        return 0.0
+    return 2.0**32 if row.ulps == NAN_DISTANCE else max(float(row.ulps), 0.5)
+
+
 def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:
     def key(finding: Finding) -> tuple[object, ...]:
         others = [value for name, value in finding.labels.items() if name != "replicas"]
@@ -196,8 +218,14 @@ def _losses(curves: Mapping[str, Sequence[float]]) -> list[Section]:
     note = "The mean of means is there as a contrast: the same training with the microbatches' weights left out."
     windows = enumerate(zip(*curves.values(), strict=True), 1)
     values = [Cells((str(i), *(f"{x:.7f}" for x in losses))) for i, losses in windows]
+    (first, base), *others = curves.items()
+    apart = {f"{name} - {first}": [abs(a - b) for a, b in zip(x, base, strict=True)] for name, x in others}
+    charts = [
+        Curves(curves, "loss", None, "The losses of the windows, a curve for each training"),
+        Curves(apart, "distance", 1e-9, f"The distance of the other trainings' losses from those of {first}"),
+    ]
     return [
-        Section(LOSSES, note, columns=("training", "loss", ""), rows=rows, whole=True),
+        Section(LOSSES, note, charts, ("training", "loss", ""), rows, whole=True),
         Section("Losses by window", columns=("window", *curves), rows=values, folded=True),
     ]
 

@@ -150,7 +150,7 @@ def test_an_empty_leaf_is_equal() -> None:
 
 
 def test_kinds_without_a_common_measure_are_refused() -> None:
-    with pytest.raises(GradCombineError, match=r"compare: leaf leaf: expected two leaves that are float, received"):
+    with pytest.raises(GradCombineError, match=r"compare: leaf leaf: expected two float leaves, received"):
         measured(np.float32([1]), np.int32([1]))
 
 

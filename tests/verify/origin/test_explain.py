@@ -16,7 +16,7 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine import GradCombineError, foreign_orders
 from gradcombine.verify import explain
-from gradcombine.verify.origin.candidates import candidates
+from gradcombine.verify.origin import candidates
 
 RNG = np.random.default_rng(11)
 TREES = [

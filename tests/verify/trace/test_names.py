@@ -13,7 +13,7 @@ import pytest
 from gradcombine import GradCombineError
 from gradcombine.verify import first_divergence, record
 from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.trace.record import LONGEST
+from gradcombine.verify.trace import LONGEST
 
 
 class Fields(NamedTuple):

@@ -17,8 +17,7 @@ from gradcombine import GradCombineError
 from gradcombine.verify import first_divergence, record
 from gradcombine.verify.diff import Allowed
 from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.mapping import Rules
-from gradcombine.verify.mapping.rules import Rule
+from gradcombine.verify.mapping import Rule, Rules
 from gradcombine.verify.trace import CAUSES, STAGES
 
 XS = np.arange(12, dtype=np.float32).reshape(4, 3)

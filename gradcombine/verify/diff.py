@@ -1,25 +1,26 @@
-"""Measures the pairs of two dumps, a piece at a time."""
+"""Two dumps, or two runs of dumps, against each other: what `gradcombine diff` measures."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.verify.comparison import LeafDifference, Meter
-from gradcombine.verify.comparison.distance import comparable
-from gradcombine.verify.comparison.trees import badness
-from gradcombine.verify.dumps import Dump, Entry
-from gradcombine.verify.mapping import Pair, Rules, match
-from gradcombine.verify.mapping.rules import NO_RULES
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.comparison import LeafDifference, Meter, badness
+from gradcombine.verify.dumps import Dump, Entry, detect, open_dump
+from gradcombine.verify.mapping import NO_RULES, Pair, Rules, match
+from gradcombine.verify.ulp import comparable
 
 
 class Allowed(NamedTuple):
-    """What may differ.
+    """How far apart two leaves may be. With neither, only equal bits and dtypes pass.
 
     Attributes:
-      ulp: the largest distance in units in the last place; None: only equal bits and dtypes pass.
+      ulp: the largest distance, in units in the last place.
       relative: the largest difference, over the largest magnitude of the second leaf.
     """
 
@@ -27,7 +28,7 @@ class Allowed(NamedTuple):
     relative: float | None = None
 
     def passes(self, difference: LeafDifference) -> bool:
-        """Whether a leaf is within either of the two."""
+        """Whether a leaf is within either allowance."""
         if self.ulp is None and self.relative is None:
             return difference.equal_bits and difference.same_dtype
         close = self.relative is not None and difference.relative <= self.relative and difference.same_specials
@@ -38,17 +39,17 @@ EQUAL_BITS = Allowed()
 
 
 class Row(NamedTuple):
-    """One pair of leaves: how it was found, how far apart they are, and whether that is allowed."""
+    """One pair of leaves: how it was matched, how far apart the two are, and whether that is allowed."""
 
     pair: Pair
     difference: LeafDifference
     passes: bool
 
     @property
-    def turned(self) -> bool:
-        """Whether the second leaf is like the first with its axes in another order, though the shapes agree.
+    def transposed(self) -> bool:
+        """Whether the second leaf is like the first only with its axes in another order, though the shapes agree.
 
-        A kernel that is transposed by mistake looks like that; where it is none, a rule can say so.
+        A kernel that is transposed by mistake looks like that; if it is meant, a rule can say so.
         """
         axes, shape = self.pair.axes, self.difference.shape
         return axes is not None and self.pair.reason != "rule" and tuple(shape[i] for i in axes) == shape
@@ -62,13 +63,13 @@ class LeftOut(NamedTuple):
 
 
 class DiffReport(NamedTuple):
-    """What was found about two dumps.
+    """How far apart two dumps are, leaf by leaf.
 
     Attributes:
       rows: every pair that was compared, the worst first.
       only_a, only_b: leaves without a counterpart.
       elements: how many were compared.
-      left_out: leaves that could not be: they hold no numbers, or numbers without a common measure.
+      left_out: leaves that could not be compared, since they hold no numbers, or numbers of two kinds.
     """
 
     rows: tuple[Row, ...]
@@ -79,7 +80,7 @@ class DiffReport(NamedTuple):
 
     @property
     def passes(self) -> bool:
-        """Whether there are leaves, each has been compared with its counterpart, and all are within what is allowed."""
+        """Whether there are leaves, each was compared with its counterpart, and all are as near as they have to be."""
         missing = self.only_a or self.only_b or self.left_out
         return bool(self.rows) and not missing and all(row.passes for row in self.rows)
 
@@ -92,12 +93,12 @@ def diff(
     rules: Rules = NO_RULES,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> DiffReport:
-    """Compares two dumps leaf by leaf; of a leaf that is not transposed, a piece of a few megabytes is in memory.
+    """Compares two dumps leaf by leaf; only leaves that may be transposed are loaded whole, others in pieces.
 
     Args:
       a, b: from `gradcombine.verify.dumps.open_dump`.
-      allowed: what passes.
-      rules: which leaf is which, where names, shapes and values cannot tell.
+      allowed: how far apart leaves may be.
+      rules: which leaf is which, if names, shapes and values cannot tell.
       progress: called before each leaf, and after the last, with its name, the elements so far and all elements.
 
     Raises:
@@ -168,3 +169,99 @@ def _in_step(a: Iterator[np.ndarray], b: Iterator[np.ndarray]) -> Iterator[tuple
             return
         yield left[:size], right[:size]
         left, right = left[size:], right[size:]
+
+
+_NUMBER = re.compile(r"(?:(?<=_)-)?\d+")
+"""A hyphen is a minus sign after an underscore, as in step_-0000001; ckpt-1 is step 1."""
+
+
+class StepReport(NamedTuple):
+    """How far apart two runs are, step by step.
+
+    Attributes:
+      steps: the report of each step that both have, by its number.
+      only_a, only_b: steps that only one run has.
+      left_out: dumps beside them whose names hold no step.
+    """
+
+    steps: dict[int, DiffReport]
+    only_a: tuple[int, ...]
+    only_b: tuple[int, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def passes(self) -> bool:
+        """Whether there are steps, both runs have the same ones and nothing else, and each passes."""
+        missing = self.only_a or self.only_b or self.left_out
+        return bool(self.steps) and not missing and all(report.passes for report in self.steps.values())
+
+    @property
+    def first(self) -> int | None:
+        """The first step that does not pass."""
+        return next((step for step, report in self.steps.items() if not report.passes), None)
+
+
+def is_steps(path: str | Path) -> bool:
+    """Whether a path is a directory of dumps, and not a dump itself."""
+    path = Path(path)
+    return path.is_dir() and detect(path) is None and bool(dumps_by_step(path))
+
+
+def diff_steps(
+    a: str | Path,
+    b: str | Path,
+    *,
+    allowed: Allowed = EQUAL_BITS,
+    rules: Rules = NO_RULES,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> StepReport:
+    """Compares two directories of dumps, step by step, by the last number in the dumps' names.
+
+    Args:
+      a, b: directories of files such as ``step_00003.npz``.
+      allowed, rules: as for `diff`.
+      progress: called before each step, and after the last.
+
+    Raises:
+      GradCombineError: as `diff`; and for two dumps of one step in a directory.
+    """
+    left, right = dumps_by_step(Path(a)), dumps_by_step(Path(b))
+    both = [step for step in left if step in right]
+    reports = {}
+    for i, step in enumerate(both):
+        progress(f"step {step}", i, len(both))
+        reports[step] = diff(open_dump(left[step]), open_dump(right[step]), allowed=allowed, rules=rules)
+    progress("", len(both), len(both))
+    only_a, only_b = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
+    nameless = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]
+    return StepReport(reports, only_a, only_b, tuple(nameless))
+
+
+def dumps_by_step(directory: Path) -> dict[int, Path]:
+    """The dumps of a directory, by the last number in their names.
+
+    Raises:
+      GradCombineError: for two dumps of one step, and for a path that is not a directory.
+    """
+    if not directory.is_dir():
+        raise GradCombineError("diff", "a directory of dumps", str(directory))
+    steps: dict[int, Path] = {}
+    for path in _dumps(directory):
+        step = _step(path)
+        if step is None:
+            continue
+        if step in steps:
+            received = f"{steps[step].name}, {path.name}"
+            raise GradCombineError("diff", f"one dump of step {step} in {directory}", received)
+        steps[step] = path
+    return dict(sorted(steps.items()))
+
+
+def _dumps(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.iterdir()) if detect(path) is not None]
+
+
+def _step(path: Path) -> int | None:
+    """The last number in a dump's name."""
+    numbers = _NUMBER.findall(path.name.partition(".")[0])
+    return int(numbers[-1]) if numbers else None
