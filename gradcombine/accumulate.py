@@ -6,14 +6,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from gradcombine import binary_counter, tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import owner, resolve
-from gradcombine.checks import require_integer, require_order, require_scalar
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.backends.registry import owner, require_scalar, resolve
+from gradcombine.errors import GradCombineError, require_integer, require_order, shown
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.dtypes import INT32
-from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
 
 _EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (of 32 bits)"
 

@@ -9,8 +9,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import resolve, shape_of
-from gradcombine.checks import require_scalar
+from gradcombine.backends.registry import require_scalar, resolve, shape_of
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.pairwise import fold_levels
 from gradcombine.reductions.algebra import Reduction

@@ -7,15 +7,13 @@ from functools import partial
 from typing import Any
 
 from gradcombine import reductions, tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import owner
-from gradcombine.checks import require_order
-from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.errors import GradCombineError, renamed, require_order, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.derivative import derived
 from gradcombine.reductions.rows.leaf import is_row_sparse
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
 """The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,

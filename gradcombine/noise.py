@@ -7,11 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed
 from gradcombine.reductions import dtypes
-from gradcombine.types import Array, Tree
+from gradcombine.types import Array, Tree, no_autograph
 
 _FLOATING = ("float", "complex")
 

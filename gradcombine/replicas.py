@@ -2,22 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from gradcombine import tree
 from gradcombine.accumulate import replace_window, whole_window
-from gradcombine.autograph import no_autograph
-from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import is_absent, load, resolve
-from gradcombine.checks import require_collective, require_order
-from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.backends.registry import is_absent, load_collective, resolve
+from gradcombine.errors import GradCombineError, renamed, require_collective, require_order, shown
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.derivative import derived
-from gradcombine.types import AccumulateState, Order, State, Tree
+from gradcombine.types import AccumulateState, Array, Order, State, Tree, no_autograph
 
-__all__ = ["LOCAL", "all_reduce", "jax_axis", "merge_replicas", "tf_replicas"]
+
+class Local:
+    """One replica: every exchange returns what it was given."""
+
+    def __repr__(self) -> str:
+        return "LOCAL"
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> Array:
+        return np.int32(0)
+
+    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
+        return [array[None] for array in arrays]
+
+    def reduce_scatter_map(
+        self,
+        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+        summed: Sequence[Array],
+        common: Sequence[Array],
+    ) -> list[Array]:
+        return function(summed, common)
+
+    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+        return None
+
+
+LOCAL: Collective = Local()
+"""The one replica of a program without others."""
 
 
 @no_autograph
@@ -33,8 +70,7 @@ def jax_axis(names: str | Sequence[str]) -> Collective:
     """
     if not isinstance(names, (str, tuple, list)) or not names:
         raise GradCombineError("jax_axis", "an axis name, or several", shown(names))
-    axis: Any = load("jax")
-    return axis.over(names)
+    return load_collective("jax")(names)
 
 
 @no_autograph
@@ -45,8 +81,7 @@ def tf_replicas() -> Collective:
     >>> gc.tf_replicas()
     tf_replicas()
     """
-    replicas: Any = load("tensorflow")
-    return replicas.over()
+    return load_collective("tensorflow")()
 
 
 @no_autograph

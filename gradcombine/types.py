@@ -1,8 +1,11 @@
-"""The types that every floor shares."""
+"""What every floor shares: types, and the mark that keeps TensorFlow's AutoGraph out of the library."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+F = TypeVar("F", bound=Callable[..., object])
 
 Array: TypeAlias = Any
 """A NumPy array, a JAX array or tracer, or a TensorFlow tensor."""
@@ -42,3 +45,15 @@ class AccumulateState(NamedTuple):
     levels: tuple[State, ...] | BinaryCounter
     step: Array
     index: Array
+
+
+def no_autograph(function: F) -> F:
+    """Marks a function as ordinary Python, which a surrounding tf.function calls without rewriting its source.
+
+    Nothing here branches on a tensor, so a rewrite could only slow the tracing down, tenfold as measured. The mark is
+    the one that `tf.autograph.experimental.do_not_convert
+    <https://www.tensorflow.org/api_docs/python/tf/autograph/experimental/do_not_convert>`_ leaves, set without
+    importing TensorFlow.
+    """
+    function.autograph_info__ = {}  # pyright: ignore[reportFunctionMemberAccess]
+    return function

@@ -16,16 +16,13 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.accumulate import Accumulator, accumulate, length_at, whole_window
-from gradcombine.autograph import no_autograph
-from gradcombine.backends.local import LOCAL
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.checks import MOST, require_collective
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import MOST, GradCombineError, require_collective, shown
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.replicas import merge_replicas
-from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
+from gradcombine.replicas import LOCAL, merge_replicas
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
 
 UNTIL_FLUSH = MOST
 """The ``every`` of a window that a flush alone ends."""

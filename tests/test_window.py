@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine.backends.local import Local
 from gradcombine.errors import GradCombineError
+from gradcombine.replicas import Local
 from gradcombine.window import UNTIL_FLUSH, Window, require_flag, widened
 
 

@@ -15,9 +15,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import checkify, sparse
 from jax.sharding import NamedSharding
 
-from gradcombine.backends.jax_collective import JaxAxis, varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
-from gradcombine.backends.protocol import Backend, Collective, Kernel, RowSlices, Split
+from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
@@ -169,9 +168,6 @@ class JaxBackend:
         call.defjvp(rule, symbolic_zeros=True)
         return call(*(leaves[i] for i in traced))
 
-    def over(self, names: str | Sequence[str]) -> Collective:
-        return JaxAxis(names)
-
     def row_slices(self, leaf: Any) -> RowSlices | None:
         if not isinstance(leaf, sparse.BCOO):
             return None
@@ -274,6 +270,14 @@ def _exactly(array: Array, dtype: np.dtype) -> Array:
     if array.dtype != dtype:
         raise GradCombineError("jax", f"{dtype} (set jax_enable_x64 for 64-bit values)", array.dtype)
     return array
+
+
+def varying(leaf: Any) -> frozenset[str]:
+    """The manual mesh axes over which shard_map's type system says that a value, or one of a spec, may differ."""
+    if isinstance(leaf, jax.Array):
+        return jax.typeof(leaf).manual_axis_type.varying
+    kind = getattr(leaf, "manual_axis_type", None)
+    return frozenset() if kind is None else kind.varying
 
 
 def _full_like(leaf: Any, fill: float, dtype: np.dtype) -> Array:

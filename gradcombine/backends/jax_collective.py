@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gradcombine.backends.jax_backend import varying
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
@@ -32,14 +33,6 @@ _COUNT_BITS = 11
 _COUNT_MASK = 2**_COUNT_BITS - 1
 _MOST_COUNTED = 2**13
 """Replicas over which the sums of a count's digits are exact in float32."""
-
-
-def varying(leaf: Any) -> frozenset[str]:
-    """The manual mesh axes over which shard_map's type system says that a value, or one of a spec, may differ."""
-    if isinstance(leaf, jax.Array):
-        return jax.typeof(leaf).manual_axis_type.varying
-    kind = getattr(leaf, "manual_axis_type", None)
-    return frozenset() if kind is None else kind.varying
 
 
 class JaxAxis:
@@ -237,3 +230,6 @@ def _digits(x: Array) -> list[Array]:
 def _number(*digits: Array) -> Array:
     low, middle, high = (x.astype(jnp.int32) for x in digits)
     return low + (middle << _COUNT_BITS) + (high << 2 * _COUNT_BITS)
+
+
+COLLECTIVE = JaxAxis

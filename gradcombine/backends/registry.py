@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from gradcombine.backends.protocol import Backend
-from gradcombine.errors import GradCombineError
+from gradcombine.backends.protocol import Backend, Collective
+from gradcombine.errors import GradCombineError, shown
 
 FRAMEWORKS = ("jax", "tensorflow")
 _NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
@@ -22,6 +22,11 @@ _PLAIN = np.dtype(np.bool_)
 def load(name: str) -> Backend:
     """The backend called ``"numpy"``, ``"jax"`` or ``"tensorflow"``; imports its framework."""
     return importlib.import_module(f"gradcombine.backends.{name}_backend").BACKEND
+
+
+def load_collective(name: str) -> Callable[..., Collective]:
+    """What makes the collective of ``"jax"``, of axis names, or of ``"tensorflow"``; imports the framework."""
+    return importlib.import_module(f"gradcombine.backends.{name}_collective").COLLECTIVE
 
 
 _LOADED: dict[str, Backend] = {}
@@ -103,3 +108,13 @@ def dtype_of(array: Any) -> np.dtype:
 def shape_of(array: Any) -> tuple[int, ...]:
     """The shape of an array of any framework."""
     return described(array).shape(array)
+
+
+def require_scalar(operation: str, expected: str, leaf: Any, kinds: str, path: str = "") -> None:
+    """Refuses what is not a scalar array or number of one of these NumPy kinds of dtype."""
+    backend = owner(leaf)
+    if backend is None:
+        raise GradCombineError(operation, expected, shown(leaf), path)
+    shape, dtype = backend.shape(leaf), np.dtype(backend.dtype(leaf))
+    if shape != () or dtype.kind not in kinds:
+        raise GradCombineError(operation, expected, f"shape {shape} and dtype {dtype}", path)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.combine import mean
 from gradcombine.errors import GradCombineError
@@ -17,7 +16,7 @@ from gradcombine.foreign_orders.leaves import by_leaf, require_dtypes, trees_of
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.compensated import two_sum
 from gradcombine.reductions.dtypes import FLOAT32
-from gradcombine.types import Array, Tree
+from gradcombine.types import Array, Tree, no_autograph
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _SPLITTER = np.float32(2**12 + 1)

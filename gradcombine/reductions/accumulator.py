@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine import static, tree
+from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import described, dtype_of
-from gradcombine.checks import require_scalar
+from gradcombine.backends.registry import described, dtype_of, require_scalar
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Cell, parts
@@ -111,11 +110,11 @@ def opened(cell: Cell, kind: type, state: State) -> Opened:
     if type(state) is not kind:
         raise GradCombineError(cell.name, f"a {kind.__name__}", type(state).__name__)
     require_totals(cell.name, state.weight, state.count)
-    made_for, structure = tree.flatten(cell.name, state.dtypes, static.is_static)
-    if not all(map(static.is_static, made_for)):
+    made_for, structure = tree.flatten(cell.name, state.dtypes, tree.is_static)
+    if not all(map(tree.is_static, made_for)):
         raise GradCombineError(cell.name, "a state whose dtypes are constants", shown(state.dtypes))
     split = tree.split_as(cell.name, structure, state.value)
-    values = [None if static.is_static(a) else a for a in split]
+    values = [None if tree.is_static(a) else a for a in split]
     require_running(cell, structure, values, made_for)
     return Opened(structure, values, made_for)
 

@@ -6,14 +6,13 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.plain import Plain
 from gradcombine.reductions.treewise import TreewiseState, lift
-from gradcombine.types import Array
+from gradcombine.types import Array, no_autograph
 
 _EXPONENT = {4: (np.dtype(np.int32), 0x7F800000), 8: (np.dtype(np.int64), 0x7FF0000000000000)}
 """By the size of a float: the integer that holds its bits, and where its exponent stands there."""

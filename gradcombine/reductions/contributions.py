@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
 def on_contributions(

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction, Shortcuts
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
 class DifferentiableState(NamedTuple):

@@ -10,17 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
-from gradcombine.checks import require_one_of
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Accumulator, ArrayLeaves, CommonCell, Totals, parts, refilled
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array
+from gradcombine.types import Array, no_autograph
 
 _KINDS = (*dtypes.NUMERIC, "bool")
 

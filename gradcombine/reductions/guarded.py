@@ -8,15 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine import static, tree
-from gradcombine.autograph import no_autograph
+from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import parse
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
 class GuardedState(NamedTuple):
@@ -52,7 +51,7 @@ class Guarded:
     @no_autograph
     def init(self, like: Tree) -> GuardedState:
         leaves, structure = tree.flatten(self.name, like)
-        kinds = [static.of_leaf(leaf, with_shape=True) for leaf in leaves]
+        kinds = [tree.static_of(leaf, with_shape=True) for leaf in leaves]
         present = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind.dtype is not None]
         zeros = [None if is_absent(x) else np.broadcast_to(np.zeros((), dtype_of(x)), shape_of(x)) for x in leaves]
         made, inner = tree.flatten(self.name, self.own_init(tree.unflatten(structure, zeros)))
@@ -120,10 +119,10 @@ class Guarded:
 
     def _matching(self, state: GuardedState, value: Tree) -> list[Any]:
         """The leaves of a contribution, after a check that it is one for this state."""
-        made_for, structure = tree.flatten(self.name, state.made_for, static.is_static)
+        made_for, structure = tree.flatten(self.name, state.made_for, tree.is_static)
         leaves = tree.flatten_as(self.name, structure, value)
         for expected, leaf, path in zip(made_for, leaves, structure.paths(), strict=True):
-            received = static.of_leaf(leaf, with_shape=True)
+            received = tree.static_of(leaf, with_shape=True)
             if received.dtype is None or (received.dtype, received.shape) == (expected.dtype, expected.shape):
                 continue
             if expected.dtype is None:

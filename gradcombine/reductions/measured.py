@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError
@@ -17,7 +16,7 @@ from gradcombine.reductions.moments import moments
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.plain import max as maximum
 from gradcombine.reductions.sums import sum as sum_
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
 class Metrics(NamedTuple):

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.added import neutral, over_weight
@@ -15,7 +14,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight, weighted
-from gradcombine.types import Array
+from gradcombine.types import Array, no_autograph
 
 
 class MomentsState(TreewiseState):

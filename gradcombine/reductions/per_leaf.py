@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.weights import presence
-from gradcombine.types import Order, State, Tree
+from gradcombine.types import Order, State, Tree, no_autograph
 
 
 class PerLeafState(NamedTuple):

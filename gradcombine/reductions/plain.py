@@ -9,7 +9,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
@@ -17,7 +16,7 @@ from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
 from gradcombine.reductions.exact import grid
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array
+from gradcombine.types import Array, no_autograph
 
 
 @dataclass(frozen=True)

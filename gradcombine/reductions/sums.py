@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from gradcombine.autograph import no_autograph
-from gradcombine.checks import require_integer, require_one_of
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, require_integer, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.added import Added, over_weight, zero_if_empty
 from gradcombine.reductions.algebra import Reduction
@@ -15,6 +13,7 @@ from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.exact.digits import SPILLED_CAPACITY
 from gradcombine.reductions.exact.grid import FLOAT32
 from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.types import no_autograph
 
 Precision = Literal["fast", "compensated", "exact"]
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine import static, tree
-from gradcombine.autograph import no_autograph
+from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import GradCombineError, at
@@ -20,7 +19,7 @@ from gradcombine.reductions.algebra import Reduction, Shortcuts
 from gradcombine.reductions.cell import Cell, Totals, parts, refilled, where
 from gradcombine.reductions.guarded import of_each_rank
 from gradcombine.reductions.weights import Weight, parse
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
 class TreewiseState(NamedTuple):
@@ -79,7 +78,7 @@ class _Treewise:
         """The empty state for leaves like these, also as it is when opened."""
         first = [self.cell.arrays(leaf)[0] for leaf in leaves]
         backend = resolve(self.cell.name, first)
-        made_for = [static.of_leaf(x) for x in first]
+        made_for = [tree.static_of(x) for x in first]
 
         def empty(leaf: Any, like: Any, kind: Any) -> Any:
             if kind.dtype is None:

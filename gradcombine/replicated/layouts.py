@@ -9,16 +9,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.checks import require_collective, require_integer
 from gradcombine.combine import combine
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_collective, require_integer
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.replicas import all_reduce
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Order, Tree, no_autograph
 
 BOOL = np.dtype(np.bool_)
 

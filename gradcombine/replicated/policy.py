@@ -7,9 +7,9 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from gradcombine import reductions
-from gradcombine.backends.local import LOCAL
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.replicas import LOCAL
 
 
 class Aggregation(Enum):

@@ -9,11 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.checks import require_order
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_order
 from gradcombine.reductions import dtypes
 from gradcombine.replicated.layouts import Layout, Stacked, layout
 from gradcombine.replicated.policy import Aggregation, Policy, Synchronization, decide
@@ -29,7 +27,7 @@ from gradcombine.replicated.state import (
     subtract,
     written,
 )
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Order, Tree, no_autograph
 
 
 class CrossReplica(NamedTuple):

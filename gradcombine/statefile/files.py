@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from gradcombine.autograph import no_autograph
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile.header import Header
 from gradcombine.statefile.states import read, read_header, write
-from gradcombine.types import State, Tree
+from gradcombine.types import State, Tree, no_autograph
 
 
 @no_autograph

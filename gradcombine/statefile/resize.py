@@ -9,13 +9,11 @@ import numpy as np
 
 from gradcombine import binary_counter
 from gradcombine.accumulate import depth_of, require_state, whole_window
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import resolve
-from gradcombine.checks import require_integer
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_integer
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
-from gradcombine.types import AccumulateState, Array, BinaryCounter, State
+from gradcombine.types import AccumulateState, Array, BinaryCounter, State, no_autograph
 
 _OPERATION = "statefile.resize"
 

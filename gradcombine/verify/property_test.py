@@ -12,9 +12,8 @@ from gradcombine import tree
 from gradcombine.accumulate import accumulate
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
-from gradcombine.checks import require_integer
 from gradcombine.combine import combine
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, require_integer, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.replicas import all_reduce, merge_replicas

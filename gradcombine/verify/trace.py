@@ -17,11 +17,10 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed
 from gradcombine.tree import Structure
-from gradcombine.types import Tree
+from gradcombine.types import Tree, no_autograph
 from gradcombine.verify.comparison import describe_ulp
 from gradcombine.verify.diff import EQUAL_BITS, Allowed, LeftOut, Row, diff, dumps_by_step
 from gradcombine.verify.dumps import Dump, open_dump

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import foreign_orders, noise, reductions, replicated, sparse, static
+from gradcombine import foreign_orders, noise, reductions, replicated, sparse
+from gradcombine.tree import static_absence, static_dtype, static_rows
 
 ONE = np.ones(2, np.float32)
 ROWS = sparse.row_sparse(np.int32([1]), np.float32([[3]]), rows=4)
@@ -224,9 +225,9 @@ def _states() -> dict[str, Any]:
         "count of text": state._replace(count="1"),
         "count of floats": state._replace(count=np.float32(1)),
         "dtypes of None": state._replace(dtypes=None),
-        "dtypes of another tree": state._replace(dtypes={"v": static.of_dtype("float32")}),
+        "dtypes of another tree": state._replace(dtypes={"v": static_dtype("float32")}),
         "dtypes of text": state._replace(dtypes={"w": "text"}),
-        "dtypes of no gradient": state._replace(dtypes={"w": static.no_gradient()}),
+        "dtypes of no gradient": state._replace(dtypes={"w": static_absence()}),
         "made for another dtype": reductions.sum(dtype="float64").init({"w": ONE}),
         "a window": window,
     }
@@ -274,7 +275,7 @@ def weighted(reduction: gc.Reduction, value: Any = ONE) -> Call:
 
 
 def rows_with(values: Any) -> sparse.RowSparse:
-    return sparse.RowSparse(np.int32([0, 1]), values, static.of_rows(4))
+    return sparse.RowSparse(np.int32([0, 1]), values, static_rows(4))
 
 
 TAKES_LEAF: dict[str, Call] = {

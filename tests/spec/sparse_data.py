@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from gradcombine import static
 from gradcombine.sparse import RowSparse
+from gradcombine.tree import static_rows
 from tests.spec import exact
 from tests.spec.data import WEIGHTS
 
@@ -27,7 +27,7 @@ def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> d
     indices = indices.reshape((n, PLACES))
     values[indices == ROWS] = np.nan
     values[scales == 0] = np.nan
-    return {"values": RowSparse(indices, values, static.of_rows(ROWS)), "weights": scales}
+    return {"values": RowSparse(indices, values, static_rows(ROWS)), "weights": scales}
 
 
 def deal(data: Any, replicas: int) -> list[Any]:

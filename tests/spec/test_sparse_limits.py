@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import static
 from gradcombine.reductions.rows.sums import row_mean, row_sum
 from gradcombine.sparse import RowSparse, add_rows, row_sparse, to_dense
+from gradcombine.tree import static_rows
 from tests.spec import modes
 
 ROWS = 9
@@ -22,7 +22,7 @@ TWO = row_sum(capacity=2)
 def leaf(*indices: int, rows: int = ROWS, width: int = 2) -> RowSparse:
     """Rows of ones; indices are not looked at."""
     values = np.ones((len(indices), width), np.float32)
-    return RowSparse(np.int32(indices), values, static.of_rows(rows))
+    return RowSparse(np.int32(indices), values, static_rows(rows))
 
 
 def parameters(names: tuple[str, ...]) -> list[Any]:

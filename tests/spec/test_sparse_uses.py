@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 
 import gradcombine as gc
-from gradcombine import static
-from gradcombine.backends.local import Local
 from gradcombine.reductions.rows.dense import sparse_as_dense
 from gradcombine.reductions.rows.sums import row_mean, row_sum
+from gradcombine.replicas import Local
 from gradcombine.sparse import RowSparse, add_rows, densify, row_sparse, to_dense
+from gradcombine.tree import static_rows
 from tests.spec import exact, modes, sparse_data
 from tests.spec.data import FLOATS
 from tests.spec.programs import rows
@@ -49,7 +49,7 @@ def test_beside_dense_leaves_over_two_windows(name: str) -> None:
     indices = np.int32([[0, 1, 2], [3, 4, 5], [5, 1, 5], [2, 1, 6]])
     values = np.arange(24, dtype=np.float32).reshape(4, 3, 2)
     values[1, 1] = np.nan
-    embedding = RowSparse(indices, values, static.of_rows(ROWS))
+    embedding = RowSparse(indices, values, static_rows(ROWS))
     data = {
         "grads": {"embedding": embedding, "dense": np.float32([np.nan, 1, 2, 4])},
         "weight": np.float32([1, 2, 3, 1]),
@@ -174,7 +174,7 @@ def test_occurrences_are_added_in_the_canonical_tree(name: str) -> None:
     for row in (1, 3):
         assert wanted[row] != exact.combine("sum", terms[row], "sequential")
         assert wanted[row] != exact.combine("sum", terms[row][::-1], "tree")
-    leaf = RowSparse(indices, values, static.of_rows(4))
+    leaf = RowSparse(indices, values, static_rows(4))
     (result,) = modes.get(name).run(made_dense, [leaf])
     np.testing.assert_array_equal(exact.bits(result[:, 0]), exact.bits(np.float32(wanted)))
 

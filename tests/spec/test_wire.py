@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import reductions, static
-from gradcombine.autograph import no_autograph
+from gradcombine import reductions
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.cell import parts
+from gradcombine.tree import is_static
+from gradcombine.types import no_autograph
 from tests.spec import exact, modes
 
 FEW = reductions.mean("exact")
@@ -77,7 +78,7 @@ def test_the_words_are_those_of_merging_one_after_another(replicated: modes.Mode
     mean = FEW.finalize(expected[0])
     for *received, finished in replicated.run(merged, states):
         for state, other in zip(received, expected, strict=True):
-            assert static.is_static(state.value["none"])
+            assert is_static(state.value["none"])
             for word, expected_word in zip(arrays(state), arrays(other), strict=True):
                 np.testing.assert_array_equal(word, expected_word)
         for leaf in ("w", "scalar"):

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine import reductions
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.horovod.all_reduce import HorovodError
@@ -18,6 +17,7 @@ from gradcombine.integrations.tensorflow import sparse
 from gradcombine.integrations.tensorflow.graph import after, branch, completed, converted
 from gradcombine.integrations.tensorflow.state import ReplicaState
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import no_autograph
 from gradcombine.window import Window
 
 Mode = Literal["eager", "graph"]

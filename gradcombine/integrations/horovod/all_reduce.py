@@ -9,15 +9,13 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine import reductions, replicas, tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
-from gradcombine.checks import require_order
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_order
 from gradcombine.integrations.tensorflow import sparse
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Order, Tree, no_autograph
 
 Op = Literal["average", "sum", "min", "max", "product", "adasum"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from gradcombine.backends.jax_collective import varying
+from gradcombine.backends.jax_backend import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.types import Tree
 

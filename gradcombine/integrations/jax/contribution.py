@@ -13,8 +13,7 @@ import numpy as np
 from gradcombine import reductions
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.checks import require_collective, require_order
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_collective, require_order
 from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.loss import Form, LossOutput, opened
 from gradcombine.integrations.jax.microbatches import examples

@@ -8,7 +8,6 @@ from typing import Any
 
 import keras
 
-from gradcombine.autograph import no_autograph
 from gradcombine.integrations.keras import checks
 from gradcombine.integrations.keras.backend import BackendWindow
 from gradcombine.integrations.keras.checks import error
@@ -16,7 +15,7 @@ from gradcombine.integrations.keras.saved import Saved
 from gradcombine.integrations.keras.settings import Name, Parts, reduction_of
 from gradcombine.integrations.keras.weights import Weights
 from gradcombine.reductions.sums import Precision
-from gradcombine.types import Order
+from gradcombine.types import Order, no_autograph
 from gradcombine.window import Window
 
 _OPERATION = "Accumulate"

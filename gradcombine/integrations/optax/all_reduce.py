@@ -8,7 +8,7 @@ import optax
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.checks import require_collective, require_order
+from gradcombine.errors import require_collective, require_order
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import Order
 

@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from gradcombine.backends.protocol import Collective
-from gradcombine.checks import require_collective
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_collective
 from gradcombine.integrations.jax.on_replicas import on_replicas
 from gradcombine.integrations.optax.skip import SkipState
 from gradcombine.types import AccumulateState, Tree

@@ -17,7 +17,7 @@ from gradcombine.integrations.optax.contribution import cast_as, keep_dtypes
 from gradcombine.integrations.optax.placeholder import init_for
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import Settings
-from gradcombine.static import is_static
+from gradcombine.tree import is_static
 from gradcombine.types import Array, State, Tree
 
 Transform: TypeAlias = Callable[[Tree], tuple[Tree, Any]]

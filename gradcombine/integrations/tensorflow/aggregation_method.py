@@ -9,8 +9,8 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from gradcombine import foreign_orders
-from gradcombine.autograph import no_autograph
 from gradcombine.errors import GradCombineError
+from gradcombine.types import no_autograph
 
 Execution = Literal["function", "graph", "xla"]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from gradcombine import static
+from gradcombine import tree
 from gradcombine.backends.tensorflow_backend import unguarded
 from gradcombine.reductions.algebra import Reduction, Shortcuts
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State, Tree
@@ -57,7 +57,7 @@ def contribute(window: Window, state: AccumulateState, gradients: Tree, weight: 
         part = window.reduction.contribution(level, gradients, weight)
     totals = replace(window, reduction=_of_states(window.reduction))
     after = totals.contribute(state._replace(levels=(_bare(level),)), _bare(part))
-    return InPlace(window.is_full(state), [None if static.is_static(x) else x for x in part.value], after)
+    return InPlace(window.is_full(state), [None if tree.is_static(x) else x for x in part.value], after)
 
 
 def write(pending: InPlace, accumulators: Sequence[Any], empty: Callable[[], Sequence[Any]]) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.sparse import RowSparse, row_sparse
+from gradcombine.types import no_autograph
 
 
 @no_autograph

@@ -9,11 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from gradcombine import static
+from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import dtype_of, shape_of
-from gradcombine.checks import require_integer, require_one_of
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_integer, require_one_of
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import CommonCell, Totals, require_dtype
 from gradcombine.reductions.dtypes import INT32
@@ -64,7 +63,7 @@ def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np
         backend.full((size, *rest), -0.0, running, [like]),
         backend.full((size,), rows, INT32, [like]),
         backend.full((), 0, INT32, [like]),
-        static.of_rows(rows),
+        tree.static_rows(rows),
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from gradcombine import tree
-from gradcombine.autograph import no_autograph
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError, renamed
@@ -14,7 +13,7 @@ from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.contributions import on_contributions
 from gradcombine.reductions.rows.distinct import distinct
 from gradcombine.reductions.rows.leaf import INT32, is_row_sparse, require_in_range, require_rows, row_slices
-from gradcombine.types import Array, Tree
+from gradcombine.types import Array, Tree, no_autograph
 
 
 @no_autograph

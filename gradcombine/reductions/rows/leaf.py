@@ -6,13 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine import static
-from gradcombine.autograph import no_autograph
+from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.checks import require_integer
-from gradcombine.errors import GradCombineError, renamed
-from gradcombine.types import Array
+from gradcombine.errors import GradCombineError, renamed, require_integer
+from gradcombine.types import Array, no_autograph
 
 INT32 = np.dtype(np.int32)
 MOST_ROWS = np.iinfo(np.int32).max - 1
@@ -28,7 +26,7 @@ class RowSparse(NamedTuple):
       indices: integers of shape (n,), from 0 to rows. A row may occur several times: its values are added. The index
         ``rows``, one past the last, marks padding, which counts for nothing.
       values: of shape (n, ...).
-      extent: the number of rows, as a constant in the structure (`gradcombine.static.of_rows`), which every compiler
+      extent: the number of rows, as a constant in the structure (`gradcombine.tree.static_rows`), which every compiler
         knows.
     """
 
@@ -65,7 +63,7 @@ def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
     backend = resolve("row_sparse", [indices, values])
     with renamed("row_sparse"):
         indices, values = backend.asarray(indices), backend.asarray(values)
-    made = RowSparse(indices, values, static.of_rows(count))
+    made = RowSparse(indices, values, tree.static_rows(count))
     slices = require_rows("row_sparse", backend, RowSlices(made.indices, made.values, count))
     require_in_range("row_sparse", backend, slices.indices, count)
     return made

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradcombine.autograph import no_autograph
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.added import over_weight, zero_if_empty
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.rows.cell import Overflow, Rows
 from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.types import no_autograph
 
 
 class RowSumState(TreewiseState):

@@ -13,10 +13,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine import static
 from gradcombine.integrations.jax.sparse import from_bcoo, to_bcoo, value_and_row_grad
 from gradcombine.reductions.rows.sums import row_mean, row_sum
 from gradcombine.sparse import RowSparse, add_rows, row_sparse, to_dense
+from gradcombine.tree import static_rows
 
 ROWS, WIDTH = 10, 3
 
@@ -158,7 +158,7 @@ def test_a_row_too_many_reaches_checkify() -> None:
     reduction = row_sum(capacity=2, overflow="check")
 
     def total(indices: Any) -> Any:
-        leaf = RowSparse(indices, jnp.ones((3, 1)), static.of_rows(ROWS))
+        leaf = RowSparse(indices, jnp.ones((3, 1)), static_rows(ROWS))
         return gc.combine(reduction, [leaf]).values
 
     checked = jax.jit(checkify.checkify(total))

@@ -88,3 +88,6 @@ class TfReplicas:
 
     def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         self._context()
+
+
+COLLECTIVE = TfReplicas
