@@ -123,6 +123,9 @@ class NumpyBackend:
                 result[block] = part
         return tuple(result.reshape(shape) for result in results)
 
+    def row_sum(self, shape: tuple[int, ...], count: int) -> None:
+        return None
+
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:

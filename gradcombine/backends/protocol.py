@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from gradcombine.types import Array
+from gradcombine.types import Array, Order
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 """A function of module level: ``kernel(backend, *static, *arrays)``."""
@@ -135,6 +135,15 @@ class Backend(Protocol):
           kernel: an elementwise function, whose bits do not depend on how it is compiled.
           static: hashable arguments.
           arrays: of one shape, or scalars.
+        """
+        ...
+
+    def row_sum(self, shape: tuple[int, ...], count: int) -> Callable[[Array, Array, Order], Array] | None:
+        """How to add so many arrays of a shape as the rows of one; None where one after another is as good.
+
+        Returns:
+          ``add(total, rows, order)``: ``total`` and the rows of an array that has an axis more, added from left to
+          right, or ``total`` and their sum in the canonical tree.
         """
         ...
 

@@ -69,6 +69,8 @@ class Added(ArrayLeaves, CommonCell):
         order: Order,
     ) -> Array:
         running = backend.dtype(a)
+        if (add_rows := backend.row_sum(shape_of(a), len(xs))) is not None:
+            return add_rows(a, self._rows(backend, running, xs, weights), order)
         factors = [factor(self.name, backend, weight, running) for weight in weights]
         pairs = list(zip(xs, factors, strict=True))
 
@@ -84,6 +86,21 @@ class Added(ArrayLeaves, CommonCell):
         # Each is a node of the tree. An accumulator of nothing adds nothing to it.
         nodes = [added(self.empty(backend, shape_of(a), running, a), block) for block in blocks]
         return backend.add(a, fold_pairwise(backend.add, nodes))
+
+    def _rows(
+        self, backend: Backend, running: np.dtype, xs: Sequence[Array | None], weights: Sequence[Weight]
+    ) -> Array:
+        """The terms along a first axis. What is missing keeps its place in the tree, and adds nothing."""
+        first = next(x for x in xs if x is not None)
+        dtype = backend.dtype(first)
+        nothing = backend.full(shape_of(first), neutral(dtype), dtype, [first])
+        rows = backend.stack([nothing if x is None else x for x in xs])
+        if not all(weight.is_one for weight, x in zip(weights, xs, strict=True) if x is not None):
+            factors = [factor(self.name, load("numpy"), weight, running) for weight in weights]
+            column = np.asarray([1 if f is None else f for f in factors], dtypes.part(dtypes.working(running)))
+            column = np.reshape(column, (-1, *(1 for _ in shape_of(first))))
+            rows = scaled(backend, rows, backend.asarray(column), running)
+        return backend.cast(rows, running)
 
     def add_weights(self, backend: Backend, total: Array, weights: Sequence[Weight], order: Order) -> Array:
         dtype, known = backend.dtype(total), backend.concrete(total)
