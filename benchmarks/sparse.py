@@ -34,7 +34,7 @@ from rich.table import Table
 import gradcombine as gc
 from gradcombine import reductions, sparse
 from gradcombine.integrations.tensorflow.sparse import to_indexed_slices
-from gradcombine.reductions.rows.sums import row_mean
+from gradcombine.reductions.rows import row_mean
 
 K = 8
 """The microbatches of a window."""

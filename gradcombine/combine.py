@@ -12,7 +12,7 @@ from gradcombine.errors import GradCombineError, renamed, require_order, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.derivative import derived
-from gradcombine.reductions.rows.leaf import is_row_sparse
+from gradcombine.sparse import is_row_sparse
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}

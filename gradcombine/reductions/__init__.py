@@ -1,16 +1,14 @@
 """What a combination means: each function here makes a `Reduction`."""
 
 from gradcombine.reductions.adasum import adasum
-from gradcombine.reductions.contributions import checked, clipped, zeroed
 from gradcombine.reductions.derivative import differentiable
 from gradcombine.reductions.elementwise import elementwise
-from gradcombine.reductions.measured import measured
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.plain import first, last, max, min, product
-from gradcombine.reductions.rows.dense import sparse_as_dense
-from gradcombine.reductions.rows.sums import row_mean, row_sum
+from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.reductions.sums import mean, sum
+from gradcombine.reductions.wrappers import checked, clipped, measured, sparse_as_dense, zeroed
 
 __all__ = [
     "adasum",

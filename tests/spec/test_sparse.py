@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from gradcombine.reductions.rows.sums import row_mean, row_sum
+from gradcombine.reductions.rows import row_mean, row_sum
 from tests.spec import exact, modes, sparse_data
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS
 from tests.spec.programs import LOCAL_PLACES, Combine, rows

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import sparse
 
 from gradcombine.errors import GradCombineError
-from gradcombine.reductions.rows.leaf import row_slices
-from gradcombine.sparse import RowSparse, row_sparse
+from gradcombine.sparse import RowSparse, row_slices, row_sparse
 from gradcombine.types import Array, Tree
 
 

@@ -1,4 +1,4 @@
-"""Reductions of contributions that something happens to first: checked, zeroed, clipped."""
+"""Reductions made of another one: checked, zeroed, clipped, made dense, and measured."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.protocol import Backend
+from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
+from gradcombine.reductions.moments import moments
+from gradcombine.reductions.per_leaf import per_leaf
+from gradcombine.reductions.plain import max as maximum
+from gradcombine.reductions.sums import sum as sum_
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
+from gradcombine.sparse import densify, is_row_sparse, row_slices
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
@@ -237,3 +242,184 @@ def norm_dtype(operation: str, leaves: list[Any], structure: tree.Structure) -> 
             raise GradCombineError(operation, "float leaves, of which alone there is a norm here", leaf_dtype, path)
         dtype = max(dtype, leaf_dtype, key=lambda dtype: dtype.itemsize)
     return dtype
+
+
+@no_autograph
+def sparse_as_dense(reduction: Reduction) -> Reduction:
+    """The same reduction, which takes row-sparse contributions as the dense arrays that they stand for.
+
+    For sums of sparse and dense contributions, and where so many rows occur that a dense state is smaller. The result
+    is dense, as that of tf.AggregationMethod is for mixed terms.
+
+    Args:
+      reduction: any reduction of arrays.
+
+    Returns:
+      A reduction with the same states, whose ``init`` and ``update`` make every `gradcombine.sparse.RowSparse`,
+      tf.IndexedSlices and BCOO dense.
+
+    Bits: those of the reduction over `gradcombine.sparse.to_dense` of the contributions.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> from gradcombine import sparse
+    >>> mean = gc.reductions.sparse_as_dense(gc.reductions.mean())
+    >>> acc = gc.accumulate(mean, every=2)
+    >>> state = acc.init(np.zeros((2, 1), np.float32))
+    >>> state = acc.update(sparse.row_sparse(np.int32([1, 1]), np.float32([[4], [2]]), rows=2), state)
+    >>> state = acc.update(np.float32([[1], [2]]), state)
+    >>> acc.value(state)
+    array([[0.5],
+           [4. ]], dtype=float32)
+    """
+    require_reduction("sparse_as_dense", reduction)
+
+    @no_autograph
+    def dense_like(like: Tree) -> Tree:
+        leaves, structure = tree.flatten(reduction.name, like, is_row_sparse)
+        return tree.unflatten(structure, map(_whole, leaves))
+
+    return on_contributions(reduction, lambda value, weight: (densify(value), weight), dense_like)
+
+
+def _whole(leaf: Any) -> Any:
+    """A dense array like a row-sparse one, which may be of specs; any other leaf itself."""
+    slices = row_slices(leaf)
+    if slices is None:
+        return leaf
+    if slices.rows is None:
+        raise GradCombineError("sparse_as_dense", "a known number of rows", "a dense_shape that is not static")
+    backend = resolve("sparse_as_dense", [slices.values])
+    with renamed("sparse_as_dense"):
+        shape = (slices.rows, *backend.shape(slices.values)[1:])
+    return backend.full(shape, 0, backend.dtype(slices.values), [slices.values])
+
+
+class Metrics(NamedTuple):
+    """What contributions were like; scalars, all zeros where there was none.
+
+    Attributes:
+      norm_mean: the weighted mean of their norms, each over all leaves of a contribution.
+      norm_variance: the weighted variance around it.
+      norm_max: the largest norm.
+      count: int32, their number.
+      weight: the sum of their weights.
+    """
+
+    norm_mean: Array
+    norm_variance: Array
+    norm_max: Array
+    count: Array
+    weight: Array
+
+
+class Measured(NamedTuple):
+    """The value of a reduction, and metrics of what was combined."""
+
+    value: Tree
+    metrics: Metrics
+
+
+class MeasuredState(NamedTuple):
+    """A partial result, and that of the metrics."""
+
+    value: State
+    metrics: State
+
+
+class _Entry(NamedTuple):
+    """What the metrics are made of: a contribution's norm twice, and 1 twice."""
+
+    norm: Any
+    largest: Any
+    count: Any
+    weight: Any
+
+
+_METRICS = per_leaf(_Entry(moments(), maximum(), sum_(), replace(sum_(), scales_by_weight=True)))
+
+
+@no_autograph
+def measured(reduction: Reduction) -> Reduction:
+    """The same reduction, whose value comes with metrics of the contributions that it was made of.
+
+    For a dashboard, for the noise scale, and to see what `clipped` and `zeroed` take away: ``measured(zeroed(r))``
+    measures everything, ``zeroed(measured(r))`` what is left. The norms are those over all leaves of one contribution:
+    in a list of one tree, over replicas of that of each replica. Contributions of weight 0 are not measured.
+
+    Args:
+      reduction: any reduction of float leaves.
+
+    Returns:
+      A reduction whose result is ``Measured(value, Metrics(norm_mean, norm_variance, norm_max, count, weight))``.
+
+    Raises:
+      GradCombineError: in ``init`` and ``update`` for leaves that are not floats.
+
+    Bits: those of the reduction. Of the metrics the norms are rounded as in `clipped`, the rest as in `moments`, `max`
+    and `sum`.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> grads = [np.float32([3, 4]), np.float32([0, 1])]
+    >>> value, metrics = gc.combine(gc.reductions.measured(gc.reductions.mean()), grads, weights=[1, 3])
+    >>> value, [float(x) for x in metrics]
+    (array([0.75, 1.75], dtype=float32), [2.0, 3.0, 5.0, 2.0, 4.0])
+    """
+    require_reduction("measured", reduction)
+
+    def opened(state: State) -> MeasuredState:
+        if not isinstance(state, MeasuredState):
+            raise GradCombineError(reduction.name, "a MeasuredState", type(state).__name__)
+        return state
+
+    @no_autograph
+    def init(like: Tree) -> MeasuredState:
+        leaves, structure = tree.flatten("measured", like)
+        dtype = norm_dtype("measured", leaves, structure)
+        backend = resolve("measured", leaves)
+        present = [leaf for leaf in leaves if not is_absent(leaf)]
+        # The weight's width is that of the reductions' own sums of weights.
+        entry = (backend.full((), 0, kind, present) for kind in (dtype, dtype, dtypes.INT32, dtype))
+        return MeasuredState(reduction.init(like), _METRICS.init(_Entry(*entry)))
+
+    @no_autograph
+    def update(state: State, value: Tree, weight: Any = 1) -> MeasuredState:
+        state = opened(state)
+        updated = reduction.update(state.value, value, weight)
+        leaves, structure = tree.flatten("measured", value)
+        backend = resolve("measured", [*leaves, weight])
+        norm = global_norm("measured", backend, leaves, structure)
+        wide = state.metrics.parts[0].dtypes.dtype
+        one = backend.full((), 1, dtypes.INT32), backend.full((), 1, wide)
+        norm = backend.cast(norm, wide)
+        return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
+
+    @no_autograph
+    def merge(a: State, b: State) -> MeasuredState:
+        a, b = opened(a), opened(b)
+        return MeasuredState(reduction.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
+
+    @no_autograph
+    def finalize(state: State) -> Measured:
+        state = opened(state)
+        entry = _METRICS.finalize(state.metrics)
+        backend = resolve("measured", [entry.count])
+        largest = backend.where(entry.count == 0, backend.full((), 0, backend.dtype(entry.largest)), entry.largest)
+        metrics = Metrics(entry.norm.mean, entry.norm.variance, largest, entry.count, entry.weight)
+        return Measured(reduction.finalize(state.value), metrics)
+
+    @no_autograph
+    def clear(state: State) -> MeasuredState:
+        state = opened(state)
+        return MeasuredState(reduction.clear(state.value), _METRICS.clear(state.metrics))
+
+    @no_autograph
+    def all_merge(state: State, collective: Collective, order: Order) -> MeasuredState:
+        state = opened(state)
+        value = reduction.all_merge(state.value, collective, order)
+        return MeasuredState(value, _METRICS.all_merge(state.metrics, collective, order))
+
+    functions = init, update, merge, finalize
+    derivative = None if reduction.derivative is None else measured(reduction.derivative)
+    shortcuts = Shortcuts(functions, clear, all_merge, derivative=derivative)
+    name = f"measured({reduction.name})"
+    return Reduction(*functions, name=name, scales_by_weight=reduction.scales_by_weight, shortcuts=shortcuts)
