@@ -10,8 +10,7 @@ from gradcombine import reductions, tree
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError, renamed, require_order, shown
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions.algebra import Reduction, require_reduction
-from gradcombine.reductions.derivative import derived
+from gradcombine.reductions.algebra import Reduction, derived, require_reduction
 from gradcombine.sparse import is_row_sparse
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 

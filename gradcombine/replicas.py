@@ -12,8 +12,7 @@ from gradcombine.accumulate import replace_window, whole_window
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load_collective, resolve
 from gradcombine.errors import GradCombineError, renamed, require_collective, require_order, shown
-from gradcombine.reductions.algebra import Reduction, require_reduction
-from gradcombine.reductions.derivative import derived
+from gradcombine.reductions.algebra import Reduction, derived, require_reduction
 from gradcombine.types import AccumulateState, Array, Order, State, Tree, no_autograph
 
 

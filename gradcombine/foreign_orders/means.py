@@ -14,8 +14,8 @@ from gradcombine.combine import mean
 from gradcombine.errors import GradCombineError
 from gradcombine.foreign_orders.leaves import by_leaf, require_dtypes, trees_of
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.compensated import two_sum
 from gradcombine.reductions.dtypes import FLOAT32
+from gradcombine.reductions.sums import two_sum
 from gradcombine.types import Array, Tree, no_autograph
 
 _DTYPES = ("float16", "bfloat16", "float32")

@@ -11,11 +11,10 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import is_absent
+from gradcombine.backends.registry import is_absent, shape_of
 from gradcombine.errors import GradCombineError, require_integer, shown
 from gradcombine.foreign_orders.leaves import by_leaf, require_dtypes, trees_of
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.accumulator import shape_of
 from gradcombine.types import Array, Tree, no_autograph
 
 _BLOCK = 8

@@ -1,7 +1,7 @@
 """What a combination means: each function here makes a `Reduction`."""
 
 from gradcombine.reductions.adasum import adasum
-from gradcombine.reductions.derivative import differentiable
+from gradcombine.reductions.algebra import differentiable
 from gradcombine.reductions.elementwise import elementwise
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.per_leaf import per_leaf

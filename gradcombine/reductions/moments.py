@@ -9,9 +9,9 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.added import neutral, over_weight
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
+from gradcombine.reductions.sums import neutral, over_weight
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array, no_autograph

@@ -13,7 +13,7 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
-from gradcombine.reductions.exact import grid
+from gradcombine.reductions.exact.digits import grid_for
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, no_autograph
@@ -167,7 +167,7 @@ def _image(backend: Backend, x: Array) -> Array:
     dtype = backend.dtype(x)
     if dtypes.kind(dtype) != "float" or dtype.itemsize > 8:
         return x
-    layout = grid.of(dtype)
+    layout = grid_for(dtype)
     bits = backend.bitcast(x, layout.word)
     return backend.where(bits < 0, -(bits & layout.most), bits)
 

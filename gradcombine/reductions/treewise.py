@@ -10,11 +10,10 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, is_absent, resolve
-from gradcombine.errors import GradCombineError, at
+from gradcombine.backends.registry import dtype_of, is_absent, require_scalar, resolve, shape_of
+from gradcombine.errors import GradCombineError, at, shown
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions import accumulator, dtypes
-from gradcombine.reductions.accumulator import Opened, opened
+from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts
 from gradcombine.reductions.cell import Cell, Totals, parts, refilled, where
 from gradcombine.reductions.guarded import of_each_rank
@@ -74,7 +73,7 @@ class _Treewise:
         leaves, structure = tree.flatten(self.cell.name, like, self.cell.is_leaf)
         return self._begun(structure, leaves)[1]
 
-    def _begun(self, structure: tree.Structure, leaves: Sequence[Any]) -> tuple[Opened, State]:
+    def _begun(self, structure: tree.Structure, leaves: Sequence[Any]) -> tuple[_Opened, State]:
         """The empty state for leaves like these, also as it is when opened."""
         first = [self.cell.arrays(leaf)[0] for leaf in leaves]
         backend = resolve(self.cell.name, first)
@@ -87,7 +86,7 @@ class _Treewise:
                 raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", kind.dtype)
             return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(kind.dtype), like)
 
-        opened = Opened(structure, self._each(structure, empty, leaves, first, made_for), made_for)
+        opened = _Opened(structure, self._each(structure, empty, leaves, first, made_for), made_for)
         present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
         widest = dtypes.of_weights(kind.dtype for kind in made_for if kind.dtype is not None)
         weight = self.cell.empty_weight(backend, widest, present)
@@ -139,7 +138,7 @@ class _Treewise:
             total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
         return flat.closed(state, terms, total, count)
 
-    def _entered(self, state: State, value: Tree, weight: Any) -> tuple[Opened, list[Any], Backend, Weight]:
+    def _entered(self, state: State, value: Tree, weight: Any) -> tuple[_Opened, list[Any], Backend, Weight]:
         flat = self._open(state)
         leaves = tree.flatten_as(self.cell.name, flat.structure, value, self.cell.is_leaf)
         arrays = (x for leaf in leaves for x in self.cell.arrays(leaf))
@@ -147,7 +146,7 @@ class _Treewise:
         return flat, leaves, backend, parse(self.cell.name, backend, weight)
 
     def _entering(self, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any:
-        """The contribution as the cell takes it; refuses one that does not match the accumulator."""
+        """The contribution as the cell takes it; refuses one that does not match the"""
         if a is None:
             raise GradCombineError(self.cell.name, "no gradient, as where the state was made", "an array")
         return self.cell.entering(backend, a, kind.dtype, leaf)
@@ -185,7 +184,7 @@ class _Treewise:
         def update(a: Any, kind: Any, *xs: Any) -> Any:
             def entering(leaf: Any, zero: Array | bool) -> Array | None:
                 x = None if is_absent(leaf) else self._entering(backend, a, kind, leaf)
-                return None if x is None or zero is True else accumulator.unless(backend, zero, x)
+                return None if x is None or zero is True else _unless(backend, zero, x)
 
             present = [entering(x, zero) for x, zero in zip(xs, zeros, strict=True)]
             if all(x is None for x in present):
@@ -194,7 +193,7 @@ class _Treewise:
 
         values = self._each(flat.structure, update, flat.values, flat.made_for, *rows)
         known = [w for w in parsed if w.known is not None]
-        total, count = whole.weight, accumulator.plus(backend, whole.count, sum(w.known != 0 for w in known))
+        total, count = whole.weight, _plus(backend, whole.count, sum(w.known != 0 for w in known))
         if known:
             total = cell.add_weights(backend, total, known, order)
         for w, zero in zip(parsed, zeros, strict=True):
@@ -212,7 +211,7 @@ class _Treewise:
         totals = Totals(a.weight, a.count), Totals(b.weight, b.count)
 
         def merge(x: Any, y: Any) -> Any:
-            expected, received = accumulator.summary(x), accumulator.summary(y)
+            expected, received = _summary(x), _summary(y)
             if expected != received:
                 raise GradCombineError(name, f"a state of {expected}", received)
             return None if x is None else self.cell.merge(backend, x, y, *totals)
@@ -228,7 +227,7 @@ class _Treewise:
 
         def finish(a: Any, kind: Any) -> Any:
             if a is None:
-                return accumulator.absent(backend, kind)
+                return _absent(backend, kind)
             return self.cell.finish(backend, a, totals, self.cell.output(kind.dtype))
 
         return tree.unflatten(flat.structure, self._each(flat.structure, finish, flat.values, flat.made_for))
@@ -243,7 +242,7 @@ class _Treewise:
         if (results := cell.all_finish(backend, collective, flat.present(), outputs, totals, w)) is None:
             return self.finalize(self.all_merge(state, collective, "sequential"))
         back = iter(results)
-        finished = (accumulator.absent(backend, kind) if kind.dtype is None else next(back) for kind in flat.made_for)
+        finished = (_absent(backend, kind) if kind.dtype is None else next(back) for kind in flat.made_for)
         return tree.unflatten(flat.structure, finished)
 
     @no_autograph
@@ -288,10 +287,107 @@ class _Treewise:
             values = [None if a is None else like(a) for a in flat.values]
             return flat.closed(state, values, like(state.weight), next(back))
 
-        bundle = [*accumulator.on_wire(backend, arrays, self.wire_dtype), *parts(state.weight), state.count]
+        bundle = [*_on_wire(backend, arrays, self.wire_dtype), *parts(state.weight), state.count]
         if self.cell.additive and order == "sequential":
             return rebuild(collective.all_sum(bundle))
         return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
 
-    def _open(self, state: State) -> Opened:
-        return opened(self.cell, self.state, state)
+    def _open(self, state: State) -> _Opened:
+        return _opened(self.cell, self.state, state)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A state, flattened.
+
+    Attributes:
+      structure: of its tree.
+      values: the accumulators; None where there is no gradient.
+      made_for: constants, in the same order.
+    """
+
+    structure: tree.Structure
+    values: list[Any]
+    made_for: list[Any]
+
+    def present(self) -> list[Any]:
+        return [a for a in self.values if a is not None]
+
+    def arrays(self) -> list[Array]:
+        return [array for a in self.values if a is not None for array in parts(a)]
+
+    def closed(self, state: State, values: Sequence[Any], weight: Any, count: Array) -> State:
+        """The state with other accumulators."""
+        return type(state)(self.value(values), weight, count, state.dtypes)
+
+    def value(self, values: Sequence[Any]) -> Tree:
+        """The tree of these accumulators."""
+        pairs = zip(self.made_for, values, strict=True)
+        return tree.unflatten(self.structure, [kind if value is None else value for kind, value in pairs])
+
+
+def _unless(backend: Backend, zero: Array | bool, x: Array) -> Array:
+    return x if isinstance(zero, bool) else backend.where(zero, backend.full((), 0, backend.dtype(x)), x)
+
+
+def _plus(backend: Backend, count: Array, more: int) -> Array:
+    """The sum, still known where the count was."""
+    known = backend.concrete(count)
+    return count + more if known is None else backend.full((), int(known) + more, dtypes.INT32, [count])
+
+
+def _on_wire(backend: Backend, arrays: Sequence[Array], wire: np.dtype | None) -> list[Array]:
+    """The arrays as replicas exchange them."""
+    if wire is None:
+        return list(arrays)
+    return [backend.cast(x, wire) if dtypes.kind(dtype_of(x)) == dtypes.kind(wire) else x for x in arrays]
+
+
+def _summary(a: Any) -> str:
+    if a is None:
+        return "no gradient"
+    kept = parts(a)[0]
+    held = f"shape {shape_of(kept)} and dtype {dtype_of(kept)}"
+    return f"{held} in {getattr(a, 'in_words', type(a).__name__)}" if kept is not a else held
+
+
+def _require_totals(operation: str, weight: Any, count: Any) -> None:
+    """Refuses a state whose sum of weights or number of contributions is damaged."""
+    for part in parts(weight):
+        require_scalar(operation, "a real scalar", part, "fiu", ".weight")
+    require_scalar(operation, "an integer scalar", count, "iu", ".count")
+
+
+def _require_running(cell: Cell, structure: tree.Structure, values: Sequence[Any], made_for: Sequence[Any]) -> None:
+    """Refuses accumulators of other dtypes, in any byte order, than contributions of these have."""
+    for i, (a, kind) in enumerate(zip(values, made_for, strict=True)):
+        if a is not None and kind.dtype is None:
+            raise GradCombineError(
+                cell.name, "no accumulator, where there is no gradient", _summary(a), structure.path(i)
+            )
+        if a is not None and dtype_of(parts(a)[0]).name != (running := cell.running(kind.dtype)).name:
+            expected = f"an accumulator of {running}, for contributions of {kind.dtype}"
+            raise GradCombineError(cell.name, expected, dtype_of(parts(a)[0]), structure.path(i))
+
+
+def _opened(cell: Cell, kind: type, state: State) -> _Opened:
+    """A state that must be of this class, and whole.
+
+    Raises:
+      GradCombineError: for another state, and for a damaged one.
+    """
+    if type(state) is not kind:
+        raise GradCombineError(cell.name, f"a {kind.__name__}", type(state).__name__)
+    _require_totals(cell.name, state.weight, state.count)
+    made_for, structure = tree.flatten(cell.name, state.dtypes, tree.is_static)
+    if not all(map(tree.is_static, made_for)):
+        raise GradCombineError(cell.name, "a state whose dtypes are constants", shown(state.dtypes))
+    split = tree.split_as(cell.name, structure, state.value)
+    values = [None if tree.is_static(a) else a for a in split]
+    _require_running(cell, structure, values, made_for)
+    return _Opened(structure, values, made_for)
+
+
+def _absent(backend: Backend, kind: Any) -> Any:
+    """The result where there is no gradient."""
+    return None if kind.shape is None else backend.make_absent(kind.shape)

@@ -12,7 +12,6 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import described, is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.accumulator import shape_of
 from gradcombine.replicated.layouts import Layout
 from gradcombine.replicated.policy import Policy
 from gradcombine.types import Array, Tree
@@ -96,7 +95,9 @@ def _leaf(operation: str, backend: Backend, component: Any, x: Any, path: str, l
         if one:
             raise GradCombineError(operation, f"shape {one}", f"the number {shown(x)}", path)
         return Written(_number(operation, backend, x, dtype, path), number=True)
-    expected, received = (shape(component, path), dtype), (shape_of(operation, x, path), described(x).dtype(x))
+    with renamed(operation, path):
+        received = described(x).shape(x), described(x).dtype(x)
+    expected = shape(component, path), dtype
     if expected != received:
         wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
         raise GradCombineError(operation, wanted, got, path)

@@ -9,11 +9,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from gradcombine.reductions.wrappers import sparse_as_dense
 from hypothesis import given
 
 import gradcombine as gc
 from gradcombine.reductions.rows import row_mean, row_sum
+from gradcombine.reductions.wrappers import sparse_as_dense
 from gradcombine.replicas import Local
 from gradcombine.sparse import RowSparse, add_rows, densify, row_sparse, to_dense
 from gradcombine.tree import static_rows

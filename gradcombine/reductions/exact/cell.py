@@ -13,12 +13,20 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import ArrayLeaves, Totals
-from gradcombine.reductions.exact import digits, exchange, rounding, terms
-from gradcombine.reductions.exact import grid as grids
-from gradcombine.reductions.exact.digits import BETWEEN, SPILLED_CAPACITY, Decoded, Digits
-from gradcombine.reductions.exact.grid import FLOAT32, Grid
-from gradcombine.reductions.exact.terms import Part
-from gradcombine.reductions.exact.weight import ExactWeight, limited, linked, refusing, rounded
+from gradcombine.reductions.exact import digits, exchange, rounding
+from gradcombine.reductions.exact.digits import BETWEEN, FLOAT32, SPILLED_CAPACITY, Decoded, Digits, Grid, grid_for
+from gradcombine.reductions.exact.weights import (
+    ExactWeight,
+    Part,
+    deposits,
+    limited,
+    linked,
+    of_weight,
+    refusing,
+    rounded,
+    weight_parts,
+    weighted,
+)
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Order
 
@@ -50,7 +58,7 @@ class Exact(ArrayLeaves):
 
     def running(self, dtype: np.dtype) -> np.dtype:
         # No state has the words of a wider float.
-        return grids.of(dtype).word if dtype.itemsize <= 8 else dtype
+        return grid_for(dtype).word if dtype.itemsize <= 8 else dtype
 
     def output(self, dtype: np.dtype) -> np.dtype:
         return self.settings.output(dtype)
@@ -77,7 +85,7 @@ class Exact(ArrayLeaves):
         every = weights
         xs, weights = zip(*((x, w) for x, w in zip(xs, weights, strict=True) if x is not None), strict=True)
         grid = digits.grid_of(backend, a)
-        parts = [[] if w.is_one else terms.weight_parts(backend, grid, w) for w in weights]
+        parts = [[] if w.is_one else weight_parts(backend, grid, w) for w in weights]
         plan = tuple((w.whole, len(part)) for w, part in zip(weights, parts, strict=True))
         scalars = (array for several in parts for part in several for array in part)
         total = Digits.of(backend.fused(_deposit, (grid, len(a.words), plan), [*a.words, *xs, *scalars]))
@@ -88,7 +96,7 @@ class Exact(ArrayLeaves):
         if not a.spills:
             return a
         before = totals.weight.deposits
-        after = before + sum(terms.deposits(backend, w) for w in weights)
+        after = before + sum(deposits(backend, w) for w in weights)
         due = backend.shift_right(before, _PERIOD) != backend.shift_right(after, _PERIOD)
         return Digits.of(backend.apply_if_rare(due, _settle, (FLOAT32,), a.words))
 
@@ -105,7 +113,7 @@ class Exact(ArrayLeaves):
         return refusing(self.name, backend, results, totals.weight.link)[0]
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Any:
-        word = grids.of(dtype).word
+        word = grid_for(dtype).word
         words = [backend.full((), 0, word, like) for _ in range(self._words(word))]
         counts = (backend.full((), 0, dtype, like) for dtype in (dtypes.INT32, dtypes.FLOAT32))
         return ExactWeight(Digits.of(words), *counts)
@@ -125,7 +133,7 @@ class Exact(ArrayLeaves):
             constants = (backend.full((), int(x), grid.word) for x in _deposit_all(NUMPY, grid, zeros, values).words)
             summed = digits.merge(backend, grid, summed, Digits.of(list(constants)))
         summed = _deposit_all(backend, grid, summed, _weights(backend, grid, [w for w in weights if w.known is None]))
-        count = sum(terms.deposits(backend, w) for w in weights)
+        count = sum(deposits(backend, w) for w in weights)
         arrays = [w.array for w in weights if w.known is None]
         link = linked(backend, total.link, arrays) if arrays else total.link
         return ExactWeight(digits.settle(backend, grid, summed), limited(backend, total.deposits + count), link)
@@ -155,7 +163,7 @@ class Exact(ArrayLeaves):
         totals: Totals,
         weight: Weight,
     ) -> list[Array] | None:
-        most = collective.size() * terms.deposits(backend, weight)
+        most = collective.size() * deposits(backend, weight)
         plans = [exchange.plan(backend, a, collective.size(), most) for a in accumulators]
         fitting = [plan for plan in plans if plan is not None]
         if len(fitting) < len(plans):
@@ -199,8 +207,8 @@ def _settle(backend: Backend, grid: Grid, *words: Array) -> tuple[Array, ...]:
 
 def _weights(backend: Backend, grid: Grid, weights: Sequence[Weight]) -> list[Decoded]:
     """What weights add to their sum."""
-    parts = (part for weight in weights for part in terms.weight_parts(backend, grid, weight))
-    return [terms.of_weight(backend, grid, part) for part in parts]
+    parts = (part for weight in weights for part in weight_parts(backend, grid, weight))
+    return [of_weight(backend, grid, part) for part in parts]
 
 
 def _deposit(
@@ -219,7 +227,7 @@ def _deposit(
     values: list[Decoded] = []
     for x, (whole, count) in zip(xs, plan, strict=True):
         parts = [Part(next(scalars), next(scalars)) for _ in range(count)]
-        values += terms.weighted(backend, grid, backend.cast(x, grid.value), parts, whole)
+        values += weighted(backend, grid, backend.cast(x, grid.value), parts, whole)
     total = _deposit_all(backend, grid, Digits.of(words), values)
     return (digits.settle(backend, grid, total) if len(plan) > 1 else total).words
 

@@ -28,9 +28,8 @@ import numpy as np
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.reductions.cell import Totals
 from gradcombine.reductions.exact import digits, rounding
-from gradcombine.reductions.exact.digits import Digits
-from gradcombine.reductions.exact.grid import FLOAT32, Grid
-from gradcombine.reductions.exact.weight import ExactWeight, halves, whole
+from gradcombine.reductions.exact.digits import FLOAT32, Digits, Grid
+from gradcombine.reductions.exact.weights import ExactWeight, halves, joined
 from gradcombine.types import Array
 
 INT8 = np.dtype(np.int8)
@@ -62,13 +61,13 @@ def merged(
     )
     counts = [totals.count, *halves(backend, totals.weight.deposits), totals.weight.link]
     received = iter(_sum_with_scalars(backend, collective, [*itertools.chain(*aligned), *counts]))
-    joined = []
+    sums_of_all = []
     for grid, a, top in zip(grids, sums, tops, strict=True):
         words = [next(received) for _ in a.words]
-        joined.append(Digits.of(backend.fused(_tagged, (grid,), [top, *words])))
+        sums_of_all.append(Digits.of(backend.fused(_tagged, (grid,), [top, *words])))
     count, low, high, link = received
-    *accumulators, weight = joined
-    return accumulators, Totals(ExactWeight(weight, whole(backend, low, high), link), count)
+    *accumulators, weight = sums_of_all
+    return accumulators, Totals(ExactWeight(weight, joined(backend, low, high), link), count)
 
 
 def _sum_with_scalars(backend: Backend, collective: Collective, arrays: Sequence[Array]) -> list[Array]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions.exact import digits
-from gradcombine.reductions.exact.grid import FLOAT32, FLOAT64, Grid
+from gradcombine.reductions.exact.digits import FLOAT32, FLOAT64, Grid
 from gradcombine.types import Array
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from gradcombine.reductions.wrappers import sparse_as_dense
 
 import gradcombine as gc
 from gradcombine.integrations.tensorflow.sparse import from_indexed_slices, to_indexed_slices
 from gradcombine.reductions.rows import row_mean, row_sum
+from gradcombine.reductions.wrappers import sparse_as_dense
 from gradcombine.sparse import densify, to_dense
 
 ROWS = 12

@@ -1,24 +1,30 @@
-"""Weighted contributions as numbers whose exact sum they are, for exact sums.
+"""Weights in exact sums: contributions multiplied by them, and their own sum.
 
 A weight is split into parts of the precision of the float: one of a floating type is one part, and a whole number has
 one for each 24 bits (float64: 53). The product of a contribution and a part has twice the bits. Of a whole number all
 of them are kept, else it is rounded once. What multiplies are integers, or floats from 1 to 2, so that no step depends
 on what a device does to subnormal numbers.
+
+Integers carry no derivative, so a derivative that goes through a state would be 0 unseen. A float scalar beside the
+digits of the sum of weights, the *link*, depends on all contributions and weights in the eyes of the frameworks, though
+it is always 0: where a derivative comes upon it, the result refuses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend
-from gradcombine.reductions.exact import digits
-from gradcombine.reductions.exact.digits import Decoded, Lower
-from gradcombine.reductions.exact.grid import FLOAT32, Grid
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.exact import digits, rounding
+from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY, Decoded, Digits, Grid, Lower
+from gradcombine.reductions.exact.rounding import Divisor
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array
 
@@ -164,3 +170,67 @@ def _product(backend: Backend, grid: Grid, a: Array, b: Array) -> tuple[Array, A
     rest = backend.shift_left(rest & grid.lower, up)
     leading = backend.shift_left(leading, up) | backend.shift_right(rest, 2 * half)
     return leading, 2 * half - up, rest & grid.lower
+
+
+_HALF = 13
+"""The lower bits of a number of deposits."""
+
+
+class ExactWeight(NamedTuple):
+    """The sum of weights, in digits, and the number of deposits that each accumulator has had."""
+
+    digits: Digits
+    deposits: Array
+    link: Array
+
+
+def linked(backend: Backend, link: Array, leaves: Sequence[Any]) -> Array:
+    """The link, which depends on these arrays as well."""
+
+    def depending(link: Array, *leaves: Any) -> list[Array]:
+        for x in leaves:
+            if x is not None and dtypes.kind(backend.dtype(x)) == "float":
+                link = link + backend.cast(backend.total(x[None][:0]), backend.dtype(link))
+        return [link]
+
+    return backend.custom_derivative(lambda link, *_: [link], depending, [link, *leaves])[0]
+
+
+def refusing(operation: str, backend: Backend, results: Sequence[Array], link: Array) -> list[Array]:
+    """The results, of which a derivative that comes upon the link is an error."""
+
+    def refuse(*_: Array) -> list[Array]:
+        expected = "reductions.differentiable(...) of this reduction, whose states know their derivative"
+        raise GradCombineError(operation, expected, "a derivative through a state of integers")
+
+    return backend.custom_derivative(lambda *arrays: arrays[:-1], refuse, [*results, link])
+
+
+def limited(backend: Backend, deposits: Array) -> Array:
+    """A count that stays above every capacity once it is there, in place of wrapping around."""
+    most = backend.full((), SPILLED_CAPACITY + 1, dtypes.INT32)
+    return backend.where(deposits > most, most, deposits)
+
+
+def halves(backend: Backend, deposits: Array) -> list[Array]:
+    """A limited count in two: what many replicas have of them adds up without an overflow."""
+    return [deposits & ((1 << _HALF) - 1), backend.shift_right(deposits, _HALF)]
+
+
+def joined(backend: Backend, low: Array, high: Array) -> Array:
+    """The limited count from sums of `halves`, of up to 4096 replicas."""
+    many = backend.full((), (SPILLED_CAPACITY >> _HALF) + 1, dtypes.INT32)
+    return limited(backend, backend.shift_left(backend.where(high < many, high, many), _HALF) + low)
+
+
+@np.errstate(all="ignore")
+def rounded(backend: Backend, grid: Grid, total: ExactWeight) -> Divisor:
+    """The sum of weights, rounded once to the precision of the grid's float; 1 where there were none."""
+    kept = digits.grid_of(backend, total.digits)
+    wide = rounding.carry(backend, kept, total.digits)
+    significand, carried = rounding.nearest(backend, kept, wide, grid)
+    exponent = wide.exponent + carried + (1 - kept.top // 2)
+    none, one = backend.full((), 0, kept.word), backend.full((), grid.hidden, kept.word)
+    undefined = wide.zero | ((total.digits.slots[0] & kept.tag) == kept.special)
+    pairs = (backend.where(undefined, none, significand), one), (exponent, none)
+    return Divisor(*(backend.cast(backend.where(total.deposits == 0, b, a), grid.word) for a, b in pairs))
