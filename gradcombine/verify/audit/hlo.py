@@ -80,6 +80,7 @@ class Instruction(NamedTuple):
     Attributes:
       name: unique in its computation.
       shapes: of its result; all arrays of a tuple, in order.
+      starts: where in them the elements of the outermost tuple begin.
       opcode: as HLO names it.
       operands: names of instructions of the same computation.
       inside: what stands in the parentheses behind the opcode.
@@ -89,6 +90,7 @@ class Instruction(NamedTuple):
 
     name: str
     shapes: tuple[Shape, ...]
+    starts: tuple[int, ...]
     opcode: str
     operands: tuple[str, ...]
     inside: str
@@ -98,6 +100,10 @@ class Instruction(NamedTuple):
     @property
     def bytes(self) -> int:
         return sum(shape.bytes for shape in self.shapes)
+
+    def leaf(self, index: int) -> int:
+        """The first array of a tuple's element."""
+        return self.starts[index] if index < len(self.starts) else index
 
     def called(self, *names: str) -> list[str]:
         """The computations that these attributes name."""
@@ -125,6 +131,22 @@ class Instruction(NamedTuple):
         """The kind of collective that begins here; empty for anything else."""
         kind = self.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else ""
+
+
+class Loop(NamedTuple):
+    """A loop that turns more than once.
+
+    Attributes:
+      instruction: the while.
+      trips: how often it turns; None where it is not known while compiling.
+    """
+
+    instruction: Instruction
+    trips: int | None
+
+
+Loops = tuple[Loop, ...]
+"""Those around an operation, the outermost first."""
 
 
 class Alias(NamedTuple):
@@ -270,16 +292,18 @@ class Module:
         trips = self.trips(computation, x)
         return trips > 1 if trips is not None else not self.turns_at_most_once(x)
 
-    def executed(self, name: str = "", looped: bool = False) -> Iterator[tuple[str, Instruction, bool]]:
-        """All operations with their computation and whether they repeat; what a fusion holds is one operation."""
+    def executed(self, name: str = "", loops: tuple[Loop, ...] = ()) -> Iterator[tuple[str, Instruction, Loops]]:
+        """All operations, their computations and the loops that repeat them; what a fusion holds is one operation."""
         name = name or self.entry
         for x in self.computations[name].values():
-            yield name, x, looped
-            for body in x.called("body"):
-                yield from self.executed(body, looped or self.repeats(name, x))
-            if x.opcode in ("conditional", "call", "async-start"):
+            yield name, x, loops
+            if x.opcode == "while":
+                inner = (*loops, Loop(x, self.trips(name, x))) if self.repeats(name, x) else loops
+                for body in x.called("body"):
+                    yield from self.executed(body, inner)
+            elif x.opcode in ("conditional", "call", "async-start"):
                 for body in self.bodies(x):
-                    yield from self.executed(body, looped)
+                    yield from self.executed(body, loops)
 
     @staticmethod
     def bodies(x: Instruction) -> list[str]:
@@ -360,26 +384,26 @@ def groups(attributes: str) -> list[Device]:
     [(0, 2), (1, 3)]
     >>> groups("replica_groups=mesh['data'=2,'model'=2] {'model'}")
     [(0, 1), (2, 3)]
+    >>> groups("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}")
+    [(0, 2), (1, 3)]
     >>> groups("source_target_pairs={{0,1},{1,0}}")
     [(0, 1), (1, 0)]
     """
     if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", attributes):
         return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])]
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        shape, dims = (_numbers(found[i]) for i in (1, 2))
-        _limit(math.prod(dims))
-        order = np.arange(math.prod(dims)).reshape(dims)
-        order = order.transpose(_numbers(found[3])) if found[3] else order
-        return [tuple(map(int, row)) for row in order.reshape(shape)]
+        order = _iota(_numbers(found[2]), found[3])
+        return [tuple(map(int, row)) for row in order.reshape(_numbers(found[1]))]
     if found := re.search(r"replica_groups=mesh\[(.*?)\]([^{]*)\{(.*?)\}", attributes):
         axes = dict(re.findall(r"'?([^'=,]+)'?=(\d+)", found[1]))
         names, lengths = list(axes), [int(n) for n in axes.values()]
         chosen = re.findall(r"'?([\w.\-]+)'?(?:,|$)", found[3])
-        if found[2].strip() or not set(chosen) <= set(names):
+        ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", found[2])
+        if (found[2].strip() and not ids) or not set(chosen) <= set(names):
             raise GradCombineError("audit", "groups of whole axes of a mesh", found[0])
-        _limit(math.prod(lengths))
+        order = _iota(_numbers(ids[1]), ids[2]) if ids else _iota(tuple(lengths))
         rest = [i for i, name in enumerate(names) if name not in chosen]
-        order = np.arange(math.prod(lengths)).reshape(lengths).transpose(rest + [names.index(name) for name in chosen])
+        order = order.reshape(lengths).transpose(rest + [names.index(name) for name in chosen])
         size = math.prod(lengths[names.index(name)] for name in chosen)
         return [tuple(map(int, row)) for row in order.reshape(-1, size)]
     return []
@@ -434,12 +458,19 @@ def _instruction(line: str) -> Instruction:
     inside = inside[1:-1]
     # Constants hold values; all else names operands, with their shapes or without.
     operands = () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, _shapes(shape), opcode, operands, inside, attributes, root)
+    return Instruction(name, *_shapes(shape), opcode, operands, inside, attributes, root)
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
-    found = re.findall(r"(\w+)\[([^\]]*)\](\{[^}]*\})?", text)
-    return tuple(Shape(kind, _numbers(dims.replace("<=", "")), layout) for kind, dims, layout in found)
+def _shapes(text: str) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
+    shapes, starts, depth = list[Shape](), list[int](), 0
+    for found in re.finditer(r"([()])|(\w+)\[([^\]]*)\](\{[^}]*\})?", text):
+        if found[1] != ")" and depth == 1:
+            starts.append(len(shapes))
+        if found[1]:
+            depth += 1 if found[1] == "(" else -1
+        else:
+            shapes.append(Shape(found[2], _numbers(found[3].replace("<=", "")), found[4] or ""))
+    return tuple(shapes), tuple(starts)
 
 
 def _balanced(text: str) -> tuple[str, str]:
@@ -462,6 +493,10 @@ def _integer(x: Instruction) -> int | None:
     return int(x.inside) if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.inside) else None
 
 
-def _limit(devices: int) -> None:
+def _iota(dims: tuple[int, ...], axes: str | None = None) -> np.ndarray:
+    """Numbers of devices, counted along these lengths, with their axes in this order."""
+    devices = math.prod(dims)
     if devices > MOST_DEVICES:
         raise GradCombineError("audit", f"groups of at most {MOST_DEVICES:,} devices", f"{devices:,}")
+    order = np.arange(devices).reshape(dims)
+    return order.transpose(_numbers(axes)) if axes else order

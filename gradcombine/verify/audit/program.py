@@ -2,12 +2,98 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
 
-from gradcombine.verify.audit.hlo import Instruction, Module
+from gradcombine.verify.audit.flow import Flow
+from gradcombine.verify.audit.hlo import Instruction, Loops, Module, Shape
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 """Operations that move nothing."""
+
+CONTROL = {"while", "conditional", "call", "async-start"}
+"""Operations whose computations are counted by themselves."""
+
+NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+"""Targets of custom calls that move nothing."""
+
+SLICES = {"dynamic-slice", "slice", "gather"}
+
+
+LIBRARIES = ("site-packages/", "dist-packages/", "/gradcombine/integrations/", "/gradcombine/backends/", "<frozen")
+"""Parts of the paths of files whose lines are not the user's."""
+
+
+class Exchange(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+      computation: it stands in.
+      x: the operation that begins it.
+      loops: around it.
+      groups: of devices that take part together.
+      operand: bytes that each device gives.
+      result: bytes that each device gets.
+    """
+
+    computation: str
+    x: Instruction
+    loops: Loops
+    groups: list[tuple[int, ...]]
+    operand: int
+    result: int
+
+    @property
+    def kind(self) -> str:
+        return self.x.collective
+
+    @property
+    def size(self) -> int:
+        """The bytes of the larger side."""
+        return max(self.operand, self.result)
+
+    @property
+    def members(self) -> int:
+        """Devices of a group."""
+        if self.kind == "collective-permute":
+            return 2
+        return max(map(len, self.groups))
+
+    @property
+    def times(self) -> int:
+        return times(self.loops)
+
+    def sent(self) -> float:
+        """Bytes that each device has to send, by the best known algorithms."""
+        n = self.members
+        if n == 1:
+            return 0.0
+        if self.kind == "all-reduce":
+            return 2 * (n - 1) / n * self.operand
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return float(self.operand)
+        return (n - 1) / n * self.size
+
+    def leaves_host(self, per_host: int) -> tuple[int, float]:
+        """The hosts that a group spans, and the bytes that each device sends to other ones."""
+        hosts = max(len({device // per_host for device in group}) for group in self.groups)
+        each = max(1, math.ceil(self.members / hosts))
+        if hosts == 1:
+            return 1, 0.0
+        if self.kind == "all-reduce":
+            return hosts, 2 * (hosts - 1) / hosts * self.operand / each
+        if self.kind in ("all-gather", "reduce-scatter"):
+            return hosts, (hosts - 1) / hosts * self.size / each
+        return hosts, self.sent()
+
+
+def times(loops: Loops) -> int:
+    """How often what stands in these loops runs; a loop of unknown length counts once."""
+    return math.prod(1 if loop.trips is None else loop.trips for loop in loops)
 
 
 class Program(Module):
@@ -16,6 +102,16 @@ class Program(Module):
     Args:
       text: as XLA prints it, for instance ``compiled.as_text()``.
     """
+
+    @cached_property
+    def flow(self) -> Flow:
+        return Flow(self)
+
+    def source(self, x: Instruction) -> str:
+        """The line that an operation came from, "file:line": the innermost one that is no library's."""
+        frames = self.frames(x)
+        own = [frame for frame in frames if not any(part in frame.file for part in LIBRARIES)]
+        return "".join(f"{frame.file}:{frame.line}" for frame in (own or frames)[:1] if frame.file)
 
     def bytes_moved(self, due: bool) -> int:
         """Read and written by one call; an operation that reads a part of an array counts as reading all of it.
@@ -38,13 +134,106 @@ class Program(Module):
     def collectives(self, least: int = 0) -> tuple[Counter[str], Counter[str]]:
         """Those inside of loops that turn more than once, and all others; of results from so many bytes on."""
         found: tuple[Counter[str], Counter[str]] = Counter(), Counter()
-        for _, x, looped in self.executed():
+        for _, x, loops in self.executed():
             if x.collective and x.bytes >= least:
-                found[not looped][x.collective] += 1
+                found[not loops][x.collective] += 1
         return found
 
     def conditionals(self) -> int:
         return sum(x.opcode == "conditional" for _, x, _ in self.executed())
+
+    @cached_property
+    def exchanges(self) -> list[Exchange]:
+        """All collectives, in the program's order."""
+        found = list[Exchange]()
+        for name, x, loops in self.executed():
+            if x.collective:
+                operand = sum(self.computations[name][operand].bytes for operand in x.operands)
+                # What begins an asynchronous collective may give its operands as well.
+                shapes = x.shapes[len(x.operands) :] if len(x.shapes) >= 2 * len(x.operands) else x.shapes
+                result = sum(shape.bytes for shape in shapes[: len(x.operands)])
+                found.append(Exchange(name, x, loops, self.groups(x), operand, result))
+        return found
+
+    def traffic(self, name: str, x: Instruction) -> int:
+        """Bytes of main memory that an operation has to read and write once: the parts that it uses of its operands."""
+        if x.opcode in FREE or x.opcode in CONTROL or any(f'"{target}"' in x.attributes for target in NOTHING):
+            return 0
+        operands = [self.computations[name][operand] for operand in x.operands]
+        if x.opcode.endswith("-start"):
+            return sum(_main(operand) for operand in operands) if x.collective else 0
+        if x.opcode.endswith("-done"):
+            started = x.opcode.removesuffix("-done") in ("copy", "slice")
+            source = [self.computations[name][y] for y in operands[0].operands] if started else []
+            return _main(x) + (x.bytes if any(_main(y) for y in source) else 0)
+        if x.opcode == "fusion":
+            return self._fused(x, operands)
+        if x.opcode in SLICES:
+            return 2 * _main(x)
+        if x.opcode == "dynamic-update-slice":
+            return 2 * _main(operands[1])
+        if "__cublas" in x.attributes or "__cudnn" in x.attributes:
+            # What comes behind the result is room to work in.
+            return sum(map(_main, operands)) + _bytes(x.shapes[:1])
+        return sum(map(_main, operands)) + _main(x)
+
+    def products(self, name: str, x: Instruction) -> Iterator[tuple[str, Instruction, float, int]]:
+        """Matrix products and convolutions that an operation runs: where, which, their flops, their type's bits."""
+        if x.opcode == "fusion":
+            fused = x.called("calls")[0]
+            for y in self.computations[fused].values():
+                yield from self.products(fused, y)
+        elif found := self._product(name, x):
+            yield (name, x, *found)
+
+    def _product(self, name: str, x: Instruction) -> tuple[float, int] | None:
+        operands = [self.computations[name][operand].shapes[0] for operand in x.operands[:2]]
+        if len(operands) < 2:
+            return None
+        left, right = operands
+        width = max(_bits(left), _bits(right))
+        if x.opcode == "dot":
+            return 2.0 * x.shapes[0].elements * math.prod(left.dims[i] for i in x.lists("lhs_contracting_dims")), width
+        if x.opcode == "custom-call" and (
+            found := re.search(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)
+        ):
+            contracted = math.prod(left.dims[int(i)] for i in re.findall(r"\d+", found[1]))
+            return 2.0 * x.shapes[0].elements * contracted, width
+        if x.opcode == "convolution" and (found := re.search(r"dim_labels=\w+_(\w+)->(\w+)", x.attributes)):
+            # Each output sums the kernel without its output features; a larger window of padding is no work.
+            features = right.dims[found[1].index("o")]
+            outputs = x.shapes[0].elements
+            return 2.0 * outputs * right.elements / features, width
+        return None
+
+    def _fused(self, x: Instruction, operands: list[Instruction]) -> int:
+        fused = x.called("calls")[0]
+        body = self.computations[fused]
+        users: dict[str, list[Instruction]] = {}
+        for y in body.values():
+            for operand in y.operands:
+                users.setdefault(operand, []).append(y)
+
+        def consumers(name: str) -> list[tuple[str, Instruction]]:
+            found = list[tuple[str, Instruction]]()
+            for y in users.get(name, []):
+                found += consumers(y.name) if y.opcode in ("bitcast", "convert", "copy", "reshape") else [(name, y)]
+            return found
+
+        total = 0
+        for y in body.values():
+            if y.opcode == "parameter" and _main(operands[int(y.inside)]):
+                used = consumers(y.name)
+                parts = [_part(body, via, z) for via, z in used]
+                whole = operands[int(y.inside)].bytes
+                total += whole if None in parts or not parts else min(whole, sum(n for n in parts if n is not None))
+        root = body[self.roots[fused]]
+        results = [body[operand] for operand in root.operands] if root.opcode == "tuple" else [root]
+        for result, shape in zip(results, x.shapes, strict=False):
+            origin = self.origin(body, result.name)
+            written = body[origin.operands[1]].bytes if origin.opcode == "dynamic-update-slice" else shape.bytes
+            total += 0 if shape.space else written
+        return total
 
     def _moved(self, name: str, due: bool) -> int:
         instructions = self.computations[name]
@@ -58,9 +247,27 @@ class Program(Module):
             elif x.opcode == "call":
                 total += sum(self._moved(body, due) for body in self.bodies(x))
             elif x.opcode not in FREE and not x.opcode.endswith("-done"):
-                total += x.bytes + sum(_of(instructions, operand) for operand in x.operands)
+                total += x.bytes + sum(instructions[operand].bytes for operand in x.operands)
         return total
 
 
-def _of(instructions: dict[str, Instruction], name: str) -> int:
-    return instructions[name].bytes if name in instructions else 0
+def _part(body: dict[str, Instruction], name: str, x: Instruction) -> int | None:
+    """The bytes that a slice takes of an operand; None for what takes all of it."""
+    if x.opcode in SLICES and x.operands[0] == name:
+        return x.bytes
+    if x.opcode == "dynamic-update-slice" and x.operands[0] == name:
+        return 0
+    return None
+
+
+def _bytes(shapes: tuple[Shape, ...]) -> int:
+    return sum(0 if shape.space else shape.bytes for shape in shapes)
+
+
+def _main(x: Instruction) -> int:
+    """Of an operation's result, in main memory."""
+    return _bytes(x.shapes)
+
+
+def _bits(shape: Shape) -> int:
+    return 8 * shape.bytes // shape.elements if shape.elements else 0

@@ -133,18 +133,17 @@ def tpu(name: str) -> tuple[Any, ...]:
 
 
 def described(text: str) -> Figures:
-    """What a GpuTargetConfigProto tells: no rate of tensor cores, and nothing of links.
+    """What a GpuTargetConfigProto tells: nothing of tensor cores and links.
 
-    >>> described(H100).flops
-    {32: 66908160000000.0}
+    >>> described(H100).bandwidth
+    3352320000000.0
     """
     facts = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)$", text, re.MULTILINE)}
-    needed = ("core_count", "fpus_per_core", "clock_rate_ghz", "memory_bandwidth", "device_memory_size")
+    needed = ("memory_bandwidth", "device_memory_size")
     if lacking := [name for name in needed if name not in facts]:
         raise GradCombineError("audit", f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
-    cores, units, clock, bandwidth, memory = (facts[name] for name in needed)
-    # A multiplication and an addition in each unit and cycle.
-    return Figures({32: 2 * cores * units * clock * 1e9}, bandwidth, int(memory))
+    bandwidth, memory = (facts[name] for name in needed)
+    return Figures({}, bandwidth, int(memory))
 
 
 def _require(module: str, packages: str) -> None:

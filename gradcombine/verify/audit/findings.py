@@ -1,0 +1,483 @@
+"""The defects that an audit knows by name, and how each is found in a compiled program."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from gradcombine.verify.audit.flow import LINEAR, MOVING, Flow, Node
+from gradcombine.verify.audit.hlo import Instruction, Loop, Shape, bits
+from gradcombine.verify.audit.program import Exchange, Program, times
+
+FEW_SCALARS = 256
+"""Bytes below which an array is a number or a few: what it costs is not its size."""
+
+SMALL = 256 * 2**10
+"""Bytes of a collective that takes longer to begin than to run."""
+
+MANY = 16
+"""Small collectives of a call that could be one."""
+
+COPIED = 1024
+"""Bytes of an array from which on its copy counts."""
+
+SHARE = 0.05
+"""Of a program's products or bytes, below which a repetition or copies are not worth a finding."""
+
+FLOATS = ("f", "bf")
+SUMS = {"add", "subtract"}
+SCALES = {"multiply", "divide"}
+REDUCING = {"all-reduce", "reduce-scatter"}
+
+
+class Finding(NamedTuple):
+    """One defect.
+
+    Attributes:
+      name: of the kind, a section of ``docs/audit.md``.
+      what: where and what in this program.
+      source: the line of source, "file:line"; empty where the program does not tell.
+      times: how often it happens in a call.
+      moved: bytes that it moves needlessly in main memory in a call, on each device.
+      sent: bytes that each device sends needlessly in a call.
+      flops: operations that each device runs needlessly in a call.
+    """
+
+    name: str
+    what: str
+    source: str = ""
+    times: int = 1
+    moved: int = 0
+    sent: float = 0.0
+    flops: float = 0.0
+
+
+def find(program: Program, donated: Sequence[int] = ()) -> list[Finding]:
+    """All that is found in a program.
+
+    Args:
+      program: the program.
+      donated: the numbers of the entry's parameters that the caller donates, beside those that the program names.
+    """
+    search = Search(program, frozenset(donated) | {alias.parameter for alias in program.aliases} | set(program.donors))
+    return [finding for rule in RULES.values() for finding in rule(search)]
+
+
+class Search:
+    """A program, and what several findings ask of it."""
+
+    def __init__(self, program: Program, donated: frozenset[int]) -> None:
+        self.program, self.donated = program, donated
+        self.flow: Flow = program.flow
+        self.source = program.source
+        self._insides: dict[str, set[str]] = {}
+        self._accumulators: dict[str, frozenset[int]] = {}
+
+    def loops(self) -> Iterator[tuple[Loop, tuple[Loop, ...]]]:
+        """Those that turn more than once, with those around them and themselves."""
+        seen = set[str]()
+        for _, _, loops in self.program.executed():
+            if loops and loops[-1].instruction.called("body")[0] not in seen:
+                seen.add(loops[-1].instruction.called("body")[0])
+                yield loops[-1], loops
+
+    def inside(self, body: str) -> set[str]:
+        if body not in self._insides:
+            self._insides[body] = self.flow.inner(body)
+        return self._insides[body]
+
+    def carried(self, body: str) -> list[Node]:
+        """The arrays that a turn begins with."""
+        (parameter,) = (x for x in self.program.computations[body].values() if x.opcode == "parameter")
+        return [self.flow.node(body, parameter, leaf) for leaf in range(len(parameter.shapes))]
+
+    def accumulators(self, body: str) -> frozenset[int]:
+        """What a loop carries that each turn only adds to: which of its arrays."""
+        if body not in self._accumulators:
+            found = (i for i, node in enumerate(self.carried(body)) if self._only_added_to(body, i, node))
+            self._accumulators[body] = frozenset(found)
+        return self._accumulators[body]
+
+    def linear(self, body: str, start: Iterable[Node]) -> set[int] | None:
+        """Which of a loop's carried arrays these are added into; None if anything else is made of them in a turn."""
+        nodes = self.flow.reached(start, True, lambda node: True, self.inside(body))
+        if not all(self._keeps_sums(node, nodes) for node in nodes if node not in set(start)):
+            return None
+        return {i for i, node in enumerate(self.flow.results(body)) if node in nodes}
+
+    def closure(self, node: Node) -> set[Node]:
+        """All that a value depends on."""
+        return self.flow.reached([node], False, lambda _: True)
+
+    def moved_from(self, start: Iterable[Node], through: frozenset[str] = frozenset(MOVING)) -> set[Node]:
+        """Where values were before they were moved, without what changes them; the first that does is the last."""
+        return self.flow.reached(start, False, lambda node: self.flow.opcode(node) in through)
+
+    def operands(self, node: Node, index: int) -> list[Node]:
+        name, x, _ = self.flow.places[node]
+        operand = self.program.computations[name][x.operands[index]]
+        return [self.flow.node(name, operand, leaf) for leaf in range(max(1, len(operand.shapes)))]
+
+    def nodes(self, computation: str, x: Instruction) -> list[Node]:
+        return [self.flow.node(computation, x, leaf) for leaf in range(max(1, len(x.shapes)))]
+
+    def _only_added_to(self, body: str, index: int, node: Node) -> bool:
+        if self.flow.places[node].shape.kind in ("token", "pred"):
+            return False
+        reached = self.linear(body, [node])
+        if reached != {index}:
+            return False
+        nodes = self.flow.reached([node], True, lambda _: True, self.inside(body))
+        return any(self.flow.opcode(n) in SUMS or self._adds_to(n, nodes) for n in nodes)
+
+    def _adds_to(self, node: Node, nodes: set[Node]) -> bool:
+        """Whether a matrix product adds its third operand."""
+        x = self.flow.places[node].x
+        third = x.opcode == "custom-call" and len(x.operands) > 2 and '"beta":1' in x.attributes
+        return third and not any(n in nodes for i in (0, 1) for n in self.operands(node, i))
+
+    def _keeps_sums(self, node: Node, nodes: set[Node]) -> bool:
+        """Whether an operation on some of the nodes may as well be done after a sum."""
+        opcode, x = self.flow.opcode(node), self.flow.places[node].x
+
+        def takes(*indexes: int) -> bool:
+            return any(n in nodes for i in indexes if i < len(x.operands) for n in self.operands(node, i))
+
+        if opcode == "multiply":
+            return not (takes(0) and takes(1))
+        if opcode == "divide":
+            return not takes(1)
+        if opcode in ("select", "conditional"):
+            return not takes(0)
+        if opcode in ("dynamic-slice", "dynamic-update-slice"):
+            return not takes(*range(1 if opcode == "dynamic-slice" else 2, len(x.operands)))
+        return opcode in LINEAR or opcode in REDUCING or self._adds_to(node, nodes)
+
+
+def reduced_in_loop(search: Search) -> Iterator[Finding]:
+    for exchange in search.program.exchanges:
+        if exchange.kind not in REDUCING or exchange.operand < FEW_SCALARS or exchange.members == 1:
+            continue
+        for loop in exchange.loops:
+            body = loop.instruction.called("body")[0]
+            reached = search.linear(body, search.nodes(exchange.computation, exchange.x))
+            if reached and reached <= search.accumulators(body) and loop.trips != 1:
+                spared = exchange.times - exchange.times // (loop.trips or 1) if loop.trips else exchange.times
+                what = f"{_exchange(exchange)} in {_loop(loop)} is only added to what the loop carries"
+                yield Finding(
+                    "reduced-in-loop",
+                    what,
+                    search.source(exchange.x),
+                    exchange.times,
+                    sent=spared * exchange.sent(),
+                )
+                break
+
+
+def batch_gathered(search: Search) -> Iterator[Finding]:
+    program, flow = search.program, search.flow
+    results = Counter(shape.dims for shape in program.results)
+    if not any(x.shapes and x.shapes[0].dims and x.shapes[0].dims in results for x in program.parameters):
+        return  # nothing tells parameters of a model from data
+    aliased = {alias.parameter for alias in program.aliases}
+    batch = set[Node]()
+    for number, x in enumerate(program.parameters):
+        node = flow.node(program.entry, x)
+        sharded = flow.equality.classes(node) > 1
+        if number not in aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in results:
+            batch.add(node)
+    moving = frozenset(MOVING | {"select", "dynamic-update-slice"})
+    for exchange in program.exchanges:
+        gathers = exchange.kind == "all-gather" or exchange.kind == "all-reduce"
+        if not gathers or exchange.operand < FEW_SCALARS or exchange.members == 1:
+            continue
+        given = [flow.sources[node] for node in search.nodes(exchange.computation, exchange.x)]
+        origin = search.moved_from([n for nodes in given for n in nodes], moving) & batch
+        # A sum gathers where each device fills its own rows of zeros.
+        starts = {flow.opcode(node) for nodes in given for node in search.moved_from(nodes, moving)}
+        if origin and (exchange.kind == "all-gather" or starts & {"dynamic-update-slice", "select"}):
+            names = sorted({flow.places[node].x.op_name or flow.places[node].x.name for node in origin})
+            yield Finding(
+                "batch-gathered",
+                f"{_exchange(exchange)} brings the rows of {', '.join(names)} to every device",
+                search.source(exchange.x),
+                exchange.times,
+                sent=exchange.times * exchange.sent(),
+            )
+
+
+def repeated_work(search: Search) -> Iterator[Finding]:
+    program, flow = search.program, search.flow
+    if program.devices == 1:
+        return
+    total, wasted = 0.0, defaultdict[tuple[str, int, str], list[float]](list)
+    for name, x, loops in program.executed():
+        for inner, y, flops, _ in program.products(name, x):
+            total += times(loops) * flops
+            classes = flow.equality.classes(flow.node(inner, y))
+            if classes < program.devices:
+                where = search.source(y) or search.source(x)
+                repeated = times(loops) * flops * (1 - classes / program.devices)
+                wasted[str(y.shapes[0]), classes, where].append(repeated)
+    if sum(map(sum, wasted.values())) <= SHARE * total:
+        return
+    for (shape, classes, where), flops in wasted.items():
+        what = f"{len(flops)} products of {shape}: {program.devices} devices compute {classes} different results"
+        yield Finding("repeated-work", what, where, len(flops), flops=sum(flops))
+
+
+def optimizer_every_microbatch(search: Search) -> Iterator[Finding]:
+    """Selects between a new value and the one that is kept, by what integers alone decide: a counter."""
+    flow, kept = search.flow, dict[str, tuple[Instruction, int]]()
+    held = {search.flow.node(search.program.entry, x) for x in search.program.parameters}
+    for loop, _ in search.loops():
+        held.update(search.carried(loop.instruction.called("body")[0]))
+    predicates = dict[Node, bool]()
+    for node, (_, x, _) in enumerate(flow.places):
+        if x.opcode != "select" or not _is_float(x.shapes[0]) or x.bytes < FEW_SCALARS:
+            continue
+        (predicate,) = search.operands(node, 0)
+        if predicate not in predicates:
+            predicates[predicate] = _counts(search, predicate)
+        if not predicates[predicate]:
+            continue
+        sides = [search.moved_from(search.operands(node, i), WHOLE) for i in (1, 2)]
+        for side, other in (sides, sides[::-1]):
+            same = {n for n in side & held if flow.places[n].shape.elements == x.shapes[0].elements}
+            computed = {flow.opcode(n) for n in other} & (SUMS | SCALES)
+            if same and computed and not other & same:
+                origin = flow.places[min(same)]
+                kept[f"{origin.computation}/{origin.x.name}/{origin.leaf}"] = (x, x.bytes)
+    if kept:
+        first = next(iter(kept.values()))[0]
+        moved = 2 * sum(size for _, size in kept.values())
+        what = f"{len(kept)} arrays are computed anew in each call, and a counter decides to keep the old ones"
+        yield Finding("optimizer-every-microbatch", what, search.source(first), len(kept), moved=moved)
+
+
+WHOLE = frozenset(MOVING - {"slice", "dynamic-slice", "concatenate", "pad", "all-gather", "all-to-all"})
+
+
+def donation_lost(search: Search) -> Iterator[Finding]:
+    """Donated arguments whose memory no result takes although one of their shape is there."""
+    program = search.program
+    taken = {alias.output[0] if alias.output else 0 for alias in program.aliases}
+    free = [shape for i, shape in enumerate(program.results) if i not in taken]
+    for number in sorted(search.donated - {alias.parameter for alias in program.aliases}):
+        if number >= len(program.parameters):
+            continue
+        x = program.parameters[number]
+        like = next((shape for shape in free if _resembles(shape, x.shapes[0])), None)
+        if like is not None and x.bytes >= FEW_SCALARS:
+            free.remove(like)
+            what = f"{x.op_name or x.name}, {x.shapes[0]}, is donated, but the result like it is {like} elsewhere"
+            yield Finding("donation-lost", what, search.source(x), moved=x.bytes)
+
+
+def copies_at_boundary(search: Search) -> Iterator[Finding]:
+    program, flow = search.program, search.flow
+    found = dict[str, list[tuple[Instruction, int]]]()
+    total = 0
+    for name, x, loops in program.executed():
+        total += times(loops) * program.traffic(name, x)
+        if x.opcode != "copy" or x.bytes < COPIED or len(x.shapes) != 1:
+            continue
+        of = program.computations[name]
+        if of[x.operands[0]].shapes[0].layout != x.shapes[0].layout:
+            continue
+        source = program.origin(of, x.operands[0])
+        origin = of[source.operands[0]] if source.opcode == "get-tuple-element" else source
+        given = origin.opcode == "parameter" and (name != program.entry or int(origin.inside) in search.donated)
+        after = {flow.places[user].x.opcode for user in flow.uses[flow.node(name, x)]}
+        bound = after & {"while", "conditional", "call", "tuple"} or x.root
+        if origin.opcode in ("while", "conditional", "call") or (given and bound):
+            kind = "a donated argument" if name == program.entry and given else "what a loop or a branch carries"
+            found.setdefault(kind, []).append((x, times(loops)))
+    for kind, copied in found.items():
+        moved = sum(2 * n * x.bytes for x, n in copied)
+        if moved > SHARE * total:
+            what = f"{len(copied)} copies of {kind}, {_size(sum(x.bytes for x, _ in copied))} in all"
+            first = copied[0][0]
+            yield Finding("copies-at-boundary", what, search.source(first), sum(n for _, n in copied), moved=moved)
+
+
+def many_small_collectives(search: Search) -> Iterator[Finding]:
+    """Those of one kind and group of which none waits for another, or that a loop repeats without using them."""
+    alike = defaultdict[tuple[str, str, str, int], list[tuple[Exchange, int]]](list)
+    for exchange in search.program.exchanges:
+        if exchange.size > SMALL or exchange.members == 1 or exchange.kind == "collective-permute":
+            continue
+        nodes = search.nodes(exchange.computation, exchange.x)
+        count = 1
+        for loop in reversed(exchange.loops):
+            body = loop.instruction.called("body")[0]
+            reached = search.linear(body, nodes)
+            # A loop of unknown length turns at least twice, as far as is known.
+            if reached is None or not reached <= search.accumulators(body) | _stacked(search, body):
+                break
+            count *= loop.trips or 1
+        before = search.flow.reached(nodes, False, lambda _: True, {exchange.computation})
+        depth = sum(
+            bool(before.intersection(search.nodes(other.computation, other.x)))
+            for other in search.program.exchanges
+            if other.computation == exchange.computation and other.x is not exchange.x and other.kind == exchange.kind
+        )
+        alike[exchange.computation, exchange.kind, str(exchange.groups), depth].append((exchange, count))
+    for exchanges in alike.values():
+        count = sum(n for _, n in exchanges)
+        if count >= MANY:
+            first = exchanges[0][0]
+            size = sum(n * exchange.operand for exchange, n in exchanges)
+            which = f"{count} {first.kind}s over {first.members} devices"
+            what = f"{which}, {_size(size)} in all, none of which needs another"
+            yield Finding("many-small-collectives", what, search.source(first.x), count)
+
+
+def wider_exchange(search: Search) -> Iterator[Finding]:
+    flow = search.flow
+    through = frozenset(MOVING - {"convert", "all-gather", "collective-permute", "all-to-all", "while"})
+    for exchange in search.program.exchanges:
+        # What XLA widens because it has no narrower collective on a machine is not the program's.
+        promoted = any(name.endswith("_promoted") for name in exchange.x.called("to_apply"))
+        if exchange.operand < FEW_SCALARS or exchange.members == 1 or promoted:
+            continue
+        name, wide, narrow = exchange.computation, 0, 0
+        kinds = set[str]()
+        for operand in exchange.x.operands:
+            given = search.program.computations[name][operand]
+            for node in search.moved_from([flow.node(name, given)], through):
+                place = flow.places[node]
+                if place.x.opcode != "convert":
+                    continue
+                before = flow.places[search.operands(node, 0)[0]].shape
+                if _is_float(before) and _is_float(place.shape) and bits(before.kind) < bits(place.shape.kind):
+                    wide, narrow = wide + place.shape.bytes, narrow + before.bytes
+                    kinds.add(f"{before.kind} as {place.shape.kind}")
+        if wide > narrow and wide * 2 > exchange.operand:
+            what = f"{_exchange(exchange)} sends {', '.join(sorted(kinds))}"
+            share = (wide - narrow) / exchange.operand
+            sent = exchange.times * exchange.sent() * min(1.0, share)
+            yield Finding("wider-exchange", what, search.source(exchange.x), exchange.times, sent=sent)
+
+
+def narrow_accumulator(search: Search) -> Iterator[Finding]:
+    for loop, _ in search.loops():
+        body = loop.instruction.called("body")[0]
+        narrow = Counter[str]()
+        for i in sorted(search.accumulators(body)):
+            shape = search.flow.places[search.carried(body)[i]].shape
+            if _is_float(shape) and bits(shape.kind) < 32:
+                narrow[str(shape)] += 1
+        if narrow:
+            shapes = ", ".join(f"{n} of {shape}" for shape, n in narrow.items())
+            what = f"{_loop(loop)} adds into {shapes}: what is smaller than its last bit is lost"
+            yield Finding("narrow-accumulator", what, search.source(loop.instruction), sum(narrow.values()))
+
+
+def repeated_collective(search: Search) -> Iterator[Finding]:
+    flow, program = search.flow, search.program
+    seen = dict[tuple[object, ...], Exchange]()
+    through = frozenset(LINEAR | SCALES | REDUCING)
+    for exchange in program.exchanges:
+        if exchange.operand < FEW_SCALARS or exchange.members == 1:
+            continue
+        of = program.computations[exchange.computation]
+        origins = tuple(program.origin(of, operand).name for operand in exchange.x.operands)
+        key = (exchange.computation, exchange.kind, str(exchange.groups), exchange.x.lists("dimensions"), origins)
+        sent = exchange.times * exchange.sent()
+        if key in seen:
+            what = f"{_exchange(exchange)} of what an earlier one exchanged already"
+            yield Finding("repeated-collective", what, search.source(exchange.x), exchange.times, sent=sent)
+        elif exchange.kind in ("all-reduce", "all-gather"):
+            given = [n for node in search.nodes(exchange.computation, exchange.x) for n in flow.sources[node]]
+            equal = all(flow.equality.within(node, exchange.groups) for node in given)
+            earlier = search.moved_from(given, through) if equal else set[Node]()
+            if any(
+                other.x is not exchange.x
+                and other.groups == exchange.groups
+                and earlier.intersection(search.nodes(other.computation, other.x))
+                for other in program.exchanges
+            ):
+                what = f"{_exchange(exchange)} of what an earlier one has made the same on all of them"
+                yield Finding("repeated-collective", what, search.source(exchange.x), exchange.times, sent=sent)
+        seen[key] = exchange
+
+
+def unknown_trip_count(search: Search) -> Iterator[Finding]:
+    for loop, loops in search.loops():
+        if loop.trips is None:
+            body = loop.instruction.called("body")[0]
+            moved = sum(search.program.traffic(name, x) for name, x, _ in search.program.executed(body))
+            if moved >= COPIED:
+                what = f"{_loop(loop)} is counted as one turn, of {_size(moved)}"
+                yield Finding("unknown-trip-count", what, search.source(loop.instruction), times(loops))
+
+
+RULES: dict[str, Callable[[Search], Iterator[Finding]]] = {
+    "reduced-in-loop": reduced_in_loop,
+    "batch-gathered": batch_gathered,
+    "repeated-work": repeated_work,
+    "optimizer-every-microbatch": optimizer_every_microbatch,
+    "donation-lost": donation_lost,
+    "copies-at-boundary": copies_at_boundary,
+    "many-small-collectives": many_small_collectives,
+    "wider-exchange": wider_exchange,
+    "narrow-accumulator": narrow_accumulator,
+    "repeated-collective": repeated_collective,
+    "unknown-trip-count": unknown_trip_count,
+}
+"""By the names that findings have; each is a section of ``docs/audit.md``."""
+
+
+def _counts(search: Search, predicate: Node) -> bool:
+    """Whether integers alone decide: no value of any float is among what it depends on."""
+    flow, closure = search.flow, search.closure(predicate)
+    shapes = [flow.places[node].shape for node in closure if flow.places[node].x.shapes]
+    scalar = any(not shape.dims and shape.kind == "pred" for shape in shapes)
+    held = any(flow.places[node].x.opcode == "parameter" for node in closure)
+    exchanged = any(flow.places[node].x.collective for node in closure)
+    return scalar and held and not exchanged and not any(_is_float(shape) for shape in shapes)
+
+
+def _stacked(search: Search, body: str) -> set[int]:
+    """What a loop carries to write one row of it in each turn."""
+    found = set[int]()
+    for i, (node, result) in enumerate(zip(search.carried(body), search.flow.results(body), strict=True)):
+        nodes = search.flow.reached([node], True, lambda _: True, search.inside(body))
+        written = search.moved_from([result], frozenset(MOVING))
+        kinds = {search.flow.opcode(n) for n in written}
+        others = {j for j, other in enumerate(search.flow.results(body)) if other in nodes}
+        if "dynamic-update-slice" in kinds and others <= {i}:
+            found.add(i)
+    return found
+
+
+def _is_float(shape: Shape) -> bool:
+    return shape.kind.startswith(FLOATS)
+
+
+def _resembles(a: Shape, b: Shape) -> bool:
+    """Whether one may be the other in another type, or with other parts of its axes on a device."""
+    pairs = list(zip(a.dims, b.dims, strict=False))
+    return len(a.dims) == len(b.dims) > 0 and all(m and n and (m % n == 0 or n % m == 0) for m, n in pairs)
+
+
+def _exchange(exchange: Exchange) -> str:
+    return f"{exchange.kind} of {_size(exchange.size)} over {exchange.members} devices"
+
+
+def _loop(loop: Loop) -> str:
+    return f"a loop of {'an unknown number of' if loop.trips is None else loop.trips} turns"
+
+
+def _size(size: float) -> str:
+    """In the largest unit of which there is one at least.
+
+    >>> [_size(n) for n in (0, 1023, 1536, 3 * 2**30)]
+    ['0 B', '1,023 B', '1.5 KiB', '3.0 GiB']
+    """
+    unit = 0
+    while size >= 1024 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{size:,.0f} B"

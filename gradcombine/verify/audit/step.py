@@ -1,0 +1,295 @@
+"""Compiles a step and tells what it does."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.audit.findings import Finding, find
+from gradcombine.verify.audit.hlo import read
+from gradcombine.verify.audit.program import Exchange, Program, times
+from gradcombine.verify.audit.target import Figures, Target, find_target
+
+
+class OutOfMemoryError(GradCombineError):
+    """A step needs more memory than a device of the target has."""
+
+
+class Memory(NamedTuple):
+    """Bytes on each device.
+
+    Attributes:
+      arguments: of all arguments.
+      results: of all results.
+      aliased: of the results that lie where arguments lay.
+      temporary: of what is needed beside them.
+    """
+
+    arguments: int
+    results: int
+    aliased: int
+    temporary: int
+
+    @property
+    def peak(self) -> int:
+        return self.arguments + self.results - self.aliased + self.temporary
+
+
+class Bound(NamedTuple):
+    """A time that no execution is shorter than, and how it comes about.
+
+    Attributes:
+      seconds: the sum divided by the rate; None where no rate is published.
+      arithmetic: the same in words.
+    """
+
+    seconds: float | None
+    arithmetic: str
+
+
+class Audit(NamedTuple):
+    """What one call of a compiled program does on each device.
+
+    Attributes:
+      name: of the program.
+      target: what it was compiled for.
+      program: its HLO.
+      memory: None where only HLO was read.
+      findings: the defects.
+      turns: bytes moved in loops that turn more than once, in a call.
+      beside: bytes moved beside them.
+      flops: of matrix products and convolutions, by the bits of their types.
+    """
+
+    name: str
+    target: Target
+    program: Program
+    memory: Memory | None
+    findings: list[Finding]
+    turns: int
+    beside: int
+    flops: dict[int, float]
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        return self.program.exchanges
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends in a call."""
+        return sum(x.times * x.sent() for x in self.exchanges)
+
+    @property
+    def bounds(self) -> dict[str, Bound]:
+        """Of compute, memory and exchange: the longest is the bound of the call, where they overlap perfectly."""
+        figures = self.target.figures
+        if figures is None:
+            nothing = Bound(None, f"nothing is published of {self.target.name}")
+            return dict.fromkeys(("compute", "memory", "exchange"), nothing)
+        return {
+            "compute": _compute(self.flops, figures),
+            "memory": _memory(self.turns + self.beside, figures),
+            "exchange": _exchange(self.exchanges, self.target.per_host, figures),
+        }
+
+    def seconds(self, finding: Finding) -> float | None:
+        """What a finding costs at the bound; None where nothing is published, or it costs no bytes."""
+        figures = self.target.figures
+        if figures is None or not (finding.moved or finding.sent or finding.flops):
+            return None
+        total = finding.moved / figures.bandwidth
+        if finding.sent:
+            if figures.link is None:
+                return None
+            total += finding.sent / figures.link
+        if finding.flops:
+            if not figures.flops:
+                return None
+            total += finding.flops / max(figures.flops.values())
+        return total
+
+
+def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
+    """Tells what a compiled step does: what it moves, copies, exchanges and repeats.
+
+    Nothing runs: a jitted function is lowered and compiled for its arguments.
+
+    Args:
+      step: a function of ``jax.jit`` or ``jax.pmap``, what its ``lower`` gives, or what ``compile`` gives of that.
+      *args: of a jitted function: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they will have.
+      target: a machine that need not be here, see `find_target`; for a jitted function alone. Arguments on a mesh of
+        other devices are moved to a mesh of the same shape on the target's; a step that holds a mesh by itself has to
+        be built with ``find_target(name).devices``.
+
+    Returns:
+      What was found; ``findings`` is empty for a step without a known defect.
+
+    Raises:
+      GradCombineError: what cannot be compiled or read.
+      OutOfMemoryError: a step that needs more memory than the target has.
+
+    >>> import jax, jax.numpy as jnp
+    >>> step = jax.jit(lambda window, grads: window + grads, donate_argnums=0)
+    >>> report = audit(step, jnp.zeros(1024), jnp.ones(1024))
+    >>> report.findings, report.memory.aliased
+    ([], 4096)
+    """
+    found = target if isinstance(target, Target) else find_target(target)
+    if hasattr(step, "lower"):
+        step = _guarded(found, lambda: step.lower(*_placed(args, found)))
+    elif args or target is not None:
+        raise GradCombineError("audit", "a jitted function for arguments and a target", type(step).__name__)
+    if hasattr(step, "compile"):
+        step = _guarded(found, step.compile)
+    if not hasattr(step, "as_text") or not hasattr(step, "memory_analysis"):
+        raise GradCombineError("audit", "a jitted function, or one lowered or compiled", type(step).__name__)
+    text, sizes = step.as_text(), step.memory_analysis()
+    if text is None:
+        raise GradCombineError("audit", "a compiled function whose HLO can be read", "none")
+    memory = None
+    if sizes is not None:
+        names = ("argument", "output", "alias", "temp")
+        memory = Memory(*(int(getattr(sizes, f"{name}_size_in_bytes")) for name in names))
+    if memory is not None and found.figures is not None and memory.peak > found.figures.memory:
+        lacking = memory.peak - found.figures.memory
+        expected = f"at most {found.figures.memory:,} bytes on a device of {found.name}"
+        raise OutOfMemoryError("audit", expected, f"{memory.peak:,}, {lacking:,} too many")
+    program = Program(text)
+    return _audited(program, found, memory, _donated(step, len(program.parameters)))
+
+
+def audit_file(path: str | Path, target: str | Target | None = None) -> list[Audit]:
+    """Tells what a program does that another tool has compiled.
+
+    Args:
+      path: a file of optimized HLO, text or proto, or a folder that XLA dumped to (``--xla_dump_to``).
+      target: whose published figures bound the time; nothing is compiled.
+
+    Returns:
+      One report for each program.
+
+    Raises:
+      GradCombineError: what cannot be read, or is not optimized; a folder without a program.
+    """
+    found = target if isinstance(target, Target) else find_target(target)
+    folder = Path(path)
+    files = [folder]
+    if folder.is_dir():
+        texts = sorted(folder.glob("*after_optimizations.txt"))
+        files = texts or sorted((*folder.glob("*after_optimizations*.pb"), *folder.glob("*.hlo.pb")))
+        if not files:
+            raise GradCombineError("audit", "a folder with files *after_optimizations.txt or .pb", str(path))
+    reports = list[Audit]()
+    for file in files:
+        text = read(file)
+        if "is_scheduled=true" not in text.partition("\n")[0]:
+            raise GradCombineError("audit", "optimized HLO, as XLA has it after all passes", f"{file}, not scheduled")
+        reports.append(_audited(Program(text), found, None, ()))
+    return reports
+
+
+def _audited(program: Program, target: Target, memory: Memory | None, donated: Sequence[int]) -> Audit:
+    flops, moved = dict[int, float](), [0, 0]
+    for name, x, loops in program.executed():
+        moved[not loops] += times(loops) * program.traffic(name, x)
+        for _, _, count, width in program.products(name, x):
+            flops[width] = flops.get(width, 0.0) + times(loops) * count
+    turns, beside = moved
+    return Audit(program.name, target, program, memory, find(program, donated), turns, beside, flops)
+
+
+def _guarded(target: Target, make: Callable[[], Any]) -> Any:
+    """What this makes; whatever a compiler raises becomes the library's error."""
+    try:
+        with warnings.catch_warnings():
+            # The audit says it itself, with what it costs.
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return make()
+    except GradCombineError:
+        raise
+    except Exception as error:  # XLA's classes are no public ones
+        reason = " ".join(str(error).split())
+        if "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason:
+            at = max(reason.find("Ran out of memory"), 0)
+            raise OutOfMemoryError(
+                "audit", f"a step that fits a device of {target.name}", reason[at : at + 250]
+            ) from None
+        raise GradCombineError("audit", f"a step that compiles for {target.name}", reason) from None
+
+
+def _placed(args: Sequence[Any], target: Target) -> Sequence[Any]:
+    """Arguments as specs on the target's devices."""
+    if target.figures is None:
+        return args
+    import jax
+    from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+
+    known = set(target.devices)
+
+    def one(x: Any) -> Any:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            x = np.asarray(x)
+        sharding = getattr(x, "sharding", None)
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
+        if isinstance(sharding, NamedSharding) and isinstance(mesh, Mesh) and not set(mesh.devices.flat) <= known:
+            if mesh.size != len(target.devices):
+                expected = f"a mesh of the {len(target.devices)} devices of {target.name}"
+                raise GradCombineError("audit", expected, f"one of {mesh.size}")
+            devices = np.array(target.devices).reshape(mesh.devices.shape)
+            sharding = NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
+        elif not isinstance(sharding, NamedSharding):
+            sharding = SingleDeviceSharding(target.devices[0])
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, tuple(args))
+
+
+def _donated(compiled: Any, parameters: int) -> list[int]:
+    """The numbers of the program's parameters that were donated: arguments that nothing uses are none of them."""
+    import jax
+
+    information = jax.tree.leaves(getattr(compiled, "args_info", ()), is_leaf=lambda x: hasattr(x, "donated"))
+    kept = getattr(getattr(compiled, "_executable", None), "_kept_var_idx", range(len(information)))
+    numbers = sorted(kept)
+    # Constants that a function closes over come first.
+    first = parameters - len(numbers)
+    if first < 0 or not information:
+        return []
+    return [first + i for i, n in enumerate(numbers) if n < len(information) and information[n].donated]
+
+
+def _compute(flops: dict[int, float], figures: Figures) -> Bound:
+    if not figures.flops:
+        return Bound(None, "no rate of products is published")
+    fastest = max(figures.flops.values())
+    parts = [(count, width, figures.flops.get(width, fastest)) for width, count in sorted(flops.items())]
+    words = " + ".join(f"{count:.3g} of {width} bits / {rate:.4g}/s" for count, width, rate in parts) or "no products"
+    seconds = sum(count / rate for count, _, rate in parts)
+    return Bound(seconds, f"{words} = {seconds:.3g} s")
+
+
+def _memory(moved: int, figures: Figures) -> Bound:
+    seconds = moved / figures.bandwidth
+    return Bound(seconds, f"{moved:,} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
+
+
+def _exchange(exchanges: Sequence[Exchange], per_host: int, figures: Figures) -> Bound:
+    within = across = 0.0
+    for x in exchanges:
+        hosts, away = x.leaves_host(per_host)
+        across += x.times * away
+        within += x.times * (x.sent() if hosts == 1 else max(0.0, x.sent() - away))
+    words, seconds = list[str](), 0.0
+    for sent, rate, where in ((within, figures.link, "to its host"), (across, figures.network, "to other hosts")):
+        if sent and rate is None:
+            return Bound(None, f"{sent:,.0f} B {where}, of which no rate is published")
+        if sent and rate is not None:
+            seconds = max(seconds, sent / rate)
+            words.append(f"{sent:,.0f} B {where} / {rate:.4g} B/s")
+    joined = f"max({', '.join(words)})" if len(words) > 1 else "".join(words)
+    return Bound(seconds, f"{joined} = {seconds:.3g} s" if words else "nothing is exchanged")
