@@ -1,9 +1,9 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
 from gradcombine import noise, reductions, replicated, statefile
-from gradcombine.accumulate import Accumulator, accumulate
-from gradcombine.combine import add_n, combine, mean, tree_sum
+from gradcombine.accumulation import Accumulator, accumulate
 from gradcombine.errors import GradCombineError
+from gradcombine.lists import add_n, combine, mean, tree_sum
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import LOCAL, all_reduce, jax_axis, merge_replicas, tf_replicas
 from gradcombine.types import AccumulateState

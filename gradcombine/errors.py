@@ -92,6 +92,15 @@ def require_integer(operation: str, expected: str, value: Any, lowest: int = 1, 
     return number
 
 
+def require_list(operation: str, expected: str, values: Any) -> list[Any]:
+    """The items of a list or tuple; refuses a NamedTuple, what is no list, and an empty one."""
+    if not issubclass(type(values), (list, tuple)) or hasattr(values, "_fields"):
+        raise GradCombineError(operation, expected, type(values).__name__)
+    if not values:
+        raise GradCombineError(operation, expected, "an empty list")
+    return list(values)
+
+
 def require_one_of(operation: str, expected: str, value: Any, choices: Sequence[str]) -> None:
     """Refuses what is not one of some names."""
     if not isinstance(value, str) or value not in choices:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.accumulate import replace_window, whole_window
+from gradcombine.accumulation import replace_window, whole_window
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load_collective, resolve
 from gradcombine.errors import GradCombineError, renamed, require_collective, require_order, shown

@@ -82,8 +82,8 @@ def row_slices(leaf: Any) -> RowSlices | None:
             expected = "arrays as indices and values, and a constant as extent"
             raise GradCombineError("RowSparse", expected, ", ".join(type(part).__name__ for part in leaf))
         return RowSlices(leaf.indices, leaf.values, rows)
-    found = (backend.row_slices(leaf) for backend in loaded())
-    return next((slices for slices in found if slices is not None), None)
+    candidates = (backend.row_slices(leaf) for backend in loaded())
+    return next((slices for slices in candidates if slices is not None), None)
 
 
 def is_row_sparse(leaf: Any) -> bool:
@@ -324,9 +324,9 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
 
 def _once(operation: str, backend: Backend, leaf: Any, rows: int, unique: bool = False) -> tuple[Array, Array] | None:
     """Indices and values of each row once, those out of range left out; None where there are none at all."""
-    found = row_slices(leaf)
-    assert found is not None
-    slices = require_rows(operation, backend, found)
+    held = row_slices(leaf)
+    assert held is not None
+    slices = require_rows(operation, backend, held)
     outside = require_in_range(operation, backend, slices.indices, rows)
     n = backend.shape(slices.indices)[0]
     if n == 0:

@@ -123,11 +123,11 @@ def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
     Raises:
       GradCombineError: where the tree does not begin as the prefix does, with the path.
     """
-    found: list[Tree] = []
+    subtrees: list[Tree] = []
 
     def visit(expected: Structure, node: Any, path: str) -> None:
         if expected.rebuild is None:
-            found.append(node)
+            subtrees.append(node)
             return
         split = _split(operation, node, path)
         received = LEAF if split is None else _level(_kind(node), split.keys, split.static)
@@ -137,7 +137,7 @@ def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
             visit(inner, child, path + key)
 
     visit(prefix, tree, "")
-    return found
+    return subtrees
 
 
 def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
@@ -230,8 +230,8 @@ def _split_dict(operation: str, node: dict[Any, Any], path: str) -> Split:
     keys = tuple(f"[{name!r}]" for name in names)
 
     def rebuild(children: Sequence[Any]) -> Any:
-        found = dict(zip(names, children, strict=True))
-        return kind((name, found[name]) for name in node)
+        by_name = dict(zip(names, children, strict=True))
+        return kind((name, by_name[name]) for name in node)
 
     return Split(keys, tuple(node[name] for name in names), rebuild)
 

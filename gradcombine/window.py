@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.accumulate import Accumulator, accumulate, length_at, whole_window
+from gradcombine.accumulation import Accumulator, accumulate, length_at, whole_window
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import MOST, GradCombineError, require_collective, shown

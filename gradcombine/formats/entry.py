@@ -66,12 +66,12 @@ class Entry(NamedTuple):
     def whole(self) -> np.ndarray:
         """The array in memory. Errors as for `pieces`."""
         self._require_numbers()
-        found = np.empty(self.size, self.dtype)
+        array = np.empty(self.size, self.dtype)
         filled = 0
         for piece in self.pieces():
-            found[filled : filled + piece.size] = piece
+            array[filled : filled + piece.size] = piece
             filled += piece.size
-        return found.reshape(self.shape)
+        return array.reshape(self.shape)
 
     def _require_numbers(self) -> None:
         if self.unread:

@@ -56,14 +56,14 @@ def read(operation: str, path: Path, compressed: bool = True) -> dict[str, Entry
     members = [member for member in archive.infolist() if not member.is_dir()]
     if sum(member.compress_size for member in members) > size:
         raise GradCombineError(operation, "entries that do not overlap", path.name)
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for member in members:
         _require_plausible(operation, member, compressed)
         name = member.filename.removesuffix(_SUFFIX)
-        if name in found:
+        if name in entries:
             raise GradCombineError(operation, "entries whose names differ", f"{path.name} with two", name)
-        found[name] = _entry(operation, archive, member, name)
-    return found
+        entries[name] = _entry(operation, archive, member, name)
+    return entries
 
 
 def _require_plausible(operation: str, member: zipfile.ZipInfo, compressed: bool) -> None:

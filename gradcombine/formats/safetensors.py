@@ -79,7 +79,7 @@ def read(operation: str, path: Path) -> Contents:
             raise GradCombineError(operation, f"a header of up to {size - 8} bytes in {path.name}", length)
         fields = json.loads(file.read(length).decode(), object_pairs_hook=partial(_distinct, operation))
     texts = fields.pop("__metadata__", {})
-    end, found = 0, {}
+    end, entries = 0, {}
     for name, array in sorted(fields.items(), key=lambda field: field[1]["data_offsets"]):
         begin, after = map(_natural, array["data_offsets"])
         shape, dtype = tuple(map(_natural, array["shape"])), DTYPES.get(array["dtype"])
@@ -87,15 +87,15 @@ def read(operation: str, path: Path) -> Contents:
             raise GradCombineError(operation, f"bytes that begin at {end}", f"{begin} to {after}", name)
         end = after
         if dtype is None:
-            found[name] = entry.unread(operation, name, f"elements of dtype {array['dtype']}", shape)
+            entries[name] = entry.unread(operation, name, f"elements of dtype {array['dtype']}", shape)
             continue
         if math.prod(shape) * dtype.itemsize != after - begin:
             raise GradCombineError(operation, f"the bytes of {dtype}{shape}", after - begin, name)
         contents = partial(_pieces, path, 8 + length + begin, after - begin, dtype)
-        found[name] = entry.from_pieces(operation, name, shape, dtype, contents)
+        entries[name] = entry.from_pieces(operation, name, shape, dtype, contents)
     if 8 + length + end != size:
         raise GradCombineError(operation, f"a file of {8 + length + end} bytes", f"{path.name} of {size}")
-    return Contents({name: found[name] for name in fields}, texts)
+    return Contents({name: entries[name] for name in fields}, texts)
 
 
 def _pieces(path: Path, start: int, nbytes: int, dtype: np.dtype) -> Iterator[np.ndarray]:
@@ -113,7 +113,7 @@ def _natural(number: Any) -> int:
 
 
 def _distinct(operation: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise GradCombineError(operation, "names that differ in the header", f"{len(pairs) - len(found)} that do not")
-    return found
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        raise GradCombineError(operation, "names that differ in the header", f"{len(pairs) - len(fields)} that do not")
+    return fields

@@ -111,13 +111,13 @@ def join(operation: str, backend: Backend, a: RowTable, b: RowTable) -> RowTable
     return RowTable(both.values, both.indices, lost, a.extent)
 
 
-def _too_many(operation: str, backend: Backend, found: Distinct, size: int) -> Array:
+def _too_many(operation: str, backend: Backend, distinct_rows: Distinct, size: int) -> Array:
     """How many different rows there are above the capacity."""
     zero = backend.full((), 0, INT32)
-    known = backend.concrete(found.count)
+    known = backend.concrete(distinct_rows.count)
     if known is not None and known > size:
         raise GradCombineError(operation, f"at most {size} different rows (the capacity)", int(known))
-    return backend.maximum(found.count - size, zero)
+    return backend.maximum(distinct_rows.count - size, zero)
 
 
 def result(backend: Backend, table: RowTable, finished: Array) -> RowSparse:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from gradcombine.replicated.layouts import Stacked, stacked
 from gradcombine.replicated.policy import Aggregation, Synchronization
-from gradcombine.replicated.state import ReplicatedState
-from gradcombine.replicated.variable import CrossReplica, ReplicatedVariable, variable
+from gradcombine.replicated.variable import CrossReplica, ReplicatedState, ReplicatedVariable, variable
 
 __all__ = [
     "Aggregation",

@@ -11,8 +11,8 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.combine import combine
 from gradcombine.errors import GradCombineError, require_collective, require_integer
+from gradcombine.lists import combine
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.replicas import all_reduce

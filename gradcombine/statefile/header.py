@@ -1,4 +1,4 @@
-"""The header of a state file: what it holds, and the checksums.
+"""The header of a state file: what it holds, and the checksums; and the layout of a state, which it has to match.
 
 The text is two lines: the SHA-256 of the second line in hexadecimal digits, and a JSON object.
 """
@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from gradcombine import binary_counter, tree
+from gradcombine.backends.registry import is_absent, load, owner
 from gradcombine.errors import GradCombineError
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.statefile.container import refused
+from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
 FORMAT = "gradcombine state"
 VERSION = 2
@@ -76,13 +84,13 @@ def decode(text: str) -> Header:
     """
     digest, _, body = text.partition("\n")
     if _digest(body) != digest:
-        raise _refused("a header that matches its checksum", "another one: the file is damaged")
-    fields = json.loads(body)
-    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-        raise _refused(f"the format {FORMAT!r}", "another one")
+        raise refused("a header that matches its checksum", "another one: the file is damaged")
+    fields = _of(dict, json.loads(body))
+    if fields.get("format") != FORMAT:
+        raise refused(f"the format {FORMAT!r}", "another one")
     if fields.get("version") != VERSION:
         written = f"version {fields.get('version')!r}, written by gradcombine {fields.get('gradcombine')!r}"
-        raise _refused(f"version {VERSION} of the format", written)
+        raise refused(f"version {VERSION} of the format", written)
     header = Header(
         gradcombine=_of(str, fields["gradcombine"]),
         reduction=_of(str, fields["reduction"]),
@@ -92,12 +100,12 @@ def decode(text: str) -> Header:
         leaves=tuple(_leaf(leaf) for leaf in _of(list, fields["leaves"])),
     )
     if header.levels is not None and not 1 <= header.levels <= MAX_LEVELS:
-        raise _refused(f"from 1 to {MAX_LEVELS} levels", header.levels)
+        raise refused(f"from 1 to {MAX_LEVELS} levels", header.levels)
     if header.replicas < 1:
-        raise _refused("1 replica or more", header.replicas)
+        raise refused("1 replica or more", header.replicas)
     for leaf in header.leaves:
         if len(leaf.sha256) != (0 if leaf.dtype is None else header.replicas):
-            raise _refused(f"{header.replicas} checksums", len(leaf.sha256))
+            raise refused(f"{header.replicas} checksums", len(leaf.sha256))
     return header
 
 
@@ -113,13 +121,139 @@ def _leaf(fields: Any) -> Leaf:
 
 def _of(kind: type, value: Any) -> Any:
     if type(value) is not kind:
-        raise _refused(f"a {kind.__name__}", type(value).__name__)
+        raise refused(f"a {kind.__name__}", type(value).__name__)
     return value
-
-
-def _refused(expected: str, received: Any) -> GradCombineError:
-    return GradCombineError("statefile.load", expected, received)
 
 
 def _digest(body: str) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
+
+
+class Layout(NamedTuple):
+    """What a state is like, without its values.
+
+    Attributes:
+      structure: its containers.
+      leaves: dtype and shape of each leaf by path, None for a leaf that is None.
+      kinds: the class of each NamedTuple, by path.
+    """
+
+    structure: tree.Structure
+    leaves: dict[str, tuple[np.dtype, tuple[int, ...]] | None]
+    kinds: dict[str, str]
+
+
+def layout(operation: str, state: State) -> Layout:
+    """The layout of a state.
+
+    Raises:
+      GradCombineError: for two leaves whose paths read the same.
+    """
+    leaves, structure = tree.flatten(operation, state)
+    described = dict(zip(structure.paths(), map(_described, leaves), strict=True))
+    if len(described) != len(leaves):
+        raise GradCombineError(operation, "leaves whose paths differ", f"{len(leaves) - len(described)} that do not")
+    return Layout(structure, described, dict(_kinds(structure, "")))
+
+
+def template(operation: str, reduction: Reduction, like: Tree, levels: int | None) -> State:
+    """The empty state that the reduction makes for trees like ``like``, in NumPy arrays; a window if it has levels."""
+    leaves, structure = tree.flatten(operation, like)
+    part = reduction.init(tree.unflatten(structure, map(_spec, leaves)))
+    if levels is None:
+        return part
+    zero = np.zeros((), np.int32)
+    if levels == 1:
+        return AccumulateState((part,), zero, zero)
+    arrays, inner = tree.flatten(operation, part)
+    stacked = tree.unflatten(inner, [np.broadcast_to(x, (levels, *np.shape(x))) for x in arrays])
+    return AccumulateState(BinaryCounter(stacked, zero), zero, zero)
+
+
+def on_host(operation: str, state: State) -> State:
+    """The state in NumPy arrays.
+
+    Raises:
+      GradCombineError: for a value that is traced, or whose parts other processes hold.
+    """
+    leaves, structure = tree.flatten(operation, state)
+    return tree.unflatten(
+        structure, [_value(operation, x, path) for x, path in zip(leaves, structure.paths(), strict=True)]
+    )
+
+
+def require_state_of(operation: str, reduction: Reduction, state: State) -> None:
+    """Refuses a state that is not one of this reduction, or several of them stacked in one tree."""
+    if not isinstance(state, AccumulateState):
+        _require_part(operation, reduction, state, "")
+        return
+    for name in ("step", "index"):
+        position = np.asarray(getattr(state, name))
+        if position.shape != () or position.dtype != np.int32:
+            received = f"{position.dtype} of shape {position.shape}"
+            raise GradCombineError(operation, "int32 of shape (), of one replica", received, f".{name}")
+    if isinstance(state.levels, BinaryCounter):
+        _require_part(operation, reduction, binary_counter.level(state.levels, 0), ".levels.stacked")
+    else:
+        _require_part(operation, reduction, state.levels[0], ".levels[0]")
+
+
+def _require_part(operation: str, reduction: Reduction, part: State, path: str) -> None:
+    # The empty state has the right shapes of weights and counts, which in stacked states have one more axis.
+    right, received = layout(operation, reduction.clear(part)), layout(operation, part)
+    for node in [*right.kinds, *received.kinds]:
+        expected, actual = right.kinds.get(node), received.kinds.get(node)
+        if expected != actual:
+            raise GradCombineError(operation, f"{expected}, as these settings make it", str(actual), path + node)
+    for leaf in [*right.leaves, *received.leaves]:
+        if (leaf in right.leaves) != (leaf in received.leaves):
+            expected, actual = ("a leaf", "none") if leaf in right.leaves else ("no leaf", "one")
+            raise GradCombineError(operation, f"{expected}, as these settings make it", actual, path + leaf)
+        if received.leaves[leaf] != right.leaves[leaf]:
+            raise difference(operation, path + leaf, right.leaves[leaf], received.leaves[leaf])
+
+
+def difference(operation: str, path: str, expected: Any, received: Any) -> GradCombineError:
+    """The error of a leaf with another dtype or shape."""
+    return GradCombineError(operation, _named(expected), _named(received), path or "(root)")
+
+
+def _named(described: tuple[Any, Any] | None) -> str:
+    return "no gradient" if described is None or described[1] is None else f"{described[0]} of shape {described[1]}"
+
+
+def _described(leaf: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
+    backend = None if leaf is None else owner(leaf)
+    return None if backend is None else (backend.dtype(leaf), backend.shape(leaf))
+
+
+def _spec(leaf: Any) -> Any:
+    """An array of the leaf's shape that takes no memory."""
+    if is_absent(leaf):
+        return leaf
+    described = _described(leaf)
+    assert described is not None
+    dtype, shape = described
+    return np.broadcast_to(np.zeros((), dtype), shape)
+
+
+def _value(operation: str, leaf: Any, path: str) -> Any:
+    if leaf is None:
+        return None
+    backend = owner(leaf)
+    assert backend is not None
+    expected = "an array whose value this process has"
+    try:
+        value = backend.concrete(backend.asarray(leaf))
+    except RuntimeError as error:
+        raise GradCombineError(operation, expected, str(error), path) from None
+    if value is None:
+        raise GradCombineError(operation, expected, "a traced one", path)
+    return load("numpy").asarray(value)
+
+
+def _kinds(structure: tree.Structure, path: str) -> Iterator[tuple[str, str]]:
+    if structure.kind is not None and hasattr(structure.kind, "_fields"):
+        yield path, structure.kind.__name__
+    for key, child in zip(structure.keys, structure.children, strict=True):
+        yield from _kinds(child, path + key)

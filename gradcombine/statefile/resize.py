@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from gradcombine import binary_counter
-from gradcombine.accumulate import depth_of, require_state, whole_window
+from gradcombine.accumulation import depth_of, require_state, whole_window
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError, require_integer
+from gradcombine.errors import GradCombineError, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State, no_autograph
@@ -65,7 +65,7 @@ def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, ever
     (2, 1.0, 2.5999999046325684)
     """
     require_reduction(_OPERATION, reduction)
-    parts = _list(states)
+    parts = require_list(_OPERATION, "a list of states, one a replica", states)
     count = require_integer(_OPERATION, "1 replica or more", replicas)
     groups: list[list[State]] = [[] for _ in range(count)]
     for rank, part in enumerate(parts):
@@ -149,9 +149,3 @@ def _require_equal(name: str, expected: Array, received: Array) -> None:
             raise GradCombineError(_OPERATION, "a scalar position, of one replica", f"shape {np.shape(value)}", name)
     if expected is not None and received is not None and expected != received:
         raise GradCombineError(_OPERATION, f"{int(expected)} on every replica", int(received), f".{name}")
-
-
-def _list(states: Any) -> list[Any]:
-    if not isinstance(states, (list, tuple)) or hasattr(states, "_fields") or not states:
-        raise GradCombineError(_OPERATION, "a list of states, one a replica", type(states).__name__)
-    return list(states)

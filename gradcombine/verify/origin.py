@@ -14,8 +14,15 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
 from gradcombine.errors import GradCombineError
-from gradcombine.foreign_orders import addn_blocks, hierarchical_copy, left_chain, mean_of_means, ring, welford
-from gradcombine.foreign_orders.means import multiply_add
+from gradcombine.foreign_orders import (
+    addn_blocks,
+    hierarchical_copy,
+    left_chain,
+    mean_of_means,
+    multiply_add,
+    ring,
+    welford,
+)
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree

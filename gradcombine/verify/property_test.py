@@ -9,11 +9,11 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.accumulate import accumulate
+from gradcombine.accumulation import accumulate
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
-from gradcombine.combine import combine
 from gradcombine.errors import GradCombineError, require_integer, shown
+from gradcombine.lists import combine
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.replicas import all_reduce, merge_replicas

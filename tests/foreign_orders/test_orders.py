@@ -71,7 +71,7 @@ def test_one_tree_passes_through(name: str, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "expected one tree or more, received an empty list"),
+        ([], "expected a list of trees, received an empty list"),
         (np.ones((2, 2), np.float32), "expected a list of trees, received ndarray"),
         ([{"w": np.float32([1])}, {"v": np.float32([1])}], r"expected the structure"),
         ([{"w": np.float32([1])}, {"w": np.float32([1, 2])}], r"leaf \['w'\]: expected shape \(1,\) and dtype float32"),

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions, statefile, tree
-from gradcombine.accumulate import whole_window
+from gradcombine.accumulation import whole_window
 from tests.statefile.states import Layer, contents
 
 F32 = np.float32

@@ -170,7 +170,7 @@ def test_the_longest_name_is_saved(tmp_path: Path, suffix: str) -> None:
 HANGING = """
 import sys, time
 from pathlib import Path
-from gradcombine.statefile.replacing import replacing
+from gradcombine.statefile.container import replacing
 with replacing(Path(sys.argv[1])) as file:
     print("writing", flush=True)
     time.sleep(60)

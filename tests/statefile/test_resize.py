@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.accumulate import whole_window
+from gradcombine.accumulation import whole_window
 from gradcombine.pairwise import fold_pairwise
 from tests.statefile.states import contents
 
@@ -206,7 +206,7 @@ def test_the_order_of_ranks_is_kept(old: int, new: int) -> None:
 
 ONE_LEVEL = gc.accumulate(reductions.mean(), every=2).init(np.float32(0))
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no states": (lambda a, b: ([], 2, {}), "a list of states, one a replica, received list"),
+    "no states": (lambda a, b: ([], 2, {}), "a list of states, one a replica, received an empty list"),
     "one state": (lambda a, b: (a, 2, {}), "a list of states, one a replica, received AccumulateState"),
     "0 replicas": (lambda a, b: ([a], 0, {}), "1 replica or more, received 0"),
     "half a replica": (lambda a, b: ([a], 0.5, {}), "1 replica or more, received 0.5"),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.accumulate import length_at
+from gradcombine.accumulation import length_at
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.numbers import as_arrays
 from gradcombine.integrations.jax.on_replicas import on_replicas, own_state

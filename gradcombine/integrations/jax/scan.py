@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.accumulate import whole_window
+from gradcombine.accumulation import whole_window
 from gradcombine.integrations.jax.axes import align, aligned, own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.loss import Form

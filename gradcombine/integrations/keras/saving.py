@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine import binary_counter
-from gradcombine.accumulate import cleared, depth_of, replace_window, whole_window
+from gradcombine.accumulation import cleared, depth_of, replace_window, whole_window
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras.backend import BackendWindow
 from gradcombine.integrations.keras.checks import error

@@ -1,0 +1,426 @@
+"""The orders in which other systems add, by name: so that a difference from their result is explained to the last bit.
+
+The functions of `SUMS` and `MEANS` take a list of trees, in the order in which the other system numbers them, and
+return the tree that it returns. All was observed on CPU (x86 with fused multiply-add), with TensorFlow 2.21, JAX 0.10.2
+and optax 0.2.8; another version may add in another order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.protocol import Backend
+from gradcombine.backends.registry import is_absent, resolve, shape_of
+from gradcombine.errors import GradCombineError, renamed, require_integer, require_list, shown
+from gradcombine.lists import mean
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.dtypes import FLOAT32
+from gradcombine.reductions.sums import two_sum
+from gradcombine.types import Array, Tree, no_autograph
+
+__all__ = ["MEANS", "SUMS", "addn_blocks", "hierarchical_copy", "left_chain", "mean_of_means", "ring", "welford"]
+
+_BLOCK = 8
+
+
+@no_autograph
+def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
+    """The sum from left to right: ``((v_1 + v_2) + v_3) + ...``.
+
+    Args:
+      values: a list of one tree or more, of one structure, with leaves of equal shapes and dtypes. A leaf that is None
+        in all of them is None in the result.
+      dtype: of the running sum. None: the contributions' own.
+
+    Returns:
+      The sum, of the contributions' dtype.
+
+    Raises:
+      GradCombineError: for an empty list, trees that do not match, a leaf that is None in some of them only.
+
+    Bits: those of plain additions in eager Python; of `tf.add_n` under jit_compile; of
+    ``AggregationMethod.EXPERIMENTAL_TREE`` and ``EXPERIMENTAL_ACCUMULATE_N`` where Grappler is off (see `addn_blocks`);
+    and of `jax.lax.psum` over pmap and shard_map, by rank: there bfloat16 is added in float32 and rounded once
+    (``dtype="float32"``), float16 at each addition.
+
+    References: math_ops.accumulate_n and gradients_util._AggregatedGrads in TensorFlow; for psum and XLA, observation
+    alone.
+
+    >>> import numpy as np
+    >>> left_chain([np.float32([1e8]), np.float32([1]), np.float32([-1e8])])
+    array([0.], dtype=float32)
+    """
+    running = dtypes.parse(dtype, "left_chain")
+
+    def summed(backend: Backend, terms: list[Array]) -> Array:
+        result = backend.dtype(terms[0])
+        cast = terms if running is None else [backend.cast(term, running) for term in terms]
+        return backend.cast(chain(backend, cast), result)
+
+    return by_leaf("left_chain", values, summed)
+
+
+@no_autograph
+def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reused: int = 0) -> Tree:
+    """The sum as TensorFlow's AddN kernel forms it: ``(block_1 + block_2) + ...``, each block a left chain.
+
+    The first block has n % 8 terms (8 for a remainder of 0, 9 for 1), each later one 8. Up to nine terms are a left
+    chain.
+
+    Args:
+      values: as for `left_chain`.
+      names: in a tf.function, of the graph nodes whose outputs are added, one a tree. Grappler sorts the inputs of an
+        AddN by them, as strings (``"a_10"`` before ``"a_2"``, ``"replica_1/x"`` before rank 0's ``"x"``), and makes
+        one AddN of any chain or tree of additions. None: the terms are added in the order given, as in eager mode.
+      reused: the number (after sorting) of the term that changes places with the first. In a graph the kernel writes
+        into the buffer of the first term that nothing else uses, and begins with it: 0 where that is the first term,
+        or where there is none (arguments, variables and constants are in use).
+
+    Returns:
+      The sum, of the contributions' dtype.
+
+    Raises:
+      GradCombineError: as `left_chain`; for a wrong number of names, or a term that is not there.
+
+    Bits: those of `tf.add_n` on CPU, eager and in a tf.function; of ``tf.gradients`` with any AggregationMethod in a
+    tf.function; of MirroredStrategy with ReductionToOneDevice, by rank; and of ``strategy.reduce`` onto a CPU, whatever
+    the strategy's cross-device operations are.
+
+    References: kernels/aggregate_ops.cc, grappler's arithmetic optimizer, cross_device_ops.ReductionToOneDevice and
+    MirroredStrategy's _reduce_to in TensorFlow.
+
+    >>> import numpy as np
+    >>> terms = [np.float32([x]) for x in (1, 1, 1, 1e8, 1, 1, 1, 1, 1, 1, -1e8)]
+    >>> addn_blocks(terms), left_chain(terms)
+    (array([3.], dtype=float32), array([0.], dtype=float32))
+    """
+    trees = require_list("addn_blocks", "a list of trees", values)
+    if names is not None:
+        named = isinstance(names, (list, tuple)) and {type(name) for name in names} <= {str}
+        if not named or len(names) != len(trees):
+            raise GradCombineError("addn_blocks", f"{len(trees)} names", len(names) if named else shown(names))
+        trees = [trees[i] for i in sorted(range(len(trees)), key=names.__getitem__)]
+    last = len(trees) - 1
+    reused = require_integer("addn_blocks", f"a reused term from 0 to {last}", reused, 0, last)
+    trees[0], trees[reused] = trees[reused], trees[0]
+    return by_leaf("addn_blocks", trees, blocks)
+
+
+@no_autograph
+def hierarchical_copy(values: Sequence[Tree]) -> Tree:
+    """The sum of two halves, each by `addn_blocks`: ``addn(v_1 ... v_h) + addn(v_{h+1} ... v_2h)``, h = n // 2.
+
+    Args:
+      values: as for `left_chain`, by rank. The last of an odd number is left out, as TensorFlow leaves it out.
+
+    Returns:
+      The sum, of the contributions' dtype; one tree passes through unchanged.
+
+    Raises:
+      GradCombineError: as `left_chain`.
+
+    Bits: those of an all-reduce in MirroredStrategy's replica context with HierarchicalCopyAllReduce, eager. In a
+    tf.function Grappler makes one AddN of the three: `addn_blocks` over the same 2h ranks.
+
+    References: cross_device_utils.aggregate_gradients_using_hierarchical_copy in TensorFlow.
+
+    >>> import numpy as np
+    >>> hierarchical_copy([np.float32([x]) for x in (1e8, -1e8, 1, 1)])
+    array([2.], dtype=float32)
+    """
+    trees = require_list("hierarchical_copy", "a list of trees", values)
+    half = len(trees) // 2
+
+    def halves(backend: Backend, terms: list[Array]) -> Array:
+        if not half:
+            return terms[0]
+        return backend.add(blocks(backend, terms[:half]), blocks(backend, terms[half : 2 * half]))
+
+    return by_leaf("hierarchical_copy", trees, halves)
+
+
+def chain(backend: Backend, terms: Sequence[Array]) -> Array:
+    """One leaf's `left_chain`."""
+    return reduce(backend.add, terms)
+
+
+def blocks(backend: Backend, terms: Sequence[Array]) -> Array:
+    """One leaf's `addn_blocks`."""
+    # The kernel has functors for 2 to 9 terms, which begin a sum, and one that adds 8 terms to it.
+    first = (len(terms) - 2) % _BLOCK + 2
+    later = range(first, len(terms), _BLOCK)
+    return chain(backend, [chain(backend, terms[i : i + n]) for i, n in [(0, first), *((i, _BLOCK) for i in later)]])
+
+
+_RING_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
+_ALIGNED_BYTES = 64
+
+
+@no_autograph
+def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
+    """The sum as TensorFlow's ring all-reduce forms it: chunk k is ``((v_k + v_{k+1}) + ...) + v_{k-1}``, ranks from 0.
+
+    A chunk has ``ceil(size / n)`` elements, rounded up to a multiple of 64 bytes (and to the next one, where it is a
+    multiple already): so the last chunks may be short or empty, and up to 16 elements of float32 are a left chain.
+    Large chunks are not subdivided, though ring_alg.cc knows how to.
+
+    Args:
+      values: as for `left_chain`, one tree a rank, of one dtype: float16, bfloat16, float32, float64, int32 or int64.
+      packed: whether the leaves, flattened, last leaf first, go round as one array, as in a tf.function. False: each
+        leaf by itself, as in eager mode.
+
+    Returns:
+      The sum, of the contributions' dtype.
+
+    Raises:
+      GradCombineError: as `left_chain`, and for a dtype that the ring does not know, or several in one pack.
+
+    Bits: those of an all-reduce of the whole tree in the replica context of a MirroredStrategy over CPUs of one process
+    with its default operations, on every rank. A mean is that sum, divided. ``strategy.reduce`` adds otherwise: see
+    `addn_blocks`.
+
+    References: common_runtime/ring_alg.cc, ring_reducer.cc and base_collective_executor.cc,
+    CollectiveAllReduce._all_reduce and CollectiveReplicaLauncher.batch_all_reduce in TensorFlow.
+
+    >>> import numpy as np
+    >>> ranks = [np.full(33, x, np.float32) for x in (1e8, 1, -1e8)]
+    >>> ring(ranks)[[0, 16, 32]]
+    array([0., 0., 1.], dtype=float32)
+    """
+    trees = require_list("ring", "a list of trees", values)
+    kinds = require_dtypes("ring", trees[0], _RING_DTYPES)
+    if packed and len(set(kinds)) > 1:
+        raise GradCombineError("ring", "leaves of one dtype in a pack", ", ".join(sorted({x.name for x in kinds})))
+    leaves, structure = tree.flatten("ring", trees[0])
+    shapes: list[tuple[int, ...]] = []
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        with renamed("ring", path):
+            shapes += [] if is_absent(leaf) else [shape_of(leaf)]
+    packs = [shapes] if packed else [[shape] for shape in shapes]
+    numbers = [_chunks(pack, dtype, len(trees)) for pack, dtype in zip(packs, kinds, strict=False)]
+    chunks = iter([leaf for pack in numbers for leaf in pack])
+
+    def around(backend: Backend, terms: list[Array]) -> Array:
+        chunk = next(chunks)
+        total = terms[0]
+        for k in np.unique(chunk):
+            total = backend.where(chunk == k, chain(backend, terms[k:] + terms[:k]), total)
+        return total
+
+    return by_leaf("ring", trees, around)
+
+
+def _chunks(shapes: Sequence[tuple[int, ...]], dtype: np.dtype, ranks: int) -> list[np.ndarray]:
+    """For each leaf of a pack, the chunk of each of its elements. The last leaf comes first in the pack."""
+    sizes = [math.prod(shape) for shape in shapes]
+    length = -(-sum(sizes) // ranks)
+    length += _ALIGNED_BYTES // dtype.itemsize - length % (_ALIGNED_BYTES // dtype.itemsize)
+    starts = [sum(sizes[i + 1 :]) for i in range(len(sizes))]
+    return [
+        np.arange(start, start + size).reshape(shape) // length
+        for start, size, shape in zip(starts, sizes, shapes, strict=True)
+    ]
+
+
+_WELFORD_DTYPES = ("float16", "bfloat16", "float32")
+_SPLITTER = np.float32(2**12 + 1)
+
+
+@no_autograph
+def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT32) -> Tree:
+    """The mean of optax.MultiSteps: ``acc = acc + (g - acc) / (n + 1)`` from ``acc = 0``, for n = 0, 1, ....
+
+    XLA multiplies by ``1 / (n + 1)``, rounded, in place of the division, and contracts that product and the addition
+    into one fused multiply-add. It divides, and fuses nothing, where a leaf has one element, and where all is bfloat16.
+
+    Args:
+      values: as for `left_chain`, of float32, bfloat16 or float16.
+      fused: whether products are fused into additions, as in optax outside and inside of jit. False: they are rounded
+        by themselves, as under jax.disable_jit.
+      accumulator: the dtype that the mean has between two contributions, MultiSteps' ``accumulator_dtype``. The last
+        step is not rounded to it. Where the contributions have the same narrow dtype, each operation is.
+
+    Returns:
+      The mean, of the contributions' dtype.
+
+    Raises:
+      GradCombineError: as `left_chain`, and for another dtype.
+
+    Bits: those of MultiSteps with its default settings, given the gradients as arguments: where a gradient is computed
+    in the same program, XLA may fuse its last product into the subtraction. Numbers beyond 2**115 or below 2**-100 are
+    excepted: the fused multiply-add is computed from float32 operations, so that it is the same on every backend.
+
+    References: optax.MultiSteps, transforms/_accumulation.py; Welford, "Note on a method for calculating corrected sums
+    of squares and products", 1962.
+
+    >>> import numpy as np
+    >>> welford([np.float32([1, 2]), np.float32([4, 5])])
+    array([2.5, 3.5], dtype=float32)
+    """
+    trees = require_list("welford", "a list of trees", values)
+    require_dtypes("welford", trees[0], _WELFORD_DTYPES)
+    kept = dtypes.parse(accumulator)
+    if kept is None or kept.name not in _WELFORD_DTYPES:
+        raise GradCombineError("welford", f"an accumulator of {', '.join(_WELFORD_DTYPES)}", accumulator)
+    return by_leaf("welford", trees, partial(_welford, fused=fused, accumulator=kept))
+
+
+@no_autograph
+def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | None = None) -> Tree:
+    """Each rank's weighted mean, then their unweighted mean: what a program reports that forgets the ranks' weights.
+
+    Args:
+      values: as for `left_chain`: n / ranks trees of rank 0, then those of rank 1, and so on.
+      ranks: how many; the number of trees is a multiple of it.
+      weights: one scalar a tree; None: all 1.
+
+    Returns:
+      The mean of means, of the contributions' dtype.
+
+    Raises:
+      GradCombineError: as `gradcombine.mean`, and for trees or weights that do not divide evenly.
+
+    Bits: those of `gradcombine.mean`, rounded once a rank and once more.
+
+    >>> import numpy as np
+    >>> mean_of_means([np.float32([x]) for x in (1, 2, 3, 4)], ranks=2, weights=[1, 1, 3, 1])
+    array([2.375], dtype=float32)
+    """
+    trees = require_list("mean_of_means", "a list of trees", values)
+    if ranks < 1 or len(trees) % ranks:
+        raise GradCombineError("mean_of_means", f"a multiple of {ranks} trees", len(trees))
+    if weights is not None and len(weights) != len(trees):
+        raise GradCombineError("mean_of_means", f"{len(trees)} weights", len(weights))
+    each = len(trees) // ranks
+    blocks = [slice(i, i + each) for i in range(0, len(trees), each)]
+    return mean([mean(trees[block], None if weights is None else weights[block]) for block in blocks])
+
+
+def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.dtype) -> Array:
+    shape, dtype = backend.shape(terms[0]), backend.dtype(terms[0])
+    running = dtype if dtype == accumulator else FLOAT32
+    average = backend.full(shape, 0, accumulator)
+    for n, term in enumerate(terms, start=1):
+        before = backend.cast(average, running)
+        difference = _subtract(backend, backend.cast(term, running), before)
+        reciprocal = (1 / np.float32(n)).astype(running)
+        if math.prod(shape) == 1 or running.name == "bfloat16":
+            after = backend.add(before, backend.divide(difference, backend.asarray(np.asarray(n).astype(running))))
+        elif fused and running == FLOAT32:
+            after = multiply_add(backend, difference, reciprocal, before)
+        else:
+            after = backend.add(before, _times(backend, difference, reciprocal))
+        average = after if n == len(terms) else backend.cast(after, accumulator)
+    return backend.cast(average, dtype)
+
+
+def multiply_add(backend: Backend, x: Array, factor: np.float32, y: Array) -> Array:
+    """``x * factor + y``, rounded once.
+
+    The product is split into two floats without error (Dekker, 1971), and its sum with y into three, of which the last
+    decides only where the first two are a tie.
+    """
+    product = _times(backend, x, factor)
+    x_high = _high(backend, x)
+    x_low = _subtract(backend, x, x_high)
+    factor_high = np.float32(factor * _SPLITTER - (factor * _SPLITTER - factor))
+    error = _subtract(backend, _times(backend, x_high, factor_high), product)
+    for part, scalar in ((x_high, factor - factor_high), (x_low, factor_high), (x_low, factor - factor_high)):
+        error = backend.add(error, _times(backend, part, scalar))
+    partial_sum, low = two_sum(backend, y, error)
+    high, middle = two_sum(backend, product, partial_sum)
+    middle, low = two_sum(backend, low, middle)
+    rounded = backend.add(high, middle)
+    left = backend.add(_subtract(backend, high, rounded), middle)
+    neighbour = backend.add(rounded, backend.add(left, left))
+    tie = (left != 0) & (_subtract(backend, neighbour, rounded) == backend.add(left, left))
+    beyond = tie & (low != 0) & ((low > 0) == (left > 0))
+    rounded = backend.where(beyond, neighbour, rounded)
+    # Infinities split into NaN.
+    return backend.where(rounded == rounded, rounded, backend.add(product, y))
+
+
+def _high(backend: Backend, x: Array) -> Array:
+    """The upper half of a float's digits (Veltkamp)."""
+    wide = _times(backend, x, _SPLITTER)
+    return _subtract(backend, wide, _subtract(backend, wide, x))
+
+
+def _times(backend: Backend, x: Array, factor: np.float32) -> Array:
+    return backend.scale(x, backend.asarray(factor))
+
+
+def _subtract(backend: Backend, a: Array, b: Array) -> Array:
+    return backend.add(a, -b)
+
+
+def by_leaf(operation: str, values: Sequence[Tree], rule: Callable[[Backend, list[Array]], Array]) -> Tree:
+    """The tree of ``rule(backend, terms)``, the terms of a leaf in the order of the trees; called in `flatten`'s order.
+
+    Raises:
+      GradCombineError: for trees of different structures, shapes or dtypes, and for a leaf that is None in some of them
+        only.
+    """
+    trees = require_list(operation, "a list of trees", values)
+    _, structure = tree.flatten(operation, trees[0])
+    columns = list(zip(*(tree.flatten_as(operation, structure, value) for value in trees), strict=True))
+    backend = resolve(operation, [leaf for column in columns for leaf in column])
+    combined: list[Any] = []
+    for column, path in zip(columns, structure.paths(), strict=True):
+        absent = [is_absent(leaf) for leaf in column]
+        if any(absent) and not all(absent):
+            raise GradCombineError(operation, "a gradient in all trees or in none", f"{sum(absent)} without one", path)
+        combined.append(column[0] if all(absent) else backend.asarray(rule(backend, _terms(operation, column, path))))
+    return tree.unflatten(structure, combined)
+
+
+def _terms(operation: str, column: Sequence[Any], path: str) -> list[Array]:
+    backend = resolve(operation, column)
+    with renamed(operation, path):
+        terms = [backend.asarray(leaf) for leaf in column]
+        expected, *others = ((backend.shape(term), backend.dtype(term)) for term in terms)
+    if dtypes.kind(backend.dtype(terms[0])) not in dtypes.NUMERIC:
+        raise GradCombineError(operation, "a dtype of numbers", backend.dtype(terms[0]), path)
+    for received in others:
+        if received != expected:
+            described = "shape {} and dtype {}".format
+            raise GradCombineError(operation, described(*expected), described(*received), path)
+    return terms
+
+
+def require_dtypes(operation: str, value: Tree, allowed: Sequence[str]) -> list[np.dtype]:
+    """The dtypes of a tree's gradients, in the order of `flatten`.
+
+    Raises:
+      GradCombineError: for one that is not allowed.
+    """
+    leaves, structure = tree.flatten(operation, value)
+    kinds: list[np.dtype] = []
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        if not is_absent(leaf):
+            dtype = resolve(operation, [leaf]).dtype(leaf)
+            if dtype.name not in allowed:
+                raise GradCombineError(operation, f"a dtype of {', '.join(allowed)}", dtype, path)
+            kinds.append(dtype)
+    return kinds
+
+
+SUMS: Mapping[str, Callable[[Sequence[Tree]], Tree]] = {
+    "left_chain": left_chain,
+    "addn_blocks": addn_blocks,
+    "hierarchical_copy": hierarchical_copy,
+    "ring": ring,
+}
+"""The orders of a sum, by name."""
+
+MEANS: Mapping[str, Callable[[Sequence[Tree]], Tree]] = {
+    "welford": welford,
+    "welford_unfused": partial(welford, fused=False),
+}
+"""The orders of a mean, by name."""
