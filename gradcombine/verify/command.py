@@ -25,6 +25,7 @@ from rich.text import Text
 import gradcombine
 from gradcombine.errors import GradCombineError
 from gradcombine.verify import diff_report
+from gradcombine.verify.audit import OutOfMemoryError, audit_named, report
 from gradcombine.verify.diff import Allowed, diff, diff_steps, is_steps
 from gradcombine.verify.dumps import Dump, open_dump
 from gradcombine.verify.main import hint, missing
@@ -136,7 +137,7 @@ def diff_command(
                 raise GradCombineError("diff", f"a path in an existing folder for {option}", str(path))
         passes = _diffed((a, b), Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules(), json, html)
     except (GradCombineError, OSError, MemoryError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if passes else 1)
 
@@ -197,7 +198,7 @@ def explain_command(
                 trees, whole, scales, ranks=counts, progress=lambda tried, name: bar.update(task, description=name)
             )
     except (GradCombineError, OSError, MemoryError) as error:
-        Console(stderr=True).print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(2) from None
     console.print(Text(str(found), "green" if found.matches else "red"), soft_wrap=True)
     if not found.matches and found.elements:
@@ -205,6 +206,72 @@ def explain_command(
             line = f"  {verdict.share:8.2%} equal, up to {verdict.max_ulp:,} ulp: {verdict.candidate}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
     raise typer.Exit(0 if found.matches else 1)
+
+
+@app.command("audit")
+def audit_command(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="module:callable that returns a jitted function and its arguments, a file of optimized HLO, or a "
+            "folder that XLA dumped to."
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(
+            help="A machine that need not be here: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's "
+            "description and :8. By default, this machine."
+        ),
+    ] = None,
+    fail_on: Annotated[
+        str | None, typer.Option(help="Names of the findings to fail on, with commas between; by default all.")
+    ] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="An earlier --json: fail only on what got worse since.", metavar="FILE")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
+) -> None:
+    """Tells what a compiled step does, before it runs: what it moves, copies, exchanges and repeats.
+
+    Exit status: 0 if nothing was found, 1 if there are findings, 2 for what cannot be read or compiled, 3 for a step
+    that does not fit the target's memory.
+    """
+    if lacking := missing(("jax",)):
+        raise typer.BadParameter(hint(lacking))
+    console = Console()
+    try:
+        if json is not None and not json.resolve().parent.is_dir():
+            raise GradCombineError("audit", "a path in an existing folder for --json", str(json))
+        chosen, before = report.names(fail_on), None if baseline is None else _read_json(baseline)
+        with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
+            bar.add_task("compiling")
+            reports = audit_named(what, target)
+        for one in reports:
+            clean = not any(x.name in chosen for x in one.findings)
+            # Of many programs, those are shown in which there is something to see.
+            shown = report.sections(one) if one.findings or len(reports) == 1 else ()
+            show(console, report.verdict(one, chosen), clean, shown)
+        if before is None:
+            failed = any(x.name in chosen for one in reports for x in one.findings)
+        else:
+            lines = report.worse(reports, before, chosen)
+            failed = bool(lines)
+            answer = "\n".join(("worse than before:", *lines)) if lines else "no worse than before"
+            console.print(Text(answer, "bold red" if failed else "green"), soft_wrap=True)
+        if json is not None:
+            json.write_text(json_format.dumps(report.as_json(reports), indent=1, allow_nan=False) + "\n")
+    except (GradCombineError, OSError, MemoryError) as error:
+        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
+        raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
+    raise typer.Exit(1 if failed else 0)
+
+
+def _read_json(path: Path) -> object:
+    try:
+        return json_format.loads(path.read_text())
+    except ValueError as error:  # no text, or no JSON
+        raise GradCombineError("audit", "a baseline that --json has written", f"{path}: {error}") from None
 
 
 def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from gradcombine.verify.audit.flow import LINEAR, MOVING, Flow, Node
 from gradcombine.verify.audit.hlo import Instruction, Loop, Shape, bits
-from gradcombine.verify.audit.program import Exchange, Program, times
+from gradcombine.verify.audit.program import Exchange, Program, size_text, times
 
 FEW_SCALARS = 256
 """Bytes below which an array is a number or a few: what it costs is not its size."""
@@ -297,7 +297,7 @@ def copies_at_boundary(search: Search) -> Iterator[Finding]:
     for kind, copied in found.items():
         moved = sum(2 * n * x.bytes for x, n in copied)
         if moved > SHARE * total:
-            what = f"{len(copied)} copies of {kind}, {_size(sum(x.bytes for x, _ in copied))} in all"
+            what = f"{len(copied)} copies of {kind}, {size_text(sum(x.bytes for x, _ in copied))} in all"
             first = copied[0][0]
             yield Finding("copies-at-boundary", what, search.source(first), sum(n for _, n in copied), moved=moved)
 
@@ -330,7 +330,7 @@ def many_small_collectives(search: Search) -> Iterator[Finding]:
             first = exchanges[0][0]
             size = sum(n * exchange.operand for exchange, n in exchanges)
             which = f"{count} {first.kind}s over {first.members} devices"
-            what = f"{which}, {_size(size)} in all, none of which needs another"
+            what = f"{which}, {size_text(size)} in all, none of which needs another"
             yield Finding("many-small-collectives", what, search.source(first.x), count)
 
 
@@ -410,7 +410,7 @@ def unknown_trip_count(search: Search) -> Iterator[Finding]:
             body = loop.instruction.called("body")[0]
             moved = sum(search.program.traffic(name, x) for name, x, _ in search.program.executed(body))
             if moved >= COPIED:
-                what = f"{_loop(loop)} is counted as one turn, of {_size(moved)}"
+                what = f"{_loop(loop)} is counted as one turn, of {size_text(moved)}"
                 yield Finding("unknown-trip-count", what, search.source(loop.instruction), times(loops))
 
 
@@ -464,20 +464,8 @@ def _resembles(a: Shape, b: Shape) -> bool:
 
 
 def _exchange(exchange: Exchange) -> str:
-    return f"{exchange.kind} of {_size(exchange.size)} over {exchange.members} devices"
+    return f"{exchange.kind} of {size_text(exchange.size)} over {exchange.members} devices"
 
 
 def _loop(loop: Loop) -> str:
     return f"a loop of {'an unknown number of' if loop.trips is None else loop.trips} turns"
-
-
-def _size(size: float) -> str:
-    """In the largest unit of which there is one at least.
-
-    >>> [_size(n) for n in (0, 1023, 1536, 3 * 2**30)]
-    ['0 B', '1,023 B', '1.5 KiB', '3.0 GiB']
-    """
-    unit = 0
-    while size >= 1024 and unit < 4:
-        size, unit = size / 1024, unit + 1
-    return f"{size:,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{size:,.0f} B"

@@ -96,6 +96,18 @@ def times(loops: Loops) -> int:
     return math.prod(1 if loop.trips is None else loop.trips for loop in loops)
 
 
+def size_text(size: float) -> str:
+    """In the largest unit of which there is one at least.
+
+    >>> [size_text(n) for n in (0, 1023, 1536, 3 * 2**30)]
+    ['0 B', '1,023 B', '1.5 KiB', '3.0 GiB']
+    """
+    unit = 0
+    while size >= 1024 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{size:,.0f} B"
+
+
 class Program(Module):
     """A compiled program, and what can be counted in it.
 
@@ -141,6 +153,11 @@ class Program(Module):
 
     def conditionals(self) -> int:
         return sum(x.opcode == "conditional" for _, x, _ in self.executed())
+
+    def chosen_whole(self, of: dict[str, Instruction], x: Instruction) -> bool:
+        """Whether one flag selects between two whole arrays."""
+        flag = self.origin(of, x.operands[0])
+        return not flag.shapes[0].dims or (flag.opcode == "broadcast" and not of[flag.operands[0]].shapes[0].dims)
 
     @cached_property
     def exchanges(self) -> list[Exchange]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.verify.audit.findings import Finding, find
 from gradcombine.verify.audit.hlo import read
 from gradcombine.verify.audit.program import Exchange, Program, times
@@ -122,9 +126,9 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     Args:
       step: a function of ``jax.jit`` or ``jax.pmap``, what its ``lower`` gives, or what ``compile`` gives of that.
       *args: of a jitted function: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they will have.
-      target: a machine that need not be here, see `find_target`; for a jitted function alone. Arguments on a mesh of
-        other devices are moved to a mesh of the same shape on the target's; a step that holds a mesh by itself has to
-        be built with ``find_target(name).devices``.
+      target: a machine that need not be here: what `find_target` gives, or its name, which is for jitted functions
+        alone. Their arguments on a mesh of other devices are moved to a mesh of the same shape on the target's; a step
+        that holds a mesh by itself has to be built with the target's devices.
 
     Returns:
       What was found; ``findings`` is empty for a step without a known defect.
@@ -142,12 +146,12 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     found = target if isinstance(target, Target) else find_target(target)
     if hasattr(step, "lower"):
         step = _guarded(found, lambda: step.lower(*_placed(args, found)))
-    elif args or target is not None:
-        raise GradCombineError("audit", "a jitted function for arguments and a target", type(step).__name__)
+    elif args or isinstance(target, str):
+        raise GradCombineError("audit", "a jitted function, for arguments and the name of a target", shown(step))
     if hasattr(step, "compile"):
         step = _guarded(found, step.compile)
     if not hasattr(step, "as_text") or not hasattr(step, "memory_analysis"):
-        raise GradCombineError("audit", "a jitted function, or one lowered or compiled", type(step).__name__)
+        raise GradCombineError("audit", "a jitted function, or one lowered or compiled", shown(step))
     text, sizes = step.as_text(), step.memory_analysis()
     if text is None:
         raise GradCombineError("audit", "a compiled function whose HLO can be read", "none")
@@ -176,7 +180,7 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
     Raises:
       GradCombineError: what cannot be read, or is not optimized; a folder without a program.
     """
-    found = target if isinstance(target, Target) else find_target(target)
+    found = target if isinstance(target, Target) else find_target(target, compiles=False)
     folder = Path(path)
     files = [folder]
     if folder.is_dir():
@@ -191,6 +195,55 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
             raise GradCombineError("audit", "optimized HLO, as XLA has it after all passes", f"{file}, not scheduled")
         reports.append(_audited(Program(text), found, None, ()))
     return reports
+
+
+def audit_named(what: str, target: str | None = None) -> list[Audit]:
+    """Audits what a command line names.
+
+    Args:
+      what: a file or a folder as of `audit_file`, or "module:callable". The callable returns a jitted function and a
+        tuple of its arguments, or one thing that is lowered or compiled already. If it has a parameter, it is called
+        with the target's devices, of which it makes its mesh.
+      target: see `find_target`.
+
+    Returns:
+      One report for each program.
+
+    Raises:
+      GradCombineError: nothing of this name, a module that does not import, a callable that returns something else.
+      OutOfMemoryError: a step that needs more memory than the target has.
+    """
+    if Path(what).exists():
+        return [*audit_file(what, target)]
+    module, _, name = what.partition(":")
+    if not module or not name.isidentifier():
+        raise GradCombineError("audit", "module:callable, or a file or a folder that exists", what)
+    if target is not None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler of GPUs is no reason to look for one
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    make = getattr(_foreign("a module that imports", module, lambda: import_module(module)), name, None)
+    if not callable(make):
+        raise GradCombineError("audit", f"a callable {name} in {module}", "none" if make is None else shown(make))
+    found = find_target(target)
+    parameters = inspect.signature(make).parameters
+    made: Any = _foreign("a callable that returns", what, lambda: make(found.devices) if parameters else make())
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], tuple | list):
+        return [audit(made[0], *made[1], target=found)]
+    if hasattr(made, "compile") or hasattr(made, "memory_analysis"):
+        return [audit(made, target=found)]
+    expected = f"{what} to return a jitted function and a tuple of arguments, or one that is lowered"
+    raise GradCombineError("audit", expected, shown(made))
+
+
+def _foreign(expected: str, what: str, call: Callable[[], Any]) -> Any:
+    """What this returns; whatever it raises, an exit too, becomes the library's error."""
+    try:
+        return call()
+    except (GradCombineError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise GradCombineError("audit", expected, f"{what}: {type(error).__name__}: {error}") from None
 
 
 def _audited(program: Program, target: Target, memory: Memory | None, donated: Sequence[int]) -> Audit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 from functools import cache
@@ -87,17 +88,20 @@ class Target(NamedTuple):
     figures: Figures | None
 
 
-def find_target(name: str | None = None) -> Target:
+def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
     """The machine of this name.
 
     Args:
       name: "h100:8" (one host), "h100:64x8" (hosts by devices), "v5e:16x16" (chips of a slice), or the path of a
         GpuTargetConfigProto in text form and ":" with a number or hosts x devices; None for this machine.
+      compiles: whether its compiler is needed; without, there are no devices, but the figures.
 
     Raises:
       GradCombineError: a name that is none of these, or a compiler that is not installed.
     """
     if name is None:
+        if not compiles:
+            return Target("an unknown machine", (), 1, None)
         import jax
 
         return Target("this machine", tuple(jax.devices()), len(jax.devices()), None)
@@ -105,15 +109,15 @@ def find_target(name: str | None = None) -> Target:
     if kind in PUBLISHED and kind != "h100":
         if not re.fullmatch(r"\d+x\d+(x\d+)?", shape):
             raise GradCombineError("audit", f"a slice such as {kind}:4x4", name)
-        devices = tpu(name)
-        return Target(name, devices, len(devices), PUBLISHED[kind])
+        chips = math.prod(int(n) for n in shape.split("x"))
+        return Target(name, tpu(name) if compiles else (), chips, PUBLISHED[kind])
     hosts, _, each = shape.rpartition("x")
     if not re.fullmatch(r"(\d+x)?\d+", shape) or not int(each) or (kind != "h100" and not Path(kind).is_file()):
         expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
         raise GradCombineError("audit", expected, name)
     text = H100 if kind == "h100" else Path(kind).read_text()
     figures = PUBLISHED["h100"] if kind == "h100" else described(text)
-    return Target(name, gpu(text, int(each), int(hosts or 1)), int(each), figures)
+    return Target(name, gpu(text, int(each), int(hosts or 1)) if compiles else (), int(each), figures)
 
 
 @cache

@@ -1,0 +1,241 @@
+"""What an audit says: on a screen, as JSON, and beside an earlier one."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.audit.findings import RULES, Finding
+from gradcombine.verify.audit.hlo import Loops
+from gradcombine.verify.audit.program import Program, size_text, times
+from gradcombine.verify.audit.step import Audit
+from gradcombine.verify.report import Cells, Section
+
+VERSION = 1
+"""Of the JSON."""
+
+COMPARED = ("moved", "sent", "flops", "temporary")
+"""Totals of a report that a later one must not exceed."""
+
+
+def sections(report: Audit) -> list[Section]:
+    """All that an audit tells; the findings are last, where a reader of a terminal looks."""
+    found = [
+        Section(f"{report.name} on {_target(report)}", columns=("", "in loops", "beside"), rows=_figures(report)),
+        _bound(report),
+    ]
+    exchanges = [
+        Cells(
+            (
+                x.kind,
+                size_text(x.size),
+                f"{len(x.groups)} of {x.members}",
+                f"{_loops(x.loops)}",
+                f"{x.times:,}",
+                short(report.program.source(x.x)),
+            )
+        )
+        for x in sorted(report.exchanges, key=lambda x: -x.times * x.sent())
+    ]
+    columns = ("collective", "size", "groups", "in loops of", "times", "source")
+    found.append(
+        Section("Collectives", "" if exchanges else "none", columns=columns if exchanges else (), rows=exchanges)
+    )
+    if rows := _branches(report.program):
+        found.append(Section("Loops and branches", columns=("what", "how often", "source"), rows=rows))
+    if report.findings:
+        found.append(
+            Section(
+                "Findings",
+                columns=("finding", "times", "cost", "at the bound", "what"),
+                rows=[_finding(report, x) for x in report.findings],
+                whole=True,
+            )
+        )
+    return found
+
+
+def verdict(report: Audit, fail_on: Iterable[str]) -> str:
+    """One line."""
+    counts = Counter(x.name for x in report.findings)
+    if not counts:
+        return f"{report.name}: clean; {len(RULES)} defects looked for"
+    named = ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
+    failing = sum(n for name, n in counts.items() if name in set(fail_on))
+    return f"{report.name}: {sum(counts.values())} findings, {failing} to fail on: {named}"
+
+
+def names(text: str | None) -> frozenset[str]:
+    """Those of findings that ``--fail-on`` gives, with commas between; all where it is not given.
+
+    Raises:
+      GradCombineError: a name that no finding has.
+    """
+    chosen = frozenset(RULES) if text is None else frozenset(x.strip() for x in text.split(",") if x.strip())
+    if unknown := sorted(chosen - set(RULES)):
+        raise GradCombineError("audit", f"names of findings: {', '.join(RULES)}", ", ".join(unknown))
+    return chosen
+
+
+def as_json(reports: Sequence[Audit]) -> dict[str, Any]:
+    """Everything, with sizes in bytes and times in seconds."""
+    return {"version": VERSION, "programs": [_one(report) for report in reports]}
+
+
+def worse(reports: Sequence[Audit], baseline: Any, fail_on: Iterable[str]) -> list[str]:
+    """What has got worse since an earlier report of the same programs, one line each.
+
+    Args:
+      reports: those of today.
+      baseline: what `as_json` gave.
+      fail_on: the names of findings that count.
+
+    Raises:
+      GradCombineError: a baseline of another form, program or target, with which nothing can be compared.
+    """
+    try:
+        if baseline["version"] != VERSION:
+            raise GradCombineError("audit", f"a baseline of version {VERSION}", baseline["version"])
+        before = {(x["name"], x["target"]): x for x in baseline["programs"]}
+        lines = list[str]()
+        for report in reports:
+            now, key = _one(report), (report.name, report.target.name)
+            if key not in before:
+                known = ", ".join(f"{name} on {target}" for name, target in before) or "no program"
+                raise GradCombineError("audit", f"a baseline of {report.name} on {report.target.name}", known)
+            lines += _compared(now, before[key], set(fail_on))
+        return lines
+    except (KeyError, TypeError, AttributeError) as error:
+        raise GradCombineError("audit", "a baseline that --json has written", f"no {error}") from None
+
+
+def short(source: str) -> str:
+    """A line of source as a screen shows it: from the working directory, or the file's name alone."""
+    path, _, line = source.rpartition(":")
+    if not path:
+        return source
+    file = Path(path)
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{line}"
+
+
+def _one(report: Audit) -> dict[str, Any]:
+    memory = report.memory
+    return {
+        "name": report.name,
+        "target": report.target.name,
+        "devices": report.program.devices,
+        "moved": report.turns + report.beside,
+        "moved_in_loops": report.turns,
+        "sent": report.sent,
+        "flops": sum(report.flops.values()),
+        "temporary": None if memory is None else memory.temporary,
+        "memory": None if memory is None else memory._asdict() | {"peak": memory.peak},
+        "bounds": {name: bound._asdict() for name, bound in report.bounds.items()},
+        "collectives": [
+            {
+                "kind": x.kind,
+                "operand": x.operand,
+                "result": x.result,
+                "members": x.members,
+                "groups": len(x.groups),
+                "trips": [loop.trips for loop in x.loops],
+                "times": x.times,
+                "sent": x.times * x.sent(),
+                "operation": x.x.op_name,
+                "source": report.program.source(x.x),
+            }
+            for x in report.exchanges
+        ],
+        "findings": [x._asdict() | {"seconds": report.seconds(x)} for x in report.findings],
+    }
+
+
+def _compared(now: dict[str, Any], before: dict[str, Any], fail_on: set[str]) -> list[str]:
+    lines = list[str]()
+    for name in COMPARED:
+        if now[name] is not None and before[name] is not None and now[name] > before[name]:
+            lines.append(f"{now['name']}: {name} {before[name]:,.0f} -> {now[name]:,.0f}")
+    for name in sorted({x["name"] for x in now["findings"]} & fail_on):
+        costs = [_costs(report, name) for report in (before, now)]
+        if any(b > a for a, b in zip(*costs, strict=True)):
+            lines.append(f"{now['name']}: {name}, {_words(costs[0])} -> {_words(costs[1])}")
+    return lines
+
+
+def _costs(report: dict[str, Any], name: str) -> tuple[float, ...]:
+    found = [x for x in report["findings"] if x["name"] == name]
+    return (float(len(found)), *(sum(x[cost] for x in found) for cost in ("times", "moved", "sent", "flops")))
+
+
+def _words(costs: tuple[float, ...]) -> str:
+    findings, happens, moved, sent, flops = costs
+    return f"{findings:.0f} findings of {happens:,.0f} times, {size_text(moved + sent)}, {flops:.3g} flops"
+
+
+def _target(report: Audit) -> str:
+    devices = report.program.devices
+    return f"{report.target.name}, {devices} device{'s' * (devices > 1)}"
+
+
+def _figures(report: Audit) -> list[Cells]:
+    sent = [sum(x.times * x.sent() for x in report.exchanges if bool(x.loops) is looped) for looped in (True, False)]
+    rows = [
+        Cells(("bytes moved", size_text(report.turns), size_text(report.beside))),
+        Cells(("bytes sent", *map(size_text, sent))),
+    ]
+    if report.memory is None:
+        return [*rows, Cells(("memory", "", "not in a file of HLO"))]
+    memory = report.memory
+    rows += [Cells((name, "", size_text(size))) for name, size in memory._asdict().items()]
+    return [*rows, Cells(("peak", "", size_text(memory.peak)))]
+
+
+def _bound(report: Audit) -> Section:
+    title = "Lower bound of a call"
+    known = {name: bound.seconds for name, bound in report.bounds.items() if bound.seconds is not None}
+    if not known:
+        return Section(title, f"none: nothing is published of {report.target.name}")
+    name = max(known, key=lambda x: known[x])
+    left = "" if len(known) == len(report.bounds) else "; what is not published is left out"
+    note = f"{known[name]:.3g} s, by {name}, if all overlap; {sum(known.values()):.3g} s one after the other{left}"
+    rows = [
+        Cells((name, "" if bound.seconds is None else f"{bound.seconds:.3g}", bound.arithmetic))
+        for name, bound in report.bounds.items()
+    ]
+    return Section(title, note, columns=("", "seconds", "arithmetic"), rows=rows)
+
+
+def _branches(program: Program) -> list[Cells]:
+    rows = list[Cells]()
+    for name, x, loops in program.executed():
+        if x.opcode == "while":
+            trips = program.trips(name, x)
+            kind = "loop" if program.repeats(name, x) or trips is not None else "branch, as a loop of one turn or none"
+            count = (
+                "unknown" if kind == "loop" and trips is None else f"{times(loops) * (1 if trips is None else trips):,}"
+            )
+            rows.append(Cells((kind, count, short(program.source(x)))))
+        elif x.opcode == "conditional":
+            rows.append(Cells(("branch", f"{times(loops):,}", short(program.source(x)))))
+    selects = defaultdict[str, int](int)
+    for of in program.computations.values():
+        for x in of.values():
+            if x.opcode == "select" and x.bytes >= 1024 and program.chosen_whole(of, x):
+                selects[short(program.source(x))] += 1
+    for source, count in selects.items():
+        rows.append(Cells((f"{count} arrays selected whole: both are computed", "", source)))
+    return rows
+
+
+def _finding(report: Audit, x: Finding) -> Cells:
+    seconds = report.seconds(x)
+    parts = [size_text(x.moved + x.sent)] * bool(x.moved or x.sent) + [f"{x.flops:.2g} flops"] * bool(x.flops)
+    what = f"{x.what} ({short(x.source)})" if x.source else x.what
+    return Cells((x.name, f"{x.times:,}", " ".join(parts), "" if seconds is None else f"{seconds:.2g} s", what), False)
+
+
+def _loops(loops: Loops) -> str:
+    return " x ".join("?" if loop.trips is None else f"{loop.trips:,}" for loop in loops)

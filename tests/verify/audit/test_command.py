@@ -1,0 +1,198 @@
+"""The command of an audit: what it takes, what it says of bad input, and its exit statuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.audit import RULES, OutOfMemoryError, audit, find_target, report
+from gradcombine.verify.audit.step import audit_file
+from gradcombine.verify.audit.target import Figures, Target
+from gradcombine.verify.command import app
+
+STEPS = """
+import jax, jax.numpy as jnp
+
+X = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+def clean():
+    return jax.jit(lambda w, x: w + x, donate_argnums=0), (X, X)
+
+def lost():
+    step = jax.jit(lambda w, x: (w.astype(jnp.float32) + x), donate_argnums=0)
+    return step, (jax.ShapeDtypeStruct((64, 64), jnp.bfloat16), X)
+
+def until():
+    def step(w):
+        return jax.lax.while_loop(lambda w: jnp.sum(w) > 1, lambda w: w @ w, w)
+    return jax.jit(step).lower(X)
+
+def on(devices):
+    return jax.jit(lambda x: x * len(devices)), (X,)
+
+def number():
+    return 3
+
+def unjitted():
+    return (lambda x: x), (X,)
+
+def shapes():
+    return jax.jit(lambda a, b: a @ b), (X, jax.ShapeDtypeStruct((3, 3), jnp.float32))
+
+def fails():
+    raise RuntimeError("no data")
+
+def leaves():
+    raise SystemExit(0)
+
+NOTHING = None
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of steps, as the working directory."""
+    (tmp_path / "steps.py").write_text(STEPS)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("steps", "broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    sys.modules.pop("steps", None)
+
+
+def run(*arguments: str) -> Result:
+    done = CliRunner().invoke(app, ["audit", *arguments])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (("steps:clean",), 0),
+        (("steps:on",), 0),
+        (("steps:lost",), 1),
+        (("steps:until",), 1),
+        (("steps:until", "--fail-on", "donation-lost,narrow-accumulator"), 0),
+        (("steps:until", "--fail-on", "unknown-trip-count"), 1),
+    ],
+)
+def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> None:
+    done = run(*arguments)
+    assert done.exit_code == status, done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+    last = done.output.splitlines()[-1]
+    assert ("clean" in last) is (arguments[0] in ("steps:clean", "steps:on"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("steps:number",), "a jitted function and a tuple of arguments"),
+        (("steps:unjitted",), "a jitted function, for arguments"),
+        (("steps:shapes",), "a step that compiles for this machine"),
+        (("steps:fails",), "RuntimeError: no data"),
+        (("steps:leaves",), "SystemExit"),
+        (("steps:NOTHING",), "a callable NOTHING in steps"),
+        (("broken:step",), "No module named 'nothing_of_this_name'"),
+        (("nowhere",), "module:callable, or a file or a folder that exists"),
+        (("steps:clean", "--target", "h1000:8"), "a target: h100:8"),
+        (("steps:clean", "--target", "h100:0"), "a target: h100:8"),
+        (("steps:clean", "--target", "v5e:4"), "a slice such as v5e:4x4"),
+        (("steps:clean", "--fail-on", "slow"), "names of findings: reduced-in-loop"),
+        (("steps:clean", "--json", "no/such/folder.json"), "a path in an existing folder"),
+        (("steps:clean", "--baseline", "steps.py"), "a baseline that --json has written"),
+        (("steps:clean", "--baseline", "missing.json"), "missing.json"),
+        (("steps.py",), "HLO that the installed jaxlib reads"),
+        ((".",), "a folder with files *after_optimizations.txt"),
+    ],
+)
+def test_bad_input_is_an_error_of_one_line(here: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = run(*arguments)
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr and "Traceback" not in done.output
+    assert "clean" not in done.stdout
+
+
+@pytest.mark.parametrize("target", ["h100:8", "v5e:2x2"])
+def test_a_compiler_that_is_not_here_is_named_with_its_command(
+    here: Path, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(GradCombineError, match=r"the compiler of this target: pip install .*jax.*==\d"):
+        find_target(target)
+
+
+def test_a_baseline(here: Path) -> None:
+    """What was there before does not fail; what is new or costs more does; other programs cannot be compared."""
+    assert run("steps:until", "--json", "before.json").exit_code == 1
+    done = run("steps:until", "--baseline", "before.json")
+    assert (done.exit_code, done.output.splitlines()[-1]) == (0, "no worse than before")
+    before: Any = json.loads((here / "before.json").read_text())
+    (program,) = before["programs"]
+    assert [x["name"] for x in program["findings"]] == ["unknown-trip-count"]
+    for change, words in (
+        ({"findings": []}, "unknown-trip-count, 0 findings"),
+        ({"flops": program["flops"] - 1}, "flops 524,287 -> 524,288"),
+        ({"temporary": -1}, "temporary -1 -> "),
+    ):
+        (here / "less.json").write_text(json.dumps(before | {"programs": [program | change]}))
+        done = run("steps:until", "--baseline", "less.json")
+        assert done.exit_code == 1 and words in done.output, done.output
+    done = run("steps:clean", "--baseline", "before.json")
+    assert done.exit_code == 2 and "a baseline of jit__lambda" in done.stderr
+    (here / "old.json").write_text(json.dumps(before | {"version": 0}))
+    assert run("steps:until", "--baseline", "old.json").exit_code == 2
+
+
+def test_files_of_other_tools(here: Path) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    step = jax.jit(lambda w: jax.lax.while_loop(lambda w: jnp.sum(w) > 1, lambda w: w @ w, w))
+    lowered = step.lower(jax.ShapeDtypeStruct((64, 64), jnp.float32))
+    text = lowered.compile().as_text()
+    assert text is not None
+    for i in range(2):
+        (here / f"module_{i}.jit_f.cpu_after_optimizations.txt").write_text(text)
+    (here / "module_0.jit_f.cpu_after_optimizations-buffer-assignment.txt").write_text("no HLO")
+    assert run(str(here), "--target", "h100:8").exit_code == 1
+    (one,) = audit_file(here / "module_1.jit_f.cpu_after_optimizations.txt", "h100:8")
+    # What is beside the loop, and one turn of it.
+    product, values = 2 * 64**3, 4 * 64**2
+    assert one.flops == {32: product}
+    assert [x.name for x in one.findings] == ["unknown-trip-count"]
+    assert one.turns >= 3 * values and one.memory is None
+    assert one.bounds["compute"].seconds == product / 494.7e12
+    assert one.bounds["exchange"].seconds == 0
+    before = lowered.compiler_ir("hlo").as_hlo_text()
+    (here / "before.txt").write_text(before)
+    done = run("before.txt")
+    assert done.exit_code == 2 and "optimized HLO" in done.stderr
+    (here / "module_1.jit_f.cpu_after_optimizations.txt").write_text(text[:-40])
+    assert run(str(here)).exit_code == 2
+
+
+def test_a_step_that_does_not_fit(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    small = Target("a small card", tuple(jax.devices()[:1]), 1, Figures({}, 1e12, 10_000))
+    with pytest.raises(OutOfMemoryError, match=r"at most 10,000 bytes .* received 32,768, 22,768 too many"):
+        audit(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((64, 64), jnp.float32), target=small)
+    monkeypatch.setattr("gradcombine.verify.audit.step.find_target", lambda name: small)
+    assert run("steps:clean").exit_code == 3
+
+
+def test_names_of_findings() -> None:
+    assert report.names(None) == set(RULES)
+    assert report.names(" donation-lost , ") == {"donation-lost"}
