@@ -1,9 +1,9 @@
 """Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework by itself."""
 
 from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equal_bits, assert_within_ulp, compare
+from gradcombine.verify.laws import BrokenLaw, check_reduction
 from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.origin import Explanation, explain
-from gradcombine.verify.property_test import BrokenLaw, check_reduction
 from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
 from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 

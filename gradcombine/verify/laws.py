@@ -1,19 +1,29 @@
-"""The laws of a reduction, as pairs of states that must be equal."""
+"""Does a reduction obey the laws that the library relies on?"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 from gradcombine import tree
+from gradcombine.accumulation import accumulate
+from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.errors import GradCombineError, require_integer, shown
+from gradcombine.lists import combine
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import State, Tree
+from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.guarded import GuardedState
+from gradcombine.replicas import all_reduce, merge_replicas
+from gradcombine.types import Order, State, Tree
+from gradcombine.verify.in_process import run_replicas
+from gradcombine.verify.main import hint, missing
 
-Pair = tuple[State, State]
+ELEMENTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 4.0, -4.0)
+WEIGHTS = (1, 2, 3, 0.5, 0)
 
 
 class Contribution(NamedTuple):
@@ -23,76 +33,421 @@ class Contribution(NamedTuple):
     weight: Any
 
 
+class Sides(NamedTuple):
+    """Two values or states that have to be equal, and what each of them is."""
+
+    left: Any
+    right: Any
+    captions: tuple[str, str]
+
+
+Terms: TypeAlias = Sequence[Contribution]
+
+
 class Law(NamedTuple):
     """What holds for any contributions.
 
     Attributes:
       statement: the law, for a reader.
       terms: how many contributions it is about.
-      pairs: ``pairs(reduction, contributions)``: states that are equal.
-      of_states: whether the states themselves are equal, to the bit; else their values are, where nothing rounds.
+      sides: ``sides(reduction, like, contributions)``: what has to be equal.
+      exact: whether it has to be equal to the bit, whatever rounding is allowed.
+      waiver: the setting of `check_reduction` without which the law has to hold.
     """
 
     statement: str
     terms: int
-    pairs: Callable[[Reduction, Sequence[Contribution]], list[Pair]]
-    of_states: bool = False
+    sides: Callable[[Reduction, Tree, Terms], Iterator[Sides]]
+    exact: bool = False
+    waiver: str = ""
 
 
-def _identity(reduction: Reduction, terms: Sequence[Contribution]) -> list[Pair]:
-    empty, a = reduction.init(terms[0].value), _state(reduction, terms[0])
-    return [(reduction.merge(empty, a), a), (reduction.merge(a, empty), a)]
+def _empty(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    del terms
+    value = reduction.finalize(reduction.init(like))
+    yield Sides(value, _mapped(lambda x: np.where(x != x, 0, x), value), ("finalize(init(like))", "without NaN"))
 
 
-def _update(reduction: Reduction, terms: Sequence[Contribution]) -> list[Pair]:
-    a = _state(reduction, terms[0])
-    return [(reduction.update(a, *terms[1]), reduction.merge(a, _state(reduction, terms[1])))]
+def _runs(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    empty, a = reduction.init(like), _state(reduction, terms[0])
+    expected = _mapped(np.zeros_like, reduction.finalize(empty))
+    for state in (reduction.merge(a, a), reduction.merge(empty, a), reduction.merge(a, empty), reduction.clear(a)):
+        received = _mapped(np.zeros_like, reduction.finalize(state))
+        yield Sides(received, expected, ("shapes and dtypes of a value", "of the empty state's"))
 
 
-def _weight_0(reduction: Reduction, terms: Sequence[Contribution]) -> list[Pair]:
-    a, (value, weight) = _state(reduction, terms[0]), terms[1]
-    nothing = [(value, 0), (value, weight * 0), (_nan(value), 0), (_nan(value), weight * 0)]
-    return [(reduction.update(a, *contribution), a) for contribution in nothing]
-
-
-def _clear(reduction: Reduction, terms: Sequence[Contribution]) -> list[Pair]:
-    return [(reduction.clear(_state(reduction, terms[0])), reduction.init(terms[0].value))]
-
-
-def _associative(reduction: Reduction, terms: Sequence[Contribution]) -> list[Pair]:
-    a, b, c = (_state(reduction, term) for term in terms)
-    return [(reduction.merge(reduction.merge(a, b), c), reduction.merge(a, reduction.merge(b, c)))]
-
-
-def _commutative(reduction: Reduction, terms: Sequence[Contribution]) -> list[Pair]:
+def _deterministic(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    del like
     a, b = (_state(reduction, term) for term in terms)
-    return [(reduction.merge(a, b), reduction.merge(b, a))]
+    for name, run in (
+        ("update", lambda: _state(reduction, terms[0])),
+        ("merge", lambda: reduction.merge(a, b)),
+        ("finalize", lambda: reduction.finalize(a)),
+    ):
+        yield Sides(run(), run(), (f"{name}", f"{name} again"))
 
 
-IDENTITY = Law("the empty state is the identity of merge: merge(init, a) == a == merge(a, init)", 1, _identity)
-UPDATE = Law("update(s, v, w) == merge(s, update(init, v, w))", 2, _update)
-WEIGHT_0 = Law("a contribution of weight 0 changes nothing, NaN neither: update(s, v, 0) == s", 2, _weight_0, True)
-CLEAR = Law("clear gives the empty state: clear(s) == init", 1, _clear, True)
-ASSOCIATIVE = Law("merge is associative: merge(merge(a, b), c) == merge(a, merge(b, c))", 3, _associative)
-COMMUTATIVE = Law("merge is commutative: merge(a, b) == merge(b, a)", 2, _commutative)
+def _pure(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    empty = reduction.init(like)
+    kept: list[tuple[str, Any, Any]] = []
 
-LAWS = (IDENTITY, UPDATE, WEIGHT_0, CLEAR, ASSOCIATIVE, COMMUTATIVE)
-"""Those that may be asked of traced arrays as well."""
+    def keep(name: str, tree: Any) -> Any:
+        kept.append((name, tree, _mapped(np.array, tree)))
+        return tree
+
+    def unchanged(function: str) -> Iterator[Sides]:
+        return (Sides(now, then, (f"{name} after {function}", "before")) for name, now, then in kept)
+
+    keep("the empty state", empty)
+    states = []
+    for term in terms:
+        keep("a contribution", term.value)
+        states.append(reduction.update(empty, *term))
+        yield from unchanged("update")
+        keep("a state", states[-1])
+    for name, run in (("finalize", reduction.finalize), ("clear", reduction.clear), ("merge", reduction.merge)):
+        run(*(states if name == "merge" else states[:1]))
+        yield from unchanged(name)
+
+
+def _identity(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    empty, a = reduction.init(like), _state(reduction, terms[0])
+    yield _values(reduction, reduction.merge(empty, a), a, ("merge(init, a)", "a"))
+    yield _values(reduction, reduction.merge(a, empty), a, ("merge(a, init)", "a"))
+
+
+def _update(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    del like
+    s = _state(reduction, terms[0])
+    merged = reduction.merge(s, _state(reduction, terms[1]))
+    yield _values(
+        reduction, reduction.update(s, *terms[1]), merged, ("update(s, v, w)", "merge(s, update(init, v, w))")
+    )
+
+
+def _weight_0(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    del like
+    s, (value, weight) = _state(reduction, terms[0]), terms[1]
+    for name, x in (("v", value), ("NaN", _nan(value))):
+        for zero in (0, weight * 0):
+            yield Sides(reduction.update(s, x, zero), s, (f"update(s, {name}, 0)", "s"))
+
+
+def _twice(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    del like
+    s, (v, w) = _state(reduction, terms[0]), terms[1]
+    twice = reduction.update(reduction.update(s, v, w), v, w)
+    yield _values(
+        reduction, reduction.update(s, v, 2 * w), twice, ("update(s, v, 2 * w)", "update(update(s, v, w), v, w)")
+    )
+
+
+def _clear(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    yield Sides(reduction.clear(_state(reduction, terms[0])), reduction.init(like), ("clear(s)", "init"))
+
+
+def _associative(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    del like
+    a, b, c = (_state(reduction, term) for term in terms)
+    left, right = reduction.merge(reduction.merge(a, b), c), reduction.merge(a, reduction.merge(b, c))
+    yield _values(reduction, left, right, ("merge(merge(a, b), c)", "merge(a, merge(b, c))"))
+
+
+def _commutative(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    del like
+    a, b = (_state(reduction, term) for term in terms)
+    yield _values(reduction, reduction.merge(a, b), reduction.merge(b, a), ("merge(a, b)", "merge(b, a)"))
+
+
+def _same_everywhere(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+    del like
+    places = _places(reduction, terms)
+    name, first = next(places)
+    return (Sides(value, first, (place, name)) for place, value in places)
+
+
+LAWS = (
+    Law("an empty state has a value, without NaN", 0, _empty, exact=True),
+    Law("the functions run, and structure, shapes and dtypes of states and values stay the same", 1, _runs, exact=True),
+    Law("the functions leave their arguments as they are", 2, _pure, exact=True),
+    Law("the functions are deterministic", 2, _deterministic, exact=True),
+    Law("the empty state is the identity of merge: merge(init, a) == a == merge(a, init)", 1, _identity),
+    Law("update(s, v, w) == merge(s, update(init, v, w))", 2, _update),
+    Law("a contribution of weight 0 changes nothing, even NaN: update(s, v, 0) == s", 2, _weight_0, exact=True),
+    Law("clear gives the empty state: clear(s) == init", 1, _clear, exact=True),
+    Law("merge is associative: merge(merge(a, b), c) == merge(a, merge(b, c))", 3, _associative),
+    Law("merge is commutative: merge(a, b) == merge(b, a)", 2, _commutative, waiver="commutative=False"),
+    Law(
+        "twice the weight counts as two contributions: update(s, v, 2 * w) == update(update(s, v, w), v, w)",
+        2,
+        _twice,
+        waiver="weighted=False",
+    ),
+    Law("a list, time, replicas and mixtures of them give the same value", 4, _same_everywhere),
+)
+DETERMINISTIC = LAWS[3]
+
+
+class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's others)
+    """A law that a reduction breaks.
+
+    Attributes:
+      law: what should hold.
+      contributions: the smallest that were found for which it does not: pairs of value and weight.
+      left, right: the two sides that differ; or None and the exception that was raised.
+    """
+
+    def __init__(self, name: str, law: Law, contributions: Terms, sides: Sides) -> None:
+        self.law, self.contributions = law.statement, list(contributions)
+        self.left, self.right, captions = sides
+        lines = [f"{name} breaks the law: {law.statement}"]
+        if contributions:
+            lines += ["for the contributions:", *(f"  {value!r}, weight {weight!r}" for value, weight in contributions)]
+        if isinstance(self.right, Exception):
+            lines.append(f"raised: {type(self.right).__name__}: {self.right}")
+        else:
+            width = max(map(len, captions)) + 1
+            both = zip(captions, (self.left, self.right), strict=True)
+            lines += [f"{f'{caption}:':{width}} {_own_state(side)!r}" for caption, side in both]
+        if law.waiver:
+            lines.append(f"If it need not hold: check_reduction(..., {law.waiver}).")
+        super().__init__("\n".join(lines))
+
+
+def check_reduction(
+    reduction: Reduction,
+    like: Tree = np.zeros(2, np.float32),  # noqa: B008 (never changed)
+    *,
+    commutative: bool = True,
+    weighted: bool = True,
+    ulps: int = 0,
+    elements: Sequence[float] = ELEMENTS,
+    weights: Sequence[float] = WEIGHTS,
+    asarray: Callable[[np.ndarray], Any] = np.asarray,
+    examples: int = 50,
+) -> None:
+    """Looks for contributions for which a reduction breaks a law, and names the law and the smallest of them.
+
+    The laws, in this order: an empty state has a value, without NaN; the functions run, and keep the structure, shapes
+    and dtypes of states; they are deterministic, and leave their arguments as they are; the empty state is the identity
+    of ``merge``; ``update(s, v, w) == merge(s, update(init, v, w))``; a contribution of weight 0 changes nothing, even
+    if it is NaN; twice the weight counts as two contributions; ``clear`` gives the empty state; ``merge`` is
+    associative and commutative; a list, time, two replicas and mixtures of them give the same value in both orders.
+    Each is tried on contributions that hypothesis generates and shrinks, the same ones in every run. Nothing is
+    compiled, so what compilers make of the functions is not tried.
+
+    Args:
+      reduction: a user's own, or any other.
+      like: a tree of the shapes and dtypes of contributions, with None where there is no gradient.
+      commutative: whether ``merge`` has to be commutative; that of `gradcombine.reductions.last` is not.
+      weighted: whether twice the weight has to count as two contributions; `gradcombine.reductions.product` only asks
+        whether a weight is 0.
+      ulps: how far apart the values of two sides may be, in units in the last place of the largest number among them
+        and the contributions. 0: equal bits, except for the payload of NaN. By default sums and products of
+        contributions do not round, so the laws of sums hold to the bit. The laws of weight 0, ``clear``, determinism
+        and unchanged arguments hold for whole states, always to the bit.
+      elements: what the leaves hold; only whole ones are used for integers, and no negative ones if unsigned.
+      weights: of the contributions; only whole ones if a leaf is of integers.
+      asarray: converts NumPy's arrays to another framework's, as jax.numpy.asarray and tf.constant do.
+      examples: how many cases are tried for each law.
+
+    Raises:
+      BrokenLaw: an AssertionError, for the first law that does not hold.
+      GradCombineError: for settings that mean nothing, and if hypothesis is not installed.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> from gradcombine.verify import check_reduction
+    >>> check_reduction(gc.reductions.max(), examples=10)
+    >>> check_reduction(gc.reductions.last(), examples=10)
+    Traceback (most recent call last):
+        ...
+    gradcombine.verify.laws.BrokenLaw: last breaks the law: merge is commutative: merge(a, b) == merge(b, a)
+    for the contributions:
+      array([0., 0.], dtype=float32), weight 1
+      array([0., 1.], dtype=float32), weight 1
+    merge(a, b): array([0., 1.], dtype=float32)
+    merge(b, a): array([0., 0.], dtype=float32)
+    If it need not hold: check_reduction(..., commutative=False).
+    """
+    require_reduction("check_reduction", reduction)
+    require_integer("check_reduction", "ulps from 0 to 2**20", ulps, 0, 2**20)
+    require_integer("check_reduction", "1 example or more", examples)
+    if lacking := missing(["hypothesis"]):
+        raise GradCombineError("check_reduction", "the packages that it needs", hint(lacking))
+    kinds = [dtypes.kind(np.asarray(x).dtype) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
+    whole = "integer" in kinds
+    usable = [weight for weight in weights if not whole or float(weight).is_integer()]
+    if not usable:
+        raise GradCombineError("check_reduction", "a weight, a whole one if leaves are integers", shown(weights))
+    waived = {"commutative=False": not commutative, "weighted=False": not weighted}
+    for law in LAWS:
+        if not waived.get(law.waiver, False):
+            _try(reduction, like, law, ulps, _contributions(like, law.terms, elements, usable, asarray), examples)
+
+
+def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, examples: int) -> None:
+    import hypothesis
+    from hypothesis.errors import Flaky
+
+    broken: list[tuple[Terms, Sides]] = []
+
+    @hypothesis.settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        report_multiple_bugs=False,
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
+        suppress_health_check=[*hypothesis.HealthCheck],  # pyright: ignore[reportArgumentType] (its metaclass is untyped)
+    )
+    @hypothesis.given(strategy)
+    def holds(terms: list[Contribution]) -> None:
+        sides = _broken(reduction, like, law, ulps, terms)
+        if sides is not None:
+            broken.append((terms, sides))
+            raise BrokenLaw(reduction.name, law, terms, sides)
+
+    try:
+        holds()
+    except BrokenLaw:
+        # As it was raised last, for the smallest contributions, without what hypothesis adds about itself.
+        raise BrokenLaw(reduction.name, law, *broken[-1]) from None
+    except Flaky:
+        # The same contributions have broken a law, and have not.
+        raise BrokenLaw(reduction.name, DETERMINISTIC, *broken[-1]) from None
+
+
+def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, terms: Terms) -> Sides | None:
+    """The first sides that differ, None if the law holds."""
+    # What is shown has to stay as it is, even if a function writes to its arguments.
+    copied = [Contribution(_mapped(_copy, value), weight) for value, weight in terms]
+    largest = max((_largest(value) for value, _ in terms), default=0.0)
+    allowed = 0 if law.exact else ulps
+    try:
+        return next((x for x in law.sides(reduction, like, copied) if not _equal(x, allowed, largest)), None)
+    except Exception as error:
+        return Sides(None, error, ("", ""))
+
+
+def _contributions(
+    like: Tree, count: int, elements: Sequence[float], weights: Sequence[float], asarray: Callable[[np.ndarray], Any]
+) -> Any:
+    from hypothesis import strategies
+
+    leaves, structure = tree.flatten("check_reduction", like)
+
+    def leaf(x: Any) -> Any:
+        if is_absent(x):
+            return strategies.just(x)
+        spec = np.asarray(x)
+        drawn = [y for y in elements if dtypes.kind(spec.dtype) != "integer" or float(y).is_integer()]
+        drawn = [y for y in drawn if spec.dtype.kind not in "ub" or y >= 0]
+        if not drawn:
+            raise GradCombineError("check_reduction", f"elements that are {spec.dtype}", shown(elements))
+        rows = strategies.lists(strategies.sampled_from(drawn), min_size=spec.size, max_size=spec.size)
+        return rows.map(lambda row: asarray(np.array(row, spec.dtype).reshape(spec.shape)))
+
+    value = strategies.tuples(*map(leaf, leaves)).map(lambda drawn: tree.unflatten(structure, drawn))
+    one = strategies.builds(Contribution, value, strategies.sampled_from(list(weights)))
+    return strategies.lists(one, min_size=count, max_size=count)
 
 
 def _state(reduction: Reduction, term: Contribution) -> State:
-    """Of one contribution."""
+    """The state of one contribution."""
     return reduction.update(reduction.init(term.value), *term)
+
+
+def _values(reduction: Reduction, left: State, right: State, captions: tuple[str, str]) -> Sides:
+    """Two states, by their values."""
+    return Sides(reduction.finalize(left), reduction.finalize(right), captions)
+
+
+def _places(reduction: Reduction, terms: Terms) -> Iterator[tuple[str, Any]]:
+    """The value of the same contributions in every place; each is computed only when it is asked for."""
+    values, weights = zip(*terms, strict=True)
+    half = len(terms) // 2
+    orders: tuple[Order, ...] = ("sequential", "tree")
+    for order in orders:
+        yield f"a list, {order}", combine(reduction, values, weights, order)
+        time = accumulate(reduction, every=len(terms), order=order).value(_window(reduction, terms, order))
+        yield f"time, {order}", time
+
+        def replica(rank: int, over: Collective, order: Order = order) -> Any:
+            state = _window(reduction, terms[rank * half : (rank + 1) * half], order)
+            merged = merge_replicas(reduction, state, over, order)
+            return accumulate(reduction, every=half, order=order).value(merged)
+
+        for value in run_replicas(2, replica):
+            yield f"2 replicas with {half} each, {order}", value
+
+        def alone(rank: int, over: Collective, order: Order = order) -> Any:
+            return all_reduce(reduction, values[rank], over, weights[rank], order)
+
+        for value in run_replicas(len(terms), alone):
+            yield f"{len(terms)} replicas with 1 each, {order}", value
+
+
+def _window(reduction: Reduction, terms: Terms, order: Order) -> State:
+    acc = accumulate(reduction, every=len(terms), order=order)
+    state = acc.init(terms[0].value)
+    for value, weight in terms:
+        state = acc.update(value, state, weight)
+    return state
 
 
 def _nan(value: Tree) -> Tree:
     """The tree with NaN in place of all floats."""
-    leaves, structure = tree.flatten("laws", value)
-    backend = resolve("laws", leaves)
+    leaves, structure = tree.flatten("check_reduction", value)
+    backend = resolve("check_reduction", leaves)
 
-    def spoilt(x: Any) -> Any:
+    def poisoned(x: Any) -> Any:
         if is_absent(x) or dtypes.kind(backend.dtype(x)) not in ("float", "complex"):
             return x
         return backend.full(backend.shape(x), np.nan, backend.dtype(x), [x])
 
-    return tree.unflatten(structure, map(spoilt, leaves))
+    return tree.unflatten(structure, map(poisoned, leaves))
+
+
+def _mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
+    """The function of every leaf as a NumPy array; None stays."""
+    leaves, structure = tree.flatten("check_reduction", node)
+    return tree.unflatten(structure, [x if is_absent(x) else function(x) for x in leaves])
+
+
+def _copy(x: Any) -> Any:
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
+def _own_state(side: Any) -> Any:
+    """What a user's functions see of a state."""
+    return side.value if isinstance(side, GuardedState) else side
+
+
+def _largest(value: Tree) -> float:
+    arrays = [np.abs(np.asarray(x, np.float64)) for x in tree.flatten("check_reduction", value)[0] if not is_absent(x)]
+    return max((float(x.max()) for x in arrays if x.size), default=0.0)
+
+
+def _equal(sides: Sides, ulps: int, largest: float) -> bool:
+    (lefts, one), (rights, other) = (tree.flatten("check_reduction", side) for side in sides[:2])
+    return one == other and all(_near(x, y, ulps, largest) for x, y in zip(lefts, rights, strict=True))
+
+
+def _near(left: Any, right: Any, ulps: int, largest: float) -> bool:
+    if is_absent(left) or is_absent(right):
+        return is_absent(left) and is_absent(right)
+    x: Any = np.asarray(left)
+    y: Any = np.asarray(right)
+    if (x.dtype, x.shape) != (y.dtype, y.shape):
+        return False
+    inexact = dtypes.kind(x.dtype) in ("float", "complex")
+    alike = (x == y) & (~inexact | (np.signbit(x.real) == np.signbit(y.real))) if not ulps else x == y
+    if inexact:
+        alike |= (x != x) & (y != y)
+    if inexact and ulps:
+        step = float(ml_dtypes.finfo(dtypes.part(x.dtype)).eps)
+        with np.errstate(invalid="ignore"):
+            wide = x + np.float64(0), y + np.float64(0)
+            scale = np.maximum(np.maximum(abs(wide[0]), abs(wide[1])), largest)
+            alike |= abs(wide[0] - wide[1]) <= ulps * step * scale
+    return bool(np.all(alike))

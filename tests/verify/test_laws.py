@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 @pytest.mark.full
 def test_the_page_of_reductions_runs_and_prints_what_it_shows() -> None:
     page = (DOCS / "reductions.md").read_text()
-    (shown,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    shown = "".join(re.findall(r"```text\n(.*?)```", page, re.S))
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec("\n".join(re.findall(r"```python\n(.*?)```", page, re.S)), {})
@@ -31,6 +32,7 @@ def test_the_page_of_reductions_runs_and_prints_what_it_shows() -> None:
 
 MEAN = reductions.mean()
 ROUNDED = {"ulps": 64}
+UNWEIGHTED = {"weighted": False}
 AMAX = reductions.elementwise(
     "amax", empty=0, update=lambda xp, a, x, w: xp.maximum(a, abs(x)), merge=lambda xp, a, b: xp.maximum(a, b)
 )
@@ -47,11 +49,16 @@ OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
         (reductions.mean("compensated"), {}),
         (MEAN, {"like": np.float16([0]), "elements": [0.1, -0.3, 7], "ulps": 4}),
     ],
-    "measured": [(reductions.measured(reductions.zeroed(reductions.max())), ROUNDED)],
+    "measured": [(reductions.measured(reductions.zeroed(reductions.max())), ROUNDED | UNWEIGHTED)],
     "min": [(reductions.min(), {})],
     "moments": [(reductions.moments(), ROUNDED)],
-    "per_leaf": [(reductions.per_leaf([reductions.sum("exact"), reductions.max()]), {"like": [np.float32([0])] * 2})],
-    "product": [(reductions.product(), {})],
+    "per_leaf": [
+        (
+            reductions.per_leaf([reductions.sum("exact"), reductions.max()]),
+            {"like": [np.float32([0])] * 2, "weighted": False},
+        )
+    ],
+    "product": [(reductions.product(), UNWEIGHTED)],
     "sparse_as_dense": [(reductions.sparse_as_dense(reductions.sum("compensated")), {})],
     "sum": [
         (reductions.sum(), {"like": {"w": np.float32([[0, 0]]), "none": None, "n": np.int8(0)}}),
@@ -93,6 +100,14 @@ def _in_place(s: Any, x: Any, w: Any) -> Any:
     return s
 
 
+def _first(a: Any, b: Any) -> Any:
+    return np.where((a == 0) | (b == 0), a + b, a)
+
+
+TICKS = itertools.cycle(np.float32([0, 0, 1]))
+"""What a pure function would not look at."""
+
+
 def _shortcut(**changed: Any) -> gc.Reduction:
     """A sum whose shortcuts are wrong."""
     own = _summed()
@@ -103,16 +118,30 @@ def _shortcut(**changed: Any) -> gc.Reduction:
 @pytest.mark.parametrize(
     ("broken", "law", "smallest"),
     [
-        (_summed(finalize=lambda s: s * np.float32(np.nan)), "an empty state finalizes", None),
-        (_summed(finalize=lambda s: [][0]), "an empty state finalizes", None),
-        (_summed(update=_in_place), "pure", None),
+        (_summed(finalize=lambda s: s * np.float32(np.nan)), "an empty state has a value", []),
+        (_summed(finalize=lambda s: [][0]), "an empty state has a value", []),
+        (_summed(update=lambda s, x, w: s + np.float64(w) * x), "dtypes of states", [([0, 0], 1)]),
+        (_summed(merge=lambda a, b: (a + b)[:1]), "shapes", [([0, 0], 1)]),
+        (_summed(finalize=lambda s: s * np.float64(2) if s.any() else s), "dtypes of states and values", [([0, 1], 1)]),
+        (_summed(update=_in_place), "leave their arguments as they are", [([0, 1], 1), ([0, 0], 1)]),
+        (_summed(finalize=lambda s: np.multiply(s, 2, out=s)), "leave their arguments", [([0, 1], 1), ([0, 0], 1)]),
+        (_summed(update=lambda s, x, w: np.multiply(x, w, out=x) + s), "leave their arguments", None),
+        (_summed(update=lambda s, x, w: s + w * x + next(TICKS)), "deterministic", None),
+        (_summed(merge=lambda a, b: a + b + next(TICKS)), "deterministic", None),
         (_summed(merge=lambda a, b: np.maximum(a, b)), "identity of merge", [([0, -1], 1)]),
         (_summed(update=lambda s, x, w: s * 2 + w * x), "update", [([0, 1], 1), ([0, 0], 1)]),
         (
             _summed(merge=lambda a, b: np.where(a == 0, b, np.where(b == 0, a, a + b + 1))),
             "update(s, v, w) == merge(s, update(init, v, w))",
-            [([1, 0], 1), ([1, 0], 1)],
+            [([0, 1], 1), ([0, 1], 1)],
         ),
+        (
+            _summed(merge=_first, update=lambda s, x, w: _first(s, w * x)),
+            "merge is commutative",
+            [([0, 1], 1), ([0, 1], 2)],
+        ),
+        (_summed(update=lambda s, x, w: s + x), "twice the weight", [([0, 0], 1), ([0, 1], 1)]),
+        (_summed(update=lambda s, x, w: s + w * w * x), "twice the weight", [([0, 0], 1), ([0, 1], 1)]),
         (_shortcut(clear=lambda s: s), "clear gives the empty state", [([0, 0], 1)]),
         pytest.param(
             _shortcut(
@@ -128,13 +157,13 @@ def _shortcut(**changed: Any) -> gc.Reduction:
 )
 def test_the_law_that_breaks_is_named_with_the_smallest_contributions(broken: Any, law: str, smallest: Any) -> None:
     with pytest.raises(BrokenLaw, match=re.escape(law)) as raised:
-        check_reduction(broken)
+        check_reduction(broken, examples=30)
     found = [(np.asarray(value).tolist(), weight) for value, weight in raised.value.contributions]
     if smallest is not None:
         assert sorted(map(repr, found)) == sorted(map(repr, [([float(x) for x in v], w) for v, w in smallest]))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradcombine.verify.property_test.missing", lambda names: list(names))
+    monkeypatch.setattr("gradcombine.verify.laws.missing", lambda names: list(names))
     with pytest.raises(gc.GradCombineError, match=r"hypothesis not found; install gradcombine\[verify\]"):
         check_reduction(reductions.sum())
