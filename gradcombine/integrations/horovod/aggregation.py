@@ -15,7 +15,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.integrations.horovod.all_reduce import HorovodError
 from gradcombine.integrations.tensorflow import sparse
 from gradcombine.integrations.tensorflow.graph import after, branch, completed, converted
-from gradcombine.integrations.tensorflow.state import ReplicaState
+from gradcombine.integrations.tensorflow.state import Pending, ReplicaState, in_local_variables
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import no_autograph
 from gradcombine.window import Window
@@ -143,7 +143,7 @@ class LocalGradientAggregation(tf.Module):
         )
         # Written last: where the all-reduce fails, the window is as it was.
         with after(picked):
-            self._written = held.write(state)
+            self._written = held.write(Pending(state))
         self._seen = seen
         found = dict(zip(chosen, completed(picked, self._written), strict=True))
         return [found.get(i) for i in range(len(gradients))]
@@ -177,7 +177,7 @@ class LocalGradientAggregation(tf.Module):
     def _opened(self, gradients: list[Any], variables: list[Any]) -> ReplicaState:
         if self._state is None:
             with tf.init_scope():
-                self._state = ReplicaState(self._window, list(map(_spec, gradients, variables)))
+                self._state = in_local_variables(self._window, list(map(_spec, gradients, variables)))
             self.position, self.windows = self._state.position, self._state.windows
         return self._state
 

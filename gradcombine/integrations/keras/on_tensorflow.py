@@ -12,29 +12,11 @@ import tensorflow as tf
 from gradcombine.integrations.keras.checks import error
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window import WindowVariables
-from gradcombine.integrations.tensorflow.checks import checked_result, require_synchronous
-from gradcombine.integrations.tensorflow.in_place import InPlace
 from gradcombine.integrations.tensorflow.state import ReplicaState
+from gradcombine.integrations.tensorflow.step import checked_result, require_synchronous
 from gradcombine.replicas import tf_replicas
 from gradcombine.types import AccumulateState
 from gradcombine.window import Window
-
-
-class _Variables(ReplicaState):
-    """`ReplicaState` over the variables of a window in place of its own."""
-
-    def __init__(self, held: WindowVariables, rules: Window) -> None:
-        *leaves, step, index = [x.value for x in held.leaves]
-        self.position: dict[str, Any] = {"step": step, "index": index}
-        self._resumed = held.resumed
-        self._hold(rules, leaves, held.structure.children[0])
-
-    def _state(self, leaves: list[Any]) -> AccumulateState:
-        return self._resumed(self.written(leaves))
-
-    def written(self, leaves: list[Any] | None = None) -> AccumulateState:
-        """This replica's state as it is in the variables; the position alone is read."""
-        return super()._state(self._leaves() if leaves is None else leaves)
 
 
 class Layout(tf.train.experimental.PythonState):
@@ -77,7 +59,10 @@ class TensorflowWindow:
         if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
             raise error("a strategy with variables on every replica", type(self._strategy).__name__)
         self.state = WindowVariables(rules, parts, variables)
-        self._windows = _Variables(self.state, replace(rules, over=tf_replicas()))
+        *leaves, step, index = [x.value for x in self.state.leaves]
+        position = {"step": step, "index": index}
+        levels, everywhere = self.state.structure.children[0], replace(rules, over=tf_replicas())
+        self._windows = ReplicaState(everywhere, levels, leaves, position, self.state.resumed)
         self._parts = parts
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
@@ -92,7 +77,7 @@ class TensorflowWindow:
         pending, full = self._windows.contributed(self._parts.split(dense), weight)
         self._windows.write(pending)
         present = [gradient is not None for gradient in gradients]
-        self._mark(present, full, (pending.after if isinstance(pending, InPlace) else pending).index)
+        self._mark(present, full, pending.after.index)
         self._seen |= {i for i, chosen in enumerate(present) if chosen}
         _in_cross_replica(self._apply_if, full)
 
@@ -137,7 +122,7 @@ class TensorflowWindow:
 
     @tf.autograph.experimental.do_not_convert
     def _flush(self) -> Any:
-        state = self._windows.written()
+        state = self._windows.unread()
         partial = self.state.is_partial(state)
         _in_cross_replica(self._apply_if, partial)
         self._mark([False] * len(self._targets), partial, state.index)
@@ -164,7 +149,7 @@ class TensorflowWindow:
 
         def full() -> None:
             if unseen:
-                current = self._windows.written().index + 1
+                current = self._windows.unread().index + 1
                 touched = tf.equal(tf.gather(self.state.touched.value, unseen), current)
                 tf.cond(tf.reduce_any(touched), lambda: apply(()), rest)
             else:

@@ -1,93 +1,129 @@
-"""Each replica's own window, in variables."""
+"""Each replica's own window, in variables that are written where they lie."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from gradcombine import tree
-from gradcombine.integrations.tensorflow import in_place
-from gradcombine.integrations.tensorflow.in_place import InPlace
-from gradcombine.types import AccumulateState
+from gradcombine.backends.tensorflow_backend import in_plain_graph, unguarded
+from gradcombine.reductions.algebra import Reduction, Shortcuts
+from gradcombine.types import AccumulateState, Array, BinaryCounter, State
 from gradcombine.window import Window
 
 
-class ReplicaState:
-    """The `AccumulateState` of each replica, in variables.
+class Pending(NamedTuple):
+    """A state that has not been written yet.
 
-    ON_READ variables are written in replica context and stay each replica's own. Their containers are kept out of
-    checkpoints, where tf.distribute would save one combined value for all replicas; the components are tracked instead.
-    A CentralStorageStrategy makes one variable for all replicas, so there each replica gets one by number. In a
-    tf.Graph of TensorFlow 1 they are local variables, which `tf.compat.v1.local_variables_initializer` starts.
-
-    Args:
-      window: whose state it is; made in the scope of its strategy.
-      specs: the shapes and dtypes of the gradients.
+    Attributes:
+      after: the state; without accumulators where there are terms.
+      terms: what is added to each accumulator where it lies, in its dtype, None for nothing. None: nothing is added,
+        the state is written as it is.
+      replaces: with terms, whether they take the place of what the accumulators hold; a boolean scalar.
     """
 
-    def __init__(self, window: Window, specs: Sequence[Any]) -> None:
-        empty = window.init(list(specs))
-        leaves, structure = tree.flatten(window.operation, empty.levels)
-        self.position = {"step": _local_variable(empty.step), "index": _local_variable(empty.index)}
-        self._hold(window, [_local_variable(x) for x in leaves], structure)
-        local = tf.distribute.get_strategy().experimental_local_results
-        self.windows = [x if isinstance(x, list) else list(local(x)) for x in self._all_leaves]
+    after: AccumulateState
+    terms: list[Any] | None = None
+    replaces: Array | None = None
 
-    def _hold(self, window: Window, leaves: list[Any], structure: tree.Structure) -> None:
-        self.window, self._all_leaves, self._structure = window, leaves, structure
-        state = AccumulateState(tree.unflatten(structure, leaves), **self.position)
-        self._is_added = in_place.is_added(window, state)
-        self._size = len(state.levels[0].value) if self._is_added else 0
+
+class ReplicaState:
+    """The `AccumulateState` of each replica, in variables; the methods are called in replica context.
+
+    A sum of one accumulator a leaf is written in place in a graph that XLA does not compile: assigned at the start of a
+    window, added to after it. Under XLA, which copies a buffer that a conditional writes, and eagerly, all variables
+    are assigned. Either way gives the same bits.
+
+    Attributes:
+      position: the variables of ``step`` and ``index``.
+
+    Args:
+      window: whose state it is.
+      structure: of the state's levels.
+      leaves: their variables; in place of one a list, of which each replica has one.
+      position: see above.
+      resumed: what is made of a state before a contribution; None: nothing.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        structure: tree.Structure,
+        leaves: Sequence[Any],
+        position: dict[str, Any],
+        resumed: Callable[[AccumulateState], AccumulateState] | None = None,
+    ) -> None:
+        self.window, self.position = window, position
+        self._structure, self._variables = structure, list(leaves)
+        self._resumed = (lambda state: state) if resumed is None else resumed
+        levels = tree.unflatten(structure, self._variables)
+        adds = window.reduction.contribution is not None and not isinstance(levels, BinaryCounter)
+        self._added = len(levels[0].value) if adds else 0
+
+    @property
+    def windows(self) -> list[list[Any]]:
+        """The variables of each replica, for a checkpoint."""
+        local = tf.distribute.get_strategy().experimental_local_results
+        return [x if isinstance(x, list) else list(local(x)) for x in self._variables]
 
     def read(self) -> AccumulateState:
         """This replica's state."""
-        return self._state([tf.convert_to_tensor(x) for x in self._leaves()])
+        return self._resumed(self._state([tf.convert_to_tensor(x) for x in self._leaves()]))
 
     def unread(self) -> AccumulateState:
-        """This replica's state, of which the position alone is read."""
+        """This replica's state as it is in the variables, of which the position alone is read."""
         return self._state(self._leaves())
 
-    def contributed(self, gradients: Any, weight: Any) -> tuple[AccumulateState | InPlace, tf.Tensor]:
+    def contributed(self, gradients: Any, weight: Any) -> tuple[Pending, tf.Tensor]:
         """One more contribution to this replica's window, for `write`, and whether it is full then.
 
         Nothing is written yet.
         """
-        if not (self._is_added and in_place.pays()):
+        if not self._in_place():
             after = self.window.contribute(self.read(), gradients, weight)
-            return after, self.window.is_full(after)
-        accumulators, totals = self._divided()
-        before = self._state([*accumulators, *map(tf.convert_to_tensor, totals)])
-        pending = in_place.contribute(self.window, before, gradients, weight)
-        return pending, self.window.is_full(pending.after)
+            return Pending(after), self.window.is_full(after)
+        contribution, leaves = self.window.reduction.contribution, self._leaves()
+        assert contribution is not None
+        totals = map(tf.convert_to_tensor, leaves[self._added :])
+        before = self._resumed(self._state([*leaves[: self._added], *totals]))
+        level: Any = before.levels[0]
+        with unguarded():  # a product is made here, and added in a conditional
+            part = contribution(level, gradients, weight)
+        merging = replace(self.window, reduction=_of_states(self.window.reduction))
+        after = merging.contribute(before._replace(levels=(_without_leaves(level),)), _without_leaves(part))
+        terms = [None if tree.is_static(x) else x for x in part.value]
+        return Pending(after, terms, self.window.is_full(before)), self.window.is_full(after)
 
-    def write(self, pending: AccumulateState | InPlace) -> list[tf.Operation]:
+    def write(self, pending: Pending) -> list[tf.Operation]:
         """Replaces this replica's state.
 
         Returns:
           The operations that do, in a graph whose operations are not ordered by themselves.
         """
-        if isinstance(pending, InPlace):
-            accumulators, leaves = self._divided()
-            in_place.write(pending, accumulators, self._empty)
-            after = pending.after
-            arrays = tree.flatten(self.window.operation, after.levels)[0]
-        else:
-            leaves, after = self._leaves(), pending
+        leaves, after = self._leaves(), pending.after
+        if pending.terms is None:
             arrays = tree.flatten_as(self.window.operation, self._structure, after.levels)
-        leaves = [*leaves, *(_own(x) for x in self.position.values())]
+        else:
+            self._add(leaves[: self._added], pending.terms, pending.replaces)
+            leaves = leaves[self._added :]
+            arrays = tree.flatten(self.window.operation, after.levels)[0]
+        leaves = [*leaves, *(_of_this_replica(x) for x in self.position.values())]
         written = [x.assign(array) for x, array in zip(leaves, [*arrays, after.step, after.index], strict=True)]
         return [] if tf.executing_eagerly() or tf.inside_function() else [x.op for x in written]
 
     def write_step(self, step: tf.Tensor) -> None:
         """Replaces the number of contributions in the window."""
-        _own(self.position["step"]).assign(step)
+        _of_this_replica(self.position["step"]).assign(step)
 
     def value(self) -> Any:
         """The combined gradients of the window."""
-        read = in_place.value if self._is_added and in_place.pays() else Window.value
-        return read(self.window, self.read())
+        # No compiler knows a sum of weights that lies in a variable.
+        with unguarded() if self._in_place() else nullcontext():
+            return self.window.value(self.read())
 
     def flat(self) -> list[Any]:
         """This replica's arrays, and its position, in a form that strategy.run can return."""
@@ -99,25 +135,56 @@ class ReplicaState:
         *leaves, step, index = arrays
         return AccumulateState(tree.unflatten(self._structure, leaves), step, index)
 
-    def _leaves(self) -> list[Any]:
-        return [_own(x) for x in self._all_leaves]
+    def _in_place(self) -> bool:
+        return self._added > 0 and in_plain_graph()
 
-    def _divided(self) -> tuple[list[Any], list[Any]]:
-        """The accumulators, and the other variables."""
-        leaves = self._leaves()
-        return leaves[: self._size], leaves[self._size :]
+    def _add(self, accumulators: Sequence[Any], terms: Sequence[Any], replaces: Any) -> None:
+        pairs = list(zip(accumulators, terms, strict=True))
+
+        def replaced() -> None:
+            empty = self._empty() if any(x is None for x in terms) else terms
+            for (x, term), neutral in zip(pairs, empty, strict=True):
+                x.assign(neutral if term is None else term, read_value=False)
+
+        def added() -> None:
+            for x, term in pairs:
+                if term is not None:
+                    x.assign_add(term, read_value=False)
+
+        tf.cond(replaces, replaced, added)
 
     def _empty(self) -> list[Any]:
         """What the accumulators hold in an empty window."""
         (level,) = tree.unflatten(self._structure, self._leaves())
         return self.window.reduction.clear(level).value
 
-    def _state(self, leaves: list[Any]) -> AccumulateState:
-        position = {name: tf.convert_to_tensor(_own(x)) for name, x in self.position.items()}
-        return AccumulateState(levels=tree.unflatten(self._structure, leaves), **position)
+    def _leaves(self) -> list[Any]:
+        return [_of_this_replica(x) for x in self._variables]
+
+    def _state(self, leaves: Sequence[Any]) -> AccumulateState:
+        position = {name: tf.convert_to_tensor(_of_this_replica(x)) for name, x in self.position.items()}
+        return AccumulateState(levels=tree.unflatten(self._structure, list(leaves)), **position)
 
 
-def _own(leaf: Any) -> Any:
+def in_local_variables(window: Window, specs: Sequence[Any]) -> ReplicaState:
+    """A state in variables of its own, in the scope of its strategy.
+
+    ON_READ variables are written in replica context and stay each replica's own. Their containers are kept out of
+    checkpoints, where tf.distribute would save one combined value for all replicas; the components are tracked instead.
+    A CentralStorageStrategy makes one variable for all replicas, so there each replica gets one by number. In a
+    tf.Graph of TensorFlow 1 they are local variables, which `tf.compat.v1.local_variables_initializer` starts.
+
+    Args:
+      window: whose state it is.
+      specs: the shapes and dtypes of the gradients.
+    """
+    empty = window.init(list(specs))
+    leaves, structure = tree.flatten(window.operation, empty.levels)
+    position = {"step": _local_variable(empty.step), "index": _local_variable(empty.index)}
+    return ReplicaState(window, structure, [_local_variable(x) for x in leaves], position)
+
+
+def _of_this_replica(leaf: Any) -> Any:
     """This replica's variable, where there is a list of them."""
     if not isinstance(leaf, list):
         return leaf
@@ -148,3 +215,18 @@ def _local_variable(initial: tf.Tensor) -> Any:
     if isinstance(strategy, tf.distribute.experimental.CentralStorageStrategy) and unwrap is not None:
         return [unwrap(), *(make().get() for _ in range(strategy.num_replicas_in_sync - 1))]
     return variable
+
+
+def _of_states(reduction: Reduction) -> Reduction:
+    """The reduction whose contributions are states of the given one."""
+
+    def update(state: State, part: State, weight: Any = 1) -> State:
+        return reduction.merge(state, part)
+
+    functions = reduction.init, update, reduction.merge, reduction.finalize
+    return replace(reduction, update=update, shortcuts=Shortcuts(functions, reduction.clear, reduction.all_merge))
+
+
+def _without_leaves(state: State) -> State:
+    """The state of no leaves, of the same sum of weights and count."""
+    return state._replace(value=[], dtypes=[])

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
 from gradcombine import reductions, tree
+from gradcombine.backends.tensorflow_backend import BACKEND
+from gradcombine.errors import GradCombineError
 from gradcombine.integrations.tensorflow import graph
-from gradcombine.integrations.tensorflow.checks import (
-    checked_result,
-    error,
-    keras_optimizer,
-    require,
-    require_created_in_scope,
-    require_same_length,
-    require_synchronous,
-)
-from gradcombine.integrations.tensorflow.state import ReplicaState
+from gradcombine.integrations.tensorflow.sparse import dense
+from gradcombine.integrations.tensorflow.state import Pending, in_local_variables
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import tf_replicas
 from gradcombine.types import AccumulateState, Order
 from gradcombine.window import Window
 
 __all__ = ["AccumulatedStep"]
+
+error = partial(GradCombineError, "AccumulatedStep")
 
 
 class AccumulatedStep(tf.Module):
@@ -116,7 +113,7 @@ class AccumulatedStep(tf.Module):
             if not self._optimizer.built:
                 self._optimizer.build(targets)
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
-        self._state = ReplicaState(self._window, specs)
+        self._state = in_local_variables(self._window, specs)
         self.position, self.windows = self._state.position, self._state.windows
         self._with_gradient: set[int] = set()
         self._left_out: set[int] = set()
@@ -177,7 +174,7 @@ class AccumulatedStep(tf.Module):
                     raise error(f"shape {x.shape} and {x.dtype.name}", f"{y.shape} and {y.dtype}", f"[{rank}]{path}")
 
         first = int(self._first(self._strategy.run(_rank)))
-        self._strategy.run(lambda: self._state.write(states[int(tf.get_static_value(_rank())) - first]))
+        self._strategy.run(lambda: self._state.write(Pending(states[int(tf.get_static_value(_rank())) - first])))
 
     # The library's own code needs no AutoGraph, which would take seconds to convert it. The caller's functions get it
     # where the tf.function around has it, which ``status`` says.
@@ -192,7 +189,7 @@ class AccumulatedStep(tf.Module):
         with graph.after([*graph.effects_since(begun), *tensors]):
             computed = tf.no_op()
 
-        def write(pending: Any) -> None:
+        def write(pending: Pending) -> None:
             with graph.after([computed]):
                 self._state.write(pending)
 
@@ -281,3 +278,68 @@ def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         return gradients
     first = tf.equal(context.replica_id_in_sync_group, 0)
     return [tf.where(first, x, tf.zeros_like(x)) for x in gradients]
+
+
+def require(condition: tf.Tensor, expected: str, received: str) -> None:
+    """Raises where the condition is false: at once where that is known, else when the graph runs."""
+    BACKEND.check(condition, "AccumulatedStep", expected, received)
+
+
+def keras_optimizer(apply: Any) -> Any:
+    """The Keras optimizer that was given, by itself or as one of its methods; None for another function."""
+    owner = getattr(apply, "__self__", apply)
+    if hasattr(owner, "apply_gradients") and hasattr(owner, "built"):
+        return owner
+    if not callable(apply):
+        raise error("a Keras optimizer or a function", type(apply).__name__)
+    return None
+
+
+def require_synchronous(strategy: tf.distribute.Strategy) -> None:
+    """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
+        raise error(expected, type(strategy).__name__)
+
+
+def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
+    """Refuses window lengths that differ between the processes of a strategy; exchanges them, where there are any."""
+    local = len(strategy.experimental_local_results(strategy.run(lambda: tf.zeros(()))))
+    if strategy.num_replicas_in_sync == local or callable(every):
+        return
+    lengths = strategy.gather(strategy.run(lambda: tf.constant([every])), axis=0).numpy().tolist()
+    if len(set(lengths)) > 1:
+        raise error("a window length that is the same on all replicas", lengths)
+
+
+def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
+    """Refuses what is not a variable of this strategy."""
+    # A Keras variable holds the tf.Variable as its value.
+    variable = target if isinstance(target, tf.Variable) else getattr(target, "value", None)
+    if not isinstance(variable, tf.Variable):
+        raise error("a variable", type(target).__name__, path)
+    if isinstance(variable, tf.experimental.dtensor.DVariable):
+        expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
+        raise error(expected, "a DVariable", path)
+    if not strategy.extended.variable_created_in_scope(variable):
+        raise error("a variable made under the strategy in scope", f"{variable.name}, which was not", path)
+
+
+def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
+    """What ``gradients`` has returned, its gradients as a list of one dense tensor or None a variable."""
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise error("(gradients, weight) or (gradients, weight, outputs)", _described(result))
+    gradients, *rest = result
+    if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
+        raise error(f"a list of {len(targets)} gradients, one a variable", _described(gradients))
+    return [_dense(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
+
+
+def _described(value: Any) -> str:
+    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
+
+
+def _dense(gradient: Any, target: Any) -> Any:
+    if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
+        return tf.ensure_shape(gradient, target.shape)  # checked where the graph runs
+    return dense(gradient, target.shape) if isinstance(gradient, tf.IndexedSlices) else gradient
