@@ -6,9 +6,8 @@ from gradcombine.integrations.optax.accumulate import (
     accumulate,
     accumulate_and_apply,
 )
-from gradcombine.integrations.optax.all_reduce import all_reduce
-from gradcombine.integrations.optax.map_replicas import map_replicas
 from gradcombine.integrations.optax.multi_steps import MultiSteps, MultiStepsState
+from gradcombine.integrations.optax.replicas import all_reduce, map_replicas
 from gradcombine.integrations.optax.skip import SkipState, skip_large, skip_large_updates, skip_not_finite
 from gradcombine.window import UNTIL_FLUSH
 

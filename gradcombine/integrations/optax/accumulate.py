@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
 import gradcombine as gc
+from gradcombine import tree
 from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import is_absent
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.axes import own
 from gradcombine.integrations.jax.numbers import as_arrays
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow
+from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.jax.run_if import conditional, run_if
-from gradcombine.integrations.optax.accumulation import AccumulateUpdatesState, Accumulation
-from gradcombine.integrations.optax.contribution import cast_as, keep_dtypes
-from gradcombine.integrations.optax.skip import Skip
+from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import Array, Order, Tree
+from gradcombine.reductions.treewise import TreewiseState
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
+from gradcombine.window import Window, require_flag, widened
 
-__all__ = ["AccumulateUpdatesState", "ApplyingTransformation", "accumulate", "accumulate_and_apply"]
+
+class AccumulateUpdatesState(NamedTuple):
+    """The state of `accumulate` and `accumulate_and_apply`.
+
+    Attributes:
+      window: the microbatches so far. ``window.levels`` is each replica's own, all else is the same on all replicas.
+      inner: the state of the inner transformation.
+      applied: boolean scalar, whether the inner transformation ran in the last update.
+      skip: a `SkipState` with a skip function, else (). Its ``detail`` is each replica's own too.
+    """
+
+    window: AccumulateState
+    inner: Any
+    applied: Array
+    skip: Any = ()
 
 
 def accumulate(
@@ -198,3 +220,172 @@ def accumulate_and_apply(
         return params, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
 
     return ApplyingTransformation(microbatches.init, apply)
+
+
+class Accumulation:
+    """The window, the inner transformation, and what is left out; the arguments are those of `accumulate`."""
+
+    def __init__(
+        self,
+        operation: str,
+        inner: optax.GradientTransformation,
+        every: int | Callable[[Array], Any],
+        reduction: Reduction | None,
+        over: Collective | None,
+        skip: Skip | None,
+        order: Order,
+        max_every: int | None,
+    ) -> None:
+        reduction = gc.reductions.mean() if reduction is None else reduction
+        self.window = ReplicatedWindow(
+            operation, reduction, every, gc.LOCAL if over is None else over, order, max_every
+        )
+        if not isinstance(inner, optax.GradientTransformation):
+            raise GradCombineError(operation, "an optax.GradientTransformation", type(inner).__name__)
+        if skip is not None and not callable(skip):
+            raise GradCombineError(operation, "a skip function, or None", repr(skip))
+        self.inner = optax.with_extra_args_support(inner)
+        self._skip, self._operation = skip, operation
+
+    def init(self, params: optax.Params) -> AccumulateUpdatesState:
+        """No window begun."""
+        params = as_arrays(params)
+        like = gradients_like(params)
+        window = jax.tree.map(jnp.asarray, init_for(self.window.init, like))
+        skipped: Any = ()
+        if self._skip is not None:
+            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._operation, self._skip, like))
+        # Outside of the mapped function the axis is not bound, and there is nothing to mark.
+        with contextlib.suppress(GradCombineError):
+            window, skipped = self.window.own(window), self._own(skipped)
+        state = AccumulateUpdatesState(window, self.inner.init(params), jnp.asarray(False), skipped)
+        return place_beside(like, state)
+
+    def contribute(
+        self, updates: optax.Updates, state: Any, params: optax.Params | None, weight: Any, flush: Any
+    ) -> tuple[AccumulateUpdatesState, Tree]:
+        """One more microbatch.
+
+        Returns:
+          The state after it, but for ``inner``, which runs where ``applied`` says so; and specs of the dtypes in which
+          it is to be given the combined gradients, see `cast_as`.
+        """
+        self._require_state(state)
+        updates = as_arrays(updates)
+        contribution, dtypes = in_dtypes_of_window(self.window, updates, state.window)
+        left_out: Any = False
+        detail: Any = ()
+        if self._skip is not None:
+            index, _ = self.window.next(state.window)
+            left_out, detail = decide(self._operation, self._skip, updates, index, params)
+        flush, left_out = self.window.agreed([require_flag(self._operation, "flush", flush), left_out])
+        window = self.window.contribute(state.window, contribution, weight, left_out=left_out)
+        skipped = self._own(_counted(state.skip, left_out, detail)) if self._skip is not None else ()
+        in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
+        window, due = self.window.due(window, flush=flush, left_out_in_a_row=in_a_row)
+        return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
+
+    def _own(self, skipped: Any) -> Any:
+        return skipped._replace(detail=own(self.window.over, skipped.detail)) if self._skip is not None else ()
+
+    def _require_state(self, state: Any) -> None:
+        """Refuses another transformation's."""
+        if not isinstance(state, AccumulateUpdatesState):
+            raise GradCombineError(self._operation, "an AccumulateUpdatesState", type(state).__name__)
+        if isinstance(state.skip, SkipState) != (self._skip is not None):
+            with_or_without = "without" if self._skip is None else "with"
+            expected = f"a state made {with_or_without} a skip function"
+            raise GradCombineError(self._operation, expected, type(state.skip).__name__)
+
+
+def _counted(state: SkipState, left_out: Any, detail: Any) -> SkipState:
+    skipped = jnp.where(left_out, state.skipped + 1, state.skipped)
+    return SkipState(skipped, jnp.where(left_out, state.in_a_row + 1, 0), detail)
+
+
+def gradients_like(params: Tree) -> Tree:
+    """What the gradients are shaped like: the parameters, of optax.lookahead the fast ones."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -> tuple[Tree, Tree]:
+    """The updates in the dtypes that the window was made for, and specs of what the reduction gives to the updates.
+
+    Specs are None where the window was made for such updates, and nothing has to be cast.
+
+    Raises:
+      GradCombineError: for updates of another structure, and for ones that are combined over the replicas already.
+    """
+    _require_unreduced(window, updates)
+    begun = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
+    made_for_such = jax.eval_shape(window.reduction.init, updates)
+    if jax.tree.structure(made_for_such) == jax.tree.structure(begun) and _dtypes(made_for_such) == _dtypes(begun):
+        return updates, None
+    specs, structure = tree.flatten(window.operation, jax.eval_shape(window.accumulator.value, state))
+    leaves = tree.flatten_as(window.operation, structure, updates)
+    results = jax.eval_shape(window.reduction.finalize, made_for_such)
+    outputs = tree.flatten_as(window.operation, structure, results)
+    # Results of one dtype are of updates that the window takes as they are.
+    targets = [
+        spec if spec is not None and output is not None and output.dtype != spec.dtype else None
+        for spec, output in zip(specs, outputs, strict=True)
+    ]
+    return tree.unflatten(structure, map(widened, leaves, targets)), results
+
+
+def _require_unreduced(window: Window, updates: Tree) -> None:
+    leaves, structure = tree.flatten(window.operation, updates)
+    pairs = [(path, x) for path, x in zip(structure.paths(), leaves, strict=True) if not is_absent(x)]
+    window.over.require_unreduced(window.operation, [path for path, _ in pairs], [leaf for _, leaf in pairs])
+
+
+def _dtypes(state: Tree) -> list[Any]:
+    return [leaf.dtype for leaf in jax.tree.leaves(state)]
+
+
+def cast_as(values: Tree, specs: Tree) -> Tree:
+    """The values in the dtypes of a tree of arrays or specs; what is None there keeps its own."""
+    if specs is None:
+        return values
+    leaves, structure = tree.flatten("accumulate", values)
+    pairs = zip(leaves, tree.flatten_as("accumulate", structure, specs), strict=True)
+    cast = (x if x is None or spec is None else x.astype(spec.dtype) for x, spec in pairs)
+    return tree.unflatten(structure, cast)
+
+
+def keep_dtypes(new: Tree, old: Tree) -> Tree:
+    """A state in the dtypes that it had: some transformations promote theirs, which no conditional or scan allows."""
+
+    def keep(x: Any, like: Any) -> Any:
+        expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
+        return x if expected is None or received is None or expected == received else x.astype(expected)
+
+    return jax.tree.map(keep, new, old)
+
+
+def stands_in(params: Tree) -> bool:
+    """Whether this is the registered node without children that ``optax.tree_map_params`` makes a state for."""
+    if params is None or isinstance(params, (tuple, list, dict)):
+        return False
+    return not jax.tree.leaves(params, is_leaf=lambda node: node is not params)
+
+
+def init_for(init: Callable[[Tree], State], params: Tree) -> State:
+    """``init(params)``, or for a stand-in a state that has it where the accumulators are.
+
+    ``optax.tree_map_params`` takes every place where the stand-in comes back for a tree of parameters, and every array
+    for something else. The constants that remember the dtypes are the latter: one array stands for them.
+    """
+    if not stands_in(params):
+        return init(params)
+
+    def place(node: Any) -> Any:
+        if isinstance(node, BinaryCounter):
+            # Levels have an axis more than the parameters: what is meant for these does not fit them.
+            return node._replace(stacked=node.filled)
+        return node._replace(value=params, dtypes=node.count) if isinstance(node, TreewiseState) else node
+
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, (BinaryCounter, TreewiseState))
+
+    return jax.tree.map(place, init(jnp.zeros(())), is_leaf=is_leaf)

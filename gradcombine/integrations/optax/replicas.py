@@ -1,4 +1,4 @@
-"""A function around these transformations, on each replica of a mesh axis."""
+"""The replicas around optax transformations: their updates combined, and functions run on each of them."""
 
 from __future__ import annotations
 
@@ -7,12 +7,61 @@ from functools import wraps
 from typing import Any
 
 import jax
+import optax
 
+import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import GradCombineError, require_collective
+from gradcombine.errors import GradCombineError, require_collective, require_order
 from gradcombine.integrations.jax.on_replicas import on_replicas
 from gradcombine.integrations.optax.skip import SkipState
-from gradcombine.types import AccumulateState, Tree
+from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.types import AccumulateState, Order, Tree
+
+
+def all_reduce(
+    reduction: Reduction | None = None, *, over: Collective, order: Order = "sequential"
+) -> optax.GradientTransformationExtraArgs:
+    """Combines the updates of all replicas, at every step.
+
+    Args:
+      reduction: from `gradcombine.reductions`; None: their mean.
+      over, order: as for `gradcombine.all_reduce`.
+
+    Returns:
+      A transformation without state. Its ``update`` takes ``weight=``, this replica's, as an extra argument.
+
+    Raises:
+      GradCombineError: as `gradcombine.all_reduce`.
+
+    Bits: those of `gradcombine.all_reduce`.
+
+    References: `optax.GradientTransformationExtraArgs
+    <https://optax.readthedocs.io/en/latest/api/transformations.html>`_.
+
+    >>> import gradcombine as gc, jax, jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.optax import all_reduce
+    >>> tx = optax.chain(all_reduce(over=gc.jax_axis("data")), optax.sgd(1.0))
+    >>> def step(grads, examples):
+    ...     return tx.update(grads, tx.init(grads), weight=examples)[0]
+    >>> jax.vmap(step, axis_name="data")(jnp.float32([1, 5]), jnp.float32([3, 1])).tolist()
+    [-2.0, -2.0]
+    """
+    reduction = gc.reductions.mean() if reduction is None else reduction
+    require_reduction("all_reduce", reduction)
+    require_order("all_reduce", order)
+    require_collective("all_reduce", over)
+
+    def init(params: optax.Params) -> optax.EmptyState:
+        del params
+        return optax.EmptyState()
+
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: Any = None, *, weight: Any = 1.0, **extra_args: Any
+    ) -> tuple[optax.Updates, optax.OptState]:
+        del params, extra_args
+        return gc.all_reduce(reduction, updates, over=over, weight=weight, order=order), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def map_replicas(
@@ -64,8 +113,8 @@ def map_replicas(
         if any(not 0 <= i < len(args) for i in batch):
             raise GradCombineError("map_replicas", f"positional arguments at {batch}", len(args))
 
-        def one(whole: Tree, rows: list[Any], own: list[Tree]) -> tuple[Tree, list[Tree]]:
-            called, named = _joined(whole, own)
+        def one(whole: Tree, rows: list[Any], parts: list[Tree]) -> tuple[Tree, list[Tree]]:
+            called, named = _joined(whole, parts)
             for i, x in zip(batch, rows, strict=True):
                 called[i] = x
             return _parted(function(*called, **named))
@@ -84,9 +133,9 @@ def _parted(values: Tree) -> tuple[Tree, list[Tree]]:
     return jax.tree.unflatten(structure, common), own
 
 
-def _joined(whole: Tree, own: list[Tree]) -> Tree:
+def _joined(whole: Tree, parts: list[Tree]) -> Tree:
     nodes, structure = jax.tree.flatten(whole, is_leaf=_has_own)
-    pairs = zip(nodes, own, strict=True)
+    pairs = zip(nodes, parts, strict=True)
     joined = [node._replace(**{_field(node): part}) if _has_own(node) else node for node, part in pairs]
     return jax.tree.unflatten(structure, joined)
 
