@@ -185,6 +185,9 @@ class Window:
         over: these hold the merged window afterwards. Nothing reads them again, as the window is full and the next one
         begins empty.
 
+        A host whose windows and parameters are variables has nothing to hand on, and calls `value` in a branch of its
+        own: TensorFlow's is taken outside of the replicas, which read their windows inside.
+
         Args:
           condition: `due`, or `is_partial` for a flush; the same on all replicas.
           state: whose window is applied.
