@@ -1,5 +1,6 @@
 """Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework by itself."""
 
+from gradcombine.verify.audit import Audit, audit
 from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equal_bits, assert_within_ulp, compare
 from gradcombine.verify.laws import BrokenLaw, check_reduction
 from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
@@ -9,6 +10,7 @@ from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
 __all__ = [
     "NAN_DISTANCE",
+    "Audit",
     "BrokenLaw",
     "Cause",
     "Comparison",
@@ -19,6 +21,7 @@ __all__ = [
     "Recorder",
     "assert_equal_bits",
     "assert_within_ulp",
+    "audit",
     "check_microbatches",
     "check_reduction",
     "compare",

@@ -50,7 +50,7 @@ def sections(report: Audit) -> list[Section]:
         found.append(
             Section(
                 "Findings",
-                columns=("finding", "times", "cost", "at the bound", "what"),
+                columns=("finding", "times", "cost", "at the bound"),
                 rows=[_finding(report, x) for x in report.findings],
                 whole=True,
             )
@@ -65,7 +65,8 @@ def verdict(report: Audit, fail_on: Iterable[str]) -> str:
         return f"{report.name}: clean; {len(RULES)} defects looked for"
     named = ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
     failing = sum(n for name, n in counts.items() if name in set(fail_on))
-    return f"{report.name}: {sum(counts.values())} findings, {failing} to fail on: {named}"
+    total = sum(counts.values())
+    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {named}"
 
 
 def names(text: str | None) -> frozenset[str]:
@@ -233,8 +234,8 @@ def _branches(program: Program) -> list[Cells]:
 def _finding(report: Audit, x: Finding) -> Cells:
     seconds = report.seconds(x)
     parts = [size_text(x.moved + x.sent)] * bool(x.moved or x.sent) + [f"{x.flops:.2g} flops"] * bool(x.flops)
-    what = f"{x.what} ({short(x.source)})" if x.source else x.what
-    return Cells((x.name, f"{x.times:,}", " ".join(parts), "" if seconds is None else f"{seconds:.2g} s", what), False)
+    what = f"{x.name}: {x.what}" + f" ({short(x.source)})" * bool(x.source)
+    return Cells((what, f"{x.times:,}", " ".join(parts), "" if seconds is None else f"{seconds:.2g} s"), False)
 
 
 def _loops(loops: Loops) -> str:

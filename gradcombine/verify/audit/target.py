@@ -72,6 +72,19 @@ PUBLISHED = {
 """A TPU multiplies float32 as bfloat16 unless it is told otherwise, so that rate is the bound."""
 
 
+KINDS = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+"""What JAX calls the devices of which figures are known."""
+
+
 class Target(NamedTuple):
     """Devices to compile for.
 
@@ -79,7 +92,7 @@ class Target(NamedTuple):
       name: as it was asked for.
       devices: JAX's; those of `jax.devices` for this machine.
       per_host: how many of them share a host, or a slice.
-      figures: what is published of one; None for this machine.
+      figures: what is published of one; None where nothing is known.
     """
 
     name: str
@@ -104,7 +117,11 @@ def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
             return Target("an unknown machine", (), 1, None)
         import jax
 
-        return Target("this machine", tuple(jax.devices()), len(jax.devices()), None)
+        devices = tuple(jax.devices())
+        figures = PUBLISHED.get(KINDS.get(devices[0].device_kind, ""))
+        # A host of GPUs is what NVLink joins; of TPUs, all that JAX sees are one slice.
+        near = len(jax.local_devices()) if devices[0].platform == "gpu" else len(devices)
+        return Target("this machine", devices, near, figures)
     kind, _, shape = name.rpartition(":")
     if kind in PUBLISHED and kind != "h100":
         if not re.fullmatch(r"\d+x\d+(x\d+)?", shape):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.audit import RULES, OutOfMemoryError, audit, find_target, report
+from gradcombine.verify.audit import step as step_module
 from gradcombine.verify.audit.step import audit_file
 from gradcombine.verify.audit.target import Figures, Target
 from gradcombine.verify.command import app
@@ -189,10 +190,16 @@ def test_a_step_that_does_not_fit(here: Path, monkeypatch: pytest.MonkeyPatch) -
     small = Target("a small card", tuple(jax.devices()[:1]), 1, Figures({}, 1e12, 10_000))
     with pytest.raises(OutOfMemoryError, match=r"at most 10,000 bytes .* received 32,768, 22,768 too many"):
         audit(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((64, 64), jnp.float32), target=small)
-    monkeypatch.setattr("gradcombine.verify.audit.step.find_target", lambda name: small)
+    monkeypatch.setattr(step_module, "find_target", lambda name: small)
     assert run("steps:clean").exit_code == 3
 
 
 def test_names_of_findings() -> None:
     assert report.names(None) == set(RULES)
     assert report.names(" donation-lost , ") == {"donation-lost"}
+
+
+def test_every_finding_has_a_section_of_the_documentation() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "audit.md").read_text()
+    _, _, sections = text.partition("# The findings\n")
+    assert [line.removeprefix("## ") for line in sections.splitlines() if line.startswith("## ")] == list(RULES)
