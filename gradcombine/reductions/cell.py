@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -39,51 +40,57 @@ class Totals:
         return self._made[key]
 
 
-class Cell(Protocol):
-    """The monoid on one leaf. `gradcombine.reductions.treewise` lifts it to trees."""
+class Cell(ABC):
+    """The monoid on one leaf. `gradcombine.reductions.treewise` lifts it to trees.
 
-    @property
-    def name(self) -> str:
-        """The reduction's, for error messages."""
-        ...
+    Contributions are arrays here, and the sum of weights is one running value: exact for integers up to 2**24, else
+    rounded at each addition. A cell for which that is otherwise says so by methods of its own.
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """The dtype kinds of contributions that it accepts."""
-        ...
+    Attributes:
+      name: the reduction's, for error messages.
+      kinds: the kinds of dtypes of contributions that it accepts.
+      settings: the dtypes of accumulator and result.
+      is_leaf: which containers are contributions; None: none is.
+      additive: whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce.
+      adds_terms: whether ``update`` adds one array, `term`, to an accumulator that is one.
+      takes_lists: whether it takes several contributions at once, by `update_many`.
+      most_replicas: how many may merge their states by `all_merge`, without gathering them.
+    """
 
-    @property
-    def additive(self) -> bool:
-        """Whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce."""
-        ...
+    name: str
+    kinds: tuple[str, ...]
+    settings: dtypes.Settings
+    is_leaf: Callable[[Any], bool] | None = None
+    additive: bool = False
+    adds_terms: bool = False
+    takes_lists: bool = False
+    most_replicas: int = 0
 
-    @property
-    def adds_terms(self) -> bool:
-        """Whether it is an `AdditiveCell`."""
-        ...
+    @abstractmethod
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Accumulator:
+        """The neutral accumulator, placed like ``like``."""
 
-    @property
-    def takes_lists(self) -> bool:
-        """Whether it is a `BatchCell`."""
-        ...
+    @abstractmethod
+    def update(self, backend: Backend, a: Accumulator, x: Any, weight: Weight, totals: Totals) -> Accumulator:
+        """One more contribution to an accumulator that has had ``totals`` so far. Its weight may be 0: see `masked`."""
 
-    @property
-    def most_replicas(self) -> int:
-        """How many may take part where it is a `IntegerCell`; 0 for another."""
-        ...
+    @abstractmethod
+    def merge(
+        self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals
+    ) -> Accumulator:
+        """Two accumulators become one; the totals are what each has had."""
 
-    @property
-    def is_leaf(self) -> Callable[[Any], bool] | None:
-        """Which containers are contributions; None: none is."""
-        ...
+    @abstractmethod
+    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Any:
+        """The result, of dtype ``output``."""
 
     def arrays(self, leaf: Any) -> tuple[Array, ...]:
         """The arrays of a leaf; the first one has its dtype and place."""
-        ...
+        return (leaf,)
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
         """The shape of a leaf, or of those that an accumulator is for."""
-        ...
+        return shape_of(parts(leaf)[0])
 
     def entering(self, backend: Backend, a: Accumulator, made_for: np.dtype, leaf: Any) -> Any:
         """A contribution as `update` takes it.
@@ -91,65 +98,58 @@ class Cell(Protocol):
         Raises:
           GradCombineError: for one of another shape or dtype than the accumulator is for.
         """
-        ...
+        expected, received = self.shape(a), shape_of(leaf)
+        if expected != received:
+            raise GradCombineError(self.name, f"shape {expected}", received)
+        self.require_dtype(made_for, dtype_of(leaf))
+        return backend.asarray(leaf)
+
+    def require_dtype(self, made_for: np.dtype, dtype: np.dtype) -> None:
+        """Refuses a dtype that does not enter and leave the accumulator as the one that it was made for."""
+        running, received = self.running(made_for), self.running(dtype)
+        if dtype != made_for and (received, self.output(dtype)) != (running, self.output(made_for)):
+            expected = f"dtype {made_for}, accumulated in {running}"
+            raise GradCombineError(self.name, expected, f"{dtype}, accumulated in {received}")
 
     def masked(self, backend: Backend, zero: Array, old: Accumulator, new: Accumulator) -> Accumulator:
         """What `update` has made of an accumulator; the old one where the weight turns out to be 0."""
-        ...
-
-    def running(self, dtype: np.dtype) -> np.dtype:
-        """The dtype of the accumulator's arrays for contributions of ``dtype``."""
-        ...
-
-    def output(self, dtype: np.dtype) -> np.dtype:
-        """The dtype of the result for contributions of ``dtype``."""
-        ...
-
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Accumulator:
-        """The neutral accumulator, placed like ``like``."""
-        ...
-
-    def update(self, backend: Backend, a: Accumulator, x: Any, weight: Weight, totals: Totals) -> Accumulator:
-        """One more contribution to an accumulator that has had ``totals`` so far. Its weight may be 0: see `masked`."""
-        ...
-
-    def merge(
-        self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals
-    ) -> Accumulator:
-        """Two accumulators become one; the totals are what each has had."""
-        ...
-
-    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Any:
-        """The result, of dtype ``output``."""
-        ...
+        return where(backend, zero, old, new)
 
     def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Accumulator:
         """The accumulator, where contributions of these weights had nothing for it."""
-        ...
+        return a
 
-    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
-        """The sum of weights, which frameworks take for a function of these contributions as well."""
-        ...
+    def running(self, dtype: np.dtype) -> np.dtype:
+        """The dtype of the accumulator's arrays for contributions of ``dtype``."""
+        return self.settings.running(dtype)
+
+    def output(self, dtype: np.dtype) -> np.dtype:
+        """The dtype of the result for contributions of ``dtype``."""
+        return self.settings.output(dtype)
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Accumulator:
         """The sum of no weights: a scalar, or a NamedTuple of scalars."""
-        ...
+        return backend.full((), 0, dtype, like)
 
     def add_weight(self, backend: Backend, total: Accumulator, weight: Weight) -> Accumulator:
         """One more weight."""
-        ...
+        return backend.add(total, weight.cast(backend, backend.dtype(total)))
 
     def merge_weights(self, backend: Backend, a: Accumulator, b: Accumulator) -> Accumulator:
         """Two sums of weights become one."""
-        ...
+        return backend.add(a, b)
 
+    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
+        """The sum of weights, which frameworks take for a function of these contributions as well."""
+        return total
 
-class BatchCell(Cell, Protocol):
-    """A cell that takes several contributions at once: see `Cell.takes_lists`."""
+    def term(self, backend: Backend, a: Accumulator, x: Any, weight: Weight) -> Array:
+        """What a contribution adds to an accumulator; anything for a weight of 0. See ``adds_terms``."""
+        raise NotImplementedError
 
     def takes_many(self, weights: Sequence[Weight]) -> bool:
-        """Whether `update_many` knows what to do with these weights."""
-        ...
+        """Whether `update_many` knows what to do with these weights. See ``takes_lists``."""
+        raise NotImplementedError
 
     def update_many(
         self,
@@ -164,29 +164,17 @@ class BatchCell(Cell, Protocol):
 
         None stands where there is no contribution. One whose weight turns out to be 0 is 0 itself.
         """
-        ...
+        raise NotImplementedError
 
     def add_weights(self, backend: Backend, total: Accumulator, weights: Sequence[Weight], order: Order) -> Accumulator:
-        """The sum of weights merged with that of more, which are known, added in this order."""
-        ...
-
-
-class AdditiveCell(Cell, Protocol):
-    """A cell whose `update` adds one array to an accumulator that is one: see `Cell.adds_terms`."""
-
-    def term(self, backend: Backend, a: Accumulator, x: Any, weight: Weight) -> Array:
-        """That array; anything for a weight of 0."""
-        ...
-
-
-class IntegerCell(BatchCell, Protocol):
-    """A cell whose states the replicas merge by maxima and sums, in any order: see `Cell.most_replicas`."""
+        """The sum of weights merged with that of more, which are known, added in this order. See ``takes_lists``."""
+        raise NotImplementedError
 
     def all_merge(
         self, backend: Backend, collective: Collective, accumulators: Sequence[Accumulator], totals: Totals
     ) -> tuple[list[Accumulator], Totals]:
-        """`merge` and `merge_weights` over the replicas, to the bit."""
-        ...
+        """`merge` and `merge_weights` over the replicas, in any order, to the bit. See ``most_replicas``."""
+        raise NotImplementedError
 
     def all_finish(
         self,
@@ -198,67 +186,7 @@ class IntegerCell(BatchCell, Protocol):
         weight: Weight,
     ) -> list[Array] | None:
         """`finish` of `all_merge`, where each replica has had one contribution, of this weight; None if it cannot."""
-        ...
-
-
-class DefaultCell:
-    """What is so in most cells."""
-
-    is_leaf: Callable[[Any], bool] | None = None
-    additive: bool = False
-    adds_terms: bool = False
-    takes_lists: bool = False
-    most_replicas: int = 0
-
-    def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Accumulator:
-        return a
-
-    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
-        return total
-
-
-class ArrayLeaves(DefaultCell):
-    """Contributions that are arrays, as most cells take them."""
-
-    def arrays(self, leaf: Any) -> tuple[Array, ...]:
-        return (leaf,)
-
-    def shape(self, leaf: Any) -> tuple[int, ...]:
-        return shape_of(parts(leaf)[0])
-
-    def entering(self: Any, backend: Backend, a: Accumulator, made_for: np.dtype, leaf: Any) -> Array:
-        expected, received = self.shape(a), shape_of(leaf)
-        if expected != received:
-            raise GradCombineError(self.name, f"shape {expected}", received)
-        require_dtype(self, made_for, dtype_of(leaf))
-        return backend.asarray(leaf)
-
-    def masked(self, backend: Backend, zero: Array, old: Accumulator, new: Accumulator) -> Accumulator:
-        return where(backend, zero, old, new)
-
-
-class CommonCell(DefaultCell):
-    """What most cells have in common: dtypes by settings, and the sum of weights as one running value.
-
-    That is exact for integers up to 2**24, else rounded at each addition.
-    """
-
-    settings: dtypes.Settings
-
-    def running(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.running(dtype)
-
-    def output(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.output(dtype)
-
-    def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Array:
-        return backend.full((), 0, dtype, like)
-
-    def add_weight(self, backend: Backend, total: Array, weight: Weight) -> Array:
-        return backend.add(total, weight.cast(backend, backend.dtype(total)))
-
-    def merge_weights(self, backend: Backend, a: Array, b: Array) -> Array:
-        return backend.add(a, b)
+        raise NotImplementedError
 
 
 def parts(a: Accumulator) -> tuple[Array, ...]:
@@ -282,11 +210,3 @@ def refilled(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
 
 def where(backend: Backend, condition: Array, a: Accumulator, b: Accumulator) -> Accumulator:
     return refilled(a, [backend.where(condition, x, y) for x, y in zip(parts(a), parts(b), strict=True)])
-
-
-def require_dtype(cell: Cell, made_for: np.dtype, dtype: np.dtype) -> None:
-    """Refuses contributions of a dtype that do not go into the accumulator, or do not leave it, as those of another."""
-    running, received = cell.running(made_for), cell.running(dtype)
-    if dtype != made_for and (received, cell.output(dtype)) != (running, cell.output(made_for)):
-        expected = f"dtype {made_for}, accumulated in {running}"
-        raise GradCombineError(cell.name, expected, f"{dtype}, accumulated in {received}")

@@ -15,7 +15,7 @@ from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import Accumulator, ArrayLeaves, CommonCell, Totals, parts, refilled
+from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, no_autograph
@@ -120,7 +120,7 @@ def _as_it_is(xp: Backend, a: Accumulator, totals: Totals) -> Any:
 
 
 @dataclass(frozen=True)
-class _Defined(ArrayLeaves, CommonCell):
+class _Defined(Cell):
     name: str
     kinds: tuple[str, ...]
     settings: dtypes.Settings

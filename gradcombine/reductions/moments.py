@@ -10,7 +10,7 @@ import numpy as np
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
+from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.sums import neutral, over_weight
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight, weighted
@@ -87,7 +87,7 @@ class Spread(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Spreading(ArrayLeaves, CommonCell):
+class _Spreading(Cell):
     settings: dtypes.Settings
     name: str = "moments"
     kinds: tuple[str, ...] = ("float",)

@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
+from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact.digits import grid_for
 from gradcombine.reductions.treewise import TreewiseState, lift
 from gradcombine.reductions.weights import Weight
@@ -20,7 +20,7 @@ from gradcombine.types import Array, no_autograph
 
 
 @dataclass(frozen=True)
-class Plain(ArrayLeaves, CommonCell):
+class Plain(Cell):
     """An accumulator that is one array, and takes in a contribution as if it were another accumulator.
 
     Attributes:

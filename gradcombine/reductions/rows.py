@@ -15,7 +15,7 @@ from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.errors import GradCombineError, require_integer, require_one_of
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import CommonCell, Totals, require_dtype
+from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.reductions.sums import over_weight, zero_if_empty
 from gradcombine.reductions.treewise import TreewiseState, lift
@@ -138,7 +138,7 @@ Overflow = Literal["error", "check"]
 
 
 @dataclass(frozen=True)
-class Rows(CommonCell):
+class Rows(Cell):
     """An accumulator that is a `RowTable`.
 
     Attributes:
@@ -189,7 +189,7 @@ class Rows(CommonCell):
         received = (rows, *shape_of(slices.values)[1:])
         if received != a.shape:
             raise GradCombineError(self.name, f"rows of shape {a.shape}", received)
-        require_dtype(self, made_for, dtype_of(slices.values))
+        self.require_dtype(made_for, dtype_of(slices.values))
         return slices
 
     def update(self, backend: Backend, a: RowTable, x: RowSlices, weight: Weight, totals: Totals) -> RowTable:

@@ -15,7 +15,7 @@ from gradcombine.errors import GradCombineError, require_integer, require_one_of
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.cell import ArrayLeaves, CommonCell, Totals
+from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY
 from gradcombine.reductions.treewise import TreewiseState, lift
@@ -166,7 +166,7 @@ _BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Added(ArrayLeaves, CommonCell):
+class Added(Cell):
     """The cell of plain sums and means: one running value.
 
     Attributes:
@@ -248,12 +248,16 @@ class Added(ArrayLeaves, CommonCell):
 
     def add_weights(self, backend: Backend, total: Array, weights: Sequence[Weight], order: Order) -> Array:
         dtype, known = backend.dtype(total), backend.concrete(total)
+        if known is None:
+            return _summed(backend.add, total, [weight.cast(backend, dtype) for weight in weights], order)
         # A total that is known stays known: compiled code need not add up numbers.
-        where = backend if known is None else load("numpy")
-        values = [weight.cast(where, dtype) for weight in weights]
-        start = total if known is None else np.asarray(known)
-        added = reduce(where.add, [fold_pairwise(where.add, values)] if order == "tree" else values, start)
-        return added if known is None else backend.full((), added, dtype, [total])
+        with np.errstate(over="ignore"):
+            summed = _summed(np.add, np.asarray(known), [weight.number(dtype) for weight in weights], order)
+        return backend.full((), summed, dtype, [total])
+
+
+def _summed(add: Callable[[Array, Array], Array], start: Array, values: list[Array], order: Order) -> Array:
+    return reduce(add, [fold_pairwise(add, values)] if order == "tree" else values, start)
 
 
 def _added(
@@ -336,7 +340,7 @@ class Pair(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Compensated(ArrayLeaves, CommonCell):
+class Compensated(Cell):
     """The cell of compensated sums and means.
 
     TwoSum gives the rounding error of an addition exactly; the errors are added up in ``low``. The result of n terms is

@@ -118,7 +118,7 @@ class _Treewise:
 
     @no_autograph
     def contribution(self, state: State, value: Tree, weight: Any) -> State:
-        cell: Any = self.cell
+        cell = self.cell
         flat, leaves, backend, w = self._entered(state, value, weight)
         zero, empty = w.is_zero(backend), self._empty_totals(backend, state)
 
@@ -165,7 +165,7 @@ class _Treewise:
     def update_many(
         self, state: State | None, trees: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
     ) -> State | None:
-        cell: Any = self.cell
+        cell = self.cell
         if state is None:
             leaves, structure = tree.flatten(cell.name, trees[0])
             rows = [leaves, *(tree.flatten_as(cell.name, structure, value) for value in trees[1:])]
@@ -234,7 +234,7 @@ class _Treewise:
 
     @no_autograph
     def all_finalize(self, state: State, collective: Collective, weight: Any) -> Tree:
-        cell: Any = self.cell
+        cell = self.cell
         flat = self._open(state)
         backend = resolve(cell.name, [*flat.arrays(), state.count, weight])
         outputs = [cell.output(kind.dtype) for kind in flat.made_for if kind.dtype is not None]
@@ -271,7 +271,7 @@ class _Treewise:
         collective.require_unreduced(self.cell.name, paths, arrays)
         backend = resolve(self.cell.name, [*arrays, state.count, collective.rank()])
         if collective.size() <= self.cell.most_replicas:
-            cell: Any = self.cell
+            cell = self.cell
             merged, totals = cell.all_merge(backend, collective, flat.present(), Totals(state.weight, state.count))
             back = iter(merged)
             return flat.closed(

@@ -67,12 +67,16 @@ class Weight:
             self._made[key] = self._cast(backend, dtype)
         return self._made[key]
 
+    def number(self, dtype: np.dtype) -> np.generic:
+        """A known weight as `cast` rounds it, which belongs to no framework."""
+        assert self.known is not None
+        return dtype.type(_rounded(self.known, dtype))
+
     def _cast(self, backend: Backend, dtype: np.dtype) -> Array:
-        integer = dtypes.kind(dtype) == "integer"
         if self.known is not None:
-            return backend.full((), (_modulo if integer else _nearest)(self.known, dtype), dtype)
+            return backend.full((), _rounded(self.known, dtype), dtype)
         array = backend.cast(self.array, dtype)
-        if integer or self.refused is None:
+        if self.refused is None or dtypes.kind(dtype) == "integer":
             return array
         # No array: JAX looks for NaN where one is made, if it is asked to.
         return backend.where(self.refused, dtype.type(np.nan), array)
@@ -127,6 +131,10 @@ def _float(x: Any) -> float:
         return float(x)
     except OverflowError:
         return math.inf
+
+
+def _rounded(x: float, dtype: np.dtype) -> float:
+    return (_modulo if dtypes.kind(dtype) == "integer" else _nearest)(x, dtype)
 
 
 def _nearest(x: float, dtype: np.dtype) -> float:

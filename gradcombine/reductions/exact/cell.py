@@ -12,7 +12,7 @@ from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import ArrayLeaves, Totals
+from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact import digits, exchange, rounding
 from gradcombine.reductions.exact.digits import BETWEEN, FLOAT32, SPILLED_CAPACITY, Decoded, Digits, Grid, grid_for
 from gradcombine.reductions.exact.weights import (
@@ -38,7 +38,7 @@ _PERIOD = BETWEEN.bit_length() - 1
 
 
 @dataclass(frozen=True)
-class Exact(ArrayLeaves):
+class Exact(Cell):
     """The cell of exact sums and means of floats; see `gradcombine.reductions.exact.digits`.
 
     Every contribution is a multiple of a fixed unit, and integers add in any order. The one rounding is at the end: the
