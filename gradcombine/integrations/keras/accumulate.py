@@ -8,15 +8,21 @@ from typing import Any
 
 import keras
 
-from gradcombine.integrations.keras import checks
-from gradcombine.integrations.keras.backend import BackendWindow
-from gradcombine.integrations.keras.checks import error
-from gradcombine.integrations.keras.saved import Saved
-from gradcombine.integrations.keras.settings import Name, Parts, reduction_of
-from gradcombine.integrations.keras.weights import Weights
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.keras import settings
+from gradcombine.integrations.keras.settings import Name, Parts, Weights, error, reduction_of
+from gradcombine.integrations.keras.wrapper import Saved
 from gradcombine.reductions.sums import Precision
 from gradcombine.types import Order, no_autograph
 from gradcombine.window import Window
+
+# As in Keras itself, the backend is chosen at import, and the other framework need not be installed.
+if keras.backend.backend() == "tensorflow":
+    from gradcombine.integrations.keras.on_tensorflow import TensorflowWindow as BackendWindow
+elif keras.backend.backend() == "jax":
+    from gradcombine.integrations.keras.on_jax import JaxWindow as BackendWindow
+else:
+    raise GradCombineError("keras", "Keras' backend 'tensorflow' or 'jax'", repr(keras.backend.backend()))
 
 _OPERATION = "Accumulate"
 
@@ -91,7 +97,7 @@ class Accumulate(Saved):
         max_every: int | None = None,
         name: str | None = None,
     ) -> None:
-        inner = checks.inner_optimizer(inner_optimizer)
+        inner = settings.inner_optimizer(inner_optimizer)
         combined = reduction_of(reduction, precision, dtype)
         Window(_OPERATION, combined, every, order=order, max_every=max_every)
         super().__init__(name)
@@ -102,13 +108,13 @@ class Accumulate(Saved):
         self._combined, self._weights = combined, Weights()
         self._scaled_outside = False
         self.inner_optimizer = inner
-        if type(self) is Accumulate and checks.scales_loss(inner):
+        if type(self) is Accumulate and settings.scales_loss(inner):
             object.__setattr__(self, "__class__", ScaledAccumulate)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
-            if checks.scales_loss(self.inner_optimizer):
-                raise checks.one_loss_scale()
+            if settings.scales_loss(self.inner_optimizer):
+                raise settings.one_loss_scale()
             # So a LossScaleOptimizer around this one says that the gradients are unscaled already.
             self._scaled_outside = value is None
         super().__setattr__(name, value)
@@ -127,12 +133,12 @@ class Accumulate(Saved):
         inner = self.inner_optimizer
         if not inner.built:
             inner.build(variables)
-        checks.require_built_alike(inner, variables)
+        settings.require_built_alike(inner, variables)
         with keras.name_scope(self.name):
             window = BackendWindow(rules, parts, inner, variables)
         if self._scaled_outside:
-            checks.require_agreed_scale(window.replicas)
-        for variable in window.state.variables:
+            settings.require_agreed_scale(window.replicas)
+        for variable in window.variables:
             self._track_variable(variable)
         self._window = window
         self._checkpointed = window.checkpointed(self._kind)
@@ -264,7 +270,7 @@ class Accumulate(Saved):
 
 def accumulating(optimizer: Any) -> Accumulate | None:
     """The accumulating optimizer of a model: its own, or the one in a LossScaleOptimizer."""
-    return next((found for found in checks.chain(optimizer) if isinstance(found, Accumulate)), None)
+    return next((found for found in settings.chain(optimizer) if isinstance(found, Accumulate)), None)
 
 
 @keras.saving.register_keras_serializable("gradcombine")

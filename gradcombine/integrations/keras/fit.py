@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from gradcombine.integrations.keras.accumulate import accumulating
-from gradcombine.integrations.keras.checks import error
+from gradcombine.integrations.keras.settings import error
 
 
 class WeightedTrainStep:

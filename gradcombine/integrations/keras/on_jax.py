@@ -10,62 +10,40 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcombine.integrations.jax.run_if import run_if
-from gradcombine.integrations.keras.settings import Parts
-from gradcombine.integrations.keras.window import WindowVariables
+from gradcombine.integrations.keras.window import KerasWindow
 from gradcombine.types import AccumulateState, Tree
-from gradcombine.window import Window
 
 
-class JaxWindow:
+class JaxWindow(KerasWindow):
     """A window, and the optimizer that is run at its end.
 
-    Works on whatever values the variables have: those of a keras.StatelessScope, traced or not, or their own.
-
-    Args:
-      rules: of the window. There are no replicas: jax.Array spans the devices.
-      parts: the gradients' tree.
-      optimizer: run at the boundary; built.
-      variables: what it trains.
+    Works on whatever values the variables have: those of a keras.StatelessScope, traced or not, or their own. There are
+    no replicas: jax.Array spans the devices. tf.train.Checkpoint does not save variables of this backend.
     """
 
-    replicas = 1
-
-    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
-        self.state = WindowVariables(rules, parts, variables)
-        self._rules, self._parts = rules, parts
-        self._optimizer, self._targets = optimizer, list(variables)
-        self._seen: set[int] = set()
-
     def contribute(self, gradients: list[Any], weight: Any) -> None:
-        """One more microbatch; runs the optimizer where it fills the window."""
-        before = self.state.resumed(self._read())
-        after = self._rules.contribute(before, self._parts.split(gradients), weight)
-        full = self._rules.is_full(after)
-        self.state.write(after)
+        before = self.resumed(self._read())
+        after = self.rules.contribute(before, self.parts.split(gradients), weight)
+        full = self.rules.is_full(after)
+        self.write(after)
         present = [gradient is not None for gradient in gradients]
-        self.state.touched.assign(self.state.marked(present, full, after.index))
+        self.touched.assign(self.marked(present, full, after.index))
         self._seen |= {i for i, chosen in enumerate(present) if chosen}
         self._apply_if(full, after)
 
     def flush(self) -> Any:
-        """Runs the optimizer on a partial window, and ends it."""
         state = self._read()
-        partial = self.state.is_partial(state)
+        partial = self.is_partial(state)
         self._apply_if(partial, state)
         nothing = [False] * len(self._targets)
-        self.state.touched.assign(self.state.marked(nothing, partial, state.index))
+        self.touched.assign(self.marked(nothing, partial, state.index))
         return partial
 
     def load(self, states: list[AccumulateState], touched: Any) -> None:
-        """Replaces the one state."""
-        self.state.write(states[0])
-        self.state.touched.assign(touched)
-
-    def checkpointed(self, kind: str) -> None:
-        """Nothing: tf.train.Checkpoint does not save variables of this backend."""
+        self.write(states[0])
+        self.touched.assign(touched)
 
     def values(self, variable: Any) -> list[Any]:
-        """The value of a variable of the window on each replica."""
         return [variable.numpy()]
 
     def holds(self, variables: Sequence[Any]) -> bool:
@@ -81,16 +59,16 @@ class JaxWindow:
             variable.assign(jnp.copy(variable.value))
 
     def _read(self) -> AccumulateState:
-        return self.state.read(lambda variable: variable.value)
+        return self.read(lambda variable: variable.value)
 
     def _apply_if(self, condition: Any, window: AccumulateState) -> None:
         states = self._optimizer.variables
         before = [x.value for x in self._targets], [x.value for x in states]
         unseen = sorted(set(range(len(self._targets))) - self._seen)
-        touched = (self.state.touched.value == window.index + 1)[np.array(unseen, np.int32)].any()
+        touched = (self.touched.value == window.index + 1)[np.array(unseen, np.int32)].any()
 
         def apply(kept: Tree, combined: Tree) -> tuple[Tree, tuple[()]]:
-            gradients = self._parts.join(combined)
+            gradients = self.parts.join(combined)
 
             def without(left_out: Sequence[int], kept: Tree) -> tuple[Tree, tuple[()]]:
                 given = [None if i in left_out else x for i, x in enumerate(gradients)]
@@ -102,6 +80,6 @@ class JaxWindow:
             kept, _ = run_if(touched, partial(without, ()), kept)
             return run_if(~touched, partial(without, unseen), kept) if self._seen else (kept, ())
 
-        _, (trained, state), _ = self._rules.apply_if(condition, window, apply, before, run_if)
+        _, (trained, state), _ = self.rules.apply_if(condition, window, apply, before, run_if)
         for variable, value in zip([*self._targets, *states], [*trained, *state], strict=True):
             variable.assign(value)

@@ -9,9 +9,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradcombine.integrations.keras.checks import error
-from gradcombine.integrations.keras.settings import Parts
-from gradcombine.integrations.keras.window import WindowVariables
+from gradcombine.integrations.keras.settings import Parts, error
+from gradcombine.integrations.keras.window import KerasWindow
 from gradcombine.integrations.tensorflow.state import ReplicaState
 from gradcombine.integrations.tensorflow.step import checked_result, require_synchronous
 from gradcombine.replicas import tf_replicas
@@ -40,17 +39,11 @@ class Layout(tf.train.experimental.PythonState):
             raise error(*next((f"a window with {a}", b) for a, b in pair if a != b))
 
 
-class TensorflowWindow:
+class TensorflowWindow(KerasWindow):
     """Each replica's window, and the optimizer that is run when they are full.
 
     Called in replica context, as ``fit`` and strategy.run call an optimizer. The branch at the boundary is taken in
     cross-replica context, which tf.distribute asks of a conditional with a collective inside.
-
-    Args:
-      rules: of the window.
-      parts: the gradients' tree.
-      optimizer: run at the boundary; built.
-      variables: what it trains.
     """
 
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
@@ -58,23 +51,20 @@ class TensorflowWindow:
         require_synchronous(self._strategy)
         if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
             raise error("a strategy with variables on every replica", type(self._strategy).__name__)
-        self.state = WindowVariables(rules, parts, variables)
-        *leaves, step, index = [x.value for x in self.state.leaves]
+        super().__init__(rules, parts, optimizer, variables)
+        self.replicas = self._strategy.num_replicas_in_sync
+        *leaves, step, index = [x.value for x in self.leaves]
         position = {"step": step, "index": index}
-        levels, everywhere = self.state.structure.children[0], replace(rules, over=tf_replicas())
-        self._windows = ReplicaState(everywhere, levels, leaves, position, self.state.resumed)
-        self._parts = parts
-        self._optimizer, self._targets = optimizer, list(variables)
-        self._seen: set[int] = set()
+        levels, everywhere = self.structure.children[0], replace(rules, over=tf_replicas())
+        self._windows = ReplicaState(everywhere, levels, leaves, position, self.resumed)
         self._flush_all = tf.function(self._flush_replicas, autograph=False)
 
     @tf.autograph.experimental.do_not_convert
     def contribute(self, gradients: list[Any], weight: Any) -> None:
-        """One more microbatch of this replica; where the windows are full, all replicas run the optimizer."""
         self._require_strategy()
         dense, weight = checked_result((gradients, weight), self._targets)
         dense = [self._unscaled(x, target) for x, target in zip(dense, self._targets, strict=True)]
-        pending, full = self._windows.contributed(self._parts.split(dense), weight)
+        pending, full = self._windows.contributed(self.parts.split(dense), weight)
         self._windows.write(pending)
         present = [gradient is not None for gradient in gradients]
         self._mark(present, full, pending.after.index)
@@ -83,38 +73,22 @@ class TensorflowWindow:
 
     @tf.autograph.experimental.do_not_convert
     def flush(self) -> Any:
-        """Runs the optimizer on a partial window, and ends it."""
         if tf.distribute.get_strategy() is self._strategy and not tf.distribute.in_cross_replica_context():
             return self._flush()
         # In a function: strategy.run by itself is slow, and TensorFlow says so.
         return self._flush_all()
 
-    @property
-    def replicas(self) -> int:
-        """How many windows there are."""
-        return self._strategy.num_replicas_in_sync
-
     def load(self, states: list[AccumulateState], touched: Any) -> None:
-        """Replaces the state of each replica."""
-        for i, variable in enumerate(self.state.held):
+        for i, variable in enumerate(self.leaves):
             for component, state in zip(self._components(variable), states, strict=True):
-                component.assign(self.state.arrays(state)[i])
-        for component in self._components(self.state.touched):
+                component.assign(self.arrays(state)[i])
+        for component in self._components(self.touched):
             component.assign(touched)
 
-    def holds(self, variables: Sequence[Any]) -> bool:
-        """Whether variables have values."""
-        return True
-
-    def unshare(self, variables: Sequence[Any]) -> None:
-        """Nothing: variables have buffers of their own."""
-
     def checkpointed(self, kind: str) -> Layout:
-        """What tf.train.Checkpoint saves beside the variables."""
-        return Layout([kind, *(f"{x.dtype}{list(x.shape)}" for x in self.state.held)])
+        return Layout([kind, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
 
     def values(self, variable: Any) -> list[Any]:
-        """The value of a variable of the window on each replica."""
         return [x.numpy() for x in self._components(variable)]
 
     def _components(self, variable: Any) -> list[Any]:
@@ -123,13 +97,13 @@ class TensorflowWindow:
     @tf.autograph.experimental.do_not_convert
     def _flush(self) -> Any:
         state = self._windows.unread()
-        partial = self.state.is_partial(state)
+        partial = self.is_partial(state)
         _in_cross_replica(self._apply_if, partial)
         self._mark([False] * len(self._targets), partial, state.index)
         return partial
 
     def _mark(self, present: Sequence[bool], full: Any, index: Any) -> None:
-        self.state.touched.value.assign(self.state.marked(present, full, index))
+        self.touched.value.assign(self.marked(present, full, index))
 
     def _flush_replicas(self) -> Any:
         with self._strategy.scope():
@@ -150,7 +124,7 @@ class TensorflowWindow:
         def full() -> None:
             if unseen:
                 current = self._windows.unread().index + 1
-                touched = tf.equal(tf.gather(self.state.touched.value, unseen), current)
+                touched = tf.equal(tf.gather(self.touched.value, unseen), current)
                 tf.cond(tf.reduce_any(touched), lambda: apply(()), rest)
             else:
                 apply(())
@@ -159,7 +133,7 @@ class TensorflowWindow:
 
     @tf.autograph.experimental.do_not_convert
     def _apply(self, left_out: Sequence[int]) -> None:
-        merged = self._parts.join(self._windows.value())
+        merged = self.parts.join(self._windows.value())
         gradients = [self._to_be_summed(x, target) for x, target in zip(merged, self._targets, strict=True)]
         for i in left_out:
             gradients[i] = None
@@ -167,7 +141,7 @@ class TensorflowWindow:
 
     def _unscaled(self, gradient: Any, target: Any) -> Any:
         """The gradient of this replica's own loss, of which Keras has taken the part that is summed over replicas."""
-        if gradient is None or self.replicas == 1 or not self._parts.reduction.scales_by_weight or _overwrites(target):
+        if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or _overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
 

@@ -1,18 +1,21 @@
-"""A window in Keras variables."""
+"""A window in Keras variables, and in ``.keras`` files."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
-from gradcombine import tree
-from gradcombine.integrations.keras.checks import error
-from gradcombine.integrations.keras.settings import Parts
+from gradcombine import binary_counter, tree
+from gradcombine.accumulation import cleared, depth_of, replace_window, whole_window
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.keras.settings import Parts, error
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, BinaryCounter, State
 from gradcombine.window import UNTIL_FLUSH, Window
 
@@ -20,44 +23,78 @@ _OPERATION = "Accumulate"
 FULL = np.int32(UNTIL_FLUSH)
 """A step that fills a window of any length."""
 _ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
+KIND = "window"
+"""The entry that says what the window is of."""
 
 
-class WindowVariables:
-    """The variables of an `AccumulateState`, what in it never changes, and what became of its windows.
+class KerasWindow(ABC):
+    """The variables of an `AccumulateState`, what became of its windows, and the optimizer that they are for.
+
+    Subclasses know how their backend reads, writes and branches.
 
     Whether a window was applied is written down, and not told by the number of its microbatches: a checkpoint may hold
     one of another length, of which nothing may be lost, and nothing applied twice.
 
     Attributes:
+      replicas: how many windows there are.
       leaves: variables.
       structure: of the state.
       rules: of the window.
+      parts: the gradients' tree.
       touched: for each trainable variable, 1 + the number of the last window that has a gradient for it; at the end,
         1 + the number of the last window that was full, and applied.
 
     Args:
       rules: of the window.
       parts: the gradients' tree.
-      variables: the trainable variables.
+      optimizer: run at the boundary; built.
+      variables: what it trains.
     """
 
-    def __init__(self, rules: Window, parts: Parts, variables: Sequence[Any]) -> None:
+    replicas = 1
+
+    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
         like = [np.broadcast_to(np.zeros((), dtypes.parse(_dtype(v))), tuple(v.shape)) for v in variables]
         empty, self.structure = tree.flatten(_OPERATION, rules.init(parts.split(like)))
-        self.rules = rules
+        self.rules, self.parts = rules, parts
+        self._optimizer, self._targets = optimizer, list(variables)
+        self._seen: set[int] = set()
         paths = self.structure.paths()
         self.touched = _variable(np.zeros(len(variables) + 1, np.int32), "touched")
         self.leaves = [_variable(x, *_place(path, parts, variables)) for x, path in zip(empty, paths, strict=True)]
 
-    @property
-    def held(self) -> list[keras.Variable]:
-        """The variables of the state."""
-        return self.leaves
+    @abstractmethod
+    def contribute(self, gradients: list[Any], weight: Any) -> None:
+        """One more microbatch of this replica; where it fills the window, the optimizer runs."""
+
+    @abstractmethod
+    def flush(self) -> Any:
+        """Runs the optimizer on a partial window, and ends it; returns whether there was one."""
+
+    @abstractmethod
+    def load(self, states: list[AccumulateState], touched: Any) -> None:
+        """Replaces the state of each replica."""
+
+    @abstractmethod
+    def values(self, variable: Any) -> list[Any]:
+        """The value of a variable of the window on each replica."""
+
+    def checkpointed(self, kind: str) -> Any:
+        """What tf.train.Checkpoint saves beside the variables, for a window of this kind; None: nothing."""
+        return None
+
+    def holds(self, variables: Sequence[Any]) -> bool:
+        """Whether variables have values."""
+        return True
+
+    def unshare(self, variables: Sequence[Any]) -> None:
+        """Gives variables buffers of their own, where they may share them."""
+        return
 
     @property
     def variables(self) -> list[keras.Variable]:
         """All of them."""
-        return [*self.held, self.touched]
+        return [*self.leaves, self.touched]
 
     def read(self, value: Callable[[keras.Variable], Any]) -> AccumulateState:
         """The state, with ``value(variable)`` for each variable."""
@@ -117,8 +154,100 @@ class WindowVariables:
 
     def write(self, state: AccumulateState) -> None:
         """Assigns a state to the variables."""
-        for x, array in zip(self.held, self.arrays(state), strict=True):
+        for x, array in zip(self.leaves, self.arrays(state), strict=True):
             x.assign(array)
+
+
+def save(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> None:
+    """Writes variables by their numbers: of the window along a first axis of replicas."""
+    for i, variable in enumerate(others):
+        store[str(i)] = variable.numpy()
+    for i, variable in enumerate(window.variables, len(others)):
+        store[str(i)] = np.stack(window.values(variable))
+    store[KIND] = np.frombuffer(kind.encode(), np.uint8)
+
+
+def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> None:
+    """Reads what `save` has written, under any number of replicas, as `replace` does."""
+    received = np.asarray(store[KIND]).tobytes().decode()
+    arrays = [np.asarray(store[str(i)]) for i in range(len(store.keys()) - 1)]
+    replace(arrays[len(others) :], window, received, kind)
+    for variable, array in zip(others, arrays, strict=False):
+        variable.assign(array)
+
+
+def begun(arrays: Sequence[np.ndarray]) -> bool:
+    """Whether a saved window holds microbatches that have not been applied."""
+    *_, step, index, touched = arrays
+    return bool(step[0] > 0 and touched[0, -1] != index[0] + 1)
+
+
+def replace(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, kind: str) -> None:
+    """Replaces the windows by saved ones; where those have not been begun, by empty ones if they do not fit.
+
+    Args:
+      arrays: the variables of a window, the replicas along a first axis.
+      window: to be replaced.
+      received: what the arrays are of.
+      kind: what the window is of.
+
+    Raises:
+      GradCombineError: where a window that has been begun cannot be gone on with. Nothing is changed then.
+    """
+    *_, step, index, touched = arrays
+    marks = np.zeros(window.touched.shape, np.int32)
+    try:
+        states = _states(arrays, window, received, kind)
+        marks = touched[0]
+    except GradCombineError:
+        if begun(arrays):
+            raise
+        states = [_empty(window, int(index[0]) + int(step[0] > 0))] * window.replicas
+    window.load(states, marks)
+
+
+def _states(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, kind: str) -> list[AccumulateState]:
+    *held, step, index, touched = arrays
+    if received != kind:
+        raise error(f"a window of {kind}", received)
+    if touched.shape[1:] != tuple(window.touched.shape):
+        raise error(f"a window of {window.touched.shape[0] - 1} variables", touched.shape[1] - 1)
+    states = [_state(window, [x[rank] for x in (*held, step, index)]) for rank in range(len(step))]
+    if begun(arrays) and window.rules.is_full(states[0]):
+        raise error("a window of fewer microbatches, as every says", f"{int(step[0])} that have not been applied")
+    return _divided(window.rules.reduction, states, window.replicas)
+
+
+def _state(window: KerasWindow, arrays: Sequence[np.ndarray]) -> AccumulateState:
+    """A state of the depth of a window, of arrays that may be of another depth."""
+    *held, step, index = arrays
+    saved = AccumulateState(window.levels(held), step, index)
+    if (depth := depth_of(saved)) == window.depth:
+        return saved
+    if isinstance(saved.levels, BinaryCounter) and depth < window.depth and saved.levels.filled < 2**depth:
+        return saved._replace(levels=binary_counter.deeper(window.rules.reduction, saved.levels, window.depth))
+    empty = _empty(window, 0)._replace(step=step, index=index)
+    return replace_window(window.rules.reduction, empty, whole_window(window.rules.reduction, saved))
+
+
+def _empty(window: KerasWindow, index: int) -> AccumulateState:
+    state = window.read(lambda variable: variable.numpy())
+    return AccumulateState(cleared(window.rules.reduction, state.levels), np.int32(0), np.int32(index))
+
+
+def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: int) -> list[AccumulateState]:
+    """The states that a number of replicas go on with.
+
+    Where there are more than before, the others' windows are empty. Where there are fewer, windows are merged: the sum
+    is the same then, but not the order of its additions.
+    """
+    empty = states[0]._replace(levels=cleared(reduction, states[0].levels))
+    kept = list(states[:replicas]) + [empty] * (replicas - len(states))
+    for rank, state in enumerate(states[replicas:]):
+        into = rank % replicas
+        merged = reduction.merge(whole_window(reduction, kept[into]), whole_window(reduction, state))
+        kept[into] = replace_window(reduction, kept[into], merged)
+    return kept
 
 
 def _cast(variable: keras.Variable, shape: tuple[int, ...], array: np.ndarray, levels: int) -> np.ndarray:

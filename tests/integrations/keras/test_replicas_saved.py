@@ -23,7 +23,7 @@ def scope(replicas: int) -> Any:
 def windows(model: Any) -> list[list[bytes]]:
     """The variables of the window, by replica."""
     window = model.optimizer._window
-    return [[np.asarray(x).tobytes() for x in window.values(variable)] for variable in window.state.variables]
+    return [[np.asarray(x).tobytes() for x in window.values(variable)] for variable in window.variables]
 
 
 def train(model: Any, part: slice) -> None:
