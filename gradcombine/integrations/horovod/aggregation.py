@@ -129,12 +129,12 @@ class LocalGradientAggregation(tf.Module):
                 text += " and `sparse_as_dense` is False."
                 raise HorovodError(text, "compute_gradients", "a dense gradient", "IndexedSlices", f"[{i}]")
         _require_no_conditional_collective()
-        held = self._opened(gradients, variables)
+        held = self._state_for(gradients, variables)
         state = self._window.contribute(held.read(), gradients)
         seen = self._seen | {i for i, x in enumerate(gradients) if x is not None}
         sums = self._window.value(state)
-        own = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]
-        between = own if self._graph_mode else sums
+        filled = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]
+        between = filled if self._graph_mode else sums
         chosen = sorted(seen)
         picked = branch(
             self._window.is_full(state),
@@ -145,8 +145,8 @@ class LocalGradientAggregation(tf.Module):
         with after(picked):
             self._written = held.write(Pending(state))
         self._seen = seen
-        found = dict(zip(chosen, completed(picked, self._written), strict=True))
-        return [found.get(i) for i in range(len(gradients))]
+        results = dict(zip(chosen, completed(picked, self._written), strict=True))
+        return [results.get(i) for i in range(len(gradients))]
 
     @no_autograph
     def apply_gradients(
@@ -157,7 +157,7 @@ class LocalGradientAggregation(tf.Module):
         Args:
           apply_grads_closure: called at a boundary (and before the first pass).
           optimizer: whose ``iterations``, if it has them, grow by 1 on other passes.
-          *args: not used; taken because Horovod's method takes the gradients.
+          *args: not used; accepted because Horovod's method takes the gradients.
           **kwargs: ``global_step``, if it is given, grows by 1 on other passes.
 
         Returns:
@@ -174,7 +174,7 @@ class LocalGradientAggregation(tf.Module):
                 boundary, lambda: _done(True, converted(apply_grads_closure)()), lambda: _done(False, only_count())
             )
 
-    def _opened(self, gradients: list[Any], variables: list[Any]) -> ReplicaState:
+    def _state_for(self, gradients: list[Any], variables: list[Any]) -> ReplicaState:
         if self._state is None:
             with tf.init_scope():
                 self._state = in_local_variables(self._window, list(map(_spec, gradients, variables)))
@@ -182,7 +182,7 @@ class LocalGradientAggregation(tf.Module):
         return self._state
 
     def _combined(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
-        """All-reduced, but for local variables; divided as asked for. None stays in its place."""
+        """All-reduced, except for local variables, and divided as asked for. None stays in its place."""
         local = [_key(variable) in self._local for variable in variables]
         combined = list(gradients)
         shared = [i for i, x in enumerate(gradients) if x is not None and not local[i]]
@@ -193,8 +193,8 @@ class LocalGradientAggregation(tf.Module):
             for i, x in zip(shared, reduced, strict=True):
                 combined[i] = x
         if self._scale_local and any(local):
-            combined = [_over(x, self._ranks()) if own else x for x, own in zip(combined, local, strict=True)]
-        return [_over(x, self._k) for x in combined] if self._average else combined
+            combined = [_divided(x, self._ranks()) if chosen else x for x, chosen in zip(combined, local, strict=True)]
+        return [_divided(x, self._k) for x in combined] if self._average else combined
 
     def _ranks(self) -> Any:
         size = getattr(self._allreduce, "size", None) if self._size is None else self._size
@@ -225,20 +225,20 @@ def _key(variable: Any) -> Any:
     return variable.ref() if hasattr(variable, "ref") else id(variable)
 
 
-def _over(gradient: Any, divisor: Any) -> Any:
+def _divided(gradient: Any, divisor: Any) -> Any:
     """``gradient / divisor``, correctly rounded; 1 divides nothing."""
     if gradient is None or (isinstance(divisor, int) and divisor == 1):
         return gradient
     if isinstance(gradient, tf.IndexedSlices):
-        return sparse.with_values(gradient, _over(gradient.values, divisor))
+        return sparse.with_values(gradient, _divided(gradient.values, divisor))
     backend = load("tensorflow")
     dtype = np.dtype(gradient.dtype.real_dtype.as_numpy_dtype)
     return backend.divide(gradient, backend.cast(tf.convert_to_tensor(divisor), dtype))
 
 
 def _done(applied: bool, results: Any) -> tf.Tensor:
-    (said,) = completed([tf.constant(applied)], [x for x in tf.nest.flatten(results) if x is not None])
-    return said
+    (result,) = completed([tf.constant(applied)], [x for x in tf.nest.flatten(results) if x is not None])
+    return result
 
 
 def _require_no_conditional_collective() -> None:

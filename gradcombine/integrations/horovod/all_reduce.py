@@ -127,7 +127,7 @@ class AllReduce:
 
         Args:
           gradients: this rank's; a list, or any tree. None passes through in its place: it is None on all ranks.
-          variables: not used; taken because Horovod's own function takes them.
+          variables: not used; accepted because Horovod's function takes them.
 
         Returns:
           The combined gradients, of the same structure and dtypes.
@@ -157,8 +157,8 @@ class AllReduce:
             return combined
         take = included > backend.full((), 0, dtypes.INT32)
         return [
-            own if is_absent(own) else backend.where(take, new, backend.cast(own, backend.dtype(new)))
-            for own, new in zip(leaves, combined, strict=True)
+            old if is_absent(old) else backend.where(take, new, backend.cast(old, backend.dtype(new)))
+            for old, new in zip(leaves, combined, strict=True)
         ]
 
     def _sparse(self, slices: Any, path: str, included: Any) -> Any:

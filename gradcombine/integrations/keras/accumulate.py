@@ -11,7 +11,7 @@ import keras
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, error, reduction_of
-from gradcombine.integrations.keras.wrapper import Saved
+from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.reductions.sums import Precision
 from gradcombine.types import Order, no_autograph
 from gradcombine.window import Window
@@ -28,7 +28,7 @@ _OPERATION = "Accumulate"
 
 
 @keras.saving.register_keras_serializable("gradcombine")
-class Accumulate(Saved):
+class Accumulate(WindowWrapper):
     """Runs a Keras optimizer once a window, on the gradients combined over its microbatches and over the replicas.
 
     An optimizer as any other for ``compile``, ``fit`` and custom loops. All but the last microbatch of a window only
@@ -142,7 +142,7 @@ class Accumulate(Saved):
             self._track_variable(variable)
         self._window = window
         self._checkpointed = window.checkpointed(self._kind)
-        # Past the tracking of attributes: what is trained is none of the optimizer's own variables.
+        # Bypasses Keras' tracking of attributes: trained variables are not among the optimizer's.
         self.__dict__["_trainable_variables"] = variables
         self._trainable_variables_indices = {self._var_key(x): i for i, x in enumerate(variables)}
         self.built = True
@@ -190,7 +190,7 @@ class Accumulate(Saved):
           The values of the trainable variables and of ``variables``. To have them updated in place, take them in this
           order where they are donated to jax.jit: it pairs donated arguments with results by order.
         """
-        with self._weights.given(self._weights.current() if weight is None else weight):
+        with self._weights.set_to(self._weights.current() if weight is None else weight):
             # Not super(), which in a `ScaledAccumulate` is a LossScaleOptimizer's.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
@@ -224,7 +224,7 @@ class Accumulate(Saved):
 
         For a ``train_step`` of your own, where Keras calls ``apply`` without one.
         """
-        return self._weights.given(weight)
+        return self._weights.set_to(weight)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """As the inner optimizer does."""
@@ -264,13 +264,13 @@ class Accumulate(Saved):
         if variables is None:
             return gradients
         self._check_variables_are_known(targets)
-        found = {self._get_variable_index(x): gradient for x, gradient in zip(targets, gradients, strict=True)}
-        return [found.get(i) for i in range(len(self._trainable_variables))]
+        by_index = {self._get_variable_index(x): gradient for x, gradient in zip(targets, gradients, strict=True)}
+        return [by_index.get(i) for i in range(len(self._trainable_variables))]
 
 
 def accumulating(optimizer: Any) -> Accumulate | None:
     """The accumulating optimizer of a model: its own, or the one in a LossScaleOptimizer."""
-    return next((found for found in settings.chain(optimizer) if isinstance(found, Accumulate)), None)
+    return next((x for x in settings.chain(optimizer) if isinstance(x, Accumulate)), None)
 
 
 @keras.saving.register_keras_serializable("gradcombine")

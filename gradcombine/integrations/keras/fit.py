@@ -61,7 +61,7 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     ``on_epoch_end`` of the callbacks after this one: put it first, in front of a ModelCheckpoint for instance.
 
     Raises:
-      GradCombineError: for a model whose optimizer is no `Accumulate`.
+      GradCombineError: for a model whose optimizer is not an `Accumulate`.
 
     >>> import keras, numpy as np
     >>> from gradcombine.integrations.keras import Accumulate
@@ -76,10 +76,10 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False
         model: Any = self.model
-        found = accumulating(model.optimizer)
-        if found is None:
+        optimizer = accumulating(model.optimizer)
+        if optimizer is None:
             raise error("a model compiled with Accumulate", type(model.optimizer).__name__)
-        self._optimizer = found
+        self._optimizer = optimizer
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = True

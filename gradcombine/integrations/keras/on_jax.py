@@ -51,7 +51,7 @@ class JaxWindow(KerasWindow):
         return all(variable._value is not None for variable in variables)
 
     def unshare(self, variables: Sequence[Any]) -> None:
-        """Gives variables buffers of their own: Keras' averages share theirs with what they are written over.
+        """Gives variables buffers of their own: Keras' averages share theirs with the variables that they overwrite.
 
         ``fit`` donates all buffers, and one that is donated twice is an error.
         """
@@ -71,8 +71,8 @@ class JaxWindow(KerasWindow):
             gradients = self.parts.join(combined)
 
             def without(left_out: Sequence[int], kept: Tree) -> tuple[Tree, tuple[()]]:
-                given = [None if i in left_out else x for i, x in enumerate(gradients)]
-                trained, state = self._optimizer.stateless_apply(kept[1], given, kept[0])
+                chosen = [None if i in left_out else x for i, x in enumerate(gradients)]
+                trained, state = self._optimizer.stateless_apply(kept[1], chosen, kept[0])
                 return (list(trained), list(state)), ()
 
             if not unseen:

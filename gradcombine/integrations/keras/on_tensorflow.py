@@ -1,4 +1,4 @@
-"""Windows on Keras' TensorFlow backend: each replica's own, in variables that are written in place."""
+"""Windows on Keras' TensorFlow backend: one a replica, in variables that are written in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import tensorflow as tf
 from gradcombine.integrations.keras.settings import Parts, error
 from gradcombine.integrations.keras.window import KerasWindow
 from gradcombine.integrations.tensorflow.state import ReplicaState
-from gradcombine.integrations.tensorflow.step import checked_result, require_synchronous
+from gradcombine.integrations.tensorflow.step import dense_gradient, require_synchronous
 from gradcombine.replicas import tf_replicas
 from gradcombine.types import AccumulateState
 from gradcombine.window import Window
@@ -22,7 +22,7 @@ class Layout(tf.train.experimental.PythonState):
     """What a window is made of: tf.train.Checkpoint would restore another one's variables by their numbers alone.
 
     Args:
-      lines: that are the same where windows are.
+      lines: the same for windows that can be restored from each other.
     """
 
     def __init__(self, lines: Sequence[str]) -> None:
@@ -48,7 +48,7 @@ class TensorflowWindow(KerasWindow):
 
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
         self._strategy = tf.distribute.get_strategy()
-        require_synchronous(self._strategy)
+        require_synchronous("Accumulate", self._strategy)
         if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
             raise error("a strategy with variables on every replica", type(self._strategy).__name__)
         super().__init__(rules, parts, optimizer, variables)
@@ -62,9 +62,9 @@ class TensorflowWindow(KerasWindow):
     @tf.autograph.experimental.do_not_convert
     def contribute(self, gradients: list[Any], weight: Any) -> None:
         self._require_strategy()
-        dense, weight = checked_result((gradients, weight), self._targets)
-        dense = [self._unscaled(x, target) for x, target in zip(dense, self._targets, strict=True)]
-        pending, full = self._windows.contributed(self.parts.split(dense), weight)
+        pairs = zip(gradients, self._targets, strict=True)
+        true = [self._unscaled(dense_gradient(x, target), target) for x, target in pairs]
+        pending, full = self._windows.contributed(self.parts.split(true), weight)
         self._windows.write(pending)
         present = [gradient is not None for gradient in gradients]
         self._mark(present, full, pending.after.index)
@@ -140,7 +140,7 @@ class TensorflowWindow(KerasWindow):
         self._optimizer.apply(gradients, self._targets)
 
     def _unscaled(self, gradient: Any, target: Any) -> Any:
-        """The gradient of this replica's own loss, of which Keras has taken the part that is summed over replicas."""
+        """The gradient of this replica's loss, which Keras has divided by the number of replicas that sum theirs."""
         if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or _overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
@@ -155,8 +155,8 @@ class TensorflowWindow(KerasWindow):
             return gradient
         context: Any = tf.distribute.get_replica_context()
         first = tf.equal(context.replica_id_in_sync_group, 0)
-        given = tf.logical_or(first, tf.logical_not(tf.math.is_finite(gradient)))
-        return tf.where(given, gradient, tf.zeros_like(gradient))
+        kept = tf.logical_or(first, tf.logical_not(tf.math.is_finite(gradient)))
+        return tf.where(kept, gradient, tf.zeros_like(gradient))
 
     def _require_strategy(self) -> None:
         if tf.distribute.get_strategy() is not self._strategy:

@@ -1,4 +1,4 @@
-"""What an accumulating optimizer is given: an inner optimizer, a reduction, weights."""
+"""The arguments of an accumulating optimizer: an inner optimizer, a reduction, weights."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ error = partial(GradCombineError, "Accumulate")
 Name = Literal["mean", "sum"]
 
 
-def inner_optimizer(given: Any) -> Any:
+def inner_optimizer(argument: Any) -> Any:
     """The optimizer to run at the boundary; a name or a config makes a new one."""
-    optimizer = keras.optimizers.get(given) if isinstance(given, (str, dict)) else given
+    optimizer = keras.optimizers.get(argument) if isinstance(argument, (str, dict)) else argument
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise error("a Keras optimizer, its name or its config", type(given).__name__)
+        raise error("a Keras optimizer, its name or its config", type(argument).__name__)
     if any(hasattr(x, "flush") for x in chain(optimizer)):
         raise error("an optimizer that does not accumulate already", f"{type(optimizer).__name__} around another one")
     steps = [getattr(x, "gradient_accumulation_steps", None) for x in chain(optimizer)]
@@ -35,11 +35,11 @@ def inner_optimizer(given: Any) -> Any:
 
 def chain(optimizer: Any) -> list[Any]:
     """An optimizer, the one that it wraps, and so on."""
-    found = []
+    optimizers = []
     while optimizer is not None:
-        found.append(optimizer)
+        optimizers.append(optimizer)
         optimizer = getattr(optimizer, "inner_optimizer", None)
-    return found
+    return optimizers
 
 
 def unscaled(optimizer: Any) -> Any:
@@ -114,13 +114,13 @@ class Parts:
 
 
 class Weights:
-    """The weight of the microbatch that a thread computes: tf.distribute runs each replica in a thread of its own."""
+    """The weight of the microbatch that a thread computes: tf.distribute runs each replica in its own thread."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, Any] = {}
 
     @contextmanager
-    def given(self, weight: Any) -> Iterator[None]:
+    def set_to(self, weight: Any) -> Iterator[None]:
         """Sets this thread's weight inside of a with statement."""
         thread = threading.get_ident()
         before = self._by_thread.get(thread)

@@ -32,8 +32,8 @@ class KerasWindow(ABC):
 
     Subclasses know how their backend reads, writes and branches.
 
-    Whether a window was applied is written down, and not told by the number of its microbatches: a checkpoint may hold
-    one of another length, of which nothing may be lost, and nothing applied twice.
+    Whether a window was applied is stored, not inferred from the number of its microbatches: a checkpoint may hold a
+    window of another length, none of which may be lost or applied twice.
 
     Attributes:
       replicas: how many windows there are.
@@ -120,11 +120,11 @@ class KerasWindow(ABC):
         if not counted and len(arrays) != len(leaves):
             raise error(f"{len(leaves)} arrays, or a counter of them", len(arrays))
         skipped = 1 if self._is_counter else 0
-        given = [
+        filling = [
             _cast(x, tuple(x.shape)[skipped:], array, levels=int(counted))
             for x, array in zip(leaves, arrays, strict=False)
         ]
-        part = tree.unflatten(self.structure.children[0].children[0], given)
+        part = tree.unflatten(self.structure.children[0].children[0], filling)
         return BinaryCounter(part, np.asarray(arrays[-1], np.int32)) if counted else (part,)
 
     def arrays(self, state: AccumulateState) -> list[Any]:
@@ -266,13 +266,13 @@ def _dtype(variable: Any) -> str:
 
 def _place(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]:
     """The name of a variable of the state, and the layout, which an accumulator has from its trainable variable."""
-    found = _ACCUMULATOR.match(path)
-    if found is None:
+    match = _ACCUMULATOR.match(path)
+    if match is None:
         return re.sub(r"\W+", "_", path).strip("_"), None
-    of = variables[parts.averaged(int(found[2]))]
-    name = re.sub(r"\W+", "_", f"{getattr(of, 'path', of.name)}_window_{found[1]}{path[found.end() :]}")
+    of = variables[parts.averaged(int(match[2]))]
+    name = re.sub(r"\W+", "_", f"{getattr(of, 'path', of.name)}_window_{match[1]}{path[match.end() :]}")
     # Levels have an axis more than their variable.
-    return name, None if found[1] == ".stacked" else getattr(of, "_layout", None)
+    return name, None if match[1] == ".stacked" else getattr(of, "_layout", None)
 
 
 def _variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
@@ -287,7 +287,7 @@ def _variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
         dtype=dtype,
         trainable=False,
         autocast=False,
-        # Under a strategy each replica has a window of its own. Read from outside it is the first one's.
+        # Under a strategy each replica has its own window; read from outside, the variable has the first one's value.
         aggregation="only_first_replica",
         synchronization="on_read",
         name=name,

@@ -1,4 +1,4 @@
-"""An optimizer around another one: what it leaves to that one, and how its window is saved."""
+"""An optimizer around another one: what it delegates to that one, and how its window is saved."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ class Wrapper(_Optimizer):
         return getattr(self._holder(name), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
-        if own or "inner_optimizer" not in vars(self) or not hasattr(self, name):
+        is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
+        if is_own or "inner_optimizer" not in vars(self) or not hasattr(self, name):
             super().__setattr__(name, value)
         elif name == "gradient_accumulation_steps" and value:
             raise error("no gradient_accumulation_steps: the window has every microbatches", value)
@@ -111,12 +111,12 @@ class Wrapper(_Optimizer):
         return self._settings
 
 
-class Saved(Wrapper):
-    """A `Wrapper` whose variables are some of its own, a window's, and the inner optimizer's.
+class WindowWrapper(Wrapper):
+    """A `Wrapper` that saves and loads a window with its own variables and the inner optimizer's.
 
     Attributes:
       _window: None until it is built.
-      _kind: what the window is of.
+      _kind: reduction and precision of the window, which a file has to match.
     """
 
     _window: KerasWindow | None = None
@@ -134,17 +134,17 @@ class Saved(Wrapper):
           GradCombineError: for other shapes; for a window that has been begun and cannot be gone on with, or of which
             there are several: files alone hold those of all replicas. Nothing is changed then.
         """
-        window, (own, inner) = self._built_window(), (self._others(), self.inner_optimizer.variables)
+        window, (others, inner) = self._built_window(), (self._others(), self.inner_optimizer.variables)
         arrays: list[Any] = [keras.ops.convert_to_numpy(x) for x in weights]
         received, expected = [x.shape for x in arrays], [tuple(x.shape) for x in self.variables]
         if received != expected:
             raise error(f"weights of shapes {expected}", received)
-        inside = slice(len(own), len(self._variables))
+        inside = slice(len(others), len(self._variables))
         held = [x[np.newaxis] for x in arrays[inside]]
         if window.replicas > 1 and windows.begun(held):
             raise error("a window of all replicas, as files have it", "the first one's")
         windows.replace(held, window, self._kind, self._kind)
-        for variable, array in zip([*own, *inner], [*arrays[: inside.start], *arrays[inside.stop :]], strict=True):
+        for variable, array in zip([*others, *inner], [*arrays[: inside.start], *arrays[inside.stop :]], strict=True):
             variable.assign(array)
 
     def save_own_variables(self, store: Any) -> None:
@@ -159,12 +159,12 @@ class Saved(Wrapper):
           GradCombineError: for a window that has been begun and cannot be gone on with. Nothing of this optimizer is
             changed then; Keras loads the rest all the same, and says at the end what could not be loaded.
         """
-        found = windows.KIND in list(store.keys())  # a store need not be a dict
-        if self._window is not None and found:
+        in_file = windows.KIND in list(store.keys())  # a store need not be a dict
+        if self._window is not None and in_file:
             windows.load(store, self._others(), self._window, self._kind)
         elif self._window is not None:
             self._skip("there is none in the file")
-        elif found:
+        elif in_file:
             self._skip("it is not built; call build(model.trainable_variables) before loading")
 
     def _skip(self, reason: str) -> None:
@@ -176,5 +176,5 @@ class Saved(Wrapper):
         return self._window
 
     def _others(self) -> list[Any]:
-        """The variables of its own that are not a window's."""
+        """Its own variables, without the window's."""
         return self._variables[: len(self._variables) - len(self._built_window().variables)]

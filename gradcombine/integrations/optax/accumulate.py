@@ -181,7 +181,7 @@ def accumulate_and_apply(
       GradCombineError: as `accumulate`.
 
     Bits: the parameters have those of `accumulate` and ``optax.apply_updates``, as far as the compiler fuses the inner
-    transformation alike; what ``inner`` is given has them always.
+    transformation alike; the gradients that ``inner`` gets always have them.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from gradcombine.integrations.optax import accumulate_and_apply
@@ -257,7 +257,7 @@ class Accumulation:
             skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._operation, self._skip, like))
         # Outside of the mapped function the axis is not bound, and there is nothing to mark.
         with contextlib.suppress(GradCombineError):
-            window, skipped = self.window.own(window), self._own(skipped)
+            window, skipped = self.window.own(window), self._varying(skipped)
         state = AccumulateUpdatesState(window, self.inner.init(params), jnp.asarray(False), skipped)
         return place_beside(like, state)
 
@@ -267,8 +267,8 @@ class Accumulation:
         """One more microbatch.
 
         Returns:
-          The state after it, but for ``inner``, which runs where ``applied`` says so; and specs of the dtypes in which
-          it is to be given the combined gradients, see `cast_as`.
+          The state after it, whose ``inner`` has yet to run where ``applied`` holds; and specs of the dtypes that the
+          combined gradients are to have for it, see `cast_as`.
         """
         self._require_state(state)
         updates = as_arrays(updates)
@@ -280,12 +280,12 @@ class Accumulation:
             left_out, detail = decide(self._operation, self._skip, updates, index, params)
         flush, left_out = self.window.agreed([require_flag(self._operation, "flush", flush), left_out])
         window = self.window.contribute(state.window, contribution, weight, left_out=left_out)
-        skipped = self._own(_counted(state.skip, left_out, detail)) if self._skip is not None else ()
+        skipped = self._varying(_counted(state.skip, left_out, detail)) if self._skip is not None else ()
         in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
         window, due = self.window.due(window, flush=flush, left_out_in_a_row=in_a_row)
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
 
-    def _own(self, skipped: Any) -> Any:
+    def _varying(self, skipped: Any) -> Any:
         return skipped._replace(detail=own(self.window.over, skipped.detail)) if self._skip is not None else ()
 
     def _require_state(self, state: Any) -> None:
@@ -344,7 +344,7 @@ def _dtypes(state: Tree) -> list[Any]:
 
 
 def cast_as(values: Tree, specs: Tree) -> Tree:
-    """The values in the dtypes of a tree of arrays or specs; what is None there keeps its own."""
+    """The values in the dtypes of a tree of arrays or specs; where that is None, they keep theirs."""
     if specs is None:
         return values
     leaves, structure = tree.flatten("accumulate", values)

@@ -24,7 +24,7 @@ from gradcombine.reductions.dtypes import Settings
 from gradcombine.types import AccumulateState, Array, State, Tree
 
 MultiStepsState = optax.MultiStepsState
-"""optax's own: states and checkpoints are exchanged as they are."""
+"""optax's class: states and checkpoints of either can be used by the other."""
 
 
 class MultiSteps:
@@ -61,9 +61,9 @@ class MultiSteps:
     leaves it as it is, and `has_updated` cannot tell; otherwise the decision is kept in a dict, as ``should_skip``.
 
     Raises:
-      GradCombineError: for a k that is 0, negative or no integer, and for a transformation or a function that is none.
-        In ``update``: for a skip function that returns anything else; without ``compat``, for gradients that do not
-        match the state, and for a mean of integers.
+      GradCombineError: for a k that is not an integer of 1 or more, and for a transformation or a function that is not
+        one. In ``update``: for a skip function that returns anything else; without ``compat``, for gradients that do
+        not match the state, and for a mean of integers.
 
     Bits: without ``compat`` those of `gradcombine.combine` with `gradcombine.reductions.mean` or ``sum``. With
     ``compat`` those of optax.MultiSteps, updates and states at every step, eagerly and under jit, given the gradients
@@ -112,7 +112,7 @@ class MultiSteps:
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
-        """The transformation that was given."""
+        """The transformation that runs at the boundary."""
         return self._opt
 
     def init(self, params: optax.Params) -> optax.MultiStepsState:
@@ -170,10 +170,10 @@ class MultiSteps:
     def has_updated(self, state: optax.MultiStepsState) -> Array:
         """Whether the last microbatch ended a window, a boolean scalar."""
         updated = jnp.logical_and(jnp.equal(state.mini_step, 0), jnp.greater(state.gradient_step, 0))
-        said = _said(state.skip_state)
-        if said is None or np.shape(said) != np.shape(updated):
+        skipped = _skip_flag(state.skip_state)
+        if skipped is None or np.shape(skipped) != np.shape(updated):
             return updated
-        return jnp.logical_and(updated, ~said)
+        return jnp.logical_and(updated, ~skipped)
 
     def gradient_transformation(self) -> optax.GradientTransformationExtraArgs:
         """The pair of functions, for `optax.chain` and its like."""
@@ -199,17 +199,16 @@ class MultiSteps:
 
     def _kept(self, skip: Array, detail: Tree) -> Tree:
         """The skip function's state, with the decision in it where it is `has_updated` that needs it."""
-        if self._compat or _said(detail) is not None or not (isinstance(detail, Mapping) or detail == ()):
+        if self._compat or _skip_flag(detail) is not None or not (isinstance(detail, Mapping) or detail == ()):
             return detail
         return {**(detail or {}), "should_skip": skip}
 
 
-def _said(skip_state: Any) -> Any:
-    """The decision that a skip state tells of, None where it does not."""
-    said = (
-        skip_state.get("should_skip") if isinstance(skip_state, Mapping) else getattr(skip_state, "should_skip", None)
-    )
-    return said if getattr(said, "dtype", None) == np.bool_ else None
+def _skip_flag(skip_state: Any) -> Any:
+    """The decision that a skip state holds as ``should_skip``; None where it holds none."""
+    is_mapping = isinstance(skip_state, Mapping)
+    flag = skip_state.get("should_skip") if is_mapping else getattr(skip_state, "should_skip", None)
+    return flag if getattr(flag, "dtype", None) == np.bool_ else None
 
 
 Transform: TypeAlias = Callable[[Tree], tuple[Tree, Any]]

@@ -73,7 +73,7 @@ def map_replicas(
     function are each replica's own, and `accumulate` exchanges them once a window.
 
     Args:
-      function: of arrays. What it returns is the same on all replicas, but for what `accumulate` keeps of a window.
+      function: of arrays. What it returns is the same on all replicas, except what `accumulate` keeps of a window.
       over: the same as in `accumulate`: `gradcombine.jax_axis`, of axes of the mesh that the arguments lie on, or that
         is in scope (jax.set_mesh).
       batch_argnums: the positional arguments of which each replica gets a block along the first axis. All others are
@@ -119,28 +119,28 @@ def map_replicas(
                 called[i] = x
             return _parted(function(*called, **named))
 
-        whole, own = _parted(([None if i in batch else x for i, x in enumerate(args)], kwargs))
-        return _joined(*on_replicas("map_replicas", over, one, whole, [args[i] for i in batch], own))
+        whole, parts = _parted(([None if i in batch else x for i, x in enumerate(args)], kwargs))
+        return _joined(*on_replicas("map_replicas", over, one, whole, [args[i] for i in batch], parts))
 
     return mapped
 
 
 def _parted(values: Tree) -> tuple[Tree, list[Tree]]:
-    """What is the same on all replicas, and what is each replica's own in the states among it."""
-    nodes, structure = jax.tree.flatten(values, is_leaf=_has_own)
-    own = [getattr(node, _field(node)) if _has_own(node) else None for node in nodes]
-    common = [node._replace(**{_field(node): None}) if _has_own(node) else node for node in nodes]
-    return jax.tree.unflatten(structure, common), own
+    """What is the same on all replicas; and of each state among it, the part that differs."""
+    nodes, structure = jax.tree.flatten(values, is_leaf=_differs)
+    parts = [getattr(node, _field(node)) if _differs(node) else None for node in nodes]
+    common = [node._replace(**{_field(node): None}) if _differs(node) else node for node in nodes]
+    return jax.tree.unflatten(structure, common), parts
 
 
 def _joined(whole: Tree, parts: list[Tree]) -> Tree:
-    nodes, structure = jax.tree.flatten(whole, is_leaf=_has_own)
+    nodes, structure = jax.tree.flatten(whole, is_leaf=_differs)
     pairs = zip(nodes, parts, strict=True)
-    joined = [node._replace(**{_field(node): part}) if _has_own(node) else node for node, part in pairs]
+    joined = [node._replace(**{_field(node): part}) if _differs(node) else node for node, part in pairs]
     return jax.tree.unflatten(structure, joined)
 
 
-def _has_own(node: Any) -> bool:
+def _differs(node: Any) -> bool:
     return isinstance(node, (AccumulateState, SkipState))
 
 

@@ -18,7 +18,7 @@ _NAMES = {"add_n": 0, "tree": 1, "accumulate_n": 2}
 
 
 class NotATensorError(GradCombineError, TypeError):
-    """For a term that is no tensor: a TypeError too, as TensorFlow raises."""
+    """For a term that is not a tensor: also a TypeError, which is what TensorFlow raises."""
 
 
 @no_autograph
@@ -53,8 +53,8 @@ def aggregate(
       None for no terms; one term as it is; IndexedSlices, one after another, where all are; else a dense sum.
 
     Raises:
-      GradCombineError: for an unknown method or execution, and terms that do not match; for what is no tensor, one that
-        is a TypeError as well.
+      GradCombineError: for an unknown method or execution, and terms that do not match; for what is not a tensor, one
+        that is a TypeError as well.
 
     Bits: those of TensorFlow 2.21 on CPU, where no term's buffer is reused (see
     `gradcombine.foreign_orders.addn_blocks`). For an order that no compiler changes, call `gradcombine.add_n`.

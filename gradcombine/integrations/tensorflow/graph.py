@@ -50,5 +50,5 @@ def converted(function: Callable[..., Any], status: Any = None) -> Callable[...,
 
 def _operations(things: Sequence[Any]) -> list[tf.Operation]:
     # Of other things, as Keras variables, a tf.function keeps the order by itself.
-    found = [x if isinstance(x, tf.Operation) else getattr(x, "op", None) for x in things]
-    return [x for x in found if isinstance(x, tf.Operation)]
+    operations = [x if isinstance(x, tf.Operation) else getattr(x, "op", None) for x in things]
+    return [x for x in operations if isinstance(x, tf.Operation)]

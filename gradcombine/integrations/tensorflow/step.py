@@ -98,7 +98,7 @@ class AccumulatedStep(tf.Module):
         super().__init__()
         self._strategy = tf.distribute.get_strategy()
         self._require_cross_replica()
-        require_synchronous(self._strategy)
+        require_synchronous("AccumulatedStep", self._strategy)
         self._gradients, self._apply, self._optimizer = gradients, apply, keras_optimizer(apply)
         reduction = reductions.mean() if reduction is None else reduction
         self._window = Window("AccumulatedStep", reduction, every, tf_replicas(), order, max_every)
@@ -165,11 +165,10 @@ class AccumulatedStep(tf.Module):
         expected = self.states()
         if len(states) != len(expected):
             raise error(f"{len(expected)} states, one a replica", len(states))
-        flat = [tree.flatten("AccumulatedStep", own)[0] for own in expected]
-        for rank, (own, state) in enumerate(zip(expected, states, strict=True)):
-            _, structure = tree.flatten("AccumulatedStep", own)
-            given = tree.flatten_as("AccumulatedStep", structure, state)
-            for path, x, y in zip(structure.paths(), flat[rank], given, strict=True):
+        for rank, (held, state) in enumerate(zip(expected, states, strict=True)):
+            leaves, structure = tree.flatten("AccumulatedStep", held)
+            received = tree.flatten_as("AccumulatedStep", structure, state)
+            for path, x, y in zip(structure.paths(), leaves, received, strict=True):
                 if x is not None and (x.shape, x.dtype) != (y.shape, tf.as_dtype(y.dtype)):
                     raise error(f"shape {x.shape} and {x.dtype.name}", f"{y.shape} and {y.dtype}", f"[{rank}]{path}")
 
@@ -286,7 +285,7 @@ def require(condition: tf.Tensor, expected: str, received: str) -> None:
 
 
 def keras_optimizer(apply: Any) -> Any:
-    """The Keras optimizer that was given, by itself or as one of its methods; None for another function."""
+    """The Keras optimizer that is passed, by itself or as one of its methods; None for another function."""
     owner = getattr(apply, "__self__", apply)
     if hasattr(owner, "apply_gradients") and hasattr(owner, "built"):
         return owner
@@ -295,11 +294,11 @@ def keras_optimizer(apply: Any) -> Any:
     return None
 
 
-def require_synchronous(strategy: tf.distribute.Strategy) -> None:
+def require_synchronous(operation: str, strategy: tf.distribute.Strategy) -> None:
     """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
-        raise error(expected, type(strategy).__name__)
+        raise GradCombineError(operation, expected, type(strategy).__name__)
 
 
 def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
@@ -332,14 +331,15 @@ def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
     gradients, *rest = result
     if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
         raise error(f"a list of {len(targets)} gradients, one a variable", _described(gradients))
-    return [_dense(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
+    return [dense_gradient(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
 
 
 def _described(value: Any) -> str:
     return type(value).__name__ + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
 
 
-def _dense(gradient: Any, target: Any) -> Any:
+def dense_gradient(gradient: Any, target: Any) -> Any:
+    """A gradient as one dense tensor of its variable's shape, or None."""
     if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
         return tf.ensure_shape(gradient, target.shape)  # checked where the graph runs
     return dense(gradient, target.shape) if isinstance(gradient, tf.IndexedSlices) else gradient
