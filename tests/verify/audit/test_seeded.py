@@ -1,29 +1,18 @@
-"""Steps with a known defect, and their clean twins: each defect is found under its name, and nothing else."""
+"""Each seeded defect is found under its name, and nothing in its clean twin, nor in our own steps."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
-import gradcombine as gc
-from gradcombine.integrations.jax import train_step, value_and_grad
-from gradcombine.integrations.optax import accumulate
 from gradcombine.verify.audit import audit, audit_file
-
-K, ROWS, WIDTH, LAYERS = 4, 256, 64, 3
-"""Microbatches, rows of all of them on all devices, and a square layer's width."""
+from tests.verify.audit.seeded import CASES, OURS
 
 
 @pytest.fixture(autouse=True)
@@ -32,291 +21,6 @@ def standard_promotion() -> Any:
         yield
 
 
-def data(kind: AxisType = AxisType.Auto) -> Mesh:
-    return Mesh(np.array(jax.devices()), ("data",), axis_types=(kind,))
-
-
-def spec(mesh: Mesh, where: P, *shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, where))
-
-
-def loss(params: Any, x: Any) -> Any:
-    for w in params:
-        x = jnp.tanh(x @ w)
-    return jnp.mean(x.astype(jnp.float32) ** 2)
-
-
-WHOLE = P()
-
-
-def params(mesh: Mesh, where: P = WHOLE, dtype: Any = jnp.float32) -> list[jax.ShapeDtypeStruct]:
-    return [spec(mesh, where, WIDTH, WIDTH, dtype=dtype)] * LAYERS
-
-
-def scanned(gradient: Callable[..., Any], dtype: Any = jnp.float32, after: Callable[..., Any] = lambda g: g) -> Any:
-    """A window in one call: gradients added over microbatches, then a step of gradient descent."""
-
-    def step(params: Any, batch: Any) -> Any:
-        def body(sums: Any, x: Any) -> Any:
-            return jax.tree.map(lambda a, g: (a + g).astype(dtype), sums, gradient(params, x)), None
-
-        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, dtype), params)
-        sums, _ = jax.lax.scan(body, zeros, batch.reshape(K, -1, WIDTH))
-        return jax.tree.map(lambda w, g: w - (0.1 / K * g).astype(w.dtype), params, after(sums))
-
-    return step
-
-
-def mean(x: Any) -> Any:
-    return jax.lax.pmean(x, "data")
-
-
-def mapped(function: Callable[..., Any], mesh: Mesh) -> Any:
-    return jax.shard_map(function, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
-
-
-class Case(NamedTuple):
-    """A jitted step with its arguments."""
-
-    step: Any
-    args: tuple[Any, ...]
-
-
-def window(function: Callable[..., Any], mesh: Mesh | None = None, **settings: Any) -> Case:
-    mesh = mesh or data()
-    return Case(jax.jit(function, donate_argnums=0), (params(mesh, **settings), spec(mesh, P("data"), ROWS, WIDTH)))
-
-
-def reduced_in_shard_map(defect: bool) -> Case:
-    gradient = jax.grad(loss)
-    inside = (lambda w, x: mean(gradient(w, x))) if defect else gradient
-    return window(mapped(scanned(inside, after=(lambda g: g) if defect else mean), data()))
-
-
-def reduced_with_a_metric(defect: bool) -> Case:
-    """A norm of each microbatch's own gradient needs the exchange in the loop."""
-
-    def clipped(w: Any, x: Any) -> Any:
-        grads = mean(jax.grad(loss)(w, x))
-        scale = jnp.minimum(1, 1 / optax.tree.norm(grads)) if not defect else 1
-        return jax.tree.map(lambda g: scale * g, grads)
-
-    return window(mapped(scanned(clipped), data()))
-
-
-def reduced_by_explicit_axes(defect: bool) -> Case:
-    """Gradients of parameters that are not marked as reduced later are reduced where they arise."""
-    mesh = data(AxisType.Explicit)
-
-    def at(where: P) -> NamedSharding:
-        return NamedSharding(mesh, where)
-
-    def step(params: Any, batch: Any) -> Any:
-        rows = jnp.swapaxes(batch.reshape(-1, K, WIDTH, out_sharding=at(P("data", None, None))), 0, 1)
-        late = P(None, None) if defect else P(None, None, reduced={"data"})
-        later = [jax.reshard(w, at(late)) for w in params]
-        place = P(None, None) if defect else P(None, None, unreduced={"data"})
-        zeros = [jax.reshard(jnp.zeros_like(w), at(place)) for w in params]
-
-        def body(sums: Any, x: Any) -> Any:
-            return jax.tree.map(jnp.add, sums, jax.grad(loss)(later, x)), None
-
-        sums, _ = jax.lax.scan(body, zeros, rows)
-        return [w - 0.1 / K * jax.reshard(g, at(P(None, None))) for w, g in zip(params, sums, strict=True)]
-
-    shapes = [spec(mesh, P(None, None), WIDTH, WIDTH)] * LAYERS
-    return Case(jax.jit(step, donate_argnums=0), (shapes, spec(mesh, P("data", None), ROWS, WIDTH)))
-
-
-def reduced_in_nested_scans(defect: bool) -> Case:
-    """Layers in a scan of their own, inside of the scan over microbatches."""
-    mesh = data()
-
-    def deep(w: Any, x: Any) -> Any:
-        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
-        return jnp.mean(x**2)
-
-    def step(w: Any, batch: Any) -> Any:
-        def body(sums: Any, x: Any) -> Any:
-            grads = jax.grad(deep)(w, x)
-            return sums + (mean(grads) if defect else grads), None
-
-        sums, _ = jax.lax.scan(body, jnp.zeros_like(w), batch.reshape(K, -1, WIDTH))
-        return w - 0.1 / K * (sums if defect else mean(sums))
-
-    args = spec(mesh, P(), LAYERS, WIDTH, WIDTH), spec(mesh, P("data"), ROWS, WIDTH)
-    return Case(jax.jit(mapped(step, mesh), donate_argnums=0), args)
-
-
-def reduced_in_steps(defect: bool) -> Case:
-    """A scan over whole steps has to exchange in each: the next one reads the parameters."""
-
-    def step(params: Any, batch: Any) -> Any:
-        def body(carry: Any, x: Any) -> Any:
-            now, total = carry
-            grads = mean(jax.grad(loss)(params if defect else now, x))
-            total = jax.tree.map(jnp.add, total, grads)
-            now = now if defect else jax.tree.map(lambda w, g: w - 0.1 * g, now, grads)
-            return (now, total if defect else grads), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        (now, total), _ = jax.lax.scan(body, (params, zeros), batch.reshape(K, -1, WIDTH))
-        return jax.tree.map(lambda w, g: w - 0.1 * g, now, total) if defect else now
-
-    return window(mapped(step, data()))
-
-
-def gathered(defect: bool) -> Case:
-    """Microbatches that are cut across the devices' rows, or of each device's own."""
-    if not defect:
-        return window(mapped(scanned(jax.grad(loss), after=mean), data()))
-    return window(scanned(jax.grad(loss)))
-
-
-def repeated_over_model(defect: bool) -> Case:
-    """Parameters that the second axis of a mesh does not split are computed with by all along it."""
-    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
-    where = P() if defect else P(None, "model")
-
-    def step(params: Any, batch: Any) -> Any:
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params, batch))
-
-    return window(step, mesh, where=where)
-
-
-def averaged_twice(defect: bool) -> Case:
-    def step(params: Any, batch: Any) -> Any:
-        grads = mean(jax.grad(loss)(params, batch))
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, mean(grads) if defect else grads)
-
-    return window(mapped(step, data()))
-
-
-def exchanged_wider(defect: bool) -> Case:
-    def step(params: Any, grads: Any) -> Any:
-        own = grads[0]
-        whole = mean(own.astype(jnp.float32)) if defect else mean(own).astype(jnp.float32)
-        return params - 0.1 * whole
-
-    mesh = data()
-    args = spec(mesh, P(), WIDTH, WIDTH), spec(mesh, P("data"), 8, WIDTH, WIDTH, dtype=jnp.bfloat16)
-    return Case(jax.jit(mapped(step, mesh), donate_argnums=0), args)
-
-
-def accumulated_in_bfloat16(defect: bool) -> Case:
-    step = mapped(scanned(jax.grad(loss), jnp.bfloat16 if defect else jnp.float32, mean), data())
-    return window(step, dtype=jnp.bfloat16)
-
-
-def donated_in_another_type(defect: bool) -> Case:
-    def step(params: Any, batch: Any) -> Any:
-        grads = jax.grad(loss)(params, batch)
-        updated = jax.tree.map(lambda w, g: w - jnp.float32(0.1) * g.astype(jnp.float32), params, grads)
-        return updated if defect else jax.tree.map(lambda w: w.astype(jnp.bfloat16), updated)
-
-    return window(step, where=P(), dtype=jnp.bfloat16)
-
-
-def logged_in_every_layer(defect: bool) -> Case:
-    layers = 24
-
-    def step(w: Any, x: Any) -> Any:
-        def body(x: Any, w: Any) -> Any:
-            x = jnp.tanh(x @ w)
-            norm = jnp.mean(x**2)
-            return x, mean(norm) if defect else norm
-
-        x, norms = jax.lax.scan(body, x, w)
-        return w - 0.1 * mean(jnp.mean(x)), norms if defect else mean(norms)
-
-    mesh = data()
-    args = spec(mesh, P(), layers, WIDTH, WIDTH), spec(mesh, P("data"), ROWS, WIDTH)
-    return Case(jax.jit(mapped(step, mesh), donate_argnums=0), args)
-
-
-def exchanged_leaf_by_leaf(defect: bool) -> Case:
-    """As programs do whose order is fixed by hand, so that XLA cannot make one exchange of them."""
-
-    def step(biases: Any, batch: Any) -> Any:
-        grads = [jnp.sum(batch, 0) * (i + 1) for i in range(len(biases))]
-        each = [jax.lax.all_gather(g, "data").sum(0) for g in grads] if defect else ()
-        summed = each or list(mean(jnp.stack(grads)))
-        return [b - 0.1 * g for b, g in zip(biases, summed, strict=True)]
-
-    mesh = data()
-    args = [spec(mesh, P(), WIDTH)] * 20, spec(mesh, P("data"), ROWS, WIDTH)
-    return Case(jax.jit(mapped(step, mesh), donate_argnums=0), args)
-
-
-def until_converged(defect: bool) -> Case:
-    def step(w: Any, x: Any) -> Any:
-        def body(carry: Any) -> Any:
-            w, i = carry
-            return w - 0.1 * jax.grad(loss)([w], x)[0], i + 1
-
-        def more(carry: Any) -> Any:
-            return (loss([carry[0]], x) > 1e-3) & (carry[1] < 9) if defect else carry[1] < 9
-
-        return jax.lax.while_loop(more, body, (w, 0))
-
-    return Case(jax.jit(step, donate_argnums=0), (jnp.ones((WIDTH, WIDTH)), jnp.ones((8, WIDTH))))
-
-
-def decided_by_select(defect: bool) -> Case:
-    """What XLA makes of a conditional on GPUs; and a select that the gradients themselves decide."""
-    adam = optax.adam(1e-3)
-
-    def step(state: Any, params: Any, grads: Any) -> Any:
-        count, inner = state
-        updates, new = adam.update(grads, inner, params)
-        finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(g)) for g in grads]))
-        keep = (count + 1) % K == 0 if defect else finite
-        params = [jnp.where(keep, w + u, w) for w, u in zip(params, updates, strict=True)]
-        inner = jax.tree.map(lambda a, b: jnp.where(keep, a, b), new, inner)
-        return (count + 1, inner), params
-
-    leaves = [jnp.ones((WIDTH, WIDTH))] * LAYERS
-    return Case(jax.jit(step, donate_argnums=(0, 1)), ((jnp.int32(0), adam.init(leaves)), leaves, leaves))
-
-
-def read_after_the_loop(defect: bool) -> Case:
-    """A donated argument that a loop changes, and that is still needed behind it."""
-
-    def step(w: Any, x: Any) -> Any:
-        after = jax.lax.fori_loop(0, K, lambda _, w: w + jnp.roll(w, 1, 0) * x, w)
-        return after + w if defect else after
-
-    return Case(jax.jit(step, donate_argnums=0), (jnp.ones((WIDTH, WIDTH)), jnp.float32(0.5)))
-
-
-def pmapped(defect: bool) -> Case:
-    gradient = jax.grad(loss)
-    inside = (lambda w, x: mean(gradient(w, x))) if defect else gradient
-    step = jax.pmap(scanned(inside, after=(lambda g: g) if defect else mean), axis_name="data", in_axes=(None, 0))
-    return Case(step, ([jnp.ones((WIDTH, WIDTH))] * LAYERS, jnp.ones((8, 32, WIDTH))))
-
-
-CASES: dict[str, tuple[Callable[[bool], Case], set[str]]] = {
-    "reduced in a shard_map": (reduced_in_shard_map, {"reduced-in-loop"}),
-    "reduced, or clipped": (reduced_with_a_metric, {"reduced-in-loop"}),
-    "reduced by explicit axes": (reduced_by_explicit_axes, {"reduced-in-loop"}),
-    "reduced in nested scans": (reduced_in_nested_scans, {"reduced-in-loop"}),
-    "reduced in microbatches, or in steps": (reduced_in_steps, {"reduced-in-loop"}),
-    "reduced in a pmap": (pmapped, {"reduced-in-loop"}),
-    "batch gathered": (gathered, {"batch-gathered", "repeated-work", "reduced-in-loop"}),
-    "repeated over an axis": (repeated_over_model, {"repeated-work"}),
-    "averaged twice": (averaged_twice, {"repeated-collective"}),
-    "exchanged wider": (exchanged_wider, {"wider-exchange"}),
-    "accumulated in bfloat16": (accumulated_in_bfloat16, {"narrow-accumulator"}),
-    "donated in another type": (donated_in_another_type, {"donation-lost"}),
-    "logged in every layer": (logged_in_every_layer, {"many-small-collectives"}),
-    "exchanged leaf by leaf": (exchanged_leaf_by_leaf, {"many-small-collectives"}),
-    "until converged": (until_converged, {"unknown-trip-count"}),
-    "read after the loop": (read_after_the_loop, {"copies-at-boundary"}),
-    "decided by select": (decided_by_select, {"optimizer-every-microbatch"}),
-}
-"""How each is made, and what is found in the one with the defect; nothing is in its twin."""
-
 QUICK = {"reduced in a shard_map", "batch gathered", "decided by select"}
 
 
@@ -324,49 +28,15 @@ QUICK = {"reduced in a shard_map", "batch gathered", "decided by select"}
 @pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in QUICK else pytest.mark.slow) for x in CASES])
 def test_a_defect_is_found_and_its_twin_is_clean(name: str, defect: bool) -> None:
     make, expected = CASES[name]
-    case = make(defect)
+    case = make(jax.devices(), defect)
     report = audit(case.step, *case.args)
     assert {x.name for x in report.findings} == (expected if defect else set()), report.findings
-
-
-def library_step(mesh: Mesh, **settings: Any) -> Case:
-    step = train_step(loss, optax.adam(1e-3), **settings)
-    state = jax.eval_shape(step.init, params(mesh))
-    placed = jax.tree.map(lambda x: spec(mesh, P(), *x.shape, dtype=x.dtype), state)
-    batch = spec(mesh, P("data"), ROWS, WIDTH)
-    return Case(jax.jit(step.function, donate_argnums=(0, 1)), (params(mesh), placed, batch))
-
-
-def transformation(make: Callable[..., Any]) -> Case:
-    tx = make(optax.adam(1e-3), K)
-    leaves = [jnp.ones((WIDTH, WIDTH))] * LAYERS
-
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return Case(jax.jit(step, donate_argnums=(0, 1)), (leaves, tx.init(leaves), leaves))
-
-
-OURS: dict[str, Callable[[], Case]] = {
-    "a window in one call": lambda: library_step(data(), microbatches=K, over=gc.jax_axis("data")),
-    "a window in one call, explicit axes": lambda: library_step(
-        data(AxisType.Explicit), microbatches=K, over=gc.jax_axis("data")
-    ),
-    "a microbatch in each call": lambda: library_step(data(), every=K),
-    "gradients in a shard_map": lambda: window(mapped(ours, data())),
-    "accumulate": lambda: transformation(accumulate),
-}
-
-
-def ours(params: Any, batch: Any) -> Any:
-    return value_and_grad(loss, K, over=gc.jax_axis("data"))(params, batch)[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", OURS)
 def test_our_own_steps_are_clean(name: str) -> None:
-    case = OURS[name]()
+    case = OURS[name](jax.devices())
     assert audit(case.step, *case.args).findings == []
 
 

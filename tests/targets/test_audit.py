@@ -1,0 +1,64 @@
+"""Seeded defects and our own steps, audited for GPUs and TPUs that are not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+
+from gradcombine.verify.audit import OutOfMemoryError, audit, find_target
+from tests.verify.audit.seeded import CASES, OURS
+
+pytestmark = pytest.mark.targets
+
+MENDED = {
+    "reduced by explicit axes": set[str](),
+    "batch gathered": {"batch-gathered", "repeated-work"},
+    "exchanged leaf by leaf": set[str](),
+}
+"""What these compilers leave of a defect: they move sums of what is only added out of loops, and join collectives."""
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion() -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+ON_TPU = ("reduced in nested scans", "reduced by explicit axes", "batch gathered", "optax.MultiSteps", "averaged twice")
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        *((name, "h100:8") for name in CASES if name not in ("reduced in a pmap", "read after the loop")),
+        *((name, "v5e:2x4") for name in ON_TPU),
+    ],
+)
+def test_a_defect_is_found_and_its_twin_is_clean(name: str, target: str) -> None:
+    make, expected = CASES[name]
+    for defect, wanted in ((True, MENDED.get(name, expected)), (False, set[str]())):
+        case = make(find_target(target).devices, defect)
+        report = audit(case.step, *case.args, target=find_target(target))
+        assert {x.name for x in report.findings} == wanted, report.findings
+        assert all(report.seconds(x) is not None for x in report.findings if x.sent or x.flops or x.moved)
+
+
+@pytest.mark.parametrize("target", ["h100:8", "v5e:2x4"])
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_steps_are_clean(name: str, target: str) -> None:
+    case = OURS[name](find_target(target).devices)
+    report = audit(case.step, *case.args, target=find_target(target))
+    # XLA makes selects of branches that are elementwise, on GPUs.
+    selected = {"optimizer-every-microbatch"} if (name, target) == ("accumulate", "h100:8") else set[str]()
+    assert {x.name for x in report.findings} == selected, report.findings
+    assert min(bound.seconds for bound in report.bounds.values() if bound.seconds is not None) >= 0
+
+
+@pytest.mark.parametrize("target", ["h100:8", "v5e:2x2"])
+def test_a_step_that_does_not_fit(target: str) -> None:
+    # 90 GB of argument, and what is made of it.
+    step = jax.jit(lambda x: x @ x)
+    with pytest.raises(OutOfMemoryError, match=r"audit: expected .* on a device of|audit: expected a step that fits"):
+        audit(step, jax.ShapeDtypeStruct((150_000, 150_000), jax.numpy.float32), target=target)

@@ -1,0 +1,185 @@
+"""What is counted in a program, and which devices are found to hold the same, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from gradcombine.verify.audit.program import Program
+
+HEADER = "HloModule m, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8\n\n"
+ADD = """%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+"""
+
+
+def program(body: str, before: str = "") -> Program:
+    lines = "".join(f"  {line.strip()}\n" for line in body.strip().splitlines())
+    return Program(f"{HEADER}{ADD}{before}ENTRY %main () -> f32[] {{\n{lines}}}\n")
+
+
+def classes(found: Program) -> dict[str, int]:
+    """How many different values devices hold of each array."""
+    flow = found.flow
+    return {place.x.name: flow.equality.classes(node) for node, place in enumerate(flow.places)}
+
+
+ROWS = "%rows = f32[4] parameter(0), sharding={devices=[4,2]<=[8] last_tile_dim_replicate}"
+MIXED = "{{0,2},{3,1},{4,6},{5,7}}"
+COLUMNS = "%columns = f32[4] parameter(1), sharding={devices=[2,4]<=[4,2]T(1,0) last_tile_dim_replicate}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (ROWS, 4),
+        (COLUMNS, 2),
+        ("%p = f32[4] parameter(0), sharding={replicated}", 1),
+        ("%p = f32[4] parameter(0), sharding={devices=[8]<=[8]}", 8),
+        ("%p = f32[4] parameter(0)", 8),
+        ("%p = f32[4] parameter(0), sharding={manual}", 8),
+        ("%p = f32[4] constant({1,2,3,4})", 1),
+        ("%p = u32[] partition-id()", 8),
+        (f"{ROWS}\n{COLUMNS}\n%both = f32[4] add(%rows, %columns)", 8),
+        (f"{ROWS}\n%twice = f32[4] multiply(%rows, %rows)", 4),
+        # Devices 2 i and 2 i + 1 hold row i: sums over the even and over the odd ones are the same.
+        (f"{ROWS}\n%r = f32[4] all-reduce(%rows), replica_groups={{{{0,2,4,6}},{{1,3,5,7}}}}, to_apply=%add", 1),
+        (f"{ROWS}\n%r = f32[4] all-reduce(%rows), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}, to_apply=%add", 2),
+        (
+            f"{ROWS}\n%r = f32[4] all-reduce(%rows), replica_groups={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}, to_apply=%add",
+            4,
+        ),
+        # In another order the same rows are another array, but the same sum.
+        (f"{ROWS}\n%g = f32[8] all-gather(%rows), replica_groups={MIXED}, dimensions={{0}}", 3),
+        (
+            f"{ROWS}\n%r = f32[4] all-reduce(%rows), replica_groups={MIXED}, to_apply=%add",
+            2,
+        ),
+        (f"{ROWS}\n%s = f32[1] reduce-scatter(%rows), replica_groups=[2,4]<=[4,2]T(1,0), to_apply=%add", 4),
+        (f"{ROWS}\n%c = f32[4] collective-permute(%rows), source_target_pairs={{{{0,1}},{{1,2}}}}", 2),
+    ],
+)
+def test_which_devices_hold_the_same(lines: str, expected: int) -> None:
+    found = program(lines + "\nROOT %out = f32[] constant(0)")
+    assert list(classes(found).values())[-2] == expected
+
+
+LOOP = """%body (p: (s32[], f32[4], f32[4])) -> (s32[], f32[4], f32[4]) {
+  %p = (s32[], f32[4], f32[4]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %a = f32[4] get-tuple-element(%p), index=1
+  %b = f32[4] get-tuple-element(%p), index=2
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %sum = f32[4] add(%a, %b)
+  ROOT %t = (s32[], f32[4], f32[4]) tuple(%next, %sum, %b)
+}
+
+%cond (q: (s32[], f32[4], f32[4])) -> pred[] {
+  %q = (s32[], f32[4], f32[4]) parameter(0)
+  %j = s32[] get-tuple-element(%q), index=0
+  %end = s32[] constant(5)
+  ROOT %lt = pred[] compare(%j, %end), direction=LT
+}
+
+"""
+
+
+def test_a_loop_makes_different_what_it_adds_to() -> None:
+    found = program(
+        f"""{ROWS}
+        %zero = s32[] constant(0)
+        %zeros = f32[4] constant({{0,0,0,0}})
+        %init = (s32[], f32[4], f32[4]) tuple(%zero, %zeros, %rows)
+        %loop = (s32[], f32[4], f32[4]) while(%init), condition=%cond, body=%body
+        %count = s32[] get-tuple-element(%loop), index=0
+        %added = f32[4] get-tuple-element(%loop), index=1
+        ROOT %out = f32[] constant(0)""",
+        LOOP,
+    )
+    held = classes(found)
+    assert (held["count"], held["added"], held["zeros"], held["b"], held["lt"]) == (1, 4, 1, 4, 1)
+    # A turn reads and writes 4 bytes of index and 16 of each array; a comparison reads what it asks, outside of it.
+    moved = {
+        name: sum(found.traffic(of, x) for of, x, _ in found.executed() if x.name == name) for name in ("sum", "next")
+    }
+    assert moved == {"sum": 48, "next": 12}
+
+
+@pytest.mark.parametrize(
+    ("line", "sent", "away"),
+    [
+        ("all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add", Fraction(7, 4) * 4096, Fraction(2, 2) * 4096 / 4),
+        ("all-reduce(%p), replica_groups=[2,4]<=[8], to_apply=%add", Fraction(3, 2) * 4096, 0),
+        (
+            "all-gather(%p), replica_groups=[1,8]<=[8], dimensions={0}",
+            Fraction(7, 8) * 32768,
+            Fraction(1, 2) * 32768 / 4,
+        ),
+        (
+            "reduce-scatter(%p), replica_groups=[1,8]<=[8], to_apply=%add",
+            Fraction(7, 8) * 4096,
+            Fraction(1, 2) * 4096 / 4,
+        ),
+        ("collective-permute(%p), source_target_pairs={{0,1},{1,0}}", 4096, 0),
+        ("all-to-all(%p), replica_groups=[4,2]<=[2,4]T(1,0)", Fraction(1, 2) * 4096, Fraction(1, 2) * 4096),
+        ("all-reduce(%p), replica_groups=[8,1]<=[8], to_apply=%add", 0, 0),
+    ],
+)
+def test_what_a_collective_sends(line: str, sent: Fraction, away: Fraction) -> None:
+    """Over 8 devices, 4 to a host."""
+    result = {"all-gather": "f32[8192]", "reduce-scatter": "f32[128]"}.get(line.split("(")[0], "f32[1024]")
+    found = program(f"%p = f32[1024] parameter(0)\nROOT %x = {result} {line}")
+    (exchange,) = found.exchanges
+    assert (exchange.sent(), exchange.leaves_host(4)[1]) == (sent, away)
+
+
+@pytest.mark.parametrize(
+    ("lines", "flops"),
+    [
+        ("%a = f32[8,16] parameter(0)\n%b = f32[16,4] parameter(1)\nROOT %x = f32[8,4] dot(%a, %b), "
+         "lhs_contracting_dims={1}, rhs_contracting_dims={0}", 2 * 8 * 4 * 16),
+        ("%a = f32[2,8,16] parameter(0)\n%b = f32[2,16,4] parameter(1)\nROOT %x = f32[2,8,4] dot(%a, %b), "
+         "lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}, rhs_contracting_dims={1}", 4 * 8 * 4 * 16),
+        # Five outputs in each direction of 9 taps of 3 features, for 7 features.
+        ("%a = f32[1,7,7,3] parameter(0)\n%b = f32[3,3,3,7] parameter(1)\nROOT %x = f32[1,5,5,7] convolution(%a, %b), "
+         "window={size=3x3}, dim_labels=b01f_01io->b01f", 2 * 25 * 7 * 27),
+        ("%a = f32[8,16] parameter(0)\nROOT %x = f32[8,16] tanh(%a)", 0),
+    ],
+)  # fmt: skip
+def test_operations_of_products(lines: str, flops: int) -> None:
+    found = program(lines)
+    counted = [count for of, x, _ in found.executed() for _, _, count, _ in found.products(of, x)]
+    assert sum(counted) == flops
+
+
+FUSED = """%fused (s: f32[8,64], i: s32[], u: f32[1,64]) -> f32[8,64] {
+  %s = f32[8,64] parameter(0)
+  %i = s32[] parameter(1)
+  %u = f32[1,64] parameter(2)
+  %z = s32[] constant(0)
+  %row = f32[1,64] dynamic-slice(%s, %i, %z), dynamic_slice_sizes={1,64}
+  %new = f32[1,64] add(%row, %u)
+  ROOT %updated = f32[8,64] dynamic-update-slice(%s, %new, %i, %z)
+}
+
+"""
+
+
+def test_a_fusion_moves_the_rows_that_it_uses() -> None:
+    found = program(
+        """%s = f32[8,64] parameter(0)
+        %i = s32[] parameter(1)
+        %u = f32[1,64] parameter(2)
+        ROOT %x = f32[8,64] fusion(%s, %i, %u), kind=kLoop, calls=%fused""",
+        FUSED,
+    )
+    (moved,) = (found.traffic(of, x) for of, x, _ in found.executed() if x.opcode == "fusion")
+    # A row is read, another one beside it with an index, and a row is written.
+    assert moved == 256 + 256 + 4 + 256
+    assert found.bytes_moved(True) == 2048 + 4 + 256 + 2048
