@@ -32,7 +32,7 @@ from gradcombine.verify.main import hint, missing
 from gradcombine.verify.mapping import Rules, read_rules
 from gradcombine.verify.origin import explain
 from gradcombine.verify.report import show
-from gradcombine.verify.suite import devices, findings
+from gradcombine.verify.suite import findings, places
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
 
@@ -66,8 +66,8 @@ def verify(
         Path | None, typer.Option(help="Write a page with plots to this file.", dir_okay=False, metavar="FILE")
     ] = None,
     replicas: Annotated[
-        int, typer.Option(help="The largest number of replicas; 1, 2, 4 and 8 are run.", min=1, max=devices.COUNT)
-    ] = devices.COUNT,
+        int, typer.Option(help="The largest number of replicas; 1, 2, 4 and 8 are run.", min=1, max=places.DEVICES)
+    ] = places.DEVICES,
     inject_fault: Annotated[
         bool, typer.Option("--inject-fault", help="Flip one bit of one row's input: that row has to fail.")
     ] = False,
@@ -86,7 +86,7 @@ def verify(
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading JAX and TensorFlow", total=None)
-        devices.prepare()
+        places.prepare_devices()
         from gradcombine.verify.suite import run  # imports JAX, which reads what prepare has set
 
         def started(step: str, steps: int) -> None:

@@ -126,15 +126,25 @@ def show(console: Console, verdict: str, passes: bool, sections: Sequence[Sectio
 def _table(section: Section, shown: int, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rows = section.rows[:shown]
-    # Empty columns are left out.
+    # Empty columns are left out; two spaces are between the others.
     used = [i for i in range(len(section.columns)) if i == 0 or any(row.cells[i] for row in rows)]
-    # If there is room, columns of short words stay whole, and those that can be broken at spaces give way.
-    texts = {i: [section.columns[i], *(row.cells[i] for row in rows)] for i in used}
-    whole = {i for i in used if all(len(text) <= SHORT and " " not in text for text in texts[i])}
-    needed = sum(max(map(len, texts[i])) + 1 if i in whole else SHORT // 2 for i in used)
-    for i in used:
-        fixed = i in whole and needed <= width
-        table.add_column(section.columns[i], overflow="fold", no_wrap=fixed, justify="left" if i == 0 else "right")
+    widths = _widths([[section.columns[i], *(row.cells[i] for row in rows)] for i in used], width - 2 * len(used) + 1)
+    for i, fixed in zip(used, widths, strict=True):
+        justify = "left" if i == 0 else "right"
+        table.add_column(section.columns[i], overflow="fold", width=fixed, justify=justify)
     for row in rows:
         table.add_row(*(Text(row.cells[i]) for i in used), style=None if row.passes else "red")
     return table
+
+
+def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int | None]:
+    """Widths at which no short word is broken; None for each if there is no room for that."""
+    words = [max((len(word) for text in texts for word in text.split()), default=0) for texts in columns]
+    least = [word if word <= SHORT else SHORT // 2 for word in words]
+    if sum(least) > room:
+        return [None] * len(columns)
+    chosen = [max(map(len, texts)) for texts in columns]
+    while sum(chosen) > room:
+        _, widest = max((size, i) for i, size in enumerate(chosen) if size > least[i])
+        chosen[widest] -= 1
+    return list(chosen)

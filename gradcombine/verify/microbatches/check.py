@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.microbatches import causes
-from gradcombine.verify.microbatches.report import Cause, Fault, MicrobatchReport
+from gradcombine.verify.microbatches.causes import Cause, Fault, MicrobatchReport
 from gradcombine.verify.microbatches.subject import OPERATION, Leaves, NotWide, Subject, Trace, observe, replay
 
 _ADAPTERS = "gradcombine.verify.microbatches"
@@ -29,7 +29,7 @@ def check_microbatches(
     arguments: Callable[[float, bool], Mapping[str, Any]] = lambda weight, last: {},
     join: Callable[[Sequence[Any]], Any] | None = None,
 ) -> MicrobatchReport:
-    """Trains over some windows of microbatches, and names the first cause why they do not equal one batch each.
+    """Trains over some windows of microbatches, and names why they do not equal one batch each.
 
     It checks: the loss (is a batch's gradient the weighted mean of its microbatches', in float64?); when the inner
     optimizer runs and what it counts; whether the parameters stay within a window; the gradient that reaches the inner
@@ -46,8 +46,8 @@ def check_microbatches(
         Keras optimizer.
       accumulating: from ``inner`` to the optimizer under test, for instance ``lambda inner: optax.MultiSteps(inner,
         4)``; for Keras, ``lambda inner: type(inner).from_config(inner.get_config() | {"gradient_accumulation_steps":
-        4})``. It is called with other inner optimizers as well.
-      weights: of a microbatch, for instance its number of tokens; None: its number of examples.
+        4})``. The check calls it with probes in place of ``inner``, too.
+      weights: the weight of a microbatch, for instance its number of tokens; None: its number of examples.
       arguments: ``(weight, last) -> dict``, keyword arguments for each update of an optax transformation, where
         ``last`` says that the microbatch ends its window: ``lambda weight, last: {"weight": weight, "flush": last}``
         for `gradcombine.integrations.optax.accumulate`. By default none.
@@ -58,7 +58,7 @@ def check_microbatches(
 
     Raises:
       GradCombineError: for no window or an empty one, weights that are not positive, gradients that are not finite, an
-        ``accumulating`` that does not use what it is given, and an optimizer of another kind.
+        ``accumulating`` that does not use its argument, and an optimizer that is neither optax's nor Keras'.
 
     The gradient has to be within the rounding bound of `gradcombine.verify.microbatches.combination`: with n
     microbatches, ``gamma(2 n + 5) max|g|`` elementwise, in float32, and one rounding to the gradients' dtype.
@@ -76,7 +76,7 @@ def check_microbatches(
     ...     return accumulate(inner, every=2)
     >>> report = check_microbatches(loss, params, [[batch(3), batch(4)]] * 2, optax.sgd(0.1), unweighted)
     >>> print(report.faults[0])
-    window 0: mean of means: the microbatches' weights are forgotten (weights from 3 to 4)
+    window 0: mean of means: the microbatches' weights are ignored (weights from 3 to 4)
     """
     _require_windows(windows)
     weigh, joined = weights or _examples, join or _concatenated
@@ -89,15 +89,15 @@ def check_microbatches(
     order = [*range(len(windows)), *again]
     trace = observe(subject, params, [windows[w] for w in order], [scales[w] for w in order])
     _require_finite(trace)
-    found: list[Fault] = [] if whole.fault is None else [whole.fault]
+    faults: list[Fault] = [] if whole.fault is None else [whole.fault]
     for fault in causes.faults(trace, lambda change: replay(subject, params, trace, change)):
-        if fault.cause not in [other.cause for other in found]:
-            found.append(fault)
-    return MicrobatchReport(tuple(found), causes.results(trace), whole.share, whole.not_judged)
+        if fault.cause not in [other.cause for other in faults]:
+            faults.append(fault)
+    return MicrobatchReport(tuple(faults), causes.results(trace), whole.share, whole.not_checked)
 
 
 def _subject(loss: Any, inner: Any, accumulating: Any, arguments: Any) -> Subject:
-    """By the framework that the optimizer is of, which is imported already."""
+    """The adapter of the optimizer's framework, which is imported already."""
     keras = sys.modules.get("keras")
     if keras is not None and isinstance(inner, keras.optimizers.Optimizer):
         return importlib.import_module(f"{_ADAPTERS}.keras_subject").KerasSubject(loss, inner, accumulating)
@@ -114,7 +114,7 @@ def _examples(microbatch: Any) -> float:
 
 def _concatenated(microbatches: Sequence[Any]) -> Any:
     columns = [tree.flatten(OPERATION, microbatch) for microbatch in microbatches]
-    leaves = zip(*(found for found, _ in columns), strict=True)
+    leaves = zip(*(arrays for arrays, _ in columns), strict=True)
     return tree.unflatten(columns[0][1], [np.concatenate([np.asarray(x) for x in column]) for column in leaves])
 
 
@@ -127,23 +127,30 @@ def _weight(value: Any) -> float:
 
 def _require_windows(windows: Sequence[Sequence[Any]]) -> None:
     if not len(windows) or not all(map(len, windows)):
-        raise GradCombineError(OPERATION, "one window or more, of one microbatch or more", [len(w) for w in windows])
+        expected = "at least one window, and at least one microbatch in each"
+        raise GradCombineError(OPERATION, expected, [len(w) for w in windows])
 
 
 def _require_finite(trace: Trace) -> None:
     for w, steps in enumerate(trace):
         if not all(np.isfinite(x).all() for step in steps for x in step.gradient if x is not None):
-            raise GradCombineError(OPERATION, "finite gradients", f"others in window {w}")
+            raise GradCombineError(OPERATION, "finite gradients", f"NaN or infinity in window {w}")
 
 
 _U = 2.0**-24
 
 
 class FullBatch(NamedTuple):
-    """What was found: the largest distance over what is allowed, why it was not judged, and a fault if there is one."""
+    """The law of the loss: a batch's gradient is the weighted mean of its microbatches' gradients.
+
+    Attributes:
+      share: the largest distance over what is allowed; None if it was not checked.
+      not_checked: why not.
+      fault: if the law does not hold.
+    """
 
     share: float | None
-    not_judged: str
+    not_checked: str
     fault: Fault | None
 
 
@@ -154,7 +161,7 @@ def _full_batch(
     weights: Sequence[Sequence[float]],
     join: Callable[[Sequence[Any]], Any],
 ) -> FullBatch:
-    """Judges the first window of each length, at the parameters that the training starts from."""
+    """Checks the first window of each length, at the parameters that the training starts from."""
     worst, seen = 0.0, set()
     for w, (microbatches, scales) in enumerate(zip(windows, weights, strict=True)):
         if len(microbatches) in seen:
@@ -165,11 +172,11 @@ def _full_batch(
             whole = subject.wide_gradient(params, join(microbatches))
         except NotWide as reason:
             return FullBatch(None, str(reason), None)
-        given = np.array(scales, np.float64)
-        found = _share(whole, parts, given / given.sum())
-        if found > 1:
-            return FullBatch(found, "", Fault(Cause.LOSS, w, _likely(whole, parts)))
-        worst = max(worst, found)
+        coefficients = np.array(scales, np.float64) / np.sum(scales, dtype=np.float64)
+        share = _share(whole, parts, coefficients)
+        if share > 1:
+            return FullBatch(share, "", Fault(Cause.LOSS, w, _likely(whole, parts)))
+        worst = max(worst, share)
     return FullBatch(worst, "", None)
 
 
@@ -178,11 +185,11 @@ def _likely(whole: Leaves, parts: Sequence[Leaves]) -> str:
     if _share(whole, parts, ones) <= 1:
         return "it is their sum: a loss that is summed over examples has no mean of its microbatches"
     if _share(whole, parts, ones / len(parts)) <= 1:
-        return "it is their unweighted mean: the weights given are others than the loss has"
+        return "it is their unweighted mean: the loss has other weights than these"
     free = _fitted(whole, parts)
     if free is not None:
-        return "its microbatches count {} in it".format(", ".join(f"{x:.4g}" for x in free))
-    return "it is no combination of its microbatches' gradients that is known, as where batch normalization joins them"
+        return "their coefficients in it are {}".format(", ".join(f"{x:.4g}" for x in free))
+    return "it is no known combination of its microbatches' gradients, as with batch normalization over the batch"
 
 
 def _fitted(whole: Leaves, parts: Sequence[Leaves]) -> np.ndarray | None:

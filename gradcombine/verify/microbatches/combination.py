@@ -1,4 +1,4 @@
-"""Which combination of a window's gradients reached the optimizer, judged by a rounding bound.
+"""Which combination of a window's gradients reached the optimizer, by a rounding bound.
 
 The exact combination is ``sum(c_i g_i)``, computed in float64. A float32 accumulator of unit roundoff u = 2**-24, in
 whatever order and form (sums divided at the end, terms scaled first, Welford's running mean), is within
@@ -8,8 +8,8 @@ whatever order and form (sums divided at the end, terms scaled first, Welford's 
 - Welford's step ``m + (g - m) / i`` adds at most ``(4 / i + 1) u max|g|``, of which later steps leave the part i / n:
   all of them ``((n + 1) / 2 + 4) u max|g|``.
 
-To this comes one rounding to the gradients' dtype, where that is narrower, and 2 n + 1 times the smallest normal number
-for results that are flushed to zero.
+One rounding to the gradients' dtype is added if that is narrower, and 2 n + 1 times the smallest normal number for
+results that are flushed to zero.
 
 References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., 2002, sections 3.1 and 4.2.
 """
@@ -30,7 +30,7 @@ NARROW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 """Accumulators that are too narrow, the better one first."""
 
 SAMPLE = 1024
-"""How many elements of a leaf tell how they were combined."""
+"""How many elements of a leaf are used to find out how they were combined."""
 
 
 class Window(NamedTuple):
@@ -55,21 +55,21 @@ class Window(NamedTuple):
 
 
 def window(steps: Sequence[Step], reached: Leaves) -> Window:
-    """The leaves that have a gradient, flat; a gradient that is None for once counts as zero."""
+    """The leaves that have a gradient, flat; one that is None in some microbatches counts as zero there."""
     terms, arrived, output = [], [], []
-    for column, found in zip(zip(*(step.gradient for step in steps), strict=True), reached, strict=True):
+    for column, leaf in zip(zip(*(step.gradient for step in steps), strict=True), reached, strict=True):
         present = [x for x in column if x is not None]
-        if not present or found is None:
+        if not present or leaf is None:
             continue
         rows = [np.zeros(present[0].shape) if x is None else x.astype(np.float64) for x in column]
         terms.append(np.stack(rows).reshape(len(rows), -1))
-        arrived.append(found.astype(np.float64).reshape(-1))
+        arrived.append(leaf.astype(np.float64).reshape(-1))
         output.append(present[0].dtype)
     return Window(np.array([step.weight for step in steps], np.float64), terms, arrived, output)
 
 
 def share(window: Window, coefficients: np.ndarray, accumulator: np.dtype = FLOAT32) -> float:
-    """The largest distance from a combination over its bound; infinite where what reached is not finite."""
+    """The largest distance from a combination over its bound; infinite if what reached the optimizer is not finite."""
     worst = 0.0
     for off, bound in _distances(window, coefficients, accumulator):
         if not np.isfinite(off).all():
@@ -79,7 +79,7 @@ def share(window: Window, coefficients: np.ndarray, accumulator: np.dtype = FLOA
 
 
 def fitted(window: Window, columns: np.ndarray) -> np.ndarray | None:
-    """The combination of least squares, if rounding accounts for all that it leaves over.
+    """The combination of least squares, if rounding accounts for the whole residual.
 
     The residual of least squares is no longer than that of the true combination, which is no longer than the bound.
 
@@ -91,10 +91,10 @@ def fitted(window: Window, columns: np.ndarray) -> np.ndarray | None:
       where rounding accounts for the distance from the mean, as a whole, just as well.
     """
     matrix = np.concatenate([(columns.T @ terms).T for terms in window.terms])
-    found = np.concatenate(window.reached)
-    if not np.isfinite(found).all() or len(found) <= columns.shape[1]:
+    reached = np.concatenate(window.reached)
+    if not np.isfinite(reached).all() or len(reached) <= columns.shape[1]:
         return None
-    x, _, rank, _ = np.linalg.lstsq(matrix, found, rcond=None)
+    x, _, rank, _ = np.linalg.lstsq(matrix, reached, rcond=None)
     coefficients = columns @ x
     accounted = rank == columns.shape[1] and _within(window, coefficients) and not _within(window, window.mean)
     return coefficients if accounted else None
@@ -114,8 +114,8 @@ def explained(samples: Sequence[Window]) -> Candidate | None:
     """
     columns: list[list[np.ndarray]] = [[] for _ in samples[0].weights]
     arrived = []
-    for terms, found, output in _leaves(samples):
-        arrived.append(found[:SAMPLE].astype(output))
+    for terms, reached, output in _leaves(samples):
+        arrived.append(reached[:SAMPLE].astype(output))
         for column, term in zip(columns, terms, strict=True):
             column.append(term[:SAMPLE].astype(output))
     matches = explain(columns, arrived, samples[0].weights.tolist(), ranks=()).matches
@@ -124,7 +124,7 @@ def explained(samples: Sequence[Window]) -> Candidate | None:
 
 
 def telling(samples: Sequence[Window]) -> int:
-    """How many elements tell a narrow accumulator from a wide one: those whose exact mean neither has."""
+    """How many elements tell a narrow accumulator from a wide one: their exact mean is in neither narrow dtype."""
     count = 0
     for terms, _, _ in _leaves(samples):
         exact = samples[0].mean @ terms[:, :SAMPLE]

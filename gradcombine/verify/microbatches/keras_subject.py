@@ -1,4 +1,4 @@
-"""Keras on TensorFlow, seen from outside.
+"""Keras on TensorFlow, observed from outside.
 
 What reaches the optimizer is seen through plain gradient descent of rate 1 in its place, on variables that are zero:
 they become the negative gradient, to the bit. What the optimizer itself makes of it is held against a copy without
@@ -41,7 +41,7 @@ class KerasSubject:
         dtypes = {x.dtype for op in program.graph.get_operations() for x in op.outputs}
         narrow = [x.name for x in dtypes if x.is_floating and x != tf.float64]
         if narrow:
-            raise NotWide(f"the loss computes in {narrow[0]} whatever it is given")
+            raise NotWide(f"the loss computes in {narrow[0]} whatever its inputs")
         return self._run(params, microbatch, _wide)
 
     def start(self, params: Any, alone: bool) -> KerasRun:
@@ -54,8 +54,8 @@ class KerasSubject:
         with tf.GradientTape() as tape:
             tape.watch(params)
             loss = self._loss(params, microbatch)
-        found = tape.gradient(loss, tf.nest.flatten(params))
-        return [None if x is None else tf.convert_to_tensor(x) for x in found]
+        gradient = tape.gradient(loss, tf.nest.flatten(params))
+        return [None if x is None else tf.convert_to_tensor(x) for x in gradient]
 
 
 class KerasRun:
@@ -77,7 +77,7 @@ class KerasRun:
         return tree.unflatten(self._structure, [tf.convert_to_tensor(x) for x in self._values])
 
     def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
-        del weight, last  # Keras knows neither
+        del weight, last  # Keras takes neither
         self._since += 1
         tensors = [None if x is None else tf.convert_to_tensor(x) for x in gradient]
         self._plain.apply(tensors, self._arrived)
@@ -127,8 +127,8 @@ def _wrapped(wrap: Wrap, inner: Any) -> Any:
 
 
 def _mapped(convert: Callable[[Any], Any], value: Any) -> Any:
-    found, structure = tree.flatten(OPERATION, value)
-    return tree.unflatten(structure, [convert(x) for x in found])
+    leaves, structure = tree.flatten(OPERATION, value)
+    return tree.unflatten(structure, [convert(x) for x in leaves])
 
 
 def _tensor(x: Any) -> tf.Tensor:

@@ -21,12 +21,12 @@ Arguments = Callable[[float, bool], Mapping[str, Any]]
 
 
 class ProbeState(NamedTuple):
-    """What a probe has seen in the steps that were kept.
+    """What a probe has seen in the steps whose state was kept.
 
     Attributes:
       calls: int32 scalar, how many.
       gradient, updates: of the last one, at least float32.
-      inner: the state of the transformation behind.
+      inner: the state of the transformation behind the probe.
     """
 
     calls: jax.Array
@@ -36,9 +36,9 @@ class ProbeState(NamedTuple):
 
 
 def probe(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """A transformation that does what ``inner`` does, and keeps in its state what it got and returned.
+    """A transformation that does what ``inner`` does, and keeps in its state what it received and returned.
 
-    What an accumulation computes and masks does not stay in the state, so it is not counted.
+    What an accumulation computes and masks out does not stay in the state, so it is not counted.
     """
     wrapped = optax.with_extra_args_support(inner)
 
@@ -47,7 +47,7 @@ def probe(inner: optax.GradientTransformation) -> optax.GradientTransformationEx
         return ProbeState(jnp.int32(0), empty, empty, wrapped.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ProbeState]:
-        # What is kept and what goes on are the same values: nothing is computed twice, in two ways.
+        # What is kept and what is passed on are the same values: XLA must not compute one of them again, otherwise.
         gradient = jax.lax.optimization_barrier(updates)
         result, behind = wrapped.update(gradient, state.inner, params, **extra_args)
         result = jax.lax.optimization_barrier(result)
@@ -81,7 +81,7 @@ class OptaxSubject:
                 raise NotWide(f"it cannot be traced in float64: {str(error).splitlines()[0]}") from None
             narrow = re.search(r"\b(f32|bf16|f16|f8\w*)\[", program)
             if narrow is not None:
-                raise NotWide(f"the loss computes in {narrow.group(1)} whatever it is given")
+                raise NotWide(f"the loss computes in {narrow.group(1)} whatever its inputs")
             return leaves(self._gradient(*wide))
 
     def start(self, params: Any, alone: bool) -> OptaxRun:
@@ -109,13 +109,13 @@ class OptaxRun:
         before = int(_seen(self._state).calls)
         gradients = tree.unflatten(self._structure, [None if x is None else jnp.asarray(x) for x in gradient])
         updates, self._state = self._update(gradients, self._state, self.params, **self._arguments(weight, last))
-        found, made = _seen(self._state), leaves(updates)
+        seen, made = _seen(self._state), leaves(updates)
         if not self._fixed:
             self.params = optax.apply_updates(self.params, updates)
-        calls = int(found.calls) - before
+        calls = int(seen.calls) - before
         moved = any(np.any(x != 0) for x in made if x is not None)
-        changed = calls > 0 and not _equal(made, leaves(found.updates))
-        return Outcome(moved, calls, leaves(found.gradient) if calls else None, changed)
+        changed = calls > 0 and not _equal(made, leaves(seen.updates))
+        return Outcome(moved, calls, leaves(seen.gradient) if calls else None, changed)
 
 
 @lru_cache(maxsize=8)
@@ -125,8 +125,8 @@ def _differentiated(loss: Loss) -> Any:
 
 
 def _seen(state: Any) -> ProbeState:
-    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ProbeState))
-    probes = [x for x in found if isinstance(x, ProbeState)]
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ProbeState))
+    probes = [x for x in nodes if isinstance(x, ProbeState)]
     if len(probes) != 1:
         raise GradCombineError(OPERATION, "accumulating to use the inner transformation once", f"{len(probes)} times")
     return probes[0]

@@ -1,4 +1,4 @@
-"""What is checked, as the check sees it: one interface for all optimizers."""
+"""One interface to all optimizers under test, and the trace that one leaves."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Outcome(NamedTuple):
     Attributes:
       moved: whether it moved a parameter.
       calls: by how much the inner optimizer's count of steps grew.
-      reached: the gradient that the inner optimizer got, if it ran.
-      changed: whether the updates are others than the inner optimizer's.
+      reached: the gradient that the inner optimizer received, if it ran.
+      changed: whether the updates differ from the inner optimizer's.
     """
 
     moved: bool
@@ -37,7 +37,7 @@ class Outcome(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A microbatch: its weight, its gradient, and what came of it."""
+    """A microbatch: its weight, its gradient, and its outcome."""
 
     weight: float
     gradient: Leaves
@@ -49,7 +49,7 @@ Trace: TypeAlias = list[list[Step]]
 
 
 class Run(Protocol):
-    """One training, which goes on from step to step."""
+    """One training, step by step."""
 
     @property
     def params(self) -> Any: ...
@@ -71,7 +71,7 @@ class Subject(Protocol):
         ...
 
     def start(self, params: Any, alone: bool) -> Run:
-        """A new run; alone: of the accumulation without the optimizer, which leaves the parameters as they are."""
+        """A new run; alone: of the accumulation without an optimizer, which leaves the parameters as they are."""
         ...
 
 
@@ -87,7 +87,7 @@ def leaves(value: Tree) -> Leaves:
 def observe(
     subject: Subject, params: Any, windows: Sequence[Sequence[Any]], weights: Sequence[Sequence[float]]
 ) -> Trace:
-    """Trains over the windows, and writes down what each microbatch did."""
+    """Trains over the windows, and records the outcome of each microbatch."""
     run, trace = subject.start(params, alone=False), []
     for microbatches, scales in zip(windows, weights, strict=True):
         steps = []
@@ -103,7 +103,7 @@ Change: TypeAlias = Callable[[int, int, int, np.ndarray], np.ndarray]
 
 
 def replay(subject: Subject, params: Any, trace: Trace, change: Change) -> Trace:
-    """Accumulates the gradients of a trace again, changed, with nothing behind the accumulation."""
+    """Accumulates the gradients of a trace again, changed, with nothing after the accumulation."""
     run, again = subject.start(params, alone=True), []
     for w, window in enumerate(trace):
         steps = []

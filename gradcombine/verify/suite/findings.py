@@ -1,4 +1,4 @@
-"""What a verification finds."""
+"""What a verification finds: its rows once, as JSON and as the sections of a screen or a page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from gradcombine.verify.report import Cells, Curves, Dots, Section
 from gradcombine.verify.ulp import NAN_DISTANCE
 
-BITS, BOUND, OUTSIDE = "bits", "bound", "outside the bound"
-"""What a row may promise: the reference's bits; a distance within the rounding bound; one beyond it, as a contrast."""
+BITS, BOUND, DIFFERS = "bits", "bound", "differs"
+"""What a row may promise: the reference's bits; a distance within the rounding bound; as a contrast, one beyond it."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ _NOTES = {
     "promise: the same bits, or a rounding bound where the framework's own all-reduce chooses the order.\n"
     "of bound: the largest distance from the exact mean, over what rounding may do.",
     "full batch": "found: the largest distance from the whole batch's gradient, computed in one pass.\n"
-    "relative: to the leaf's largest element. of bound: over what rounding may do in both computations.",
+    "relative: to the leaf's largest element. of bound: over what rounding may do in both computations.\n"
+    "The mean of means is a contrast: it has to differ by more than rounding.",
     "kernels": "Nothing is combined here. In the combine above, one framework's gradients are the input of all rows.",
     "training": "ratio: what was found over what is allowed. The windows' losses are below.",
 }
@@ -134,6 +135,8 @@ def found(finding: Finding) -> str:
     """What a row found, in a word."""
     if finding.equal:
         return "equal bits"
+    if finding.promise == DIFFERS and finding.holds:
+        return "differs"
     if finding.ulps == NAN_DISTANCE:
         return "NaN"
     if finding.ulps is None:

@@ -1,7 +1,7 @@
 """What a row of the report promises, whether it keeps to it, and a fault with which it does not.
 
 Of the combine, bits or a rounding bound. The frameworks' kernels (matmul, tanh, softmax) add in orders of their own, so
-of gradients no bits are promised: the bounds are those of `rounding`: two float32 computations of one gradient are as
+of gradients no bits are promised: the bounds are those of `problem`: two float32 computations of one gradient are as
 far apart as both their errors at most.
 """
 
@@ -14,11 +14,10 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.types import Tree
-from gradcombine.verify.suite import digits, places, rounding
-from gradcombine.verify.suite.digits import Batch
-from gradcombine.verify.suite.findings import BITS, BOUND, OUTSIDE, Finding
+from gradcombine.verify.suite import places, problem
+from gradcombine.verify.suite.findings import BITS, BOUND, DIFFERS, Finding
 from gradcombine.verify.suite.places import Case, Contributions
-from gradcombine.verify.suite.rounding import analyse, analyse_mean
+from gradcombine.verify.suite.problem import Batch, analyse, analyse_mean
 from gradcombine.verify.ulp import equal_bits, ulp_distance
 
 
@@ -54,11 +53,11 @@ class Judge:
     """Measures rows against NumPy's list of the same contributions in the same order, and against the exact mean.
 
     Args:
-      given: all the contributions, uncorrupted.
+      contributions: all of them, uncorrupted.
     """
 
     def __init__(self, contributions: Contributions) -> None:
-        self._given = contributions
+        self._contributions = contributions
         self._kept: dict[tuple[int, str], Expected] = {}
 
     def finding(self, case: Case, results: list[Tree]) -> Finding:
@@ -73,15 +72,15 @@ class Judge:
         return Finding("combine", labels, promise, holds, *distances(pairs), share, equal)
 
     def _expected(self, case: Case) -> Expected:
-        contributions = case.contributions(self._given)
+        contributions = case.contributions(self._contributions)
         count = len(contributions.weights)
         if (count, case.order) not in self._kept:
             reference = places.over_list(*contributions, case.order)
             additions = count - 1 if case.order == "sequential" else (count - 1).bit_length()
             columns = {name: [value[name] for value in contributions.values] for name in reference}
-            means = {name: rounding.weighted_mean(column, contributions.weights) for name, column in columns.items()}
+            means = {name: problem.weighted_mean(column, contributions.weights) for name, column in columns.items()}
             bounds = {
-                name: rounding.rounding_bound(column, contributions.weights, additions)
+                name: problem.rounding_bound(column, contributions.weights, additions)
                 for name, column in columns.items()
             }
             self._kept[count, case.order] = Expected(reference, means, bounds, {})
@@ -118,7 +117,7 @@ def _part_of_bound(expected: Expected, result: Tree) -> float:
     key = b"".join(result[name].tobytes() for name in expected.means)
     if key not in expected.shares:
         expected.shares[key] = max(
-            rounding.share(_off(result[name], mean), expected.bounds[name]) for name, mean in expected.means.items()
+            problem.share(_off(result[name], mean), expected.bounds[name]) for name, mean in expected.means.items()
         )
     return expected.shares[key]
 
@@ -127,7 +126,7 @@ def _off(result: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """The distance from the exact mean, as Fractions; infinite where the result is not finite."""
     if not np.isfinite(result).all():
         return np.full(mean.shape, np.inf)
-    return np.abs(rounding.fractions(result) - mean)
+    return np.abs(problem.fractions(result) - mean)
 
 
 Gradients = dict[str, np.ndarray]
@@ -144,7 +143,7 @@ def full_batch(
     framework: str, measure: Measure, contributions: Contributions, parameters: Gradients, batches: Sequence[Batch]
 ) -> Iterator[Finding]:
     """The weighted mean equals the full batch's gradient up to rounding; a mean of means does not."""
-    whole = digits.join(batches)
+    whole = problem.join(batches)
     reference = measure(parameters, whole)
     _, mean_bounds = analyse_mean(parameters, batches)
     _, bounds = analyse(parameters, whole)
@@ -157,7 +156,7 @@ def full_batch(
         yield Finding(
             "full batch",
             {"framework": framework, "combined": combined},
-            BOUND if within else OUTSIDE,
+            BOUND if within else DIFFERS,
             (share <= 1) == within,
             *distances(pairs),
             share,
@@ -175,4 +174,4 @@ def kernels(jax: Gradients, tensorflow: Gradients, parameters: Gradients, batch:
 
 
 def _share(a: np.ndarray, b: np.ndarray, allowed: np.ndarray) -> float:
-    return rounding.share(np.abs(np.float64(a) - b), allowed)
+    return problem.share(np.abs(np.float64(a) - b), allowed)

@@ -1,8 +1,11 @@
-"""The places where gradients are combined, written once for all frameworks, and what a row of the table runs."""
+"""The places where gradients are combined, the same for all frameworks; what a row runs; and the devices it runs on."""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,3 +122,39 @@ _PLACES = {
     REPLICAS: _over_replicas,
     TIME_AND_REPLICAS: _over_time_and_replicas,
 }
+
+
+DEVICES = 8
+
+
+def prepare_devices() -> None:
+    """Sets what JAX and TensorFlow read as they are imported, then makes TensorFlow's devices.
+
+    Raises:
+      RuntimeError: where TensorFlow has run already in this process.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    with _silent():
+        import tensorflow as tf  # after the settings above
+
+    # The bits are compared on CPU, whatever else the machine has.
+    tf.config.set_visible_devices([], "GPU")
+    (cpu,) = tf.config.list_physical_devices("CPU")
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * DEVICES)
+    logging.getLogger("tensorflow").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keeps off the screen what TensorFlow's C++ code writes to stderr before it reads its log level."""
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -1,4 +1,4 @@
-"""The whole verification, one step at a time."""
+"""The whole verification, one step at a time: the combine, the models, and a training in both frameworks."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
-from gradcombine.verify.suite import (
-    digits,
-    jax_rows,
-    laws,
-    places,
-    tensorflow_rows,
-    train,
-)
-from gradcombine.verify.suite.digits import Batch
-from gradcombine.verify.suite.findings import BITS, Finding, Report
+import jax.numpy as jnp
+import numpy as np
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine.types import Tree
+from gradcombine.verify.suite import jax_rows, laws, places, problem, tensorflow_rows
+from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
 from gradcombine.verify.suite.laws import Gradients, Measure
 from gradcombine.verify.suite.places import Case, Contributions
+from gradcombine.verify.suite.problem import Batch, analyse_mean
 
 COUNTS = (1, 2, 4, 8)
 """The numbers of replicas."""
@@ -40,8 +41,8 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
     counts = [count for count in COUNTS if count <= replicas]
     cases = [*places.numpy_cases(), *jax_rows.cases(counts), *tensorflow_rows.cases(counts)]
     steps = len(cases) + 3
-    examples, parameters = digits.load(), digits.initial_parameters()
-    batches = list(digits.cut(examples, digits.SIZES))
+    examples, parameters = problem.load(), problem.initial_parameters()
+    batches = list(problem.cut(examples, problem.SIZES))
 
     started("gradients of the microbatches", steps)
     contributions = {name: laws.contributions(measure, parameters, batches) for name, measure in _MEASURES.items()}
@@ -53,10 +54,10 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
     curves, trained = _train(examples)
     settings = {
         "versions": {name: importlib.metadata.version(name) for name in ("gradcombine", "numpy", "jax", "tensorflow")},
-        "microbatches": list(digits.SIZES),
+        "microbatches": list(problem.SIZES),
         "replicas": counts,
         "inject_fault": inject_fault,
-        "training": {"windows": train.WINDOWS, "microbatches": train.EVERY, "learning rate": train.LEARNING_RATE},
+        "training": {"windows": WINDOWS, "microbatches": EVERY, "learning rate": LEARNING_RATE},
         "libraries": {name: importlib.metadata.version(name) for name in ("jaxlib", "ml_dtypes", "scikit-learn")},
         "machine": {"python": platform.python_version(), "system": platform.platform(), "processors": os.cpu_count()},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
@@ -79,7 +80,7 @@ def _combine(
 
 
 def _models(contributions: dict[str, Contributions], parameters: Gradients, batches: Sequence[Batch]) -> list[Finding]:
-    whole = digits.join(batches)
+    whole = problem.join(batches)
     findings: list[Finding] = []
     for name, measure in _MEASURES.items():
         findings += laws.full_batch(name, measure, contributions[name], parameters, batches)
@@ -88,14 +89,98 @@ def _models(contributions: dict[str, Contributions], parameters: Gradients, batc
 
 
 def _train(examples: Batch) -> tuple[dict[str, list[float]], list[Finding]]:
-    windows = train.batches(examples)
-    trained = {name: list(train.train(framework, windows)) for name, framework in train.FRAMEWORKS.items()}
-    unweighted = list(train.train(train.FRAMEWORKS["jax"], windows, weighted=False))
-    curves = {name: train.losses(steps) for name, steps in [*trained.items(), ("mean of means", unweighted)]}
-    return curves, list(train.laws(trained, unweighted, windows))
+    windows = _windows(examples)
+    trained = {name: list(_steps(framework, windows)) for name, framework in FRAMEWORKS.items()}
+    unweighted = list(_steps(FRAMEWORKS["jax"], windows, weighted=False))
+    curves = {name: _losses(steps) for name, steps in [*trained.items(), ("mean of means", unweighted)]}
+    return curves, list(_training_findings(trained, unweighted, windows))
 
 
-_MEASURES: dict[str, Measure] = {
-    "jax": lambda parameters, batch: jax_rows.exported(jax_rows.measure(parameters, batch)),
-    "tensorflow": lambda parameters, batch: tensorflow_rows.exported(tensorflow_rows.measure(parameters, batch)),
+WINDOWS, EVERY, LEARNING_RATE = 16, 4, 1.0
+
+
+class Framework(NamedTuple):
+    """What the training loop needs of a framework."""
+
+    measure: Callable[[Any, Batch], Tree]
+    constant: Callable[[Any], Any]
+    exported: Callable[[Tree], dict[str, np.ndarray]]
+
+
+FRAMEWORKS = {
+    "jax": Framework(jax_rows.measure, jnp.float32, jax_rows.exported),
+    "tensorflow": Framework(tensorflow_rows.measure, lambda x: tf.constant(x, tf.float32), tensorflow_rows.exported),
 }
+
+
+def _measured(framework: Framework, parameters: Gradients, batch: Batch) -> Gradients:
+    return framework.exported(framework.measure(parameters, batch))
+
+
+_MEASURES: dict[str, Measure] = {name: partial(_measured, framework) for name, framework in FRAMEWORKS.items()}
+
+
+class Window(NamedTuple):
+    """One step of training, on a window of microbatches.
+
+    Attributes:
+      parameters: before the step.
+      measured: the window's mean loss and gradient.
+    """
+
+    parameters: dict[str, np.ndarray]
+    measured: dict[str, np.ndarray]
+
+
+def _windows(examples: Batch) -> list[list[Batch]]:
+    """The microbatches of all windows: each window has the same sizes, and goes on where the last one ended."""
+    sizes = problem.SIZES[:EVERY]
+    return [list(problem.cut(examples, sizes, window * sum(sizes))) for window in range(WINDOWS)]
+
+
+def _steps(framework: Framework, windows: list[list[Batch]], weighted: bool = True) -> Iterator[Window]:
+    """Gradient descent, a step a window, with the loss averaged in the same tree as the gradients.
+
+    Args:
+      weighted: by the number of examples; otherwise the mean of the microbatches' means.
+    """
+    parameters = {name: framework.constant(leaf) for name, leaf in problem.initial_parameters().items()}
+    accumulator = gc.accumulate(places.MEAN, every=EVERY)
+    state = accumulator.init(parameters | {"loss": framework.constant(0)})
+    for window in windows:
+        for batch in window:
+            weight = framework.constant(len(batch.labels) if weighted else 1)
+            state = accumulator.update(framework.measure(parameters, batch), state, weight)
+        mean = accumulator.value(state)
+        yield Window(framework.exported(parameters), framework.exported(mean))
+        parameters = {name: leaf - LEARNING_RATE * mean[name] for name, leaf in parameters.items()}
+
+
+def _losses(windows: list[Window]) -> list[float]:
+    return [float(window.measured["loss"]) for window in windows]
+
+
+def _training_findings(
+    trained: dict[str, list[Window]], unweighted: list[Window], windows: list[list[Batch]]
+) -> Iterator[Finding]:
+    """Each step follows the gradient of its whole window, the loss falls, and the curves stay together.
+
+    A bound of how far two trainings may part would have to follow rounding errors through every step. Instead each
+    step is held against the exact gradient at the parameters that it starts from, which bounds what the step itself
+    adds; and the curves have to be nearer to each other than to what dropping the weights makes of them.
+    """
+    for name, steps in trained.items():
+        shares = []
+        for step, batches in zip(steps, windows, strict=True):
+            values, bounds = analyse_mean(step.parameters, batches)
+            shares += [problem.share(np.abs(step.measured[leaf] - values[leaf]), bounds[leaf]) for leaf in bounds]
+        yield _finding(name, "every step is the window's gradient", BOUND, max(shares))
+        curve = _losses(steps)
+        yield _finding(name, "last loss / first loss", "falls", curve[-1] / curve[0])
+    jax, tensorflow, contrast = (np.array(_losses(steps)) for steps in (*trained.values(), unweighted))
+    apart, dropped = float(np.abs(jax - tensorflow).max()), float(np.abs(jax - contrast).max())
+    yield _finding("jax, tensorflow", "distance of the curves / distance without weights", "nearer", apart / dropped)
+
+
+def _finding(framework: str, law: str, promise: str, share: float) -> Finding:
+    return Finding("training", {"framework": framework, "law": law}, promise, share <= 1, share=share)

@@ -71,13 +71,13 @@ def test_the_wrapper_has_to_make_another_optimizer() -> None:
         check_microbatches(loss, PARAMS, ALIKE, ADAM, lambda inner: 3)
 
 
-def test_a_loss_of_its_own_precision_is_not_judged_in_float64() -> None:
+def test_a_loss_of_its_own_precision_is_not_checked_in_float64() -> None:
     def narrow(params: Any, batch: Any) -> Any:
         return loss(*tf.nest.map_structure(lambda x: tf.cast(x, tf.float32), (params, batch)))
 
     report = check_microbatches(narrow, PARAMS, ALIKE, keras.optimizers.SGD(0.1), accumulating(4))
     assert report.passes and report.full_batch is None
-    assert "not judged, since the loss computes in float32" in str(report)
+    assert "not checked, since the loss computes in float32" in str(report)
 
 
 def test_a_model_of_keras_is_a_loss() -> None:

@@ -198,7 +198,7 @@ def test_tokens_weigh() -> None:
     assert tokens.passes, str(tokens)
     examples = check(windows, SGD, right, loss=masked, arguments=weighted)
     assert examples.cause is Cause.LOSS
-    assert "its microbatches count " in str(examples)
+    assert "their coefficients in it are " in str(examples)
 
 
 def test_examples_that_depend_on_each_other_are_found() -> None:
@@ -211,13 +211,13 @@ def test_examples_that_depend_on_each_other_are_found() -> None:
     assert "batch normalization" in str(report)
 
 
-def test_a_loss_of_its_own_precision_is_not_judged_in_float64() -> None:
+def test_a_loss_of_its_own_precision_is_not_checked_in_float64() -> None:
     def narrow(params: Any, batch: Any) -> Any:
         return loss(jax.tree.map(lambda x: x.astype(jnp.float32), params), jax.tree.map(jnp.float32, batch))
 
     report = check(ALIKE, SGD, right, loss=narrow)
     assert report.passes and report.full_batch is None
-    assert "not judged, since the loss computes in f32 whatever it is given" in str(report)
+    assert "not checked, since the loss computes in f32 whatever its inputs" in str(report)
 
 
 def test_leaves_without_a_gradient() -> None:

@@ -1,4 +1,4 @@
-"""Input that cannot be judged."""
+"""Input that cannot be checked."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SGD = optax.sgd(0.1)
 @pytest.mark.parametrize(
     ("windows", "inner", "accumulating", "options", "message"),
     [
-        ([], SGD, right, {}, "one window or more"),
-        ([[]], SGD, right, {}, "one window or more"),
+        ([], SGD, right, {}, "at least one window"),
+        ([[]], SGD, right, {}, "at least one window"),
         (ALIKE, SGD, lambda inner: right(SGD), {}, "inner transformation once, received 0 times"),
         (ALIKE, SGD, lambda inner: optax.chain(right(inner), right(inner)), {}, "once, received 2 times"),
         (ALIKE, SGD, lambda inner: 3, {}, "accumulating to return a transformation, received int"),

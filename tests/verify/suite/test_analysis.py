@@ -3,20 +3,20 @@
 import numpy as np
 import pytest
 
-from gradcombine.verify.suite import digits
-from gradcombine.verify.suite.rounding import analyse, analyse_mean
+from gradcombine.verify.suite import problem
+from gradcombine.verify.suite.problem import analyse, analyse_mean
 
-BATCHES = list(digits.cut(digits.load(), digits.SIZES[:4]))
-PARAMETERS = digits.initial_parameters()
+BATCHES = list(problem.cut(problem.load(), problem.SIZES[:4]))
+PARAMETERS = problem.initial_parameters()
 
 
-def _float32(parameters: dict[str, np.ndarray], batch: digits.Batch) -> dict[str, np.ndarray]:
+def _float32(parameters: dict[str, np.ndarray], batch: problem.Batch) -> dict[str, np.ndarray]:
     """The same classifier in float32, in NumPy."""
     hidden = np.tanh(batch.images @ parameters["w1"] + parameters["b1"])
     logits = hidden @ parameters["w2"] + parameters["b2"]
     exp = np.exp(logits - logits.max(axis=1, keepdims=True))
     softmax = exp / exp.sum(axis=1, keepdims=True)
-    expected = np.eye(digits.CLASSES, dtype=np.float32)[batch.labels]
+    expected = np.eye(problem.CLASSES, dtype=np.float32)[batch.labels]
     slope = (softmax - expected) / np.float32(len(batch.labels))
     inner = (slope @ parameters["w2"].T) * (1 - hidden**2)
     return {
@@ -45,7 +45,7 @@ def test_the_gradient_is_that_of_the_loss(name: str) -> None:
 
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 4.0])
-def test_float32_keeps_to_the_bounds(batch: digits.Batch, scale: float) -> None:
+def test_float32_keeps_to_the_bounds(batch: problem.Batch, scale: float) -> None:
     parameters = {name: np.float32(scale) * leaf for name, leaf in PARAMETERS.items()}
     values, bounds = analyse(parameters, batch)
     for name, leaf in _float32(parameters, batch).items():
@@ -55,14 +55,14 @@ def test_float32_keeps_to_the_bounds(batch: digits.Batch, scale: float) -> None:
 def test_the_bounds_are_far_below_one_example() -> None:
     batch = BATCHES[1]
     values, bounds = analyse(PARAMETERS, batch)
-    without, _ = analyse(PARAMETERS, digits.Batch(batch.images[1:], batch.labels[1:]))
+    without, _ = analyse(PARAMETERS, problem.Batch(batch.images[1:], batch.labels[1:]))
     for name in values:
         assert np.max(np.abs(values[name] - without[name])) > 10 * np.max(bounds[name]), name
 
 
 def test_the_mean_over_batches_is_the_whole_batch() -> None:
     means, bounds = analyse_mean(PARAMETERS, BATCHES)
-    values, whole = analyse(PARAMETERS, digits.join(BATCHES))
+    values, whole = analyse(PARAMETERS, problem.join(BATCHES))
     for name, value in values.items():
         np.testing.assert_allclose(means[name], value, rtol=1e-9, atol=1e-13)
         assert bounds[name].shape == whole[name].shape

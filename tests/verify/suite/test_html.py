@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
+import io
 import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from gradcombine.verify import page
 from gradcombine.verify.command import app
-from gradcombine.verify.suite import devices, findings, run
+from gradcombine.verify.report import show
+from gradcombine.verify.suite import findings, places, run
 from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
 from gradcombine.verify.ulp import NAN_DISTANCE
 
@@ -97,10 +101,24 @@ def test_a_screen_shows_the_worst_of_the_numbers_of_replicas() -> None:
     assert [row.cells[0] for row in tables["Not kept"].rows] == ["combine: jax / pmap / replicas / 8 / tree"]
 
 
+def test_80_columns_break_no_word_and_the_verdict_is_first_and_last() -> None:
+    labels = {"framework": "tensorflow", "mode": "MirroredStrategy", "place": "time x replicas", "replicas": "1 2 4 8"}
+    rows = [Finding("combine", labels | {"order": "sequential"}, BITS, True, 0, None, 0.5, equal=True)]
+    rows += [dataclasses.replace(rows[0], promise=BOUND, ulps=956, equal=False)]
+    parts = findings.sections(report()._replace(findings=rows))
+    console = Console(width=80, file=io.StringIO())
+    show(console, "All is well.", True, parts)
+    lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]
+    (table,) = (part for part in parts if part.title == "Combine in tensorflow")
+    texts = *table.columns, *(text for row in table.rows for text in row.cells)
+    assert set(" ".join(texts).split()) - {"relative"} <= set(" ".join(lines).split())
+    assert max(map(len, lines)) <= 80 and lines[0] == lines[-1] == "All is well."
+
+
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command, with the run itself replaced."""
-    monkeypatch.setattr(devices, "prepare", lambda: None)
+    monkeypatch.setattr(places, "prepare_devices", lambda: None)
     monkeypatch.setattr(
         run, "verify", lambda replicas, inject_fault, started: report(*(BROKEN if inject_fault else ()))
     )

@@ -1,13 +1,59 @@
-"""The weighted mean without rounding, and how far from it a rounded one may be."""
+"""The problem: handwritten digits, a small classifier, and its gradient without rounding, with bounds for float32."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
+from sklearn.datasets import load_digits
 
-from gradcombine.verify.suite.digits import CLASSES, PIXELS, Batch
+PIXELS, HIDDEN, CLASSES = 64, 32, 10
+
+SIZES = (24, 56, 8, 40, 16, 56, 32, 8, 40, 24, 16, 56, 8, 32, 24, 40)
+"""The sizes of 16 microbatches: few different ones, since JAX compiles once for each size."""
+
+
+class Batch(NamedTuple):
+    """Some of the examples.
+
+    Attributes:
+      images: float32 [examples, 64], in sixteenths from 0 to 1.
+      labels: int32 [examples].
+    """
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+def load() -> Batch:
+    """All examples, in an order that is always the same."""
+    images, labels = load_digits(return_X_y=True)
+    chosen = np.random.default_rng(0).permutation(len(labels))
+    return Batch((images[chosen] / 16).astype(np.float32), labels[chosen].astype(np.int32))
+
+
+def cut(examples: Batch, sizes: Sequence[int], start: int = 0) -> Iterator[Batch]:
+    """One microbatch after another, from the example ``start`` on; the first example follows the last."""
+    for size in sizes:
+        chosen = np.arange(start, start + size) % len(examples.labels)
+        yield Batch(examples.images[chosen], examples.labels[chosen])
+        start += size
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    """Several batches as one."""
+    return Batch(*map(np.concatenate, zip(*batches, strict=True)))
+
+
+def initial_parameters() -> dict[str, np.ndarray]:
+    """The weights that both frameworks start from: a dense classifier 64 - 32 (tanh) - 10."""
+    generator = np.random.default_rng(1)
+    shapes = {"b1": (HIDDEN,), "b2": (CLASSES,), "w1": (PIXELS, HIDDEN), "w2": (HIDDEN, CLASSES)}
+    scale = {name: shape[0] ** -0.5 if len(shape) == 2 else 0.1 for name, shape in shapes.items()}
+    return {name: generator.normal(0, scale[name], shape).astype(np.float32) for name, shape in shapes.items()}
+
 
 U = Fraction(1, 2**24)
 """The unit roundoff of float32: one operation, rounded to nearest, is off by a factor within 1 +- U."""
@@ -63,7 +109,7 @@ def rounding_bound(values: Sequence[np.ndarray], weights: Sequence[int], additio
 
 
 def share(distance: np.ndarray, bound: np.ndarray) -> float:
-    """The largest part of its bound that a distance takes up: at most 1 where all keep to it. NaN counts as infinite.
+    """The largest ratio of a distance to its bound: at most 1 if all keep to it. NaN counts as infinite.
 
     >>> import numpy as np
     >>> share(np.array([1.0, 0.0]), np.array([4.0, 0.0]))
@@ -88,10 +134,9 @@ def _objects(flat: list[Fraction], shape: tuple[int, ...]) -> np.ndarray:
 
 
 _U = float(U)
-"""The same as a float."""
 
 ELEMENTARY = 16 * _U
-"""The relative error granted to tanh, exp and log: 8 ulp. The frameworks state none; a few ulp is what they have."""
+"""The allowed relative error of tanh, exp and log: 8 ulp. The frameworks document none; theirs are a few ulp."""
 
 _SECOND_ORDER = 1.01
 """Products of two errors, and the rounding of float64 itself: below 2**-10 of the first-order terms."""
@@ -157,7 +202,7 @@ def analyse(parameters: dict[str, np.ndarray], batch: Batch) -> tuple[dict[str, 
 def analyse_mean(
     parameters: dict[str, np.ndarray], batches: Sequence[Batch]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The same of the mean over several batches, weighted by their sizes, as a float32 combine has it."""
+    """`analyse` of the mean over several batches, weighted by their sizes, as a float32 combine computes it."""
     weights = [len(batch.labels) for batch in batches]
     analysed = [analyse(parameters, batch) for batch in batches]
     roundings = _gamma(len(batches) + 1)
