@@ -13,8 +13,12 @@ from gradcombine.errors import GradCombineError, shown
 from gradcombine.types import Array
 
 # A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
-_PYTHON_DTYPES = {bool: np.dtype(np.bool_), int: np.dtype(np.int32), float: np.dtype(np.float32)}
-_PYTHON_DTYPES[complex] = np.dtype(np.complex64)
+_PYTHON_DTYPES: dict[type, np.dtype] = {
+    bool: np.dtype(np.bool_),
+    int: np.dtype(np.int32),
+    float: np.dtype(np.float32),
+    complex: np.dtype(np.complex64),
+}
 
 _BLOCK = 1 << 14
 """Elements of one array in a block."""

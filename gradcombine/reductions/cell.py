@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -191,8 +191,10 @@ class Cell(ABC):
 
 def parts(a: Accumulator) -> tuple[Array, ...]:
     """The arrays of an accumulator."""
+    if not isinstance(a, tuple):
+        return (a,)
     # Constants have no fields.
-    return tuple(x for part in a for x in parts(part)) if isinstance(a, tuple) else (a,)
+    return tuple(x for part in cast("tuple[Any, ...]", a) for x in parts(part))
 
 
 def refilled(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
@@ -202,8 +204,9 @@ def refilled(a: Accumulator, arrays: Sequence[Array]) -> Accumulator:
     def build(a: Any) -> Any:
         if not isinstance(a, tuple):
             return next(remaining)
-        children = map(build, a)
-        return type(a)(*children) if hasattr(a, "_fields") else tuple(children)
+        fields = cast("tuple[Any, ...]", a)
+        kind: Any = type(fields)
+        return kind(*map(build, fields)) if hasattr(kind, "_fields") else tuple(map(build, fields))
 
     return build(a)
 

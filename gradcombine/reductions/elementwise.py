@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from numbers import Number
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -86,9 +86,9 @@ def elementwise(
     >>> gc.combine(amax, [np.float32([1, -5]), np.float32([-3, 4])])
     array([3., 5.], dtype=float32)
     """
-    if not isinstance(name, str) or not name:
+    if not issubclass(type(name), str) or not name:
         raise GradCombineError("elementwise", "a name", shown(name))
-    functions = {"update": update, "merge": merge, "finalize": finalize or _as_it_is}
+    functions: dict[str, Callable[..., Any]] = {"update": update, "merge": merge, "finalize": finalize or _as_it_is}
     for role, function in functions.items():
         if not callable(function):
             raise GradCombineError("elementwise", f"a function as {role}", shown(function))
@@ -108,7 +108,11 @@ def _state_of(name: str) -> type[ElementwiseState]:
     """The class of the states of this name, which two definitions of one reduction share."""
     words = "".join(character if character.isalnum() else " " for character in name).split()
     kind = "".join(word[0].upper() + word[1:] for word in words)
-    return type(f"{kind}State", (ElementwiseState,), {"__reduce__": lambda self: (_rebuilt, (name, *self))})
+
+    def reduce(self: ElementwiseState) -> Any:
+        return _rebuilt, (name, *self)
+
+    return type(f"{kind}State", (ElementwiseState,), {"__reduce__": reduce})
 
 
 def _rebuilt(name: str, *fields: Any) -> ElementwiseState:
@@ -169,4 +173,5 @@ def _kind(backend: Backend, a: Any) -> str:
     """What an accumulator is like, in words."""
     if not isinstance(a, tuple):
         return f"{backend.dtype(a)} of shape {backend.shape(a)}" if backend.owns(a) else shown(a)
-    return f"{type(a).__name__} of {', '.join(_kind(backend, x) for x in a)}"
+    fields = cast("tuple[Any, ...]", a)
+    return f"{type(fields).__name__} of {', '.join(_kind(backend, x) for x in fields)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from gradcombine import tree
@@ -49,46 +49,47 @@ def per_leaf(reductions: Tree) -> Reduction:
     for path, member in zip(paths, members, strict=True):
         require_reduction("per_leaf", member, path)
 
-    def each(function: Callable[..., Any], *columns: Sequence[Any]) -> Iterator[Any]:
-        for path, *group in zip(paths, members, *columns, strict=True):
+    def each(function: Callable[[Reduction, Any], Any], column: Iterable[Any]) -> Iterator[Any]:
+        for path, member, part in zip(paths, members, column, strict=True):
             with renamed(path=path):
-                yield function(*group)
+                yield function(member, part)
 
-    def over(function: Callable[..., Any], states: Sequence[State]) -> PerLeafState:
-        return PerLeafState(tuple(each(function, *(_parts(state, len(members)) for state in states))))
+    def parts(state: PerLeafState) -> tuple[State, ...]:
+        return _parts(state, len(members))
 
     @no_autograph
     def init(like: Tree) -> PerLeafState:
-        parts = tree.split_as("per_leaf", prefix, like)
-        return PerLeafState(tuple(each(lambda member, part: member.init(part), parts)))
+        likes = tree.split_as("per_leaf", prefix, like)
+        return PerLeafState(tuple(each(lambda member, part: member.init(part), likes)))
 
     @no_autograph
     def update(state: PerLeafState, value: Tree, weight: Any = 1) -> PerLeafState:
-        parts = tree.split_as("per_leaf", prefix, value)
+        values = tree.split_as("per_leaf", prefix, value)
         leaves, _ = tree.flatten("per_leaf", value)
         present = presence("per_leaf", resolve("per_leaf", [*leaves, weight]), weight)
 
-        def updated(member: Reduction, old: State, part: Tree) -> State:
-            return member.update(old, part, weight if member.scales_by_weight else present)
+        def updated(member: Reduction, pair: tuple[State, Tree]) -> State:
+            return member.update(*pair, weight if member.scales_by_weight else present)
 
-        return PerLeafState(tuple(each(updated, _parts(state, len(members)), parts)))
+        return PerLeafState(tuple(each(updated, zip(parts(state), values, strict=True))))
 
     @no_autograph
     def finalize(state: PerLeafState) -> Tree:
-        parts = _parts(state, len(members))
-        return tree.unflatten(prefix, each(lambda member, part: member.finalize(part), parts))
+        return tree.unflatten(prefix, each(lambda member, part: member.finalize(part), parts(state)))
 
     @no_autograph
     def all_merge(state: PerLeafState, collective: Collective, order: Order) -> PerLeafState:
-        return over(lambda member, part: member.all_merge(part, collective, order), [state])
+        merged = each(lambda member, part: member.all_merge(part, collective, order), parts(state))
+        return PerLeafState(tuple(merged))
 
     @no_autograph
     def merge(a: PerLeafState, b: PerLeafState) -> PerLeafState:
-        return over(lambda member, x, y: member.merge(x, y), [a, b])
+        pairs = zip(parts(a), parts(b), strict=True)
+        return PerLeafState(tuple(each(lambda member, pair: member.merge(*pair), pairs)))
 
     @no_autograph
     def clear(state: PerLeafState) -> PerLeafState:
-        return over(lambda member, part: member.clear(part), [state])
+        return PerLeafState(tuple(each(lambda member, part: member.clear(part), parts(state))))
 
     derivative = None
     if any(member.derivative is not None for member in members):
@@ -98,9 +99,10 @@ def per_leaf(reductions: Tree) -> Reduction:
     return Reduction(*functions, name="per_leaf", scales_by_weight=True, shortcuts=shortcuts)
 
 
-def _parts(state: State, expected: int) -> tuple[State, ...]:
+def _parts(state: Any, expected: int) -> tuple[State, ...]:
     if not isinstance(state, PerLeafState):
         raise GradCombineError("per_leaf", "a PerLeafState", type(state).__name__)
-    if not isinstance(state.parts, (tuple, list)) or len(state.parts) != expected:
-        raise GradCombineError("per_leaf", f"a state of {expected} parts", shown(state.parts))
+    held: Any = state.parts  # whatever a caller made of it; TensorFlow's wrappers of tuples are tuples alone
+    if not isinstance(held, (tuple, list)) or len(state.parts) != expected:
+        raise GradCombineError("per_leaf", f"a state of {expected} parts", shown(held))
     return state.parts

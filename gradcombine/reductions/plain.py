@@ -154,8 +154,11 @@ def _chosen(backend: Backend, a: Array, b: Array, before: Callable[[Array, Array
     def with_one_zero(zero: Array, x: Array) -> list[Array]:
         return [backend.where(zero, backend.full((), 0, backend.dtype(x)), x)]
 
+    def as_chosen(_: Array, x: Array) -> list[Array]:
+        return [x]
+
     # The derivative is that of what was chosen, at 0 too.
-    (chosen,) = backend.custom_derivative(with_one_zero, lambda _, x: [x], [zero, chosen])
+    (chosen,) = backend.custom_derivative(with_one_zero, as_chosen, [zero, chosen])
     return backend.where(a != a, a, backend.where(b != b, b, chosen))
 
 

@@ -61,7 +61,7 @@ def merged(
     )
     counts = [totals.count, *halves(backend, totals.weight.deposits), totals.weight.link]
     received = iter(_sum_with_scalars(backend, collective, [*itertools.chain(*aligned), *counts]))
-    sums_of_all = []
+    sums_of_all: list[Digits] = []
     for grid, a, top in zip(grids, sums, tops, strict=True):
         words = [next(received) for _ in a.words]
         sums_of_all.append(Digits.of(backend.fused(_tagged, (grid,), [top, *words])))
@@ -119,7 +119,7 @@ def finish(
     words = [word for plan, a, top, _ in leaves for word in backend.fused(_carried, plan, [top, *a.words])]
 
     def finished(sums: Sequence[Array], tops: Sequence[Array]) -> list[Array]:
-        results = []
+        results: list[Array] = []
         for (plan, _, _, output), high, low, top, divisor in zip(
             leaves, sums[::2], sums[1::2], tops, divisors, strict=True
         ):

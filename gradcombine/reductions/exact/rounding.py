@@ -77,7 +77,7 @@ def normalised(backend: Backend, grid: Grid, words: Sequence[Array], bottom: Arr
     """Two words or three, the lowest first and the last one signed, of which bit 0 is at the position ``bottom``."""
     one, none = backend.full((), 1, grid.word), backend.full((), 0, grid.word)
     negative, borrow = words[-1] < 0, one
-    magnitudes = []
+    magnitudes: list[Array] = []
     for word in words:
         magnitudes.append(backend.where(negative, borrow - word - 1, word))
         borrow = backend.where(word == 0, borrow, none)

@@ -57,7 +57,7 @@ def weight_parts(backend: Backend, grid: Grid, weight: Weight) -> list[Part]:
     word = INT64 if size == 8 else max(INT32, grid.word, key=lambda dtype: dtype.itemsize)
     # The bits of unsigned integers are the same.
     whole = backend.bitcast(weight.array, word) if size == word.itemsize else backend.cast(weight.array, word)
-    parts = []
+    parts: list[Part] = []
     for shift in range(0, 8 * size, grid.precision):
         mask = (1 << min(grid.precision, 8 * size - shift)) - 1
         piece = backend.cast(backend.shift_right(whole, shift) & mask, grid.value)
@@ -80,7 +80,8 @@ def _of_known(grid: Grid, known: float, whole: bool) -> list[tuple[int, int]]:
             return [(grid.hidden, infinite(grid) if value else -infinite(grid))]
         fraction, exponent = math.frexp(value)
         return [(int(math.ldexp(fraction, grid.precision)), exponent - grid.precision)]
-    whole_number, parts = int(known), []
+    parts: list[tuple[int, int]] = []
+    whole_number = int(known)
     if whole_number.bit_length() > 2 * grid.top:  # times the smallest subnormal number it is above the range
         return [(grid.hidden, infinite(grid))]
     for shift in range(0, whole_number.bit_length(), grid.precision):
@@ -193,7 +194,10 @@ def linked(backend: Backend, link: Array, leaves: Sequence[Any]) -> Array:
                 link = link + backend.cast(backend.total(x[None][:0]), backend.dtype(link))
         return [link]
 
-    return backend.custom_derivative(lambda link, *_: [link], depending, [link, *leaves])[0]
+    def alone(link: Array, *_: Any) -> list[Array]:
+        return [link]
+
+    return backend.custom_derivative(alone, depending, [link, *leaves])[0]
 
 
 def refusing(operation: str, backend: Backend, results: Sequence[Array], link: Array) -> list[Array]:
