@@ -14,8 +14,15 @@ from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.horovod.all_reduce import HorovodError
 from gradcombine.integrations.tensorflow import sparse
-from gradcombine.integrations.tensorflow.graph import after, branch, completed, converted
-from gradcombine.integrations.tensorflow.state import Pending, ReplicaState, in_local_variables
+from gradcombine.integrations.tensorflow.state import (
+    Pending,
+    ReplicaState,
+    branch,
+    completed,
+    converted,
+    in_local_variables,
+    run_after,
+)
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import no_autograph
 from gradcombine.window import Window
@@ -142,7 +149,7 @@ class LocalGradientAggregation(tf.Module):
             lambda: [between[i] for i in chosen],
         )
         # Written last: where the all-reduce fails, the window is as it was.
-        with after(picked):
+        with run_after(picked):
             self._written = held.write(Pending(state))
         self._seen = seen
         results = dict(zip(chosen, completed(picked, self._written), strict=True))
@@ -168,7 +175,7 @@ class LocalGradientAggregation(tf.Module):
             counters = getattr(optimizer, "iterations", None), kwargs.get("global_step")
             return [x.assign_add(tf.ones((), x.dtype)) for x in counters if x is not None]
 
-        with after(self._written):
+        with run_after(self._written):
             boundary = tf.equal(self.counter, 0)
             return branch(
                 boundary, lambda: _done(True, converted(apply_grads_closure)()), lambda: _done(False, only_count())

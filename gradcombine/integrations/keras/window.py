@@ -16,6 +16,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras.settings import Parts, error
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.statefile import resize
 from gradcombine.types import AccumulateState, BinaryCounter, State
 from gradcombine.window import UNTIL_FLUSH, Window
 
@@ -241,13 +242,11 @@ def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: 
     Where there are more than before, the others' windows are empty. Where there are fewer, windows are merged: the sum
     is the same then, but not the order of its additions.
     """
-    empty = states[0]._replace(levels=cleared(reduction, states[0].levels))
-    kept = list(states[:replicas]) + [empty] * (replicas - len(states))
-    for rank, state in enumerate(states[replicas:]):
-        into = rank % replicas
-        merged = reduction.merge(whole_window(reduction, kept[into]), whole_window(reduction, state))
-        kept[into] = replace_window(reduction, kept[into], merged)
-    return kept
+    if replicas >= len(states):
+        empty = states[0]._replace(levels=cleared(reduction, states[0].levels))
+        return [*states, *[empty] * (replicas - len(states))]
+    merged = resize(reduction, [whole_window(reduction, state) for state in states], replicas)
+    return [replace_window(reduction, states[0], window) for window in merged]
 
 
 def _cast(variable: keras.Variable, shape: tuple[int, ...], array: np.ndarray, levels: int) -> np.ndarray:

@@ -11,9 +11,15 @@ import tensorflow as tf
 from gradcombine import reductions, tree
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import GradCombineError
-from gradcombine.integrations.tensorflow import graph
 from gradcombine.integrations.tensorflow.sparse import dense
-from gradcombine.integrations.tensorflow.state import Pending, in_local_variables
+from gradcombine.integrations.tensorflow.state import (
+    Pending,
+    converted,
+    effects_since,
+    graph_size,
+    in_local_variables,
+    run_after,
+)
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import tf_replicas
 from gradcombine.types import AccumulateState, Order
@@ -181,15 +187,15 @@ class AccumulatedStep(tf.Module):
     def _step(self, status: Any, batch: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
         self._require_cross_replica()
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
-        compute, begun = graph.converted(self._gradients, status), graph.size()
+        compute, begun = converted(self._gradients, status), graph_size()
         pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, *batch))
         full = self._agreed(ready)
         tensors = [x for x in tf.nest.flatten(self._local((pending, full)), expand_composites=True) if tf.is_tensor(x)]
-        with graph.after([*graph.effects_since(begun), *tensors]):
+        with run_after([*effects_since(begun), *tensors]):
             computed = tf.no_op()
 
         def write(pending: Pending) -> None:
-            with graph.after([computed]):
+            with run_after([computed]):
                 self._state.write(pending)
 
         self._strategy.run(write, args=(pending,))
@@ -240,7 +246,7 @@ class AccumulatedStep(tf.Module):
         if self._optimizer is None:
             gradients = [self._first(x) for x in self._strategy.run(merged)]
             with self._strategy.scope():
-                graph.converted(self._apply, status)(gradients, targets)
+                converted(self._apply, status)(gradients, targets)
         else:
             self._strategy.run(lambda: self._optimizer.apply(_from_first_replica(merged()), targets))
 
