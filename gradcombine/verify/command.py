@@ -39,7 +39,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
 Number = TypeVar("Number", int, float)
 
 NEAREST = 8
-"""How many candidates are shown where none gives the result."""
+"""How many candidates are shown if none gives the result."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -74,7 +74,7 @@ def verify(
 ) -> None:
     """Combines the gradients of a real model on real images in NumPy, JAX and TensorFlow, and compares them bit by bit.
 
-    Exit status 1 if a row does not keep what it promises.
+    Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
     """
     lacking = missing(("jax", "tensorflow", "sklearn", *(("jinja2", "matplotlib") if html is not None else ())))
     if lacking:
@@ -87,7 +87,7 @@ def verify(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("loading JAX and TensorFlow", total=None)
         places.prepare_devices()
-        from gradcombine.verify.suite import run  # imports JAX, which reads what prepare has set
+        from gradcombine.verify.suite import run  # imports JAX, which reads what was prepared
 
         def started(step: str, steps: int) -> None:
             begun = progress.tasks[0].total is not None
@@ -115,11 +115,11 @@ def verify(
 @app.command("diff")
 def diff_command(
     a: Annotated[str, typer.Argument(help="A dump, or a directory with one dump a step.")],
-    b: Annotated[str, typer.Argument(help="Another one, of any of the formats.")],
+    b: Annotated[str, typer.Argument(help="Another one, in any of the formats.")],
     max_ulp: Annotated[int | None, typer.Option(help="Pass leaves up to this many ulp apart.", min=0)] = None,
     rtol: Annotated[
         float | None,
-        typer.Option(help="Pass leaves whose largest difference over their largest element is no more.", min=0),
+        typer.Option(help="Pass leaves whose largest difference is at most this part of their largest element.", min=0),
     ] = None,
     rules: Annotated[Path | None, typer.Option(help="A TOML file that says which leaf is which.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
@@ -172,18 +172,18 @@ def _diffed(paths: tuple[str, str], allowed: Allowed, rules: Rules, json: Path |
 def explain_command(
     contributions: Annotated[list[str], typer.Argument(help="The dumps that were combined, in their order.")],
     result: Annotated[str, typer.Option(help="The dump that was made of them.")],
-    weights: Annotated[str | None, typer.Option(help="One weight a contribution, with commas between.")] = None,
+    weights: Annotated[str | None, typer.Option(help="One weight for each contribution, separated by commas.")] = None,
     ranks: Annotated[
         str | None,
         typer.Option(
-            help="Numbers of replicas to try, with commas between; by default all that divide the contributions."
+            help="Numbers of replicas to try, separated by commas; by default all that divide the contributions."
         ),
     ] = None,
 ) -> None:
     """Finds the order of additions, the precision and the scaling that made a result of its contributions, to the bit.
 
-    Names of leaves that the result lacks are left out. Exit status: 0 if a known order gives the result, 1 if none
-    does, or all do, so that nothing is explained, 2 for what cannot be read.
+    Leaves that the result lacks are ignored. Exit status: 0 if a known order gives the result, 1 if none does, or if
+    all do, which explains nothing, 2 for what cannot be read.
     """
     console = Console()
     try:
@@ -194,18 +194,18 @@ def explain_command(
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             task = bar.add_task("", total=None)
             whole = {name: entry.whole() for name, entry in wanted.items()}
-            found = explain(
+            explanation = explain(
                 trees, whole, scales, ranks=counts, progress=lambda tried, name: bar.update(task, description=name)
             )
     except (GradCombineError, OSError, MemoryError) as error:
         Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(2) from None
-    console.print(Text(str(found), "green" if found.matches else "red"), soft_wrap=True)
-    if not found.matches and found.elements:
-        for verdict in found.verdicts[:NEAREST]:
+    console.print(Text(str(explanation), "green" if explanation.matches else "red"), soft_wrap=True)
+    if not explanation.matches and explanation.elements:
+        for verdict in explanation.verdicts[:NEAREST]:
             line = f"  {verdict.share:8.2%} equal, up to {verdict.max_ulp:,} ulp: {verdict.candidate}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
-    raise typer.Exit(0 if found.matches else 1)
+    raise typer.Exit(0 if explanation.matches else 1)
 
 
 @app.command("audit")
@@ -287,6 +287,6 @@ def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
     except ValueError:
         numbers = []
     if not numbers or (kind is float and not all(map(math.isfinite, numbers))):
-        expected = f"--{option} as {'whole' if kind is int else 'finite'} numbers with commas between"
+        expected = f"--{option} as {'whole' if kind is int else 'finite'} numbers, separated by commas"
         raise GradCombineError("explain", expected, repr(text))
     return numbers

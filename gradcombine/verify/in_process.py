@@ -1,4 +1,4 @@
-"""Replicas in one process, one after another: each program runs again until all of its exchanges are known."""
+"""Replicas in one process, one after another: each program runs again until all exchanges are known."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcombine.types import Array
 
 
 def run_replicas(count: int, program: Callable[[int, Collective], Any]) -> list[Any]:
-    """``program(rank, collective)`` of each replica: a pure function of arrays that are known, run several times."""
+    """``program(rank, collective)`` of each replica: a pure function of known arrays, run several times."""
     exchanged: list[list[Sequence[Array]]] = []
     while True:
         results, sent = [], []

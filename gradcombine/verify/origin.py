@@ -1,4 +1,4 @@
-"""From "it is 3 ulp off" to "it is the ring over 4 ranks": which order and precision made a result."""
+"""From "it is 3 ulp off" to "it is the ring over 4 ranks": which order, precision and scaling made a result."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from gradcombine.types import Tree
 from gradcombine.verify.ulp import NAN_DISTANCE, ulp_distance
 
 LISTED = 8
-"""How many candidates are named where several give the result."""
+"""How many candidates are named if several give the result."""
 
 
 class Verdict(NamedTuple):
-    """How near one candidate comes.
+    """How near one candidate comes to the result.
 
     Attributes:
       candidate: what was tried.
-      equal: whether every bit of the result is the candidate's.
-      share: of the telling elements, those that have the candidate's bits.
+      equal: whether it gives the result to the bit.
+      share: how many of the informative elements it gives to the bit, as a fraction.
       max_ulp: the largest distance, in units in the last place of the result.
     """
 
@@ -49,12 +49,12 @@ class Verdict(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What was found.
+    """How near each candidate comes to a result.
 
     Attributes:
       verdicts: every candidate, the nearest first; of equals, the simplest first.
-      elements: how many tell candidates apart: those of all other leaves.
-      uninformative: the leaves that every candidate gives, such as zeros: they say nothing.
+      elements: how many are informative: those of the leaves that tell candidates apart.
+      uninformative: the leaves that every candidate gives, such as zeros.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -63,17 +63,17 @@ class Explanation(NamedTuple):
 
     @property
     def matches(self) -> tuple[Verdict, ...]:
-        """The candidates that give the result to the bit; none where that says nothing, since all of them do."""
+        """The candidates that give the result to the bit; none if all of them do, which says nothing."""
         return tuple(verdict for verdict in self.verdicts if verdict.equal and self.elements)
 
     def __str__(self) -> str:
-        found = self.matches
+        matches = self.matches
         if not self.elements:
             return f"all {len(self.verdicts)} known ways give this result: it does not tell which one made it"
-        if found:
-            lines = [f"the result is, to the bit: {found[0].candidate}"]
-            lines += [f"  as well as: {verdict.candidate}" for verdict in found[1:LISTED]]
-            lines += [f"  and {len(found) - LISTED} more"] if len(found) > LISTED else []
+        if matches:
+            lines = [f"the result is, to the bit: {matches[0].candidate}"]
+            lines += [f"  as well as: {verdict.candidate}" for verdict in matches[1:LISTED]]
+            lines += [f"  and {len(matches) - LISTED} more"] if len(matches) > LISTED else []
         else:
             nearest = self.verdicts[0]
             lines = [
@@ -81,7 +81,7 @@ class Explanation(NamedTuple):
                 f"({nearest.share:.1%} of the elements equal, the largest distance {nearest.max_ulp:,} ulp)"
             ]
         if self.uninformative:
-            lines.append(f"  these leaves say nothing, since all candidates give them: {_listed(self.uninformative)}")
+            lines.append(f"  uninformative leaves, which all candidates give: {_listed(self.uninformative)}")
         return "\n".join(lines)
 
 
@@ -95,7 +95,7 @@ def explain(
 ) -> Explanation:
     """Finds the order of additions, the precision and the scaling that made a result of its contributions.
 
-    Tried are: left chains, the canonical tree, TensorFlow's AddN, rings, psum and hierarchical copies over several
+    It tries left chains, the canonical tree, TensorFlow's AddN, rings, psum and hierarchical copies over several
     numbers of ranks, Welford's mean (optax.MultiSteps) and means of means; with accumulators of float32, bfloat16,
     float16 and float64, compensated and exact; as a sum, or a mean that divides, multiplies by the reciprocal, or
     scales each contribution first; with the weights, and without them.
@@ -103,18 +103,18 @@ def explain(
     Args:
       contributions: trees of float arrays (float8 and float64 too), of any framework, in the order of their numbers.
       result: the tree that was made of them, of the same structure. It may be narrower than the contributions.
-      weights: one a contribution, if there were any.
-      ranks: the numbers of replicas that may have shared the contributions; None: all that divide their number.
+      weights: one for each contribution, if there were any.
+      ranks: the numbers of replicas that may have held the contributions; None: all that divide their number.
       progress: called before each candidate, with how many have been tried and its name.
 
     Returns:
-      An `Explanation`, which prints as a sentence. Several candidates match where the contributions cannot tell them
-      apart, as small integers cannot; a thousand elements of real gradients can. What all candidates give, zeros for
-      instance, says nothing: such leaves are named, and a result of nothing else matches none.
+      An `Explanation`, which prints as a sentence. Several candidates match if the contributions cannot tell them
+      apart, as small integers cannot; a thousand elements of real gradients can. Leaves that all candidates give, such
+      as zeros, are uninformative: they are named, and a result of nothing else matches none.
 
     Raises:
-      GradCombineError: for an empty list, trees without an element, trees that do not match, leaves that are no floats,
-        and wrong weights.
+      GradCombineError: for an empty list, trees without an element, trees that do not match, leaves that are not
+        floats, and a wrong number of weights.
 
     >>> import numpy as np
     >>> from gradcombine.verify import explain
@@ -137,16 +137,17 @@ def explain(
         raise GradCombineError("explain", "one element or more in the result", "none")
     if ranks is None:
         ranks = [number for number in range(2, len(trees) + 1) if len(trees) % number == 0]
-    found: list[tuple[Candidate, list[_Leaf]]] = []
+    measured: list[tuple[Candidate, list[_Leaf]]] = []
     for tried, candidate in enumerate(candidates(trees, weights, ranks)):
         progress(tried, str(candidate))
-        found.append((candidate, _judged(candidate, structure, wanted)))
-    telling = [any(leaves[i].equal < size for _, leaves in found) for i, size in enumerate(sizes)]
-    elements = sum(size for size, tells in zip(sizes, telling, strict=True) if tells)
-    verdicts = [_verdict(candidate, [*compress(leaves, telling)], elements) for candidate, leaves in found]
+        measured.append((candidate, _measured(candidate, structure, wanted)))
+    informative = [any(leaves[i].equal < size for _, leaves in measured) for i, size in enumerate(sizes)]
+    elements = sum(compress(sizes, informative))
+    verdicts = [_verdict(candidate, [*compress(leaves, informative)], elements) for candidate, leaves in measured]
     verdicts.sort(key=lambda verdict: (not verdict.equal, -verdict.share, verdict.max_ulp))
-    silent = [path for path, size, tells in zip(structure.paths(), sizes, telling, strict=True) if size and not tells]
-    return Explanation(tuple(verdicts), elements, tuple(silent))
+    rows = zip(structure.paths(), sizes, informative, strict=True)
+    uninformative = tuple(path for path, size, tells in rows if size and not tells)
+    return Explanation(tuple(verdicts), elements, uninformative)
 
 
 def _numpy(value: Tree) -> Tree:
@@ -172,21 +173,21 @@ class _Leaf(NamedTuple):
     max_ulp: int
 
 
-def _judged(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Any]) -> list[_Leaf]:
+def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Any]) -> list[_Leaf]:
     with np.errstate(all="ignore"):
         made = tree.flatten_as("explain", structure, candidate.run())
-    found = []
+    measured = []
     for x, expected in zip(made, wanted, strict=True):
         if expected is None:
-            found.append(_Leaf(0, 0))
+            measured.append(_Leaf(0, 0))
             continue
         with np.errstate(all="ignore"):
             own = np.asarray(x).astype(expected.dtype)
         distances = ulp_distance(own, expected)
-        # The signs of zeros are bits, though no distance; NaN is NaN, whatever its payload.
+        # The sign of a zero is a bit, though not a distance; the payload of NaN does not count.
         same = (distances == 0) & ((np.signbit(own) == np.signbit(expected)) | np.isnan(expected))
-        found.append(_Leaf(int(np.count_nonzero(same)), int(distances.max(initial=0))))
-    return found
+        measured.append(_Leaf(int(np.count_nonzero(same)), int(distances.max(initial=0))))
+    return measured
 
 
 def _verdict(candidate: Candidate, leaves: Sequence[_Leaf], elements: int) -> Verdict:
@@ -205,11 +206,11 @@ Split: TypeAlias = Callable[[Sequence[Tree], int], list[Sequence[Tree]]]
 
 
 def orders(count: int, ranks: Sequence[int]) -> Iterator[tuple[str, Order]]:
-    """Every order for this many contributions, with its name; those that are the same for so few are named once.
+    """Every order for this many contributions, with its name; orders that are the same for so few are given once.
 
     Args:
       count: of contributions.
-      ranks: numbers of replicas that may have shared them.
+      ranks: numbers of replicas that may have held them.
     """
     yield "one after another", left_chain
     if count < 3:
@@ -256,8 +257,8 @@ def canonical(trees: Sequence[Tree]) -> Tree:
 
 
 def _twice(split: Split, ranks: int, over: Order, trees: Sequence[Tree]) -> Tree:
-    """Each rank adds its own one after another; the ranks' sums are added by ``over``."""
-    return over([left_chain(own) for own in split(trees, ranks)])
+    """Each rank adds its contributions one after another; the ranks' sums are added by ``over``."""
+    return over([left_chain(part) for part in split(trees, ranks)])
 
 
 ACCUMULATORS: tuple[Any, ...] = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
@@ -269,7 +270,7 @@ class Candidate(NamedTuple):
     Attributes:
       order: of the additions.
       accumulator: the dtype that they are rounded to.
-      scaling: what becomes of weights and of the number of contributions.
+      scaling: how weights and the number of contributions enter.
       run: the result, in the accumulator's dtype or in the contributions' own.
     """
 
@@ -287,22 +288,22 @@ def candidates(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Se
 
     Args:
       trees: NumPy trees of one structure, in their order.
-      weights: one a tree, if there were any.
-      ranks: numbers of replicas that may have shared them.
+      weights: one for each tree, if there were any.
+      ranks: numbers of replicas that may have held them.
     """
-    found = {x.dtype for value in trees for x in tree.flatten("explain", value)[0] if x is not None}
+    present = {x.dtype for value in trees for x in tree.flatten("explain", value)[0] if x is not None}
     known = dict(orders(len(trees), ranks))
     common = [np.dtype(x) for x in ACCUMULATORS]
-    for dtype in [*common, *sorted(found - set(common), key=str)]:
+    for dtype in [*common, *sorted(present - set(common), key=str)]:
         cast = [as_dtype(x, dtype) for x in trees]
         for name, order in known.items():
             if dtype not in common and name.startswith("ring"):
-                continue  # TensorFlow's has no such dtype
+                continue  # TensorFlow's ring does not take such a dtype
             for scaling, run in _scaled(order, cast, weights, dtype):
                 yield Candidate(name, str(dtype), scaling, run)
-    wide = np.dtype(np.float64) in found
-    if not found <= set(common):
-        # What is narrower still is exact in float32.
+    wide = np.dtype(np.float64) in present
+    if not present <= set(common):
+        # Narrower dtypes are exact in float32.
         trees = [as_dtype(x, np.dtype(np.float64 if wide else np.float32)) for x in trees]
     yield from _precise(trees, weights)
     yield from _means(trees, weights, ranks, wide)
@@ -357,16 +358,16 @@ def _scaled(
 
 
 def _precise(trees: Sequence[Tree], weights: Sequence[float] | None) -> Iterator[Candidate]:
-    """gradcombine's own precisions, and its orders for what they do not take."""
+    """The compensated and the exact precision of gradcombine."""
     for precision in ("compensated", "exact"):
-        for scaling, reduction, own in (
+        for scaling, reduction, used in (
             ("sum", gc.reductions.sum(precision), None),
             ("sum / n", gc.reductions.mean(precision), None),
             ("weighted sum", gc.reductions.sum(precision), weights),
             ("weighted sum / total weight", gc.reductions.mean(precision), weights),
         ):
-            if own is not None or not scaling.startswith("weighted"):
-                run = partial(gc.combine, reduction, list(trees), own)
+            if used is not None or not scaling.startswith("weighted"):
+                run = partial(gc.combine, reduction, list(trees), used)
                 yield Candidate(
                     "in any order" if precision == "exact" else "one after another", precision, scaling, run
                 )
@@ -375,7 +376,7 @@ def _precise(trees: Sequence[Tree], weights: Sequence[float] | None) -> Iterator
 def _means(
     trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int], wide: bool
 ) -> Iterator[Candidate]:
-    """Means that are no scaled sums."""
+    """Means that are not scaled sums."""
     fused, plain = "Welford's mean (optax.MultiSteps)", "Welford's mean, no fused multiply-adds"
     if not wide:
         for dtype in (np.dtype(x) for x in ACCUMULATORS[:3]):
@@ -387,12 +388,12 @@ def _means(
         if number < 2 or len(trees) % number or number == len(trees):
             continue
         for how, split in (("in blocks", blocks), ("in turn", turns)):
-            dealt = [x for own in split(trees, number) for x in own]
+            dealt = [x for part in split(trees, number) for x in part]
             name = f"by rank over {number} ranks, dealt {how}"
             yield Candidate(name, accumulator, "mean of means", partial(mean_of_means, dealt, number))
             if weights is not None:
-                own = [w for part in split(list(weights), number) for w in part]
-                run = partial(mean_of_means, dealt, number, own)
+                scales = [w for part in split(list(weights), number) for w in part]
+                run = partial(mean_of_means, dealt, number, scales)
                 yield Candidate(name, accumulator, "mean of weighted means", run)
 
 
@@ -405,7 +406,7 @@ def _quiet(operation: Any, value: Tree, scalar: Any) -> Tree:
 
 
 def _fused(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
-    """acc = w * x + acc with one rounding, as XLA contracts it."""
+    """``acc = w * x + acc`` with one rounding, as XLA contracts it."""
     backend = load("numpy")
     total = mapped(np.zeros_like, trees[0])
     for x, weight in zip(trees, weights, strict=True):

@@ -38,7 +38,7 @@ def record(directory: str | Path, steps: Container[int] | None = None) -> Record
       steps: the steps to write, for instance ``range(0, 1000, 100)``; None: all of them.
 
     Returns:
-      A `Recorder`, to be called in each step, and closed (or used as a context manager) at the end.
+      A `Recorder`, to be called in each step, and closed at the end; it is a context manager, too.
 
     Raises:
       GradCombineError: for a directory that holds a trace.
@@ -73,20 +73,20 @@ class Recorder:
         """Writes some stages of a step; others of the same step may follow.
 
         In a traced JAX program, or a tf.function without jit_compile, the values are written as the program runs, by a
-        callback to the host: only what is traced is computed again on the next call. Inside pmap or shard_map, or in a
-        replica context, the call is made once a replica: hand over values that are the same on all of them.
+        callback to the host, and values that are not traced are those of the trace. Inside pmap or shard_map, or in a
+        replica context, the call is made once for each replica: pass values that are the same on all of them.
 
         Args:
           step: its number from 0 on, an integer scalar that may be traced.
-          **stages: trees of arrays by the names of `STAGES`, the ones that the run has: ``inputs`` (a batch), the
-            ``gradients`` of this replica or microbatch, the ``combined`` gradient, the optimizer's ``updates``, and the
-            ``params`` after them. A leaf that is None is left out. A leaf is called by its stage and keys,
+          **stages: trees of arrays, by the names of `STAGES` that the run has: ``inputs`` (a batch), the ``gradients``
+            of this replica or microbatch, the ``combined`` gradient, the optimizer's ``updates``, and the ``params``
+            after them. A leaf that is None is left out. A leaf is named by its stage and keys,
             ``gradients/layer/0/w``; a key that holds a slash, or reads like another, keeps brackets and quotes,
             ``gradients/['dense/w']``.
 
         Raises:
-          GradCombineError: for another stage; for leaves that no name tells apart; and for a dtype that .npz files do
-            not keep, such as float8.
+          GradCombineError: for an unknown stage; for two leaves of one name; and for a dtype that .npz files do not
+            keep, such as float8.
         """
         unknown = [name for name in stages if name not in STAGES]
         if unknown:
@@ -97,20 +97,19 @@ class Recorder:
             leaves, structure = tree.flatten("record", value)
             for leaf, path, name in zip(leaves, structure.paths(), names(structure, stage), strict=True):
                 if str(getattr(leaf, "dtype", None)).startswith("key<"):
-                    raise GradCombineError(
-                        "record", "numbers: of a random key, its jax.random.key_data", leaf.dtype, path
-                    )
+                    expected = "numbers (of a random key, its jax.random.key_data)"
+                    raise GradCombineError("record", expected, leaf.dtype, path)
                 if not is_absent(leaf):
                     _require_kept(leaf, path)
                     named[name] = leaf
         _call_host(list(named.values()), step, self._writer(tuple(named)))
 
     def close(self) -> None:
-        """Waits for the callbacks that are under way.
+        """Waits for pending callbacks.
 
         Raises:
-          GradCombineError: for a stage that came twice in a step, with other bits: replicas that differ; and for a step
-            below 0 that was traced.
+          GradCombineError: for a stage that was recorded twice in a step with different bits, as by replicas that
+            differ; and for a traced step below 0.
         """
         _wait()
         if self._problems:
@@ -139,7 +138,7 @@ class Recorder:
                 for name, array in zip(called, map(np.asarray, arrays), strict=True):
                     if name in kept and not _same(kept[name], array):
                         where = f"{name} of step {number}"
-                        problem = GradCombineError("record", "the same values on all replicas", "others", where)
+                        problem = GradCombineError("record", "the same values on all replicas", "different ones", where)
                         self._problems.append(problem)
                     # A callback's array may be the buffer of its next call.
                     kept.setdefault(name, array.copy())
@@ -150,7 +149,7 @@ class Recorder:
         return write
 
     def _kept(self, step: int) -> dict[str, np.ndarray]:
-        """What has come of a step so far: callbacks need not come in the order of the steps."""
+        """What was recorded of a step so far: callbacks need not come in the order of the steps."""
         path = self._path(step)
         if step not in self._written and path.exists():
             self._written[step] = {name: entry.whole() for name, entry in open_dump(path).items()}
@@ -160,7 +159,7 @@ class Recorder:
         return self._directory / f"step_{step:08}.npz"
 
     def _save(self, step: int, arrays: dict[str, np.ndarray]) -> None:
-        """A file is there as a whole or not at all."""
+        """Writes a file as a whole or not at all."""
         path = self._path(step)
         draft = path.with_name(f".{path.name}.draft")
         with open(draft, "wb") as file:
@@ -180,15 +179,15 @@ def _require_step(step: Any) -> None:
 
 
 def _negative(step: int) -> GradCombineError:
-    # In a file's name the sign would be lost.
+    # The sign would be lost in a file's name.
     return GradCombineError("record", "steps from 0 on", step)
 
 
 def _require_kept(leaf: Any, path: str) -> None:
-    """Refuses a dtype that an .npz file would not give back: one of Python objects, or of a name that it forgets."""
+    """Refuses a dtype that an .npz file would not give back: Python objects, and ml_dtypes that it has no name for."""
     dtype = resolve("record", [leaf]).dtype(leaf)
     if dtype != ml_dtypes.bfloat16 and (dtype.kind not in "biufc" or dtype.type.__module__ != "numpy"):
-        raise GradCombineError("record", "bfloat16, or a number's dtype that NumPy has itself", dtype, path)
+        raise GradCombineError("record", "bfloat16, or a numeric dtype of NumPy itself", dtype, path)
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -196,7 +195,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 LONGEST = (1 << 16) - 1 - len(".npy")
-"""The bytes of a name in a ZIP archive are counted in 16 bits."""
+"""The length of a name in a ZIP archive, in bytes, is a 16-bit number."""
 
 _INDEX = re.compile(r"\[(-?\d+)\]")
 _FIELD = re.compile(r"\.(\w+)")
@@ -205,21 +204,21 @@ _FIELD = re.compile(r"\.(\w+)")
 def names(structure: Structure, stage: str) -> list[str]:
     """The names of a tree's leaves, in the order of `flatten`: ``"gradients/layer/0/w"``.
 
-    A key is written as it is where that is plain: a word without a slash, an index, the name of a field. Any other, and
-    one that reads like its neighbour (``1`` and ``"1"``), is written as in the paths that errors name: ``"['a/b']"``.
+    A plain key is written as it is: a word without a slash, an index, the name of a field. Any other, and one that
+    reads like its neighbour (``1`` and ``"1"``), is written as in the paths of error messages: ``"['a/b']"``.
 
     Raises:
       GradCombineError: for two leaves of one name, and for a name that is too long.
     """
-    found = list(_names(structure, stage))
+    all_names = list(_names(structure, stage))
     seen: set[str] = set()
-    for name, path in zip(found, structure.paths(), strict=True):
+    for name, path in zip(all_names, structure.paths(), strict=True):
         if name in seen:
             raise GradCombineError("record", "leaves that their paths tell apart", f"two that are {name}", path)
         if len(name.encode()) > LONGEST:
             raise GradCombineError("record", f"a name of {LONGEST} bytes at most", len(name.encode()))
         seen.add(name)
-    return found
+    return all_names
 
 
 def _names(structure: Structure, prefix: str) -> Iterator[str]:
@@ -232,9 +231,9 @@ def _names(structure: Structure, prefix: str) -> Iterator[str]:
 
 
 def _plain(key: str) -> str | None:
-    """The key without its brackets and quotes, where it cannot be taken for another one, or for several."""
-    if (found := _INDEX.fullmatch(key) or _FIELD.fullmatch(key)) is not None:
-        return found[1]
+    """The key without its brackets and quotes; None if it could be taken for another one, or for several."""
+    if (matched := _INDEX.fullmatch(key) or _FIELD.fullmatch(key)) is not None:
+        return matched[1]
     if not (key.startswith(("['", '["')) and key.endswith(("']", '"]'))):
         return None
     try:
@@ -247,7 +246,7 @@ def _plain(key: str) -> str | None:
 
 @no_autograph
 def _call_host(arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], None]) -> None:
-    """``write(step, arrays)``, with NumPy arrays: now where the values are known, else as the program runs."""
+    """``write(step, arrays)``, with NumPy arrays: now if the values are known, else when the program runs."""
     backend = resolve("record", [*arrays, step])
     if all(backend.concrete(backend.asarray(x)) is not None for x in (*arrays, step)):
         write(step, arrays)
@@ -265,7 +264,7 @@ def _call_host(arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], Non
 
 
 def _wait() -> None:
-    """Returns when the callbacks of all programs that were started have returned."""
+    """Waits until the callbacks of all programs that were started have returned."""
     jax = sys.modules.get("jax")
     if jax is not None:
         jax.effects_barrier()
@@ -278,20 +277,20 @@ CAUSES = {
     "updates": "the optimizer: its settings, its state or its schedule, from the same combined gradient",
     "params": "the application of the updates, from the same updates",
 }
-"""What a stage that parts first says."""
+"""What introduced a divergence, by the first stage that shows it."""
 
 UNKNOWN = "something unknown: only one of the runs has recorded it"
-"""What a stage or a step says that could not be compared."""
+"""The same for a stage or a step that could not be compared."""
 
 
 class Divergence(NamedTuple):
-    """Where two runs part.
+    """Where two runs diverge.
 
     Attributes:
       step: the first step that differs.
-      stage: the first stage of it that differs; None where one run lacks the whole step.
-      row: its worst leaf; None where all leaves that both runs have are alike.
-      introduced_by: what stands between this stage and the last one that is equal.
+      stage: its first stage that differs; None if one run lacks the whole step.
+      row: its worst leaf; None if all leaves that both runs have pass.
+      introduced_by: what lies between this stage and the last one that passes.
       unrecorded: stages before this one that a run lacks, so that they may be the cause.
       unmatched: leaves of this stage that only one run has.
       left_out: leaves of this stage that could not be compared, and why.
@@ -308,15 +307,15 @@ class Divergence(NamedTuple):
     def __str__(self) -> str:
         text = f"step {self.step}: introduced by {self.introduced_by}"
         if self.row is not None:
-            found = self.row.difference
-            text += f"; worst leaf {found.name}, {describe_ulp(found)}, {found.relative:.1e} relative"
+            leaf = self.row.difference
+            text += f"; worst leaf {leaf.name}, {describe_ulp(leaf)}, {leaf.relative:.1e} relative"
             if self.row.transposed:
-                text += f", once its axes are in the order {self.row.pair.axes}, of which no rule says that it is right"
+                text += f", with its axes in the order {self.row.pair.axes}, which no rule asks for"
         if self.left_out:
             text += f"; not compared: {', '.join(map(' '.join, self.left_out[:3]))}"
         if self.unmatched:
             more = f" and {len(self.unmatched) - 3} more" if len(self.unmatched) > 3 else ""
-            text += f"; in one run alone: {', '.join(self.unmatched[:3])}{more}"
+            text += f"; in one run only: {', '.join(self.unmatched[:3])}{more}"
         if self.unrecorded:
             text += f"; not recorded before it: {', '.join(self.unrecorded)}"
         return text
@@ -338,10 +337,9 @@ def first_divergence(
       rules: which leaf is which, for names that begin with their stage.
 
     Returns:
-      None where both runs have the same steps, with the same stages, and all of them are alike; else a `Divergence`,
-      which prints as a sentence. A step or stage that only one run has is one where nothing else differs; a leaf that
-      could not be compared is one, and so is a leaf that is like the other's only in another order of axes, though the
-      shapes agree and no rule gives that order.
+      None if both runs have the same steps, with the same stages, and all of them pass; else a `Divergence`, which
+      prints as a sentence. What only one run has recorded, a leaf that could not be compared, and a leaf that is like
+      the other's only in another order of axes, though the shapes agree and no rule gives that order, are divergences.
 
     Raises:
       GradCombineError: for a directory without a trace, traces without a common step, and as `diff`.
@@ -366,11 +364,11 @@ def first_divergence(
         )
     lacking: list[Divergence] = []
     for step in both:
-        found = _in_step(step, open_dump(left[step]), open_dump(right[step]), allowed, rules, lacking)
-        if found is not None:
-            return found
+        divergence = _in_step(step, open_dump(left[step]), open_dump(right[step]), allowed, rules, lacking)
+        if divergence is not None:
+            return divergence
     lacking += [Divergence(step, None, None, UNKNOWN) for step in left.keys() ^ right.keys()]
-    return min(lacking, key=lambda found: found.step, default=None)
+    return min(lacking, key=lambda divergence: divergence.step, default=None)
 
 
 def _in_step(
@@ -381,10 +379,10 @@ def _in_step(
     rules: Rules,
     lacking: list[Divergence],
 ) -> Divergence | None:
-    """The first stage that parts; stages that only one run has are added to ``lacking``."""
+    """The first stage that differs; stages that only one run has are added to ``lacking``."""
     unrecorded: list[str] = []
     for stage in STAGES:
-        # A rule may say of a leaf that it needs no counterpart.
+        # A rule may say that a leaf needs no counterpart.
         left = _stage(a, stage, lambda name: (rules.find(name) or (None, name))[1] is not None)
         right = _stage(b, stage, lambda name: not rules.ignores(name))
         if not left or not right:

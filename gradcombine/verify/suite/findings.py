@@ -75,7 +75,8 @@ _TITLES = {
 }
 
 _NOTES = {
-    "combine": "found: the largest distance from NumPy's list in the same order, over all elements and replicas.\n"
+    "combine": "The same gradients give the same mean in every framework, mode and place.\n"
+    "found: the largest distance from NumPy's list in the same order, over all elements and replicas.\n"
     "promise: the same bits, or a rounding bound where the framework's own all-reduce chooses the order.\n"
     "of bound: the largest distance from the exact mean, over what rounding may do.",
     "full batch": "found: the largest distance from the whole batch's gradient, computed in one pass.\n"

@@ -53,6 +53,7 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
     started("training", steps)
     curves, trained = _train(examples)
     settings = {
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "versions": {name: importlib.metadata.version(name) for name in ("gradcombine", "numpy", "jax", "tensorflow")},
         "microbatches": list(problem.SIZES),
         "replicas": counts,

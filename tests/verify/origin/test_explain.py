@@ -186,7 +186,7 @@ def test_a_leaf_that_all_candidates_give_says_nothing() -> None:
     found = explain(trees, result)
     assert found.uninformative == ("['nan']", "['zeros']")
     assert found.elements == 23 * 30 + 70
-    assert "these leaves say nothing, since all candidates give them: ['nan'], ['zeros']" in str(found)
+    assert "uninformative leaves, which all candidates give: ['nan'], ['zeros']" in str(found)
     result["kernel"][:] += 1
     result["bias"][:] += 1
     assert explain(trees, result).verdicts[0].share < 0.1

@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "a random key": (
         0,
         {"rng": jax.random.key(0)},
-        r"leaf \['rng'\]: expected numbers: of a random key, its jax.random",
+        r"leaf \['rng'\]: expected numbers \(of a random key, its jax.random",
     ),
     "no step": (None, X, "record: expected an array or a number, received None"),
     "step -1": (-1, X, "expected steps from 0 on, received -1"),

@@ -211,7 +211,7 @@ ONE_SIDED: dict[str, tuple[dict[int, Any], dict[int, Any], int, str | None, str]
     "a stage of one run": ({0: {"gradients": A, "params": B}}, {0: {"params": B}}, 0, "gradients", "gradients/b"),
     "a stage without a leaf": ({0: {"combined": A, "params": B}}, {0: {"combined": {"w": None}, "params": B}}, 0,
                                "combined", "combined/b, combined/w"),
-    "a leaf of one run": ({0: {"params": A}}, {0: {"params": B}}, 0, "params", "in one run alone: params/b"),
+    "a leaf of one run": ({0: {"params": A}}, {0: {"params": B}}, 0, "params", "in one run only: params/b"),
     "a step of one run": ({0: {"params": A}, 1: {"params": A}}, {0: {"params": A}}, 1, None, "only one of the runs"),
     "a step in the middle": ({i: {"params": A} for i in range(3)}, {0: {"params": A}, 2: {"params": A}}, 1, None, ""),
     "what differs comes first": (
@@ -250,7 +250,7 @@ def test_a_turned_kernel_is_a_divergence(tmp_path: Path) -> None:
         with record(tmp_path / name) as recorder:
             recorder(0, gradients={"w": value})
     found = first_divergence(tmp_path / "a", tmp_path / "b")
-    assert "once its axes are in the order (1, 0), of which no rule says that it is right" in str(found)
+    assert "with its axes in the order (1, 0), which no rule asks for" in str(found)
     rule = Rules((Rule(re.compile("gradients/w"), "gradients/w", (1, 0)),))
     assert first_divergence(tmp_path / "a", tmp_path / "b", rules=rule) is None
 
