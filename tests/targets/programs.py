@@ -122,11 +122,20 @@ def on_mesh(machine: Machine, placed: Placed, **settings: Any) -> Compiled:
     """A training step under plain jit, of a batch that is split over "data"."""
     mesh = machine.mesh(placed.kind)
     params = [jax.ShapeDtypeStruct((MESH_WIDTH, MESH_WIDTH), jnp.float32)] * 3
-    step = train_step(loss, optax.adam(1e-3), over=placed.over, **(settings or {"microbatches": K}))
+    settings = settings or {"microbatches": K}
+    step = train_step(loss, optax.adam(1e-3), over=placed.over, **settings)
     spec = placed.params if placed.params else P(None, "model" if machine.model > 1 else None)
-    state = jax.eval_shape(train_step(loss, optax.adam(1e-3), microbatches=K).init, params)
+    state = jax.eval_shape(train_step(loss, optax.adam(1e-3), **settings).init, params)
     placed_state = jax.tree.map(lambda x: spread(mesh, spec if x.ndim == 2 else P(), x), state)
-    rows = MESH_ROWS * machine.data * (K if not settings else 1)
+    rest = [None if entry == "data" else entry for entry in spec]
+
+    def of_each(x: Any) -> Any:
+        split = P("data", *(rest if x.ndim == 2 else []))
+        return spread(mesh, split, jax.ShapeDtypeStruct((machine.data, *x.shape), x.dtype))
+
+    levels = jax.tree.map(of_each, state.window.levels)
+    placed_state = placed_state._replace(window=placed_state.window._replace(levels=levels))
+    rows = MESH_ROWS * machine.data * settings.get("microbatches", 1)
     batch = spread(mesh, P("data"), jax.ShapeDtypeStruct((rows, MESH_WIDTH), jnp.float32))
     args = spread(mesh, spec, params), placed_state, batch
     return compile_for(machine.devices(), step.function, *args, donate=(0, 1), **machine.options)

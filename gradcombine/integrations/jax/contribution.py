@@ -94,6 +94,10 @@ class Objective:
             raise self.error(f"{needed} positional arguments or more", len(args))
         return found
 
+    def params(self, args: Sequence[Any]) -> Tree:
+        """The arguments to differentiate by, in the structure of the gradients."""
+        return tuple(args[i] for i in self.argnums) if isinstance(self.argnums, Sequence) else args[self.argnums]
+
     def combined(self, has_aux: bool, of_gradients: Callable[[Reduction], Reduction] = lambda own: own) -> Reduction:
         """The reduction of the parts of a `Contribution`; ``of_gradients`` may put another in place of the own one."""
         # Marked as an average, a member of per_leaf gets the weight itself, as it does outside of one.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,10 +13,13 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradcombine.accumulate import whole_window
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax import axes
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.replicas import merge_replicas
 from gradcombine.types import AccumulateState, Array, State, Tree
 from gradcombine.window import Window
 
@@ -143,22 +148,83 @@ def own_state(operation: str, over: Collective, own: Tree, beside: Tree) -> Tree
     return on_replicas(operation, over, lambda whole, *_: ((), whole[0]), (own, beside))[1]
 
 
+def divided(operation: str, over: Collective, reduction: Reduction, state: State, params: Tree) -> Tree:
+    """The value of a state that the replicas have merged; where they are a mesh's, of which all see the whole.
+
+    An optimizer whose state is split over the replicas needs a part of the sums alone, and XLA makes a reduce-scatter
+    of an all-reduce of which only parts are read, all at one place.
+
+    Args:
+      operation, over: as for `on_replicas`.
+      reduction: the state's.
+      state: outside of the mapped function.
+      params: those whose gradients the value's part "grads" has: it is split as they are, where that is known.
+    """
+    if not isinstance(over, JaxAxis) or over.is_bound():
+        return reduction.finalize(state)
+    mesh = require_mesh(operation, over, (state, params))
+
+    def value(state: State) -> Tree:
+        return reduction.finalize(jax.tree.map(partial(_once, mesh), state))
+
+    if not is_split(over, params):
+        return value(state)
+    whole = reduction.finalize(state)
+    like = jax.tree.map(lambda x: jax.typeof(x).sharding, params)
+    if jax.tree.structure(whole["grads"]) != jax.tree.structure(like):
+        return whole
+    return whole | {"grads": jax.sharding.auto_axes(lambda state: value(state)["grads"], out_sharding=like)(state)}
+
+
+def is_split(over: JaxAxis, params: Tree) -> bool:
+    """Whether parameters are split over the replicas, as far as their types say: those of explicit axes."""
+    leaves = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    return any(set(over.names) & set(_names(jax.typeof(x).sharding.spec)) for x in leaves)
+
+
+@dataclass(frozen=True)
 class ReplicatedWindow(Window):
-    """A window whose exchange maps over the mesh, where nothing around it does."""
+    """A window whose exchange maps over the mesh, where nothing around it does.
+
+    Attributes:
+      params: whose gradients it holds, as for `divided`.
+    """
+
+    params: Tree = None
 
     def is_taken_over(self, array: Array) -> bool:
         if not isinstance(self.over, JaxAxis):
             return False
-        return array.nbytes >= EXCHANGED_ALONE * (1 if self.over.is_bound() else array.shape[0])
+        if self.over.is_bound():
+            return array.nbytes >= EXCHANGED_ALONE
+        return array.nbytes >= EXCHANGED_ALONE * array.shape[0] and not is_split(self.over, self.params)
 
     def merged(self, state: AccumulateState) -> tuple[State, Tree]:
+        if not isinstance(self.over, JaxAxis) or self.over.is_bound():
+            return super().merged(state)
+
         def on_each(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
-            merged, value = super(ReplicatedWindow, self).merged(AccumulateState(levels, *position))
-            return value, merged
+            whole = whole_window(self.reduction, AccumulateState(levels, *position))
+            merged = merge_replicas(self.reduction, whole, over=self.over, order=self.order)
+            return merged, merged
 
         position = state.step, state.index
-        value, merged = on_replicas(self.operation, self.over, on_each, position, own=state.levels)
-        return merged, value
+        merged, own = on_replicas(self.operation, self.over, on_each, position, own=state.levels)
+        return own, divided(self.operation, self.over, self.reduction, merged, self.params)
+
+
+def _once(mesh: Mesh | AbstractMesh, x: Array) -> Array:
+    """The array, which in the eyes of the compiler has one reader then; not on explicit axes, whose types say all."""
+    scope = jax.sharding.get_abstract_mesh()
+    mesh = mesh if scope.empty else scope
+    if mesh.explicit_axes or not isinstance(x, Tracer):
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim)))
+
+
+def _names(spec: P) -> Iterator[str]:
+    for entry in spec:
+        yield from entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
 def _split(mesh: Mesh | AbstractMesh, x: Any, names: tuple[str, ...], first: bool) -> Any:

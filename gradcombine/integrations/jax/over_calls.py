@@ -62,7 +62,8 @@ def over_calls(
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
-        params, window, has_aux = as_arrays(params), window_of(state), _has_aux(state.window)
+        params, has_aux = as_arrays(params), _has_aux(state.window)
+        window = window_of(state, params)
 
         def contribute(called: list[Any], kwargs: dict[str, Any], position: Tree, own: Tree) -> tuple[Tree, Tree]:
             held, carry = AccumulateState(own[0], *position), own[1]
@@ -84,7 +85,8 @@ def over_calls(
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         require_train_state(objective, state)
-        window, kept = window_of(state), (as_arrays(params), state.opt_state)
+        params = as_arrays(params)
+        window, kept = window_of(state, params), (params, state.opt_state)
 
         def end(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
             held = window.own(AccumulateState(levels, *position))
@@ -102,8 +104,8 @@ def over_calls(
     def close(kept: Tree, combined: dict[str, Tree]) -> tuple[Tree, StepMetrics]:
         return optimize(optimizer, kept[0], kept[1], combined)
 
-    def window_of(state: TrainState) -> Window:
-        return with_aux if _has_aux(state.window) else of_gradients
+    def window_of(state: TrainState, params: Tree) -> Window:
+        return dataclasses.replace(with_aux if _has_aux(state.window) else of_gradients, params=params)
 
     def contribution(held: AccumulateState, carry: Tree, called: list[Any], kwargs: dict[str, Any]) -> Contribution:
         params = called[0]

@@ -15,6 +15,7 @@ from gradcombine.integrations.jax.axes import align, aligned, own
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.loss import Form
 from gradcombine.integrations.jax.microbatches import divide
+from gradcombine.integrations.jax.on_replicas import divided
 from gradcombine.integrations.jax.scaled_loss import Turn, scaled_gradients, scales_loss, scan_turns
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, State, Tree
@@ -167,5 +168,5 @@ def scan_window(
     if objective.carry_argnum is not None and objective.carry_argnum < len(args):
         others[objective.carry_argnum], carry = None, args[objective.carry_argnum]
     (state, form), carry = objective.on_replicas(one, others, kwargs, own=carry)
-    # Divided outside of the replicas: an optimizer whose state is split over them needs only its part of the sums.
-    return Combined(reductions[0].finalize(state), carry, form)
+    values = divided(objective.operation, objective.over, reductions[0], state, objective.params(args))
+    return Combined(values, carry, form)
