@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcombine import reductions
+from gradcombine.backends.jax_collective import JaxAxis, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError, require_collective, require_order
@@ -127,6 +128,7 @@ class Objective:
     ) -> tuple[Tree, Tree]:
         """``function(args, kwargs, whole, own) -> (whole, own)`` on each replica, with its rows of the batch."""
         positions = self.batch_positions(args)
+        self._require_whole(args)
         others = [None if i in positions else x for i, x in enumerate(args)]
 
         def one(whole: Tree, rows: list[Any], own: Tree) -> tuple[Tree, Tree]:
@@ -197,6 +199,17 @@ class Objective:
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.over.require_unreduced(self.operation, paths, [leaf for _, leaf in leaves])
         return (output.value, output, form), result[1]
+
+    def _require_whole(self, args: Sequence[Any]) -> None:
+        """Refuses parameters of which each replica has others, where shard_map's types tell of it."""
+        for path, x in jax.tree_util.tree_leaves_with_path(self.params(args) if isinstance(self.over, JaxAxis) else ()):
+            if split := sorted(varying(x) & set(self.over.names)):
+                expected = (
+                    f"parameters that are the same on all replicas of {self.over!r} (gather shards by "
+                    "jax.lax.all_gather before, or leave their axis out of over)"
+                )
+                received = f"ones that may differ over {', '.join(split)}"
+                raise self.error(expected, received, jax.tree_util.keystr(path))
 
     def _opened(self, output: Any) -> tuple[LossOutput, Form]:
         bare = isinstance(output, tuple) and not isinstance(output, LossOutput)

@@ -167,13 +167,11 @@ def divided(operation: str, over: Collective, reduction: Reduction, state: State
     def value(state: State) -> Tree:
         return reduction.finalize(jax.tree.map(partial(_once, mesh), state))
 
-    if not is_split(over, params):
-        return value(state)
-    whole = reduction.finalize(state)
+    combined = value(state)
+    if not is_split(over, params) or jax.tree.structure(combined["grads"]) != jax.tree.structure(params):
+        return combined
     like = jax.tree.map(lambda x: jax.typeof(x).sharding, params)
-    if jax.tree.structure(whole["grads"]) != jax.tree.structure(like):
-        return whole
-    return whole | {"grads": jax.sharding.auto_axes(lambda state: value(state)["grads"], out_sharding=like)(state)}
+    return combined | {"grads": jax.sharding.auto_axes(lambda state: value(state)["grads"], out_sharding=like)(state)}
 
 
 def is_split(over: JaxAxis, params: Tree) -> bool:

@@ -151,7 +151,9 @@ def train_step(
     On a mesh, ``over`` names an axis of it, params and batch are put there, and ``step.init(params)`` and the step are
     called as everywhere: ``state.window.levels`` and ``state.carry`` are each replica's own, along a first axis that is
     split over the mesh; all else is as the parameters lie. With ``every``, a call exchanges nothing but at the end of a
-    window. Parameters that are split over the axis are gathered for the loss, once a call.
+    window. Parameters that are split over the axis are gathered for the loss, once a call, and of the sums each device
+    gets what its part of the optimizer reads: a reduce-scatter on GPUs. (With ``every``, leaves of 30 MiB and more are
+    all-reduced in place, unless explicit axes say that the parameters are split.)
 
     In shard_map, ``step.function`` is the body, and ``step.init`` is called inside as well. With ``every``, a window
     outlives the call: ``state.window.levels`` and ``state.carry`` get a leading axis of replicas (``x[None]`` as they

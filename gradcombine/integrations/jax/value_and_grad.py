@@ -72,7 +72,8 @@ def value_and_grad(
         arguments' mesh, and the function is mapped over it, under jit or not, all other axes being left to the
         compiler: the batch arguments are split along their first axis, of a multiple of the replicas' number; the
         carry has a first axis of replicas, as it comes and as it goes; all else is the same on all replicas, and
-        gathered, once a call, where it was split over the axis.
+        gathered, once a call, where it was split over the axis. Parameters of which each replica has another part are
+        refused where their types tell of it (in shard_map with check_vma); elsewhere such shards look like whole ones.
       order: as for `gradcombine.accumulate` over microbatches, and for `gradcombine.merge_replicas` over replicas.
       interleaved: divide so that microbatch i holds the examples i, i + m, i + 2m, ... of each device's.
 
@@ -98,7 +99,8 @@ def value_and_grad(
     exchange of plain sums and means out of the scan.
 
     Sums and means of float32 over replicas, with their weights and counts, are one all-reduce of XLA; a max or a last
-    in ``aux_reduction`` adds an all-gather, order ``"tree"`` gathers all.
+    in ``aux_reduction`` adds an all-gather, order ``"tree"`` gathers all. On a mesh over which the parameters, or what
+    reads the gradients, are split as well, XLA scatters the sums on GPUs: the order of its additions is its own.
 
     References: `jax.value_and_grad <https://docs.jax.dev/en/latest/_autosummary/jax.value_and_grad.html>`_;
     `optax.microbatching <https://optax.readthedocs.io/en/latest/api/microbatching.html>`_.

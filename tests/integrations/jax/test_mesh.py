@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, on_replicas, train_step, value_and_grad
+from gradcombine.integrations.jax import LossOutput, on_replicas, train_step, value_and_grad, zero
 from gradcombine.verify.ulp import equal_bits
 
 pytestmark = pytest.mark.needs("jax")
@@ -89,6 +89,20 @@ def test_replicas_exchange_outside_of_the_loop_alone(kind: AxisType, spec: P) ->
     params, state, metrics = step(params, state, x)
     assert params.sharding.is_equivalent_to(NamedSharding(on, spec), 2)
     assert float(metrics.weight) == (X[:, 0] > 0).sum()
+
+
+def test_gradients_are_split_as_explicit_axes_split_their_parameters() -> None:
+    on = mesh(AxisType.Explicit)
+    split = {"a": P("data", "model"), "b": P(None, "data"), "c": P(None, "model")}
+    params = {name: put(on, spec, W) for name, spec in split.items()}
+
+    def given(params: Any, x: Any) -> Any:
+        return sum(loss(jax.sharding.reshard(w, P()), x) for w in params.values())
+
+    gradient = value_and_grad(given, 3, over=OVER)
+    grads = jax.jit(gradient)(params, put(on, P("data"), X))[1]
+    assert {name: grad.sharding.spec for name, grad in grads.items()} == split
+    assert equal_bits(grads["a"], grads["c"])
 
 
 def product(w: Any, x: Any) -> Any:
@@ -201,6 +215,27 @@ def test_what_cannot_be_mapped_is_refused(over: Any, x: Any, message: str) -> No
     w = put(mesh(AxisType.Auto), P(), W)
     with pytest.raises(gc.GradCombineError, match=f"value_and_grad.*{message}"):
         value_and_grad(loss, 2, over=over)(w, x() if callable(x) else x)
+
+
+@pytest.mark.parametrize("settings", [{"microbatches": 3}, {"every": 2}])
+def test_shards_of_gradients_need_a_mapped_function(settings: dict[str, int]) -> None:
+    step = train_step(loss, optax.sgd(1.0), over=OVER, reduction=zero.scattered(reductions.mean(), OVER), **settings)
+    w = put(mesh(AxisType.Auto), P(), W)
+    with pytest.raises(gc.GradCombineError, match=r"expected an(other)? axis .*data"):
+        step(w, step.init(w), put(mesh(AxisType.Auto), P("data"), X))
+
+
+@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"every": 2}])
+def test_shards_of_parameters_are_refused(settings: dict[str, int]) -> None:
+    """Where their type tells of it: the replicas' gradients are not of the same parameters."""
+    step = train_step(lambda w, x: jnp.mean(x * w), optax.sgd(1.0), over=OVER, **settings)
+
+    def call(w: Any, x: Any) -> Any:
+        return step.function(w, step.init(w), x)[0]
+
+    mapped = jax.shard_map(call, mesh=mesh(AxisType.Auto), in_specs=(P("data"), P("data")), out_specs=P("data"))
+    with pytest.raises(gc.GradCombineError, match=r"train_step: expected parameters that are the same .* over data"):
+        jax.jit(mapped)(W[:, 0], X)
 
 
 def test_no_mesh_at_all_is_refused() -> None:
