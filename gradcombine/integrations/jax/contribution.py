@@ -202,8 +202,9 @@ class Objective:
 
     def _require_whole(self, args: Sequence[Any]) -> None:
         """Refuses parameters of which each replica has others, where shard_map's types tell of it."""
-        for path, x in jax.tree_util.tree_leaves_with_path(self.params(args) if isinstance(self.over, JaxAxis) else ()):
-            if split := sorted(varying(x) & set(self.over.names)):
+        names: set[str] = set(self.over.names) if isinstance(self.over, JaxAxis) else set()
+        for path, x in jax.tree_util.tree_leaves_with_path(self.params(args)):
+            if split := sorted(varying(x) & names):
                 expected = (
                     f"parameters that are the same on all replicas of {self.over!r} (gather shards by "
                     "jax.lax.all_gather before, or leave their axis out of over)"

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcombine.accumulate import whole_window
+from gradcombine.accumulation import whole_window
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
