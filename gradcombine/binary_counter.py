@@ -44,7 +44,7 @@ def depth_of(counter: BinaryCounter) -> int:
 
 
 def require_counter(counter: BinaryCounter) -> None:
-    """Refuses one whose parts are no stacked state and no count."""
+    """Refuses a counter whose parts are not a stacked state and a count."""
     require_scalar("accumulate", "an integer scalar", counter.filled, "iu", ".levels.filled")
     leaves, _ = tree.flatten("accumulate", counter.stacked)
     levels = {None if leaf is None else shape_of(leaf)[:1] for leaf in leaves}

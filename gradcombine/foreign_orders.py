@@ -75,7 +75,7 @@ def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reus
 
     Args:
       values: as for `left_chain`.
-      names: in a tf.function, of the graph nodes whose outputs are added, one a tree. Grappler sorts the inputs of an
+      names: in a tf.function, of the graph nodes whose outputs are added, one per tree. Grappler sorts the inputs of an
         AddN by them, as strings (``"a_10"`` before ``"a_2"``, ``"replica_1/x"`` before rank 0's ``"x"``), and makes
         one AddN of any chain or tree of additions. None: the terms are added in the order given, as in eager mode.
       reused: the number (after sorting) of the term that changes places with the first. In a graph the kernel writes
@@ -171,7 +171,7 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     Large chunks are not subdivided, though ring_alg.cc knows how to.
 
     Args:
-      values: as for `left_chain`, one tree a rank, of one dtype: float16, bfloat16, float32, float64, int32 or int64.
+      values: as for `left_chain`, one tree per rank, of one dtype: float16, bfloat16, float32, float64, int32 or int64.
       packed: whether the leaves, flattened, last leaf first, go round as one array, as in a tf.function. False: each
         leaf by itself, as in eager mode.
 
@@ -278,7 +278,7 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | N
     Args:
       values: as for `left_chain`: n / ranks trees of rank 0, then those of rank 1, and so on.
       ranks: how many; the number of trees is a multiple of it.
-      weights: one scalar a tree; None: all 1.
+      weights: one scalar per tree; None: all 1.
 
     Returns:
       The mean of means, of the contributions' dtype.
@@ -286,7 +286,7 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | N
     Raises:
       GradCombineError: as `gradcombine.mean`, and for trees or weights that do not divide evenly.
 
-    Bits: those of `gradcombine.mean`, rounded once a rank and once more.
+    Bits: those of `gradcombine.mean`, rounded once per rank and once more.
 
     >>> import numpy as np
     >>> mean_of_means([np.float32([x]) for x in (1, 2, 3, 4)], ranks=2, weights=[1, 1, 3, 1])

@@ -1,4 +1,4 @@
-"""A list: trees that are all there at once."""
+"""Lists: combining trees that are all available at once."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def combine(
       reduction: from `gradcombine.reductions`.
       values: one tree or more, of one structure, with leaves of equal shapes and dtypes. None is "no gradient": a leaf
         that is None in all of them is None in the result; one that is None in some adds nothing there.
-      weights: one scalar a tree, as a list or an array of shape (n,), finite and not negative; None: all 1. A tree of
+      weights: one scalar per tree, as a list or an array of shape (n,), finite and not negative; None: all 1. A tree of
         weight 0 changes nothing, whatever it holds.
       order: ``"sequential"``: left to right. ``"tree"``: the canonical binary tree over the positions, with log2(n)
-        roundings to an element in place of n, and the same bits for any division of the list over time and replicas
+        roundings per element in place of n, and the same bits for any division of the list over time and replicas
         into blocks of a power of two.
 
     Returns:

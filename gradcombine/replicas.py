@@ -53,7 +53,7 @@ class Local:
 
 
 LOCAL: Collective = Local()
-"""The one replica of a program without others."""
+"""The collective of a program that runs on one replica."""
 
 
 @no_autograph
@@ -102,7 +102,7 @@ def all_reduce(
     Raises:
       GradCombineError: as `combine`; for an axis that is not bound; outside of a replica context; and for a value that
         shard_map's type system (check_vma) knows to be the same on all replicas already, as the gradient of a
-        replicated parameter is: summing that again would count it once a replica.
+        replicated parameter is: summing that again would count it once per replica.
 
     Bits: order ``"tree"``: those of `combine` over the replicas' contributions by rank. Order ``"sequential"``: sums
     are rounded in the order that the framework's all-reduce chooses.

@@ -24,8 +24,9 @@ class BinaryCounter(NamedTuple):
     """Partial states of 1, 2, 4, 8 ... contributions.
 
     Attributes:
-      stacked: a state of the reduction whose arrays have one more axis, the first. Level ``i`` holds 2**i contributions
-        where bit ``i`` of ``filled`` is set, and anything where it is not; the last one holds all from there on.
+      stacked: a state of the reduction whose arrays have an extra leading axis, one entry per level. Level ``i`` holds
+        2**i contributions where bit ``i`` of ``filled`` is set, and is undefined where it is not. The last level holds
+        everything beyond.
       filled: int32 scalar, the contributions in the levels.
     """
 

@@ -2,7 +2,7 @@
 
 What an optimizer wrapper or a training step has to know about windows is here, for every framework alike. A host, as
 the integrations are, keeps the state where its framework wants it, and lends the one thing that differs between
-frameworks: a branch that is taken once a window and costs nothing else.
+frameworks: a branch that is taken once per window and costs nothing else.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ class JaxAxis:
         return self._in_buckets(self.mark_varying(arrays), exchange, growth=self.size())
 
     def sum_scatter(self, arrays: Sequence[Array]) -> list[Array]:
-        """Of the elementwise sum over replicas, this replica's row: arrays have one row a replica."""
+        """This replica's row of the elementwise sum over replicas; arrays have one row per replica."""
         if not arrays:
             return []
 
@@ -113,7 +113,7 @@ class JaxAxis:
         return [flat.reshape(array.shape) for flat, array in zip(whole, common, strict=True)]
 
     def _rows(self, array: Array) -> Array:
-        """The elements, one row a replica, filled up with zeros."""
+        """The elements, one row per replica, padded with zeros."""
         flat = array.reshape(-1)
         return jnp.pad(flat, (0, -flat.size % self.size())).reshape(self.size(), -1)
 
@@ -136,7 +136,7 @@ class JaxAxis:
     ) -> list[Array]:
         """One exchange, in which small arrays of one type are one flat array.
 
-        ``exchange`` works on each element by itself, and adds axes in front, ``growth`` results an element; or takes
+        ``exchange`` works on each element by itself, and adds leading axes, ``growth`` results per element; or takes
         away the first ``kept`` axes, which are not flattened.
         """
         buckets = _buckets(arrays, growth) if self._local() else []

@@ -25,7 +25,7 @@ class Split(NamedTuple):
     children: tuple[Any, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     static: Any = None
-    """What besides the kind and the keys must be equal for two containers to match."""
+    """What else must be equal for two containers to match, beyond their kind and keys."""
 
 
 class RowSlices(NamedTuple):

@@ -80,7 +80,7 @@ def _require_plausible(operation: str, member: zipfile.ZipInfo, compressed: bool
 
 def _entry(operation: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Entry:
     if not member.filename.endswith(_SUFFIX):
-        return entry.unread(operation, name, "a file that is no .npy array")
+        return entry.unread(operation, name, "a file that is not an .npy array")
     with archive.open(member) as stream:
         version = npy.read_magic(stream)
         if version not in _HEADERS:

@@ -70,7 +70,7 @@ def read(operation: str, path: Path) -> Contents:
     Raises:
       GradCombineError: for a damaged header, and for arrays that are not exactly the rest of the file.
       OSError: for a path that is not there.
-      Exception: of some other classes, for a header that is no JSON of the right form.
+      Exception: of some other classes, for a header that is not JSON of the right form.
     """
     size = path.stat().st_size
     with path.open("rb") as file:

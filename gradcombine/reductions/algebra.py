@@ -1,4 +1,4 @@
-"""The algebra: a reduction is four pure functions, and whatever runs it is made of them."""
+"""The algebra: a reduction is four pure functions, and everything that runs it is built from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Shortcuts(NamedTuple):
     """Faster ways to what the four functions of a reduction give, to the bit; one for each place.
 
     Attributes:
-      stand_for: the four functions. For any others the shortcuts do not count.
+      stand_for: the four functions. With any others the shortcuts do not apply.
       clear: time. ``clear(state) -> state``: the empty state of the same shapes.
       all_merge: replicas. ``all_merge(state, collective, order) -> state``: ``merge`` over the states of all replicas.
       update_many: a list. ``update_many(state, values, weights, order) -> state``: the state (None: an empty one for
@@ -29,8 +29,8 @@ class Shortcuts(NamedTuple):
       all_finalize: replicas. ``all_finalize(state, collective, weight) -> value``: ``finalize`` of ``all_merge`` of
         states that have each had one contribution, of this weight. None for reductions without such a way.
       contribution: time. ``contribution(state, value, weight) -> state``: one contribution by itself, for the leaves
-        of the given state: its accumulators have but to be added to those of a state, and are constants where nothing
-        is to be added. None for reductions that do more than add.
+        of the given state: its accumulators only need adding to those of a state, and are constants where there is
+        nothing to add. None for reductions that do more than add.
       derivative: the reduction whose derivative this one has in a list and over replicas. None: derivatives flow
         through the functions.
     """
@@ -50,14 +50,14 @@ class Reduction:
 
     Whoever writes them has a reduction that runs over a list, time, replicas and any mixture, in every mode. What is
     passed to ``Reduction`` may be written for one framework, or with operators for all. The attributes of the same
-    names check their arguments besides; their states tell in which reduction and for which leaves they were made.
+    names also check their arguments; their states record the reduction and the leaves that they were made for.
 
     Attributes:
       init: ``init(like) -> state``, the empty state for trees shaped like ``like`` (arrays or shape/dtype specs): an
         array or a tree of arrays. The function is given NumPy arrays of zeros, which take no memory.
       update: ``update(state, value, weight) -> state``, one more contribution. Called by the library, the weight is a
-        scalar array: float64 where a leaf has that precision, else float32. One of weight 0 is left out afterwards,
-        whatever the function makes of it. As an attribute it has the default ``weight=1``.
+        scalar array: float64 where a leaf has that precision, else float32. A contribution of weight 0 is discarded
+        afterwards, whatever the function returns for it. As an attribute it has the default ``weight=1``.
       merge: ``merge(a, b) -> state``, two partial states become one; ``a`` holds the earlier contributions.
       finalize: ``finalize(state) -> value``, the combined tree.
       name: what error messages call it.
@@ -71,8 +71,8 @@ class Reduction:
 
     Bits: whatever the functions' are. Over replicas states are gathered, and merged in the canonical tree over ranks.
 
-    A state keeps an empty one beside it, to begin the next window with, and so takes twice the memory of the function's
-    own. `elementwise` has no need of that.
+    Each state carries an empty one along, to begin the next window with, and so takes twice the memory of your own;
+    `elementwise` avoids that.
 
     >>> import numpy as np, gradcombine as gc
     >>> sum_of_squares = gc.Reduction(
@@ -173,7 +173,7 @@ def differentiable(reduction: Reduction) -> Reduction:
       reduction: any reduction. One whose states have a derivative is returned as it is.
 
     Returns:
-      A reduction of the same values, to the bit. Of float32 its states have 4 bytes an element more.
+      A reduction of the same values, to the bit. Its states take 4 more bytes per float32 element.
 
     >>> import jax, jax.numpy as jnp, gradcombine as gc
     >>> acc = gc.accumulate(gc.reductions.differentiable(gc.reductions.mean("exact")), every=2)

@@ -22,7 +22,7 @@ Accumulator = Any
 
 @dataclass(frozen=True)
 class Totals:
-    """What a whole state knows beside its accumulators.
+    """What a state holds besides its accumulators.
 
     Attributes:
       weight: the sum of weights.
@@ -34,7 +34,7 @@ class Totals:
     _made: dict[Any, Array] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Any, make: Callable[[], Array]) -> Array:
-        """What is made of the totals, once for all leaves: traced for each of them it would be most of a program."""
+        """A value derived from the totals, once for all leaves: traced for each leaf it would be most of a program."""
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
@@ -44,13 +44,13 @@ class Cell(ABC):
     """The monoid on one leaf. `gradcombine.reductions.treewise` lifts it to trees.
 
     Contributions are arrays here, and the sum of weights is one running value: exact for integers up to 2**24, else
-    rounded at each addition. A cell for which that is otherwise says so by methods of its own.
+    rounded at each addition. A cell that differs overrides these methods.
 
     Attributes:
       name: the reduction's, for error messages.
       kinds: the kinds of dtypes of contributions that it accepts.
       settings: the dtypes of accumulator and result.
-      is_leaf: which containers are contributions; None: none is.
+      is_leaf: which containers count as leaves; None: none do.
       additive: whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce.
       adds_terms: whether ``update`` adds one array, `term`, to an accumulator that is one.
       takes_lists: whether it takes several contributions at once, by `update_many`.
@@ -112,11 +112,11 @@ class Cell(ABC):
             raise GradCombineError(self.name, expected, f"{dtype}, accumulated in {received}")
 
     def masked(self, backend: Backend, zero: Array, old: Accumulator, new: Accumulator) -> Accumulator:
-        """What `update` has made of an accumulator; the old one where the weight turns out to be 0."""
+        """The accumulator that `update` returned, or the old one where the weight turns out to be 0."""
         return where(backend, zero, old, new)
 
     def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Accumulator:
-        """The accumulator, where contributions of these weights had nothing for it."""
+        """The accumulator after contributions of these weights that have no gradient for this leaf."""
         return a
 
     def running(self, dtype: np.dtype) -> np.dtype:
@@ -140,7 +140,7 @@ class Cell(ABC):
         return backend.add(a, b)
 
     def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
-        """The sum of weights, which frameworks take for a function of these contributions as well."""
+        """The sum of weights, made a function of these contributions for the frameworks' derivatives."""
         return total
 
     def term(self, backend: Backend, a: Accumulator, x: Any, weight: Weight) -> Array:

@@ -114,7 +114,7 @@ def max(*, output_dtype: Any = None) -> Reduction:
 
 @no_autograph
 def min(*, output_dtype: Any = None) -> Reduction:
-    """The elementwise minimum; in all else as `max`. No contribution: +inf, or the largest integer.
+    """The elementwise minimum; otherwise as `max`. No contribution: +inf, or the largest integer.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.min(), [np.float32([1, 5]), np.float32([3, 4])])
@@ -207,7 +207,7 @@ def first() -> Reduction:
 
 @no_autograph
 def last() -> Reduction:
-    """The last contribution of nonzero weight; over replicas, the highest rank's. In all else as `first`.
+    """The last contribution of nonzero weight; over replicas, the highest rank's. Otherwise as `first`.
 
     >>> import numpy as np, gradcombine as gc
     >>> gc.combine(gc.reductions.last(), [np.float32([1, 5]), np.float32([3, 4])])

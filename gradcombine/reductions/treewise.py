@@ -1,4 +1,4 @@
-"""Lifts a cell, which combines one leaf, to trees: one accumulator a leaf, one weight and one count a tree."""
+"""Lifts a cell, which combines one leaf, to trees: one accumulator per leaf, one weight and one count per tree."""
 
 from __future__ import annotations
 

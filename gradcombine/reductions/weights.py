@@ -54,7 +54,7 @@ class Weight:
 
     @property
     def is_integral(self) -> bool:
-        """Whether the weight is a whole number for certain: by its type, or where it is known by its value."""
+        """Whether the weight is certainly a whole number: by its type, or by its value where that is known."""
         return self.whole or (self.known is not None and float(self.known).is_integer())
 
     def cast(self, backend: Backend, dtype: np.dtype) -> Array:
@@ -186,7 +186,7 @@ def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) 
 
 
 def where(operation: str, backend: Backend, condition: Array, weight: Any, wide: bool) -> Array:
-    """The weight where the boolean scalar holds, else 0; of an integer type if it is a whole number for certain.
+    """The weight where the boolean scalar holds, else 0; of an integer type if it is certainly a whole number.
 
     Args:
       operation: for error messages.

@@ -239,7 +239,7 @@ def norm_dtype(operation: str, leaves: list[Any], structure: tree.Structure) -> 
             continue
         leaf_dtype = dtype_of(leaf)
         if dtypes.kind(leaf_dtype) != "float":
-            raise GradCombineError(operation, "float leaves, of which alone there is a norm here", leaf_dtype, path)
+            raise GradCombineError(operation, "float leaves, the only ones with a norm here", leaf_dtype, path)
         dtype = max(dtype, leaf_dtype, key=lambda dtype: dtype.itemsize)
     return dtype
 

@@ -53,7 +53,7 @@ class Layout(Protocol):
         ...
 
     def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
-        """The replicas' values combined: one component a replica."""
+        """The replicas' values combined: one component per replica."""
         ...
 
 

@@ -91,11 +91,11 @@ def load(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> Stat
 
 @no_autograph
 def save_replicas(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
-    """Saves one state a replica in one file; `load_replicas` gives them back, and `resize` makes them more or fewer.
+    """Saves one state per replica in one file; `load_replicas` gives them back, and `resize` makes them more or fewer.
 
     Args:
       path, reduction: as for `save`.
-      states: one a replica, by rank, of one structure. A tree that holds them stacked along a first axis, as jax.vmap
+      states: one per replica, by rank, of one structure. A tree that holds them stacked along a first axis, as jax.vmap
         and jax.shard_map return it, is taken apart by ``jax.tree.map(lambda x: x[rank], stacked)``.
 
     Raises:
@@ -114,7 +114,7 @@ def save_replicas(path: str | os.PathLike[str], reduction: Reduction, states: Se
     >>> [float(total.finalize(state)) for state in statefile.resize(total, states, 2)]
     [1.0, 5.0]
     """
-    listed = require_list("statefile.save_replicas", "a list of states, one a replica", states)
+    listed = require_list("statefile.save_replicas", "a list of states, one per replica", states)
     _write("statefile.save_replicas", path, reduction, listed)
 
 
@@ -160,7 +160,7 @@ def inspect(path: str | os.PathLike[str]) -> Header:
 
 
 def _write(operation: str, path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
-    """Writes one state a replica."""
+    """Writes one state per replica."""
     require_reduction(operation, reduction)
     target = require_path(operation, path)
     parts = [on_host(operation, state) for state in states]
@@ -192,7 +192,7 @@ def _write(operation: str, path: str | os.PathLike[str], reduction: Reduction, s
 def _states(
     operation: str, path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None = None
 ) -> list[State]:
-    """One state a replica."""
+    """One state per replica."""
     require_reduction(operation, reduction)
     source = require_path(operation, path)
     with decoding(source):

@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
       path: where in the state, for instance ``".levels[0].value['w']"``.
       dtype: its NumPy (or ml_dtypes) name; None for a leaf that is None.
       shape: None for a leaf that is None.
-      sha256: of its bytes (C order, little-endian), in hexadecimal digits, one a replica.
+      sha256: of its bytes (C order, little-endian), in hexadecimal digits, one per replica.
     """
 
     path: str
@@ -48,7 +48,7 @@ class Header(NamedTuple):
     Attributes:
       gradcombine: the version of the library that wrote it.
       reduction: the name of the reduction that made the states.
-      replicas: how many states the file holds, one a replica, by rank.
+      replicas: how many states the file holds, one per replica, by rank.
       levels: of windows, how many partial states each has: 1 in order ``"sequential"``, floor(log2(every)) + 1 in order
         ``"tree"``. None for states of a reduction without a window.
       kinds: the class of each NamedTuple in the state, by path. Precision and members of the reduction show there.

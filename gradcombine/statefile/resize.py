@@ -33,7 +33,7 @@ def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, ever
 
     Args:
       reduction: the one that made the states.
-      states: one a replica, by rank: of the reduction, or of `gradcombine.accumulate`, all at the same position.
+      states: one per replica, by rank: of the reduction, or of `gradcombine.accumulate`, all at the same position.
       replicas: M, 1 or more.
       every: the window length ``every'`` of an accumulator of order ``"tree"`` that goes on, or its ``max_every``; it
         sizes the binary counter. None: as follows from the old one, where N / M is a power of two.
@@ -65,7 +65,7 @@ def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, ever
     (2, 1.0, 2.5999999046325684)
     """
     require_reduction(_OPERATION, reduction)
-    parts = require_list(_OPERATION, "a list of states, one a replica", states)
+    parts = require_list(_OPERATION, "a list of states, one per replica", states)
     count = require_integer(_OPERATION, "1 replica or more", replicas)
     groups: list[list[State]] = [[] for _ in range(count)]
     for rank, part in enumerate(parts):

@@ -132,7 +132,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(tmp_path: Path, name: str) -> 
 
 @pytest.mark.parametrize("states", [[], SAVED, "states", None])
 def test_replicas_are_a_list(tmp_path: Path, states: Any) -> None:
-    with pytest.raises(gc.GradCombineError, match="expected a list of states, one a replica"):
+    with pytest.raises(gc.GradCombineError, match="expected a list of states, one per replica"):
         statefile.save_replicas(tmp_path / "a.npz", reductions.mean(), states)
 
 

@@ -206,8 +206,8 @@ def test_the_order_of_ranks_is_kept(old: int, new: int) -> None:
 
 ONE_LEVEL = gc.accumulate(reductions.mean(), every=2).init(np.float32(0))
 REFUSED: dict[str, tuple[Any, str]] = {
-    "no states": (lambda a, b: ([], 2, {}), "a list of states, one a replica, received an empty list"),
-    "one state": (lambda a, b: (a, 2, {}), "a list of states, one a replica, received AccumulateState"),
+    "no states": (lambda a, b: ([], 2, {}), "a list of states, one per replica, received an empty list"),
+    "one state": (lambda a, b: (a, 2, {}), "a list of states, one per replica, received AccumulateState"),
     "0 replicas": (lambda a, b: ([a], 0, {}), "1 replica or more, received 0"),
     "half a replica": (lambda a, b: ([a], 0.5, {}), "1 replica or more, received 0.5"),
     "every": (lambda a, b: ([a], 2, {"every": 0}), "a window length of 1 or more, received 0"),

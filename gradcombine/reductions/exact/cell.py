@@ -187,7 +187,7 @@ class Exact(Cell):
         return total.digits
 
     def _words(self, word: np.dtype) -> int:
-        """How many an element has."""
+        """How many words an element has."""
         return 6 if self.many and word == FLOAT32.word else 3
 
 

@@ -283,7 +283,7 @@ def decode(backend: Backend, grid: Grid, x: Array) -> Decoded:
 
 
 def normal(backend: Backend, grid: Grid, magnitude: Array) -> tuple[Array, Array]:
-    """Significand and exponent of a float's bits without sign; the leading bit is set, but of zero none is."""
+    """Significand and exponent of a float's bits without sign. The leading bit is set, except for zero."""
     tiny = magnitude < grid.hidden
     as_float = backend.bitcast(backend.cast(magnitude, grid.value), grid.word)
     scaled = backend.where(tiny, as_float, magnitude)

@@ -1,7 +1,7 @@
 """How replicas merge exact sums: by a maximum, and then a sum of integers, for which any collective has the same bits.
 
 The tags of the three slots follow the bin of the largest value, each by a maximum: of ``level + 2`` bins that have
-begun, slot s has seen ``(level + 2 - s) // 3``. So one byte an element, the *level*, tells all three. Once replicas
+begun, slot s has seen ``(level + 2 - s) // 3``. So one byte per element, the *level*, gives all three. Once replicas
 know the highest level among them, each drops the slots that are below it, and what is left adds up.
 
 A sum over replicas stays within a word, as the digits of one replica do. Of settled words every replica brings one
@@ -13,7 +13,7 @@ words of digits. Three aligned slots are one number of three overlapping digits.
 words before they are summed: ``high * 2**low_bits + low``, where ``low`` is not negative. The word of the lower ones
 has room for as many of them as there are replicas; what that costs, the higher ones have as long as there are few
 deposits. Where a value is not finite, the counts of slot 0 take the place of all digits. On the wire that is a maximum
-of one byte an element, a reduce-scatter of two words, and an all-gather of the results: 1.75 times the bytes of one
+of one byte per element, a reduce-scatter of two words, and an all-gather of the results: 1.75 times the bytes of one
 all-reduce of floats.
 """
 

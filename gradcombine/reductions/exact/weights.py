@@ -6,8 +6,8 @@ of them are kept, else it is rounded once. What multiplies are integers, or floa
 on what a device does to subnormal numbers.
 
 Integers carry no derivative, so a derivative that goes through a state would be 0 unseen. A float scalar beside the
-digits of the sum of weights, the *link*, depends on all contributions and weights in the eyes of the frameworks, though
-it is always 0: where a derivative comes upon it, the result refuses.
+digits of the sum of weights, the *link*, is always 0, but to the frameworks it depends on all contributions and
+weights: a derivative that reaches it is refused.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ def test_the_screen_says_it_and_a_rule_may_leave_it_out(tmp_path: Path) -> None:
     path = npz(tmp_path)
     code, output = run(path, path, "--json", tmp_path / "out.json")
     assert code == 1
-    assert "Leaves that were not compared" in output and "A: a file that is no .npy array" in output
+    assert "Leaves that were not compared" in output and "A: a file that is not an .npy array" in output
     assert "1 leaves were compared; 6 could not be compared." in output
     assert len(json.loads((tmp_path / "out.json").read_text())["left_out"]) == 6
     (tmp_path / "rules.toml").write_text("ignore_a = ['[^w].*']\nignore_b = ['[^w].*']")
