@@ -178,7 +178,7 @@ class AccumulatedStep(tf.Module):
                 if x is not None and (x.shape, x.dtype) != (y.shape, tf.as_dtype(y.dtype)):
                     raise error(f"shape {x.shape} and {x.dtype.name}", f"{y.shape} and {y.dtype}", f"[{rank}]{path}")
 
-        first = int(self._first(self._strategy.run(_rank)))
+        first = int(self._local(self._strategy.run(_rank))[0])
         self._strategy.run(lambda: self._state.write(Pending(states[int(tf.get_static_value(_rank())) - first])))
 
     # The library's own code needs no AutoGraph, which would take seconds to convert it. The caller's functions get it
@@ -204,7 +204,8 @@ class AccumulatedStep(tf.Module):
     @tf.autograph.experimental.do_not_convert
     def _flush(self, status: Any) -> tf.Tensor:
         self._require_cross_replica()
-        applied = self._apply_if(self._agreed(self._strategy.run(self._is_partial)), status)
+        is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
+        applied = self._apply_if(self._agreed(is_partial), status)
         self._strategy.run(self._end)
         return applied
 
@@ -217,9 +218,6 @@ class AccumulatedStep(tf.Module):
             raise error("no gradient, as in a tf.function that was traced before", "one", f"[{i}]")
         self._with_gradient |= present
         return pending, ready, outputs[0] if outputs else None
-
-    def _is_partial(self) -> tf.Tensor:
-        return self._window.is_partial(self._state.unread())
 
     def _end(self) -> None:
         state = self._state.unread()
@@ -244,21 +242,19 @@ class AccumulatedStep(tf.Module):
             return [gradients[i] for i in indices]
 
         if self._optimizer is None:
-            gradients = [self._first(x) for x in self._strategy.run(merged)]
+            gradients = [self._local(x)[0] for x in self._strategy.run(merged)]
             with self._strategy.scope():
                 converted(self._apply, status)(gradients, targets)
         else:
             self._strategy.run(lambda: self._optimizer.apply(_from_first_replica(merged()), targets))
 
     def _agreed(self, condition: Any) -> tf.Tensor:
-        """What all replicas say of the window; they differ only where its length does."""
+        """The condition, which is the same on all replicas unless their windows' lengths differ."""
         first, *others = self._local(condition)
         for other in others:
-            require(tf.equal(first, other), "a window length that is the same on all replicas", "another one on some")
+            expected = "a window length that is the same on all replicas"
+            BACKEND.check(tf.equal(first, other), "AccumulatedStep", expected, "another one on some")
         return first
-
-    def _first(self, value: Any) -> tf.Tensor:
-        return self._local(value)[0]
 
     def _local(self, value: Any) -> Any:
         return self._strategy.experimental_local_results(value)
@@ -283,11 +279,6 @@ def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         return gradients
     first = tf.equal(context.replica_id_in_sync_group, 0)
     return [tf.where(first, x, tf.zeros_like(x)) for x in gradients]
-
-
-def require(condition: tf.Tensor, expected: str, received: str) -> None:
-    """Raises where the condition is false: at once where that is known, else when the graph runs."""
-    BACKEND.check(condition, "AccumulatedStep", expected, received)
 
 
 def keras_optimizer(apply: Any) -> Any:
