@@ -45,6 +45,12 @@ def contributions(draw: Any, n: int, elements: Any, weights: Any = WEIGHTS) -> d
     return {"values": values, "weights": scales}
 
 
+def first(data: Any, n: int) -> Any:
+    """The first n of the contributions."""
+    values = {name: None if x is None else x[:n] for name, x in data["values"].items()}
+    return {"values": values, "weights": data["weights"][:n]}
+
+
 def deal(data: Any, replicas: int) -> list[Any]:
     """The contributions in blocks: replica r gets the r-th."""
 

@@ -70,6 +70,18 @@ class Combine:
         return accumulator.value(state)
 
 
+@dataclass(frozen=True)
+class Single:
+    """Data as for `Combine`; the result is that of one reduction."""
+
+    reduction: gc.Reduction
+    place: str
+    order: str
+
+    def __call__(self, env: Env, data: Any) -> Any:
+        return Combine(self.place, self.order).one(env, self.reduction, data["values"], data["weights"])
+
+
 def _merged_halves(reduction: gc.Reduction, trees: list[Any], scales: list[Any]) -> Any:
     half = len(trees) // 2
     states = []

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import ml_dtypes
@@ -18,25 +17,14 @@ import gradcombine as gc
 from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, WEIGHTS, contributions, deal
-from tests.spec.programs import Combine, rows
+from tests.spec.programs import Single, rows
 
 ADASUM = gc.reductions.adasum()
 ORDERS = ("sequential", "tree")
 Vector = tuple[Fraction, ...]
 
 
-@dataclass(frozen=True)
-class Adaptive:
-    """Data and result as for `Combine`, of one reduction."""
-
-    place: str
-    order: str
-    reduction: gc.Reduction = ADASUM
-
-    def __call__(self, env: modes.Env, data: Any) -> Any:
-        return Combine(self.place, self.order).one(env, self.reduction, data["values"], data["weights"])
-
-
+Adaptive = partial(Single, ADASUM)
 PAIRWISE = Adaptive("list", "tree")
 
 
@@ -248,7 +236,7 @@ def test_float64_keeps_its_own_width() -> None:
 def test_the_wire_dtype(replicated: modes.Mode) -> None:
     """257 needs nine bits, and bfloat16 has eight: the ranks exchange 256, which is orthogonal to 0 and 2."""
     data = {"values": {"w": np.float32([[257, 0], [0, 2]])}, "weights": np.ones(2, np.float32)}
-    for result in replicated.run(Adaptive("replicas", "tree", ON_A_NARROW_WIRE), deal(data, 2)):
+    for result in replicated.run(Single(ON_A_NARROW_WIRE, "replicas", "tree"), deal(data, 2)):
         check(result["w"], np.float32([256, 2]))
 
 
