@@ -69,6 +69,7 @@ def agree(ended: list[Ended], expected: str) -> None:
     ]
 
 
+@pytest.mark.full
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     agree(run(2, "train", tmp_path), in_one_process())
 

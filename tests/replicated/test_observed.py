@@ -38,20 +38,27 @@ def test_numpy(case: Case) -> None:
     assert places.numpy_stacked(case) == expected(case)
 
 
+def quick(chosen: list[Case], of: list[Case]) -> pytest.MarkDecorator:
+    """Of these cases the chosen ones; the rest, which traces the same functions, is left to the full suite."""
+    return pytest.mark.parametrize(
+        "case", [case if case in chosen else pytest.param(case, marks=pytest.mark.full) for case in of], ids=str
+    )
+
+
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("case", CASES, ids=str)
+@quick(SELECTED, CASES)
 def test_jax_vmap(case: Case) -> None:
     assert places.jax_vmap(case) == expected(case)
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("case", SHARDED, ids=str)
+@quick(MAPPED, SHARDED)
 def test_jax_shard_map(case: Case) -> None:
     assert places.jax_shard_map(case) == expected(case)
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("case", MAPPED, ids=str)
+@quick(MAPPED[::4], MAPPED)
 def test_jax_pmap(case: Case) -> None:
     assert places.jax_pmap(case) == expected(case)
 

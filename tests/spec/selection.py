@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,6 +27,11 @@ EXACT_NAMES = ("exact sum", "exact mean")
 
 NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES], ids=" ".join)
 """The elementwise reductions."""
+
+
+def cases(quick: Container[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
+    """Parameters of a test: each combination of the axes; those that are not quick are left to the full suite."""
+    return [pytest.param(*case, marks=() if case in quick else FULL) for case in product(*axes)]
 
 
 def among(quick: Iterable[str], names: Iterable[str] | None = None) -> list[Any]:

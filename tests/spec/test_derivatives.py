@@ -76,7 +76,7 @@ OTHERS: dict[str, tuple[gc.Reduction, Callable[..., Any]]] = {
     "last": (reductions.last(), elementwise(lambda xs, ws: xs[-1])),
     "checked": (reductions.checked(EXACT["mean"]), FORMULAS["mean"]),
     "per_leaf": (
-        reductions.per_leaf({"a": EXACT["mean"], "b": reductions.max()}),
+        reductions.per_leaf({"a": reductions.mean(), "b": reductions.max()}),
         lambda rows, ws: elementwise(mean)(rows, ws) + elementwise(lambda xs, ws: max(xs))(rows, ws),
     ),
 }
@@ -157,13 +157,17 @@ def over_replicas(kind: str, through_a_state: bool = False) -> Callable[..., Any
     return call
 
 
-MIXED, REPEATED = "one mode over the other", "each mode over itself"
+SECOND_ORDERS = {
+    "forward over reverse": [("forward", "reverse")],
+    "reverse over forward": [("reverse", "forward")],
+    "each over itself": [("forward", "forward"), ("reverse", "reverse")],
+}
 
 
 def jax_derivatives(
     place: Callable[..., Any], reduction: gc.Reduction, second: str, x: np.ndarray = X
 ) -> list[list[float]]:
-    """First and second ones, by forward and reverse mode and by one over the other or over itself."""
+    """First ones by the inner mode of each of the `SECOND_ORDERS`, second ones by the outer over it."""
     import jax
     import jax.numpy as jnp
 
@@ -181,11 +185,12 @@ def jax_derivatives(
 
         return value_and_slope
 
-    def slope(mode: Any) -> Any:
-        return lambda xs, ws: mode(loss)(xs, ws)[1]
+    ways = {"forward": forward, "reverse": reverse}
 
-    pairs = ((forward, reverse), (reverse, forward)) if second == MIXED else ((forward, forward), (reverse, reverse))
-    twice = jax.jit(lambda xs, ws: [outer(slope(inner))(xs, ws) for inner, outer in pairs])
+    def slope(mode: str) -> Any:
+        return lambda xs, ws: ways[mode](loss)(xs, ws)[1]
+
+    twice = jax.jit(lambda xs, ws: [ways[outer](slope(inner))(xs, ws) for outer, inner in SECOND_ORDERS[second]])
     return [list(map(float, order)) for order in zip(*twice(jnp.asarray(x), jnp.asarray(W)), strict=True)]
 
 
@@ -222,7 +227,10 @@ def check(received: list[list[float]], expected: tuple[float, float]) -> None:
         np.testing.assert_allclose(order, value, rtol=2e-5)
 
 
-SECOND = pytest.mark.parametrize("second", [MIXED, pytest.param(REPEATED, marks=FULL)])
+SECOND = pytest.mark.parametrize(
+    "second", ["forward over reverse", *(pytest.param(x, marks=FULL) for x in list(SECOND_ORDERS)[1:])]
+)
+QUICK_ORDERS = (("list", "reverse over forward"), ("shard_map", "forward over reverse"))
 JAX_PLACES: dict[str, Callable[[], Any]] = {
     "list": lambda: listed,
     "vmap": lambda: over_replicas("vmap"),
@@ -239,8 +247,14 @@ JAX_STATES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.needs("jax")
-@SECOND
-@pytest.mark.parametrize("place", ["list", "vmap", "shard_map", pytest.param("shard_map_unchecked", marks=FULL)])
+@pytest.mark.parametrize(
+    ("place", "second"),
+    [
+        pytest.param(place, second, marks=[FULL] if (place, second) not in QUICK_ORDERS else [])
+        for place in ("list", "vmap", "shard_map", "shard_map_unchecked")
+        for second in SECOND_ORDERS
+    ],
+)
 def test_exact_in_one_call_in_jax(place: str, second: str) -> None:
     check(jax_derivatives(JAX_PLACES[place](), EXACT["mean"], second), true_derivatives(FORMULAS["mean"]))
 
@@ -302,21 +316,30 @@ def test_noise_scale_in_tensorflow() -> None:
     check(received, true_derivatives(noise_formula))
 
 
+def rows_loss(xs: Any, ws: Any) -> Any:
+    result = rows_listed(reductions.row_mean(capacity=2), xs, ws)
+    return (result * result * FACTORS).sum()
+
+
 @pytest.mark.needs("jax")
 def test_rows_in_jax() -> None:
     """Forward mode; reverse mode goes through a loop only outside of compiled code, and JAX says so inside."""
     import jax
 
-    def loss(xs: Any, ws: Any) -> Any:
-        result = rows_listed(reductions.row_mean(capacity=2), xs, ws)
-        return (result * result * FACTORS).sum()
-
-    expected, _ = true_derivatives(FORMULAS["mean"])
-    _, along = jax.jvp(jax.jit(loss), (X, W), (ALONG_X, ALONG_W))
-    by_x, by_w = jax.grad(loss, (0, 1))(X, W)
-    np.testing.assert_allclose([along, (by_x * ALONG_X).sum() + (by_w * ALONG_W).sum()], expected, rtol=2e-5)
+    _, along = jax.jvp(jax.jit(rows_loss), (X, W), (ALONG_X, ALONG_W))
+    np.testing.assert_allclose(along, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)
     with pytest.raises(ValueError, match="Reverse-mode"):
-        jax.eval_shape(jax.jit(jax.grad(loss)), X, W)
+        jax.eval_shape(jax.jit(jax.grad(rows_loss)), X, W)
+
+
+@pytest.mark.full
+@pytest.mark.needs("jax")
+def test_rows_in_eager_reverse_mode() -> None:
+    import jax
+
+    by_x, by_w = jax.grad(rows_loss, (0, 1))(X, W)
+    along = (by_x * ALONG_X).sum() + (by_w * ALONG_W).sum()
+    np.testing.assert_allclose(along, true_derivatives(FORMULAS["mean"])[0], rtol=2e-5)
 
 
 AT_ZERO = np.array([[0, -2], [-1, 0], [-3, -1]], np.float32)

@@ -100,6 +100,7 @@ def test_modes(name: str, kind: str) -> None:
 
 
 @pytest.mark.needs("jax")
+@pytest.mark.full
 def test_jax_with_x64() -> None:
     """In a process of its own, eager and compiled."""
     call = "run('jax_eager', 'every exponent'); run('jax_jit', 'normal')"

@@ -75,11 +75,20 @@ def assert_same_words(a: Any, b: Any) -> None:
         np.testing.assert_array_equal(x, y)
 
 
-@pytest.mark.parametrize("kind", patterns(2, 2))
-@pytest.mark.parametrize("n", [5, 5000, pytest.param(2**16, marks=pytest.mark.slow)])
+ALL = "all kinds side by side"
+
+
+def all_kinds(n: int, size: int) -> np.ndarray:
+    return np.concatenate(list(patterns(n, size).values()), axis=1)
+
+
+@pytest.mark.parametrize(
+    ("n", "kind"),
+    [*((5, kind) for kind in patterns(2, 2)), (5000, ALL), pytest.param(2**16, ALL, marks=pytest.mark.slow)],
+)
 def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
     """Settled words are a function of the multiset, and the error is below (n - 1) 2**-32 max |x| + ulp / 2."""
-    x = patterns(n, 4)[kind]
+    x = all_kinds(n, 4) if kind == ALL else patterns(n, 4)[kind]
     state = folded(MANY, x)
     result = MANY.finalize(state)
     assert_same_words(state, merged(MANY, x, np.random.default_rng(1)))
@@ -93,15 +102,14 @@ def test_order_grouping_and_error_bound(n: int, kind: str) -> None:
         assert abs(Fraction(float(received)) - total) <= lost + half
 
 
-@pytest.mark.parametrize("kind", patterns(2, 2))
-def test_both_states_have_one_result(kind: str) -> None:
+def test_both_states_have_one_result() -> None:
     """Up to 4096 terms the room for more changes no bit."""
-    x = patterns(4096, 4)[kind]
+    x = all_kinds(4096, 4)
     few, many = folded(FEW, x), folded(MANY, x)
     np.testing.assert_array_equal(exact.bits(FEW.finalize(few)), exact.bits(MANY.finalize(many)))
 
 
-@pytest.mark.parametrize("name", among(("numpy", "jax_scan"), ("numpy", "jax_scan")))
+@pytest.mark.parametrize("name", among(("jax_scan",), ("numpy", "jax_scan")))
 def test_one_update_after_another(name: str) -> None:
     """As many as make it settle twice, with digits that would overflow otherwise."""
     x = np.concatenate([patterns(5000, 2)[kind] for kind in ("every exponent", "all digits full")], axis=1)
@@ -123,8 +131,11 @@ def test_a_leaf_without_contributions_is_settled_with_the_others(absent: list[An
     """One that has none whenever it is time to."""
     state, turns = MANY.init({"w": FULL}), 0
     while turns < 4200:
-        due = (int(state.weight.deposits) + len(absent)) % 2048 < len(absent)
-        if not due:
+        deposits = int(state.weight.deposits)
+        room = 2048 - len(absent) - deposits % 2048
+        if room > 8:
+            state, turns = at_once(MANY, state, [{"w": FULL}] * (room - 4), [1] * (room - 4)), turns + room - 4
+        elif (deposits + len(absent)) % 2048 >= len(absent):
             state, turns = MANY.update(state, {"w": FULL}), turns + 1
         elif len(absent) == 1:
             state = MANY.update(state, absent[0])
@@ -176,7 +187,7 @@ def continued(env: modes.Env, data: Any) -> Any:
     return MEANS.finalize(state), parts(state.value), parts(state.weight)
 
 
-@pytest.mark.parametrize("name", among(("numpy", "jax_jit", "tf_function"), DISTINCT))
+@pytest.mark.parametrize("name", among(("numpy", "jax_jit"), DISTINCT))
 def test_millions_of_terms(name: str) -> None:
     mode = modes.get(name)
     x = np.random.default_rng(0).normal(size=(4, 16)).astype(np.float32)
@@ -245,17 +256,23 @@ def batches(env: modes.Env, data: Any) -> Any:
     return parts(one.value), parts(one.weight), parts(many.value), parts(many.weight), results, (one.count, many.count)
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.float32])
-@pytest.mark.parametrize("name", among(("numpy", "jax_jit"), DISTINCT))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*mode.values, dtype, id=f"{mode.id}-{np.dtype(dtype)}", marks=mode.marks)
+        for dtype, quick in ((np.int32, ("numpy", "jax_jit")), (np.float32, ("numpy",)))
+        for mode in among(quick, DISTINCT)
+    ],
+)
 def test_several_at_once_are_one_after_another(name: str, dtype: Any) -> None:
     """Also where a weight is 0 and what it would multiply NaN."""
     rng = np.random.default_rng(3)
-    data = {"x": rng.normal(size=(5, 4)).astype(np.float32), "weights": np.array([3, 0, 1, 5000, 0], dtype)}
+    data = {"x": rng.normal(size=(3, 4)).astype(np.float32), "weights": np.array([3, 0, 5000], dtype)}
     data["x"][1] = np.nan
     ((one, one_weight, many, many_weight, results, counts),) = modes.get(name).run(batches, [data])
     for a, b in zip([*one, *one_weight], [*many, *many_weight], strict=True):
         np.testing.assert_array_equal(a, b)
-    assert counts[0] == counts[1] == 3
+    assert counts[0] == counts[1] == 2
     weights = data["weights"].astype(int).tolist()
     for column, received, listed in zip(data["x"].T, *results, strict=True):
         total = sum((Fraction(float(x)) * w for x, w in zip(column, weights, strict=True) if w), Fraction(0))
@@ -275,7 +292,7 @@ def large(env: modes.Env, data: Any) -> Any:
     return parts(state.value), reduction.finalize(state)
 
 
-@pytest.mark.parametrize("name", among(("jax_eager", "tf_function"), (*DISTINCT[1:], "tf_mirrored")))
+@pytest.mark.parametrize("name", among(("tf_function",), (*DISTINCT[1:], "tf_mirrored")))
 def test_large_leaves(name: str) -> None:
     """The same words as NumPy has for the same leaf in small pieces."""
     rng = np.random.default_rng(5)

@@ -45,9 +45,20 @@ def picked(env: modes.Env, data: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+QUICK = {
+    "float32": ("numpy", "jax_shard_map", "tf_eager", "tf_mirrored", "tf_xla"),
+    "float16": ("numpy", "jax_eager", "tf_eager"),
+    "bfloat16": ("numpy", "jax_shard_map", "tf_xla"),
+}
+
+
 @pytest.mark.parametrize(
-    "name", among(("numpy", "jax_eager", "jax_shard_map", "tf_eager", "tf_mirrored", "tf_xla"), None)
+    ("name", "dtype"),
+    [
+        pytest.param(*x.values, dtype, id=f"{x.id}-{dtype}", marks=x.marks)
+        for dtype in DTYPES
+        for x in among(QUICK[dtype])
+    ],
 )
 def test_what_is_picked_keeps_its_bits(name: str, dtype: str) -> None:
     x = pairs(DTYPES[dtype])

@@ -12,10 +12,12 @@ from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.sparse import RowSparse, add_rows, row_sparse, to_dense
 from gradcombine.tree import static_rows
 from tests.spec import modes
+from tests.spec.selection import among
 
 ROWS = 9
 EAGER = ("numpy", "jax_eager", "tf_eager")
 COMPILED = ("jax_jit", "jax_scan", "jax_vmap", "jax_shard_map", "tf_function", "tf_xla", "tf_mirrored")
+QUICK = ("numpy", "tf_eager", "jax_jit", "jax_shard_map", "tf_function")
 TWO = row_sum(capacity=2)
 
 
@@ -23,13 +25,6 @@ def leaf(*indices: int, rows: int = ROWS, width: int = 2) -> RowSparse:
     """Rows of ones; indices are not looked at."""
     values = np.ones((len(indices), width), np.float32)
     return RowSparse(np.int32(indices), values, static_rows(rows))
-
-
-def parameters(names: tuple[str, ...]) -> list[Any]:
-    frameworks = {name: framework for framework, group in modes.NAMES.items() for name in group}
-    return [
-        pytest.param(name, marks=[] if name == "numpy" else [pytest.mark.needs(frameworks[name])]) for name in names
-    ]
 
 
 def two_updates(env: modes.Env, data: Any) -> Any:
@@ -43,7 +38,7 @@ TOO_MANY = {"in one": [leaf(3, 3, 8), leaf(1, 4, 7)], "together": [leaf(3, 3, 8)
 OUTSIDE = {"negative": [leaf(3, 3, 8), leaf(8, -1, 3)], "past the end": [leaf(9, 9, 9), leaf(10, 9, 9)]}
 
 
-@pytest.mark.parametrize("name", parameters(EAGER + COMPILED))
+@pytest.mark.parametrize("name", among(QUICK, EAGER + COMPILED))
 def test_as_many_rows_as_there_is_room_for(name: str) -> None:
     (result,) = modes.get(name).run(two_updates, [FULL])
     assert result["rows"].indices.tolist() == [3, 8]
@@ -53,21 +48,21 @@ def test_as_many_rows_as_there_is_room_for(name: str) -> None:
 
 
 @pytest.mark.parametrize("case", TOO_MANY)
-@pytest.mark.parametrize("name", parameters(EAGER))
+@pytest.mark.parametrize("name", among(EAGER, EAGER))
 def test_a_row_too_many_raises_where_rows_are_known(name: str, case: str) -> None:
     with pytest.raises(gc.GradCombineError, match=r"row_sum: expected at most 2 different rows .*, received 3"):
         modes.get(name).run(two_updates, [TOO_MANY[case]])
 
 
 @pytest.mark.parametrize("case", OUTSIDE)
-@pytest.mark.parametrize("name", parameters(EAGER))
+@pytest.mark.parametrize("name", among(EAGER, EAGER))
 def test_an_index_out_of_range_raises_where_rows_are_known(name: str, case: str) -> None:
     with pytest.raises(gc.GradCombineError, match=r"row_sum: expected indices from 0 to 9, received (-1|10)"):
         modes.get(name).run(two_updates, [OUTSIDE[case]])
 
 
 @pytest.mark.parametrize("case", [*TOO_MANY, *OUTSIDE])
-@pytest.mark.parametrize("name", parameters(COMPILED))
+@pytest.mark.parametrize("name", among(QUICK, COMPILED))
 def test_lost_rows_make_compiled_results_nan(name: str, case: str) -> None:
     """In all rows, and in whatever the rows are added to; though an index out of range may have been the only one."""
     (result,) = modes.get(name).run(two_updates, [{**TOO_MANY, **OUTSIDE}[case]])

@@ -20,6 +20,7 @@ from gradcombine.tree import static_rows
 from tests.spec import exact, modes, sparse_data
 from tests.spec.data import FLOATS
 from tests.spec.programs import rows
+from tests.spec.selection import among
 from tests.spec.sparse_data import ROWS, WIDTH, contributions
 
 MIXED = gc.reductions.per_leaf({"embedding": row_mean(capacity=ROWS), "dense": gc.reductions.mean()})
@@ -38,11 +39,10 @@ def window(env: modes.Env, data: Any) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    [
-        "numpy",
-        *(pytest.param(name, marks=pytest.mark.needs("jax")) for name in ("jax_scan", "jax_shard_map_scan")),
-        *(pytest.param(name, marks=pytest.mark.needs("tensorflow")) for name in ("tf_eager", "tf_mirrored")),
-    ],
+    among(
+        ("numpy", "jax_shard_map_scan", "tf_mirrored"),
+        ("numpy", "jax_scan", "jax_shard_map_scan", "tf_eager", "tf_mirrored"),
+    ),
 )
 def test_beside_dense_leaves_over_two_windows(name: str) -> None:
     """The first window, with a NaN in it, is gone when the second one is read."""

@@ -15,7 +15,7 @@ import gradcombine as gc
 from gradcombine import reductions, tree
 from tests.spec import exact, modes
 from tests.spec.programs import REDUCTIONS, rows
-from tests.spec.selection import FULL
+from tests.spec.selection import cases
 
 needs_jax = pytest.mark.needs("jax")
 needs_tensorflow = pytest.mark.needs("tensorflow")
@@ -203,24 +203,16 @@ LOOPED = REDUCTIONS | {
 LOOPED_VALUES = {"adasum": [[1.0, 0.0], [0.0, 2.0], [2.0, -1.0]]}
 
 
-REST_OF_LOOPS = [
-    ("while_loop, compiled", "sequential"),
-    ("while_loop", "sequential"),
-    ("while_loop", "tree"),
-    ("converted", "tree"),
+LOOPS, ORDERS = ("converted", "while_loop", "while_loop, compiled"), ("sequential", "tree")
+COMPILED = ("mean", "last", "exact")
+QUICK_LOOPS = [
+    *((name, "converted", "sequential") for name in LOOPED),
+    *((name, "while_loop, compiled", "tree") for name in COMPILED),
 ]
 
 
 @needs_tensorflow
-@pytest.mark.parametrize(
-    ("loop", "order"),
-    [
-        ("while_loop, compiled", "tree"),
-        ("converted", "sequential"),
-        *(pytest.param(loop, order, marks=FULL) for loop, order in REST_OF_LOOPS),
-    ],
-)
-@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize(("name", "loop", "order"), cases(QUICK_LOOPS, LOOPED, LOOPS, ORDERS))
 def test_states_pass_through_the_loops_of_tensorflow(name: str, loop: str, order: Any) -> None:
     """Whatever they hold: no gradient, dtypes of results, digits, several levels; with XLA and without."""
     import tensorflow as tf

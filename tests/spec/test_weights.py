@@ -32,6 +32,8 @@ WEIGHTS = {
     "subnormal and large": np.float32([1e-40, 3e38]),
     "float16": np.float16([6e-8, 2]),
 }
+TO_TRACE = ("uint32", "sum above float32", "subnormal and large", "float16")
+"""One of each kind, for which programs are traced in the quick part."""
 
 
 def rounded(value: Fraction) -> float:
@@ -55,8 +57,14 @@ def weighed(env: modes.Env, data: Any) -> Any:
     return [gc.combine(reduction, rows(data["x"]), rows(data["weights"])) for reduction in (SUM, MEAN)]
 
 
-@pytest.mark.parametrize("kind", WEIGHTS)
-@pytest.mark.parametrize("name", among(QUICK, DISTINCT))
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(*mode.values, kind, id=f"{mode.id}-{kind}", marks=mode.marks)
+        for kind in WEIGHTS
+        for mode in among(QUICK if kind in TO_TRACE else ("numpy", "tf_eager"), DISTINCT)
+    ],
+)
 def test_sums_and_means_by_weights_of_any_type_and_size(name: str, kind: str) -> None:
     """The nearest floats to exact fractions, the same in every framework."""
     mode, weights = modes.get(name), WEIGHTS[kind]
@@ -108,6 +116,9 @@ REFUSED = {
     "NaN": np.float32([np.nan, 3]),
 }
 PRECISIONS = ("fast", "compensated", "exact")
+QUICK_REFUSED = [("negative", "tf_function"), ("NaN", "tf_function"), ("negative integer", "jax_jit")]
+"""Of each dtype, another program is traced."""
+TRACED = ("jax_jit", "jax_scan", "tf_function", "tf_xla")
 
 
 def everything(env: modes.Env, data: Any) -> Any:
@@ -115,9 +126,15 @@ def everything(env: modes.Env, data: Any) -> Any:
     return [gc.combine(r, rows(data["x"]), rows(data["weights"])) for r in (*chosen, reductions.moments())]
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-@pytest.mark.parametrize("name", among(("jax_jit", "tf_function"), ("jax_jit", "jax_scan", "tf_function", "tf_xla")))
-def test_a_traced_weight_that_would_be_refused_gives_nan(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        pytest.param(kind, *mode.values, id=f"{kind}-{mode.id}", marks=mode.marks)
+        for kind in REFUSED
+        for mode in among([name for which, name in QUICK_REFUSED if which == kind], TRACED)
+    ],
+)
+def test_a_traced_weight_that_would_be_refused_gives_nan(kind: str, name: str) -> None:
     """In every precision: it is too late for an error."""
     (results,) = modes.get(name).run(everything, [{"x": X[:, :2], "weights": REFUSED[kind]}])
     for result in results[:-1]:

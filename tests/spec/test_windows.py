@@ -106,7 +106,7 @@ def test_a_window_of_weight_0_has_the_empty_value(order: Any) -> None:
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_a_window_of_numpy_arrays_goes_on_in_jax(order: Any) -> None:
     """As a file gives it back; the narrow dtype of the result is JAX's again."""
     import jax.numpy as jnp

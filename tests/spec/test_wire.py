@@ -16,6 +16,7 @@ from gradcombine.reductions.cell import parts
 from gradcombine.tree import is_static
 from gradcombine.types import no_autograph
 from tests.spec import exact, modes
+from tests.spec.selection import FULL
 
 FEW = reductions.mean("exact")
 MANY = reductions.mean("exact", max_terms=2**26)
@@ -68,7 +69,7 @@ def merged(env: modes.Env, states: Any) -> Any:
     return few, many, FEW.finalize(few)
 
 
-COUNTS = [2, 4, pytest.param(8, marks=pytest.mark.full)]
+COUNTS = [2, 4, pytest.param(8, marks=FULL)]
 
 
 @pytest.mark.parametrize("replicas", COUNTS)
@@ -106,7 +107,7 @@ def test_all_reduce_gives_the_mean_of_the_list(replicated: modes.Mode, replicas:
 WEIGHTS = np.float32([0.3, 0, 1, 1e7])
 
 
-FULL = np.float32(2**16 - 2**-8)
+LARGEST = np.float32(2**16 - 2**-8)
 """The top digit of which is the largest one: its leading bit is the highest of a bin."""
 
 
@@ -120,13 +121,13 @@ def long_weights(env: modes.Env, x: Any) -> Any:
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("replicas", [128, 256])
+@pytest.mark.parametrize("replicas", [128, pytest.param(256, marks=FULL)])
 def test_two_words_hold_the_digits_of_128_replicas(replicas: int) -> None:
     """With two deposits each. With 256 replicas there is no room, and three words are exchanged."""
-    third = FULL / np.float32(3)
-    columns = [third, -third, FULL * np.float32(2**-16), -np.float32(2**-149), np.inf, -np.inf, np.nan, 0]
+    third = LARGEST / np.float32(3)
+    columns = [third, -third, LARGEST * np.float32(2**-16), -np.float32(2**-149), np.inf, -np.inf, np.nan, 0]
     x = np.tile(np.float32(columns), (replicas, 1))
-    x[1:, -1] = np.float32([FULL, -FULL])[np.arange(replicas - 1) % 2]
+    x[1:, -1] = np.float32([LARGEST, -LARGEST])[np.arange(replicas - 1) % 2]
     expected = [gc.combine(r, list(x), [LONG] * replicas) for r in (FEW, reductions.sum("exact"))]
     for result in modes.get("jax_vmap").run(long_weights, list(x))[:: replicas - 1]:
         for found, other in zip(result, expected, strict=True):
@@ -142,7 +143,7 @@ def settled(env: modes.Env, x: Any) -> Any:
 @pytest.mark.needs("jax")
 def test_settled_words_of_4096_replicas() -> None:
     """As many as one exchange is for: the largest digits and counts of infinities do not overflow."""
-    x = np.float32([FULL, -FULL, -np.float32(2**-149), np.inf, -np.inf, np.nan])
+    x = np.float32([LARGEST, -LARGEST, -np.float32(2**-149), np.inf, -np.inf, np.nan])
     state = MANY.update(MANY.init(x), x, np.float32(1))
     for _ in range(12):
         state = MANY.merge(state, state)
@@ -161,11 +162,11 @@ def test_deposits_of_all_replicas_are_counted() -> None:
         return MANY.finalize(merged), merged.weight.deposits
 
     state = MANY.update(MANY.init(np.float32([1])), np.float32([1]))
-    for deposits, replicas, fits in ((2**24, 4, True), (2**24 + 1, 4, False), (2**26 + 1, 128, False)):
+    for deposits, fits in ((2**19, True), (2**19 + 1, False), (2**26 + 1, False)):
         full = state._replace(weight=state.weight._replace(deposits=np.int32(deposits)))
-        result, count = modes.get("jax_vmap").run(program, [full] * replicas)[0]
+        result, count = modes.get("jax_vmap").run(program, [full] * 128)[0]
         assert (result == 1) if fits else np.isnan(result)
-        assert count == min(deposits * replicas, 2**26 + 1)
+        assert count == min(deposits * 128, 2**26 + 1)
 
 
 BYTES = {
@@ -179,7 +180,7 @@ BYTES = {
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=FULL if x.endswith("many") else ()) for x in BYTES])
 def test_bytes_on_the_wire(name: str) -> None:
     """Counted in what XLA compiles."""
     import jax

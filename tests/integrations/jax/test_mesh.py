@@ -15,6 +15,7 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import LossOutput, on_replicas, train_step, value_and_grad, zero
 from gradcombine.verify.ulp import equal_bits
+from tests.spec.selection import FULL, cases
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -24,7 +25,8 @@ X = RNG.standard_normal((48, 8)).astype(np.float32)
 W = RNG.standard_normal((8, 8)).astype(np.float32)
 COLLECTIVE = re.compile(r" (all-reduce|all-gather|collective-permute|all-to-all|reduce-scatter)(?:-start)?\(")
 
-KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+AUTO, EXPLICIT = KINDS = (AxisType.Auto, AxisType.Explicit)
+SPECS = {"whole": P(), "model": P(None, "model"), "fsdp": P("data", "model"), "rows": P("data")}
 
 
 def mesh(kind: AxisType, data: int = 4, model: int = 2) -> Mesh:
@@ -47,15 +49,18 @@ def tokens(w: Any, x: Any) -> Any:
     return LossOutput(jnp.sum(jnp.where(x[:, :1] > 0, jnp.tanh(x @ w), 0)) / count, count)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
-@pytest.mark.parametrize("spec", [P(), P(None, "model"), P("data", "model")], ids=["whole", "model", "fsdp"])
-@pytest.mark.parametrize(
-    ("given", "options"),
-    [(loss, {}), (tokens, {}), (loss, {"order": "tree"}), (loss, {"reduction": reductions.mean("exact")})],
-    ids=["mean", "tokens", "tree", "exact"],
-)
-def test_the_bits_are_those_of_shard_map(kind: AxisType, spec: P, given: Any, options: dict[str, Any]) -> None:
-    on = mesh(kind)
+GRADIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "mean": (loss, {}),
+    "tokens": (tokens, {}),
+    "tree": (loss, {"order": "tree"}),
+    "exact": (loss, {"reduction": reductions.mean("exact")}),
+}
+QUICK = [("mean", "whole", AUTO), ("tokens", "model", AUTO), ("tree", "fsdp", AUTO), ("exact", "fsdp", AUTO)]
+
+
+@pytest.mark.parametrize(("name", "at", "kind"), cases(QUICK, GRADIENTS, ("whole", "model", "fsdp"), KINDS))
+def test_the_bits_are_those_of_shard_map(name: str, at: str, kind: AxisType) -> None:
+    on, spec, (given, options) = mesh(kind), SPECS[at], GRADIENTS[name]
     w, x = put(on, spec, W), put(on, P("data"), X)
     gradient = value_and_grad(given, 3, over=OVER, **options)
     whole = P(None, *spec[1:])
@@ -66,7 +71,7 @@ def test_the_bits_are_those_of_shard_map(kind: AxisType, spec: P, given: Any, op
     assert equal_bits(jax.jit(gradient)(w, x)[1], expected)
 
 
-@KINDS
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=FULL)])
 def test_check_vma_beside_an_axis_of_the_compiler(kind: AxisType) -> None:
     on = mesh(kind)
     gradient = value_and_grad(tokens, 3, over=OVER)
@@ -75,10 +80,9 @@ def test_check_vma_beside_an_axis_of_the_compiler(kind: AxisType) -> None:
     assert equal_bits(jax.jit(mapped)(w, x)[1], jax.jit(gradient)(w, x)[1])
 
 
-@KINDS
-@pytest.mark.parametrize("spec", [P(), P("data")], ids=["whole", "fsdp"])
-def test_replicas_exchange_outside_of_the_loop_alone(kind: AxisType, spec: P) -> None:
-    on = mesh(kind, 8, 1)
+@pytest.mark.parametrize(("at", "kind"), cases([("whole", EXPLICIT), ("rows", AUTO)], ("whole", "rows"), KINDS))
+def test_replicas_exchange_outside_of_the_loop_alone(at: str, kind: AxisType) -> None:
+    on, spec = mesh(kind, 8, 1), SPECS[at]
     step = train_step(tokens, optax.sgd(1.0, momentum=0.5), microbatches=3, over=OVER)
     params, x = put(on, spec, W), put(on, P("data"), X)
     state = step.init(params)
@@ -109,13 +113,16 @@ def product(w: Any, x: Any) -> Any:
     return jnp.mean(x @ w)
 
 
-@KINDS
-@pytest.mark.parametrize("spec", [P(), P("data", "model")], ids=["whole", "fsdp"])
-@pytest.mark.parametrize("order", ["sequential", "tree"])
-def test_a_window_over_calls(kind: AxisType, spec: P, order: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("order", "at", "kind"),
+    cases(
+        [("sequential", "whole", EXPLICIT), ("tree", "fsdp", AUTO)], ("sequential", "tree"), ("whole", "fsdp"), KINDS
+    ),
+)
+def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of integers, so that the sums are exact: the last window is a partial one."""
     monkeypatch.setattr(on_replicas, "EXCHANGED_ALONE", 64)  # the exchange takes over the window's matrix
-    on = mesh(kind)
+    on, spec = mesh(kind), SPECS[at]
     step = train_step(product, optax.sgd(1.0, momentum=0.5), every=3, over=OVER, order=order)
     xs = RNG.integers(-8, 9, (5, 16, 8)).astype(np.float32)
     params = put(on, spec, W)
@@ -157,9 +164,8 @@ def test_the_carry_has_an_axis_of_replicas() -> None:
     np.testing.assert_array_equal(state.carry, 1 + ones[:, 0].reshape(4, 12).sum(1))
 
 
-@KINDS
-@pytest.mark.parametrize("given", [loss, tokens])
-def test_a_batch_that_is_split_over_devices_is_divided_where_it_lies(kind: AxisType, given: Any) -> None:
+@pytest.mark.parametrize(("given", "kind"), cases([(loss, EXPLICIT), (tokens, AUTO)], (loss, tokens), KINDS))
+def test_a_batch_that_is_split_over_devices_is_divided_where_it_lies(given: Any, kind: AxisType) -> None:
     on = mesh(kind, 8, 1)
     gradient = value_and_grad(given, 3)
     w, x = put(on, P(), W), put(on, P("data"), X)
@@ -174,7 +180,7 @@ def last(w: Any, x: Any) -> Any:
     return jnp.sum(w) * 0 + jnp.mean(x), x
 
 
-@KINDS
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("n", "interleaved", "expected"),
     [(16, False, [1, 3, 5, 7, 9, 11, 13, 15]), (24, True, [2, 5, 8, 11, 14, 17, 20, 23]), (40, False, None)],

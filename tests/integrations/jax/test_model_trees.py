@@ -18,6 +18,7 @@ from flax.core import freeze
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.optax import accumulate
+from tests.spec.selection import cases
 
 X = jnp.ones((2, 3))
 ACC = gc.accumulate(reductions.mean(), every=2)
@@ -64,8 +65,6 @@ TREES: dict[str, Callable[[], Any]] = {
     "equinox": equinox_module,
     "masked": masked,
 }
-OTHER_NODES = ("linen_frozen", "nnx_pure")
-"""Trees of models that are there already, in nodes of another type."""
 
 
 def filled(params: Any, value: float) -> Any:
@@ -122,10 +121,14 @@ def by_optax(params: Any) -> Any:
     return jax.tree.map(lambda x: -x, moved)
 
 
-@pytest.mark.parametrize(
-    "tree", [pytest.param(name, marks=pytest.mark.full) if name in OTHER_NODES else name for name in TREES]
-)
-@pytest.mark.parametrize("way", [by_list, by_time, by_time_from_specs, by_scan, by_replicas, by_optax])
+WAYS = (by_list, by_time, by_time_from_specs, by_scan, by_replicas, by_optax)
+QUICK_TREES = [
+    *((way, name) for way in (by_list, by_optax) for name in ("linen", "nnx_state", "equinox", "masked")),
+    *((way, "equinox") for way in WAYS),
+]
+
+
+@pytest.mark.parametrize(("way", "tree"), cases(QUICK_TREES, WAYS, TREES))
 def test_the_mean_has_the_structure_and_the_values(way: Callable[[Any], Any], tree: str) -> None:
     params = TREES[tree]()
     result = way(params)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradcombine.integrations.jax import train_step, value_and_grad
 from gradcombine.integrations.optax import MultiSteps, accumulate, skip_not_finite
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -59,8 +60,10 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("form", FORMS)
+QUICK = [*((form, "mesh") for form in FORMS), *(("train_step every", place) for place in PLACES)]
+
+
+@pytest.mark.parametrize(("form", "place"), cases(QUICK, FORMS, PLACES))
 def test_a_step_compiles_once(form: str, place: str) -> None:
     with jax.numpy_dtype_promotion("standard"):
         step, params, state = FORMS[form](jax.device_put({"w": np.ones(8, np.float32)}, PLACES[place]()))

@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from gradcombine.integrations.jax import train_step
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -40,8 +41,11 @@ INSIDE = {
 }
 
 
-@pytest.mark.parametrize(("name", "form"), [*((name, "every") for name in INSIDE), ("jit", "microbatches")])
-def test_it_runs_and_takes_no_buffers_over(name: str, form: str) -> None:
+QUICK = [("every", name) for name in ("jit", "vmap", "grad", "scan", "cond", "jit of shard_map")]
+
+
+@pytest.mark.parametrize(("form", "name"), [*cases(QUICK, ("every",), INSIDE), ("microbatches", "jit")])
+def test_it_runs_and_takes_no_buffers_over(form: str, name: str) -> None:
     step = train_step(loss, optax.sgd(1.0), **{form: 1})
     params = {"w": jnp.float32(8)}
     state = step.init(params)

@@ -11,6 +11,7 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import LossOutput, value_and_grad
 from gradcombine.verify.ulp import equal_bits
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -30,14 +31,14 @@ def parts_of(x: Any, size: int) -> list[Any]:
     return [x[i : i + size] for i in range(0, len(x), size)]
 
 
-CASES = pytest.mark.parametrize(
-    ("n", "microbatches", "size"), [(8, 4, 2), (8, 8, 1), (2, 1, 2), (3, 8, 1), (7, 4, 2), (5, 3, 2), (6, 4, 2)]
-)
+SIZES = [(8, 4, 2), (8, 8, 1), (2, 1, 2), (3, 8, 1), (7, 4, 2), (5, 3, 2), (6, 4, 2)]
+"""Examples, microbatches, and examples of a microbatch."""
+QUICK = [*(("sequential", sizes) for sizes in SIZES), *(("tree", sizes) for sizes in ((7, 4, 2), (3, 8, 1)))]
 
 
-@CASES
-@pytest.mark.parametrize("order", ["sequential", "tree"])
-def test_the_bits_are_those_of_combine(n: int, microbatches: int, size: int, order: Any) -> None:
+@pytest.mark.parametrize(("order", "sizes"), cases(QUICK, ("sequential", "tree"), SIZES))
+def test_the_bits_are_those_of_combine(order: Any, sizes: tuple[int, int, int]) -> None:
+    n, microbatches, size = sizes
     parts = parts_of(X[:n], size)
     weights = [len(x) for x in parts] if n % size else None
     expected = gc.combine(reductions.mean(), [gradient(W, x) for x in parts], weights, order)

@@ -77,11 +77,19 @@ def test_flush_needs_an_accumulating_optimizer() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Accumulate(keras.optimizers.Adam(0.1, use_ema=True), 3),
-        lambda: Accumulate(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), 3, order="tree"),
-        lambda: keras.optimizers.LossScaleOptimizer(Accumulate(keras.optimizers.Adam(0.1), 3, precision="compensated")),
+        pytest.param(lambda: Accumulate(keras.optimizers.Adam(0.1, use_ema=True), 3), id="ema", marks=pytest.mark.full),
+        pytest.param(
+            lambda: Accumulate(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), 3, order="tree"),
+            id="scale inside",
+        ),
+        pytest.param(
+            lambda: keras.optimizers.LossScaleOptimizer(
+                Accumulate(keras.optimizers.Adam(0.1), 3, precision="compensated")
+            ),
+            id="scale outside",
+            marks=pytest.mark.full,
+        ),
     ],
-    ids=["ema", "scale inside", "scale outside"],
 )
 def test_a_file_resumes_in_the_middle_of_a_window(make: Any, tmp_path: Path) -> None:
     model = linear(make())

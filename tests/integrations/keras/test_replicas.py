@@ -136,7 +136,7 @@ INNER = {
 }
 
 
-@pytest.mark.parametrize("name", INNER)
+@pytest.mark.parametrize("name", [pytest.param("momentum", marks=pytest.mark.full), "ema"])
 def test_fit_on_two_replicas_equals_large_batches(name: str) -> None:
     """Three microbatches, one of them flushed."""
     large = linear(INNER[name]())

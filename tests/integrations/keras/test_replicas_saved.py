@@ -33,8 +33,8 @@ def train(model: Any, part: slice) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "order"),
     [
-        (2, 2, "sequential"),
-        (1, 2, "sequential"),
+        pytest.param(2, 2, "sequential", marks=pytest.mark.full),
+        pytest.param(1, 2, "sequential", marks=pytest.mark.full),
         (2, 1, "tree"),
         pytest.param(2, 1, "sequential", marks=pytest.mark.slow),
         pytest.param(2, 2, "tree", marks=pytest.mark.slow),

@@ -70,7 +70,10 @@ INNERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-ALIKE = ("lion", "bfloat16 momentum", "prodigy", "dowg", "dadapt_adamw", "momo", "sam", "muon")
+ALIKE = (
+    *("lion", "bfloat16 momentum", "prodigy", "dowg", "dadapt_adamw", "momo", "sam", "muon", "schedule_free"),
+    *("mechanize", "partition", "inject_hyperparams"),
+)
 """Others that hold or are given what one of the rest is too."""
 
 

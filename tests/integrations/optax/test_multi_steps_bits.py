@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from gradcombine import foreign_orders
 from gradcombine.integrations.optax import MultiSteps
+from tests.spec.selection import FULL, cases
 
 pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
 
@@ -76,8 +77,16 @@ def assert_same_steps(ours: Any, theirs: Any, path: str) -> None:
         assert not (between and np.any(x)), path
 
 
+QUICK = (1, 4)
+"""With clipping, decay, a schedule and a rule that skips; and in bfloat16."""
+
+
 @pytest.mark.parametrize(
-    "kind", range(len(KINDS)), ids=["-".join(map(str, (*k[:1], *k[2:4], np.dtype(k[4])))) for k in KINDS]
+    "kind",
+    [
+        pytest.param(i, id=f"{inner}-{mean}-{skip}-{np.dtype(dtype)}", marks=() if i in QUICK else FULL)
+        for i, (inner, _, mean, skip, dtype) in enumerate(KINDS)
+    ],
 )
 @given(seed=st.integers(0, 2**32 - 1), bad=st.sets(st.integers(0, STEPS - 1), max_size=3))
 @settings(max_examples=4)
@@ -106,17 +115,16 @@ def steps(tx: Any, mode: str, grads: list[Any], params: Any) -> list[Any]:
         )
         return [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(len(grads))]
     state, found = tx.init(params), []
+    update = jax.jit(tx.update) if mode == "jit" else tx.update
     for grad in grads:
-        updates, state = tx.update(grad, state, params)
+        updates, state = update(grad, state, params)
         found.append((updates, state))
     return found
 
 
-OTHER_MODES = [("scan", 3), ("disable_jit", 4)]
-
-
 @pytest.mark.parametrize(
-    ("mode", "kind"), [("eager", 0), ("scan", 1), *(pytest.param(*x, marks=pytest.mark.full) for x in OTHER_MODES)]
+    ("mode", "kind"),
+    cases([("eager", 5), ("scan", 5)], ("eager", "scan", "disable_jit"), (0, 1, 3, 4, 5)),
 )
 def test_other_modes(mode: str, kind: int) -> None:
     dtype = KINDS[kind][4]
@@ -140,7 +148,7 @@ def test_without_compat_the_bits_are_others() -> None:
     """So that the comparisons above can fail."""
     grads = [random_tree(i, np.float32) for i in range(5)]
     found = [
-        steps(tx, "eager", grads, grads[0])[-1][0]
+        steps(tx, "jit", grads, grads[0])[-1][0]
         for tx in (optax.MultiSteps(INNER["identity"](), 5), MultiSteps(INNER["identity"](), 5))
     ]
     assert bits(found[0]["a"]) != bits(found[1]["a"])

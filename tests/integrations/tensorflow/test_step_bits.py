@@ -107,7 +107,7 @@ def test_what_a_reduction_makes_of_contributions_is_added(
 
 
 def test_no_more_operations_are_traced_than_by_keras_own_accumulation() -> None:
-    specs = [tf.TensorSpec([2])] * 60
+    specs = [tf.TensorSpec([2])] * 24
 
     def size(make: Any) -> int:
         variables = [keras.Variable(tf.zeros(2)) for _ in specs]
