@@ -60,10 +60,12 @@ def sides(
         "None adds nothing": (reduction.update(both, dict.fromkeys(values[0]), 1), both),
     }
 
+    of_both = told(reduction, both)
+
     def side(law: str, state: Any) -> Any:
         if law == "None adds nothing":  # to the value; its weight counts
             return state.value
-        return told(reduction, state)
+        return of_both if state is both else told(reduction, state)
 
     return {law: (side(law, left), side(law, right)) for law, (left, right) in pairs.items()}
 

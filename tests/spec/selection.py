@@ -51,9 +51,14 @@ def _parameter(name: str, framework: str, quick: bool) -> Any:
     return pytest.param(name, id=name, marks=marks if quick else [*marks, FULL])
 
 
+COVERED_PLACES = ("merged halves", "time x replicas")
+"""Places whose parts other quick tests trace: the laws merge, and the canonical tree is over time and replicas."""
+
+
 def is_slow_to_trace(parameters: dict[str, Any]) -> bool:
     """Whether a case is left to the full suite: tracing is most of the time, on replica threads with one lock too."""
     if parameters.get("replicated") == "tf_mirrored" and parameters.get("replicas", 0) > 2:
         return True
-    mode = parameters.get("mode", parameters.get("replicated"))
-    return parameters.get("names") in (OTHER_NAMES, EXACT_NAMES) and mode not in (None, "numpy")
+    if parameters.get("mode", parameters.get("replicated", "numpy")) == "numpy":
+        return False
+    return parameters.get("names") in (OTHER_NAMES, EXACT_NAMES) or parameters.get("place") in COVERED_PLACES

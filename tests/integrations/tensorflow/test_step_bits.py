@@ -138,11 +138,11 @@ def test_a_failure_inside_a_graph_writes_nothing_on_any_replica(failing: str) ->
     def gradients(g: tf.Tensor, weight: tf.Tensor) -> Any:
         if failing == "assertion":
             tf.debugging.assert_less(weight, 9.0)
-        return [g] * 40, weight
+        return [g] * 16, weight
 
     reduction = reductions.checked(reductions.mean()) if failing == "checked" else reductions.mean()
     with strategy.scope():
-        variables = [tf.Variable(tf.zeros(3)) for _ in range(40)]
+        variables = [tf.Variable(tf.zeros(3)) for _ in range(16)]
         module = AccumulatedStep(gradients, variables, replace, every=2, reduction=reduction)
     step = tf.function(module)
     ones = per_replica(strategy, lambda r: np.full(3, 1, np.float32))
