@@ -122,7 +122,7 @@ def test_tensorflow_traces_little_more_than_one_operation_for_each_of_many_terms
         for f in (tf.add_n, gc.add_n, gc.tree_sum)
     )
     for graph in own:
-        # As many as are left when calls of functions are replaced by what is called.
+        # With a single call of a function, inlining adds no operations.
         nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
         assert len([node for node in nodes if "Call" in node.op]) == 1
         assert len(nodes) < len(peer.node) + 150

@@ -31,24 +31,24 @@ _OPERATION = "Accumulate"
 class Accumulate(WindowWrapper):
     """Runs a Keras optimizer once a window, on the gradients combined over its microbatches and over the replicas.
 
-    An optimizer as any other for ``compile``, ``fit`` and custom loops. All but the last microbatch of a window only
-    add to the window; the last one runs ``inner_optimizer``. So clipping, weight decay, moving averages, constraints,
+    It is used like any other optimizer, in ``compile``, ``fit`` and custom loops. Microbatches are only added to their
+    window, until the last one runs ``inner_optimizer``. So clipping, weight decay, moving averages, constraints,
     learning-rate schedules and ``iterations`` count windows. Accumulators are float32 for narrower gradients.
 
     ``fit`` gives every microbatch weight 1; `WeightedTrainStep` makes it the number of examples, and ``apply`` takes it
     in a custom loop. `FlushAtEpochEnd` applies what an epoch leaves over.
 
-    A gradient that is None adds nothing. A variable that has had no gradient yet is left to the inner optimizer as one
-    without, and Keras warns of it. Sparse gradients (tf.IndexedSlices) become dense.
+    A gradient that is None adds nothing. For a variable that has had no gradient yet, the inner optimizer gets None,
+    and Keras warns about it. Sparse gradients (tf.IndexedSlices) become dense.
 
-    Replicas of a tf.distribute strategy exchange gradients at the boundary alone. As every Keras optimizer, this one
+    Replicas of a tf.distribute strategy exchange gradients only at the boundary. Like every Keras optimizer, this one
     takes gradients that are to be summed over replicas: Keras divides its losses by their number. The mean is over
     all their microbatches, by weight.
 
     A dynamic loss scale goes inside: ``Accumulate(LossScaleOptimizer(inner), ...)``. It then decides at the boundary,
-    by the combined gradients, which are the same on all replicas; a window with an infinity is skipped whole. Around
-    this optimizer, where ``compile`` puts it under the policy mixed_float16 if there is none inside, it leaves out
-    single microbatches, and is refused where there are several replicas, of which it would ask the first one only.
+    by the combined gradients, which are the same on all replicas; a window with an infinity is skipped as a whole. A
+    LossScaleOptimizer around this optimizer, as ``compile`` adds it under the policy mixed_float16 if there is none
+    inside, skips single microbatches. It is refused on several replicas, as it would look at the first one only.
 
     Args:
       inner_optimizer: a Keras optimizer, its name or its config.
@@ -61,18 +61,18 @@ class Accumulate(WindowWrapper):
       name: of the optimizer.
 
     Raises:
-      GradCombineError: for an inner optimizer that accumulates itself; for gradients of which none is there, or that do
-        not match the variables; as `gradcombine.accumulate`. The window is whole then.
+      GradCombineError: for an inner optimizer that accumulates itself; for gradients that are all None or do not match
+        the variables; as `gradcombine.accumulate`. The window is unchanged then.
 
     Bits: the inner optimizer gets those of `gradcombine.combine` over the microbatches (over replicas, as
     `gradcombine.merge_replicas`), on both backends.
 
-    A ``.keras`` file resumes in the middle of a window, to the bit, under as many replicas or more, and on the other
-    backend; under fewer, their windows are merged. With another ``every`` or ``order``, and with a wider ``dtype``, a
-    window that has been begun goes on, too; it is refused, and nothing of it changed, where it has as many microbatches
-    as ``every`` says already, and with another reduction, precision or narrower dtype. A tf.train.Checkpoint resumes
-    with the same settings (with a shorter ``every``, the window gets as many microbatches more), on one replica; of
-    several it holds the first one's window alone, so flush before.
+    Training resumes from a ``.keras`` file in the middle of a window, to the bit, with as many replicas or more, and on
+    the other backend; with fewer, their windows are merged. A window that has been begun also continues with another
+    ``every`` or ``order``, or with a wider ``dtype``. It is refused, and nothing is changed, if it already has as many
+    microbatches as ``every``, and for another reduction or precision or a narrower dtype. A tf.train.Checkpoint resumes
+    with the same settings (with a shorter ``every``, the window gets that many microbatches more) on one replica; of
+    several it holds only the first one's window, so flush before saving.
 
     References: `Keras optimizers <https://keras.io/api/optimizers/>`_, argument ``gradient_accumulation_steps``.
 

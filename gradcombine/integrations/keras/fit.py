@@ -13,8 +13,8 @@ from gradcombine.integrations.keras.settings import error
 class WeightedTrainStep:
     """Mixin for a keras.Model whose ``fit`` tells `Accumulate` the weight of each microbatch.
 
-    Without it every microbatch of ``fit`` weighs 1, which is right where all of them have the same size: the last one
-    of an epoch, and the replicas' shares of it, often have not.
+    Without it every microbatch of ``fit`` has weight 1, which is right if all have the same size. The last one of an
+    epoch often has not, nor have the replicas' shares of it.
 
     Put it before keras.Model: ``class Model(WeightedTrainStep, keras.Model)``. The functional API and subclassing work
     alike. Compiled with another optimizer, nothing changes. A ``train_step`` of your own calls ``super().train_step``,
@@ -55,7 +55,7 @@ class WeightedTrainStep:
 
 
 class FlushAtEpochEnd(keras.callbacks.Callback):
-    """Applies the partial window that an epoch ends with, divided by its true weight, so that none reaches the next.
+    """Applies the partial window that an epoch ends with, divided by its true weight; the next epoch begins a new one.
 
     The window is applied before the epoch's validation, which then sees what the whole epoch has trained, and before
     ``on_epoch_end`` of the callbacks after this one: put it first, in front of a ModelCheckpoint for instance.

@@ -141,7 +141,7 @@ class KerasWindow(ABC):
         return (state.step > 0) & ~self.applied(state)
 
     def resumed(self, state: AccumulateState) -> AccumulateState:
-        """The state to go on with.
+        """The state to continue with.
 
         A window of a checkpoint that is full, and has not been applied, gets as many contributions more.
         """
@@ -193,7 +193,7 @@ def replace(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, ki
       kind: what the window is of.
 
     Raises:
-      GradCombineError: where a window that has been begun cannot be gone on with. Nothing is changed then.
+      GradCombineError: for a window that has been begun and cannot be continued. Nothing is changed then.
     """
     *_, step, index, touched = arrays
     marks = np.zeros(window.touched.shape, np.int32)
@@ -237,7 +237,7 @@ def _empty(window: KerasWindow, index: int) -> AccumulateState:
 
 
 def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: int) -> list[AccumulateState]:
-    """The states that a number of replicas go on with.
+    """The states that a number of replicas continue with.
 
     Where there are more than before, the others' windows are empty. Where there are fewer, windows are merged: the sum
     is the same then, but not the order of its additions.

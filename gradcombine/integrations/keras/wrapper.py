@@ -30,8 +30,8 @@ def _delegated(name: str) -> Callable[..., Any]:
 class Wrapper(_Optimizer):
     """Leaves methods, properties and settings to its ``inner_optimizer``, which subclasses assign last.
 
-    Settings (``weight_decay``, ``clipnorm``, ...) and methods that change them reach the optimizer in a
-    LossScaleOptimizer, which has no use for any.
+    Settings (``weight_decay``, ``clipnorm``, ...) and methods that change them are those of the optimizer inside a
+    LossScaleOptimizer, which uses none of its own.
 
     Args:
       name: of the optimizer.
@@ -52,7 +52,7 @@ class Wrapper(_Optimizer):
     exclude_from_weight_decay = _delegated("exclude_from_weight_decay")
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Refused: it would pass the window by."""
+        """Refused: it would bypass the window."""
         raise error("a call of apply, which counts microbatches", "one of update_step")
 
     @property
@@ -83,7 +83,7 @@ class Wrapper(_Optimizer):
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def __getattr__(self, name: str) -> Any:
-        # Called for what this optimizer has not.
+        # Called for what this optimizer does not have.
         if name.startswith("_") or "inner_optimizer" not in vars(self):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._holder(name), name)
@@ -131,8 +131,8 @@ class WindowWrapper(Wrapper):
         """Replaces the values of ``variables`` by those of an optimizer of the same reduction and precision.
 
         Raises:
-          GradCombineError: for other shapes; for a window that has been begun and cannot be gone on with, or of which
-            there are several: files alone hold those of all replicas. Nothing is changed then.
+          GradCombineError: for other shapes; for a window that has been begun and cannot be continued, or that has
+            several replicas, whose windows only files hold. Nothing is changed then.
         """
         window, (others, inner) = self._built_window(), (self._others(), self.inner_optimizer.variables)
         arrays: list[Any] = [keras.ops.convert_to_numpy(x) for x in weights]
@@ -156,8 +156,8 @@ class WindowWrapper(Wrapper):
         """What `save_own_variables` has saved, on either backend and under any number of replicas.
 
         Raises:
-          GradCombineError: for a window that has been begun and cannot be gone on with. Nothing of this optimizer is
-            changed then; Keras loads the rest all the same, and says at the end what could not be loaded.
+          GradCombineError: for a window that has been begun and cannot be continued. Nothing of this optimizer is
+            changed then; Keras still loads the rest, and reports at the end what could not be loaded.
         """
         in_file = windows.KIND in list(store.keys())  # a store need not be a dict
         if self._window is not None and in_file:
