@@ -31,7 +31,7 @@ Mode = Literal["eager", "graph"]
 
 
 class LocalGradientAggregation(tf.Module):
-    """Adds up the gradients of several backward passes, and combines them over ranks and applies them at the last one.
+    """Adds up the gradients of several backward passes; combines them over ranks, and applies them, at the last one.
 
     The two methods stand in for those of Horovod's LocalGradientAggregationHelper (mode ``"graph"``) and
     LocalGradientAggregationHelperEager (mode ``"eager"``). Both modes run eagerly, in a tf.function and in a tf.Graph
@@ -54,14 +54,14 @@ class LocalGradientAggregation(tf.Module):
     Raises:
       GradCombineError: for k <= 0 and sparse gradients, with Horovod's texts; for lists that do not match; for k > 1 in
         a tf.function under a strategy of several replicas, where tf.distribute allows no collective in a conditional
-        (`gradcombine.integrations.tensorflow.AccumulatedStep` accumulates there). The window is whole then, also after
-        an error of ``allreduce`` in eager execution: the same pass may be tried again.
+        (`gradcombine.integrations.tensorflow.AccumulatedStep` accumulates there). The window is unchanged then, also
+        after an error of ``allreduce`` in eager execution: the same pass may be tried again.
 
     Bits: the sums are those of `gradcombine.accumulate`; quotients are correctly rounded on CPU.
 
-    A gradient that is None in all passes so far is None in the result. One that is None in some adds nothing there, and
-    stands as zeros where the pass's own gradients are returned. The number of gradients, their shapes and their dtypes
-    are settled by the first call, which makes the variables.
+    A gradient that is None in all passes so far is None in the result. One that is None in some passes adds nothing in
+    these, and is zeros where the gradients of such a pass are returned. The first call, which makes the variables, fixes
+    the number of gradients, their shapes and their dtypes.
 
     References: `Horovod with TensorFlow <https://horovod.readthedocs.io/en/stable/tensorflow.html>`_,
     ``backward_passes_per_step``.

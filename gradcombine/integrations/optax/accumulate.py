@@ -61,17 +61,17 @@ def accumulate(
 
     Args:
       inner: the transformation to run, an optimizer for instance.
-      every, order, max_every: as for `gradcombine.accumulate`. `UNTIL_FLUSH`: windows end by ``flush`` alone. Given as
-        a Python bool (a static argument under jit) it makes two programs, of which neither has a branch.
+      every, order, max_every: as for `gradcombine.accumulate`. `UNTIL_FLUSH`: only ``flush`` ends windows. If that is a
+        Python bool (a static argument under jit), there are two programs, and neither has a branch.
       reduction: from `gradcombine.reductions`; None: their mean.
       over: the replicas that share the parameters: `gradcombine.jax_axis`, or `gradcombine.LOCAL`; None: the latter.
       skip: which microbatches to leave out: `skip_not_finite()`, `skip_large(max_norm)` or any function
         ``(updates, gradient_step, params) -> (boolean scalar, detail)``. It sees this replica's gradients as they
-        arrive. Where it says so on any replica, the microbatch is left out on all of them, agreed by one small exchange
-        an update. One that is left out has weight 0 and still is a step of its window: so windows end with the same
-        microbatches as without it, at a batch's, an epoch's or a checkpoint's end, and schedules stay in step with the
-        data, while the mean is over what was kept. A window of which nothing was kept does not run ``inner``: neither
-        momentum nor decay acts on a gradient that was not there. (`MultiSteps` waits for ``every`` good ones instead.)
+        arrive. If it returns true on any replica, the microbatch is left out on all of them, which takes one small
+        exchange an update. It then has weight 0, but still counts as a step of its window: windows end with the same
+        microbatches as without ``skip``, and schedules stay in step with the data, while the mean is over what was
+        kept. If nothing of a window was kept, ``inner`` does not run: neither momentum nor decay acts on a gradient
+        that was not there. (`MultiSteps` waits for ``every`` good ones instead.)
 
     Returns:
       A transformation. Its ``init(params)`` makes an `AccumulateUpdatesState`; a parameter that never has a gradient is
@@ -79,12 +79,12 @@ def accumulate(
       flush=False, **extra_args)``:
 
       - ``updates``: gradients of the parameters' shapes, in their dtypes or in narrower ones, which are widened without
-        loss. A leaf that is None for once adds nothing there. What ``inner`` gets has the dtypes that the reduction
-        gives to such updates: their own, unless it was made with another ``output_dtype``.
+        loss. A leaf that is None in one call adds nothing there. What ``inner`` gets has the dtypes that the reduction
+        returns for such updates: theirs, unless it was made with another ``output_dtype``.
       - ``weight``: of this microbatch on this replica, for instance its number of tokens.
       - ``flush``: a boolean scalar. True ends the window with this microbatch, as at the end of the data, and divides
-        by what it holds. A traced one is agreed over the replicas, where any of them flushes all do, by one more small
-        exchange an update. Where no data is left, flush with any updates and weight 0.
+        by what it holds. With a traced one, all replicas flush if any does, which takes one more small exchange an
+        update. Where no data is left, flush with any updates and weight 0.
       - ``extra_args``: for ``inner``, which gets those of the window's last microbatch.
 
     Raises:
@@ -165,17 +165,17 @@ def accumulate_and_apply(
 ) -> ApplyingTransformation:
     """`accumulate` and ``optax.apply_updates`` in one: parameters in, parameters out.
 
-    A transformation has to return updates on every call, and a whole tree of zeros between the boundaries, which have
-    to be added. Here the parameters pass untouched, in the buffers where they are, if the caller donates them with the
-    state: a microbatch costs the addition of its gradients in place, and the optimizer's cost arises once a window.
+    A transformation has to return updates on every call: between the boundaries a whole tree of zeros, which is then
+    added. Here the parameters stay untouched in their buffers, if the caller donates them with the state: a microbatch
+    costs the addition of its gradients in place, and the optimizer's cost arises once a window.
 
     Args:
       inner, every, reduction, over, skip, order, max_every: as for `accumulate`.
 
     Returns:
       An `ApplyingTransformation`. Where a window ends, its ``apply`` returns ``optax.apply_updates(params, updates)``,
-      with the updates of ``inner``; else the parameters as they are. Its state is that of `accumulate`: either takes
-      the other one's.
+      with the updates of ``inner``; else the parameters as they are. Its state is that of `accumulate`: either can
+      continue with the other's.
 
     Raises:
       GradCombineError: as `accumulate`.
@@ -223,7 +223,7 @@ def accumulate_and_apply(
 
 
 class Accumulation:
-    """The window, the inner transformation, and what is left out; the arguments are those of `accumulate`."""
+    """The window, the inner transformation and the skip function; the arguments are those of `accumulate`."""
 
     def __init__(
         self,

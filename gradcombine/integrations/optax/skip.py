@@ -39,7 +39,7 @@ _NOT_GIVEN = object()
 def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, params: Tree = None) -> Any:
     """Leaves out a microbatch that holds an infinity or a NaN.
 
-    It is the skip function itself, as ``optax.skip_not_finite`` is; called without arguments it returns itself, so that
+    Like ``optax.skip_not_finite``, this is the skip function itself; called without arguments it returns itself, so that
     it reads like `skip_large`.
 
     Args:
