@@ -60,7 +60,7 @@ class LocalGradientAggregation(tf.Module):
     Bits: the sums are those of `gradcombine.accumulate`; quotients are correctly rounded on CPU.
 
     A gradient that is None in all passes so far is None in the result. One that is None in some passes adds nothing in
-    these, and is zeros where the gradients of such a pass are returned. The first call, which makes the variables, fixes
+    these, and is zeros where the gradients of such a pass are returned. The first call makes the variables: it fixes
     the number of gradients, their shapes and their dtypes.
 
     References: `Horovod with TensorFlow <https://horovod.readthedocs.io/en/stable/tensorflow.html>`_,

@@ -39,8 +39,8 @@ _NOT_GIVEN = object()
 def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, params: Tree = None) -> Any:
     """Leaves out a microbatch that holds an infinity or a NaN.
 
-    Like ``optax.skip_not_finite``, this is the skip function itself; called without arguments it returns itself, so that
-    it reads like `skip_large`.
+    Like ``optax.skip_not_finite``, this is the skip function itself. Called without arguments it returns itself, so
+    that it reads like `skip_large`.
 
     Args:
       updates: gradients, of any float, complex or integer dtype; not given: the function is returned.

@@ -46,7 +46,7 @@ class ReplicaState:
       structure: of the state's levels.
       leaves: their variables; in place of one a list, of which each replica has one.
       position: see above.
-      resumed: what is made of a state before a contribution; None: nothing.
+      resumed: applied to a state before it is used; None: nothing is.
     """
 
     def __init__(
@@ -240,12 +240,12 @@ def branch(condition: tf.Tensor, if_true: Callable[[], Any], if_false: Callable[
 
 
 def run_after(first: Sequence[Any]) -> AbstractContextManager[Any]:
-    """What is made inside of this runs after ``first``, tensors or operations."""
+    """A context whose operations run after ``first``, tensors or operations."""
     return nullcontext() if tf.executing_eagerly() else tf.control_dependencies(_operations(first))
 
 
 def completed(tensors: Sequence[Any], operations: Sequence[Any]) -> list[Any]:
-    """The tensors, not to be had before the operations have run."""
+    """The tensors, available only after the operations have run."""
     if tf.executing_eagerly() or not operations:
         return list(tensors)
     with tf.control_dependencies(_operations(operations)):
@@ -258,7 +258,7 @@ def graph_size() -> int:
 
 
 def effects_since(begun: int) -> list[tf.Operation]:
-    """The operations with an effect, an assertion for instance, since the graph had the `graph_size` ``begun``."""
+    """The operations with an effect, assertions for instance, made since `graph_size` was ``begun``."""
     if tf.executing_eagerly():
         return []
     since = tf.compat.v1.get_default_graph().get_operations()[begun:]
@@ -266,12 +266,12 @@ def effects_since(begun: int) -> list[tf.Operation]:
 
 
 def converted(function: Callable[..., Any], status: Any = None) -> Callable[..., Any]:
-    """A caller's function, rewritten by AutoGraph where the tf.function around has that, or had it at ``status``."""
+    """A caller's function, converted by AutoGraph if the tf.function around it uses that, or did at ``status``."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, status or autograph.control_status_ctx(), convert_by_default=False)
 
 
 def _operations(things: Sequence[Any]) -> list[tf.Operation]:
-    # Of other things, as Keras variables, a tf.function keeps the order by itself.
+    # Other things, such as Keras variables, are ordered by the tf.function itself.
     operations = [x if isinstance(x, tf.Operation) else getattr(x, "op", None) for x in things]
     return [x for x in operations if isinstance(x, tf.Operation)]

@@ -60,7 +60,7 @@ class AccumulatedStep(tf.Module):
     Raises:
       GradCombineError: for variables or an optimizer of another strategy, a call inside ``strategy.run`` or under
         another strategy, gradients that do not match the variables, a gradient for a variable that an earlier trace
-        left out; and as `gradcombine.accumulate`. The windows are whole then.
+        left out; and as `gradcombine.accumulate`. The windows are unchanged then.
 
     Bits: order ``"sequential"``: those of `gradcombine.accumulate` on each replica, added over replicas in the order
     that the strategy's all-reduce chooses. Order ``"tree"``: those of `gradcombine.combine` over the whole window,
@@ -181,8 +181,8 @@ class AccumulatedStep(tf.Module):
         first = int(self._local(self._strategy.run(_rank))[0])
         self._strategy.run(lambda: self._state.write(Pending(states[int(tf.get_static_value(_rank())) - first])))
 
-    # The library's own code needs no AutoGraph, which would take seconds to convert it. The caller's functions get it
-    # where the tf.function around has it, which ``status`` says.
+    # AutoGraph would take seconds to convert the library's code, which does not need it. The caller's functions are
+    # converted if the tf.function around uses AutoGraph, which ``status`` says.
     @tf.autograph.experimental.do_not_convert
     def _step(self, status: Any, batch: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
         self._require_cross_replica()
