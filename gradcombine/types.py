@@ -8,7 +8,11 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 F = TypeVar("F", bound=Callable[..., object])
 
 Array: TypeAlias = Any
-"""A NumPy array, a JAX array or tracer, or a TensorFlow tensor."""
+"""A NumPy array, a JAX array or tracer, or a TensorFlow tensor.
+
+Any, because no protocol of operators fits all three: NumPy declares them by dtype, TensorFlow's tensors declare none,
+and JAX's functions ask for a type of JAX's own.
+"""
 
 Tree: TypeAlias = Any
 """Nested dicts, lists, tuples, NamedTuples and registered JAX nodes of arrays and None."""

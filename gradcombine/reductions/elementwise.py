@@ -86,7 +86,7 @@ def elementwise(
     >>> gc.combine(amax, [np.float32([1, -5]), np.float32([-3, 4])])
     array([3., 5.], dtype=float32)
     """
-    if not issubclass(type(name), str) or not name:
+    if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise GradCombineError("elementwise", "a name", shown(name))
     functions: dict[str, Callable[..., Any]] = {"update": update, "merge": merge, "finalize": finalize or _as_it_is}
     for role, function in functions.items():
