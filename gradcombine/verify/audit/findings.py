@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from gradcombine.verify.audit.flow import LINEAR, MOVING, Flow, Node
@@ -112,7 +113,9 @@ class Search:
 
     def moved_from(self, start: Iterable[Node], through: frozenset[str] = frozenset(MOVING)) -> set[Node]:
         """Where values were before they were moved, without what changes them; the first that does is the last."""
-        return self.flow.reached(start, False, lambda node: self.flow.opcode(node) in through)
+        begun = set(start)
+        moved = [node for node in begun if self.flow.opcode(node) in through]
+        return begun | self.flow.reached(moved, False, lambda node: self.flow.opcode(node) in through)
 
     def operands(self, node: Node, index: int) -> list[Node]:
         name, x, _ = self.flow.places[node]
@@ -121,6 +124,38 @@ class Search:
 
     def nodes(self, computation: str, x: Instruction) -> list[Node]:
         return [self.flow.node(computation, x, leaf) for leaf in range(max(1, len(x.shapes)))]
+
+    def repeated(self) -> list[tuple[str, Instruction, int, str, float]]:
+        """Products that are equal on several devices: where, which, how many differ, their line, their operations."""
+        return [product for product in self.products if product[2] < self.program.devices]
+
+    @cached_property
+    def products(self) -> list[tuple[str, Instruction, int, str, float]]:
+        """All products: where, which, how many devices' results differ, their line, their operations in a call."""
+        found = list[tuple[str, Instruction, int, str, float]]()
+        for name, x, loops in self.program.executed():
+            for inner, y, flops, _ in self.program.products(name, x):
+                classes = self.flow.equality.classes(self.flow.node(inner, y)) if self.program.devices > 1 else 1
+                found.append((inner, y, classes, self.source(y) or self.source(x), times(loops) * flops))
+        return found
+
+    @cached_property
+    def reduced(self) -> list[tuple[Exchange, Loop]]:
+        """The exchanges of gradients that a loop does which only adds them up, and that loop."""
+        found = list[tuple[Exchange, Loop]]()
+        for exchange in self.program.exchanges:
+            if exchange.kind in REDUCING and exchange.operand >= FEW_SCALARS and exchange.members > 1:
+                for loop in exchange.loops:
+                    body = loop.instruction.called("body")[0]
+                    reached = self.linear(body, self.nodes(exchange.computation, exchange.x))
+                    if reached and reached <= self.accumulators(body):
+                        found.append((exchange, loop))
+                        break
+        return found
+
+    @property
+    def flops(self) -> float:
+        return sum(product[4] for product in self.products)
 
     def _only_added_to(self, body: str, index: int, node: Node) -> bool:
         if self.flow.places[node].shape.kind in ("token", "pred"):
@@ -156,23 +191,11 @@ class Search:
 
 
 def reduced_in_loop(search: Search) -> Iterator[Finding]:
-    for exchange in search.program.exchanges:
-        if exchange.kind not in REDUCING or exchange.operand < FEW_SCALARS or exchange.members == 1:
-            continue
-        for loop in exchange.loops:
-            body = loop.instruction.called("body")[0]
-            reached = search.linear(body, search.nodes(exchange.computation, exchange.x))
-            if reached and reached <= search.accumulators(body) and loop.trips != 1:
-                spared = exchange.times - exchange.times // (loop.trips or 1) if loop.trips else exchange.times
-                what = f"{_exchange(exchange)} in {_loop(loop)} is only added to what the loop carries"
-                yield Finding(
-                    "reduced-in-loop",
-                    what,
-                    search.source(exchange.x),
-                    exchange.times,
-                    sent=spared * exchange.sent(),
-                )
-                break
+    for exchange, loop in search.reduced:
+        spared = exchange.times - exchange.times // loop.trips if loop.trips else exchange.times
+        what = f"{_exchange(exchange)} in {_loop(loop)} is only added to what the loop carries"
+        source = search.source(exchange.x)
+        yield Finding("reduced-in-loop", what, source, exchange.times, sent=spared * exchange.sent())
 
 
 def batch_gathered(search: Search) -> Iterator[Finding]:
@@ -187,6 +210,12 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
         sharded = flow.equality.classes(node) > 1
         if number not in aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in results:
             batch.add(node)
+    repeated = {flow.node(name, y) for name, y, _, _, _ in search.repeated()}
+
+    def repeats(exchange: Exchange) -> bool:
+        """Whether devices compute the same of what was gathered."""
+        return bool(repeated & flow.reached(search.nodes(exchange.computation, exchange.x), True, lambda _: True))
+
     moving = frozenset(MOVING | {"select", "dynamic-update-slice"})
     for exchange in program.exchanges:
         gathers = exchange.kind == "all-gather" or exchange.kind == "all-reduce"
@@ -196,6 +225,10 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
         origin = search.moved_from([n for nodes in given for n in nodes], moving) & batch
         # A sum gathers where each device fills its own rows of zeros.
         starts = {flow.opcode(node) for nodes in given for node in search.moved_from(nodes, moving)}
+        # Numbers of rows of a table are gathered where the table is split: that is how it is read.
+        origin = {node for node in origin if _is_float(flow.places[node].shape)} or (
+            origin if repeats(exchange) else ()
+        )
         if origin and (exchange.kind == "all-gather" or starts & {"dynamic-update-slice", "select"}):
             names = sorted({flow.places[node].x.op_name or flow.places[node].x.name for node in origin})
             yield Finding(
@@ -208,19 +241,11 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
 
 
 def repeated_work(search: Search) -> Iterator[Finding]:
-    program, flow = search.program, search.flow
-    if program.devices == 1:
-        return
-    total, wasted = 0.0, defaultdict[tuple[str, int, str], list[float]](list)
-    for name, x, loops in program.executed():
-        for inner, y, flops, _ in program.products(name, x):
-            total += times(loops) * flops
-            classes = flow.equality.classes(flow.node(inner, y))
-            if classes < program.devices:
-                where = search.source(y) or search.source(x)
-                repeated = times(loops) * flops * (1 - classes / program.devices)
-                wasted[str(y.shapes[0]), classes, where].append(repeated)
-    if sum(map(sum, wasted.values())) <= SHARE * total:
+    program, wasted = search.program, defaultdict[tuple[str, int, str], list[float]](list)
+    for name, y, classes, where, flops in search.repeated():
+        del name
+        wasted[str(y.shapes[0]), classes, where].append(flops * (1 - classes / program.devices))
+    if sum(map(sum, wasted.values())) <= SHARE * search.flops:
         return
     for (shape, classes, where), flops in wasted.items():
         what = f"{len(flops)} products of {shape}: {program.devices} devices compute {classes} different results"
@@ -305,8 +330,10 @@ def copies_at_boundary(search: Search) -> Iterator[Finding]:
 def many_small_collectives(search: Search) -> Iterator[Finding]:
     """Those of one kind and group of which none waits for another, or that a loop repeats without using them."""
     alike = defaultdict[tuple[str, str, str, int], list[tuple[Exchange, int]]](list)
+    told = [exchange.x for exchange, _ in search.reduced]
     for exchange in search.program.exchanges:
-        if exchange.size > SMALL or exchange.members == 1 or exchange.kind == "collective-permute":
+        permutes = exchange.kind == "collective-permute"
+        if exchange.size > SMALL or exchange.members == 1 or permutes or any(exchange.x is x for x in told):
             continue
         nodes = search.nodes(exchange.computation, exchange.x)
         count = 1
@@ -340,6 +367,7 @@ def wider_exchange(search: Search) -> Iterator[Finding]:
     for exchange in search.program.exchanges:
         # What XLA widens because it has no narrower collective on a machine is not the program's.
         promoted = any(name.endswith("_promoted") for name in exchange.x.called("to_apply"))
+        promoted |= exchange.kind not in REDUCING and search.program.for_cpu
         if exchange.operand < FEW_SCALARS or exchange.members == 1 or promoted:
             continue
         name, wide, narrow = exchange.computation, 0, 0
@@ -380,11 +408,15 @@ def repeated_collective(search: Search) -> Iterator[Finding]:
     seen = dict[tuple[object, ...], Exchange]()
     through = frozenset(LINEAR | SCALES | REDUCING)
     for exchange in program.exchanges:
-        if exchange.operand < FEW_SCALARS or exchange.members == 1:
+        # Parts are sent around by the compiler alone, which a program cannot help.
+        asked = exchange.kind in REDUCING or exchange.kind == "all-gather"
+        if exchange.operand < FEW_SCALARS or exchange.members == 1 or not asked:
             continue
         of = program.computations[exchange.computation]
         origins = tuple(program.origin(of, operand).name for operand in exchange.x.operands)
-        key = (exchange.computation, exchange.kind, str(exchange.groups), exchange.x.lists("dimensions"), origins)
+        shapes = tuple(of[operand].shapes[0].dims for operand in exchange.x.operands)
+        how = exchange.x.lists("dimensions"), str(exchange.groups), shapes
+        key = (exchange.computation, exchange.kind, how, origins)
         sent = exchange.times * exchange.sent()
         if key in seen:
             what = f"{_exchange(exchange)} of what an earlier one exchanged already"

@@ -218,7 +218,9 @@ class Equality:
         return all(len(set(label[list(group)].tolist())) == 1 for group in groups)
 
     def _intern(self, label: np.ndarray) -> int:
-        canonical = np.unique(label, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        _, first, inverse = np.unique(label, return_index=True, return_inverse=True)
+        # Numbered as they come: the same sets of devices are the same label.
+        canonical = np.argsort(np.argsort(first))[inverse.reshape(-1)].astype(np.int64)
         key = canonical.tobytes()
         if key not in self._known:
             self._known[key] = len(self._labels)

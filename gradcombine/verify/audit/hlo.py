@@ -175,6 +175,7 @@ class Module:
             raise GradCombineError("audit", "text of HLO, which begins with HloModule", header[:80] or "nothing")
         self.name = header.split(",")[0].removeprefix("HloModule ").strip()
         self._header = header
+        self._queues = '"operation_queue_id"' in text
         self._tables: dict[str, dict[int, str]] = {}
         inside, table, instructions = "", "", dict[str, Instruction]()
         for line in rest.splitlines():
@@ -209,6 +210,11 @@ class Module:
     def for_tpu(self) -> bool:
         """Whether its arrays are tiled as TPUs tile them."""
         return ":T(" in self._header
+
+    @property
+    def for_cpu(self) -> bool:
+        """Whether nothing in it is a GPU's or a TPU's."""
+        return not self.for_tpu and not self._queues
 
     @property
     def devices(self) -> int:

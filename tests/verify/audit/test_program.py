@@ -183,3 +183,22 @@ def test_a_fusion_moves_the_rows_that_it_uses() -> None:
     # A row is read, another one beside it with an index, and a row is written.
     assert moved == 256 + 256 + 4 + 256
     assert found.bytes_moved(True) == 2048 + 4 + 256 + 2048
+
+
+def test_values_that_devices_pass_round_in_a_loop_are_told_apart() -> None:
+    """Each turn moves what a device holds to the next one: after some, all may hold what any began with."""
+    ring = ",".join(f"{{{i},{(i + 1) % 8}}}" for i in range(8))
+    turn = f"%sum = f32[4] collective-permute(%a), source_target_pairs={{{ring}}}"
+    body = LOOP.replace("%sum = f32[4] add(%a, %b)", turn)
+    found = program(
+        f"""{ROWS}
+        %zero = s32[] constant(0)
+        %init = (s32[], f32[4], f32[4]) tuple(%zero, %rows, %rows)
+        %loop = (s32[], f32[4], f32[4]) while(%init), condition=%cond, body=%body
+        %passed = f32[4] get-tuple-element(%loop), index=1
+        %kept = f32[4] get-tuple-element(%loop), index=2
+        ROOT %out = f32[] constant(0)""",
+        body,
+    )
+    held = classes(found)
+    assert (held["passed"], held["kept"]) == (8, 4)
