@@ -306,7 +306,9 @@ def compare(a: Tree, b: Tree) -> Comparison:
     """
     lefts, rights = _named(a), _named(b)
     shared = [name for name in lefts if name in rights]
-    leaves, shapes, kinds = [], [], []
+    leaves: list[LeafDifference] = []
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+    kinds: list[tuple[str, np.dtype, np.dtype]] = []
     for name in shared:
         left, right = lefts[name], rights[name]
         if left.shape != right.shape:

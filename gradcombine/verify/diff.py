@@ -115,7 +115,9 @@ def diff(
     """
     everything = sum(entry.size for entry in a.values())
     matching = match(a, b, rules, lambda name: progress(f"matching {name}", 0, everything))
-    total, done, rows, left_out = sum(a[pair.a].size for pair in matching.pairs), 0, [], []
+    total, done = sum(a[pair.a].size for pair in matching.pairs), 0
+    rows: list[Row] = []
+    left_out: list[LeftOut] = []
     for pair in matching.pairs:
         progress(pair.a, done, total)
         reason = _incomparable(a[pair.a], b[pair.b])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
+from gradcombine.verify.comparison import Element
 from gradcombine.verify.diff import DiffReport, Row, StepReport
 from gradcombine.verify.report import Cells, HeatMap, Histogram, Section
 from gradcombine.verify.ulp import NAN_DISTANCE
@@ -107,7 +108,7 @@ def _of_dumps(report: DiffReport) -> list[Section]:
 
 def _of_runs(report: StepReport) -> list[Section]:
     """A heat map and a line a step, then the first step that differs in full."""
-    lines = []
+    lines: list[Cells] = []
     for step, of_step in report.steps.items():
         apart = [row for row in of_step.rows if not row.passes]
         worst = _cells(apart[0]).cells if apart else ("",) * len(COLUMNS)
@@ -177,9 +178,10 @@ def _axes(row: Row) -> str:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, Element):
+        return {"at": value.at, "a": _plain(value.a), "b": _plain(value.b)}
     if isinstance(value, tuple):
-        named = hasattr(value, "_asdict")
-        return {k: _plain(v) for k, v in value._asdict().items()} if named else [_plain(v) for v in value]  # pyright: ignore
+        return [_plain(x) for x in cast("tuple[Any, ...]", value)]
     if isinstance(value, complex):
         return [_plain(value.real), _plain(value.imag)]
     # JSON has no infinity and no NaN.

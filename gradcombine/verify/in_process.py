@@ -17,7 +17,8 @@ def run_replicas(count: int, program: Callable[[int, Collective], Any]) -> list[
     """``program(rank, collective)`` of each replica: a pure function of known arrays, run several times."""
     exchanged: list[list[Sequence[Array]]] = []
     while True:
-        results, sent = [], []
+        results: list[Any] = []
+        sent: list[Sequence[Array]] = []
         for rank in range(count):
             try:
                 results.append(program(rank, _Replica(rank, count, exchanged)))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
-import ml_dtypes
 import numpy as np
 
 from gradcombine import tree
@@ -21,6 +20,7 @@ from gradcombine.replicas import all_reduce, merge_replicas
 from gradcombine.types import Order, State, Tree
 from gradcombine.verify.in_process import run_replicas
 from gradcombine.verify.main import hint, missing
+from gradcombine.verify.ulp import rounding_unit
 
 ELEMENTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 4.0, -4.0)
 WEIGHTS = (1, 2, 3, 0.5, 0)
@@ -99,7 +99,7 @@ def _pure(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
         return (Sides(now, then, (f"{name} after {function}", "before")) for name, now, then in kept)
 
     keep("the empty state", empty)
-    states = []
+    states: list[State] = []
     for term in terms:
         keep("a contribution", term.value)
         states.append(reduction.update(empty, *term))
@@ -415,7 +415,7 @@ def _mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
 
 
 def _copy(x: Any) -> Any:
-    return x.copy() if isinstance(x, np.ndarray) else x
+    return cast("np.ndarray", x).copy() if isinstance(x, np.ndarray) else x
 
 
 def _own_state(side: Any) -> Any:
@@ -441,11 +441,13 @@ def _near(left: Any, right: Any, ulps: int, largest: float) -> bool:
     if (x.dtype, x.shape) != (y.dtype, y.shape):
         return False
     inexact = dtypes.kind(x.dtype) in ("float", "complex")
-    alike = (x == y) & (~inexact | (np.signbit(x.real) == np.signbit(y.real))) if not ulps else x == y
+    alike = x == y
+    if inexact and not ulps:
+        alike &= np.signbit(x.real) == np.signbit(y.real)
     if inexact:
         alike |= (x != x) & (y != y)
     if inexact and ulps:
-        step = float(ml_dtypes.finfo(dtypes.part(x.dtype)).eps)
+        step = 2 * rounding_unit(dtypes.part(x.dtype))
         with np.errstate(invalid="ignore"):
             wide = x + np.float64(0), y + np.float64(0)
             scale = np.maximum(np.maximum(abs(wide[0]), abs(wide[1])), largest)

@@ -7,7 +7,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from gradcombine.errors import GradCombineError
 from gradcombine.verify import similarity
@@ -85,12 +85,14 @@ def read_rules(path: str | Path) -> Rules:
     return Rules(tuple(rules), tuple(_patterns(content.get("ignore_b", []))))
 
 
-def _rule(entry: Any, number: int) -> Rule:
-    if not isinstance(entry, dict) or not {"a", "b"} <= set(entry) <= {"a", "b", "transpose"}:
-        raise GradCombineError("diff", f"rule {number} with a, b and perhaps transpose", repr(entry))
+def _rule(content: Any, number: int) -> Rule:
+    received = repr(content)
+    entry = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    if not {"a", "b"} <= set(entry) <= {"a", "b", "transpose"}:
+        raise GradCombineError("diff", f"rule {number} with a, b and perhaps transpose", received)
     (pattern,) = _patterns([entry["a"]])
-    axes = entry.get("transpose")
-    if axes is not None and not (isinstance(axes, list) and set(axes) == set(range(len(axes)))):
+    axes = cast("list[Any] | None", entry.get("transpose"))
+    if axes is not None and not (type(axes) is list and set(axes) == set(range(len(axes)))):
         raise GradCombineError("diff", f"rule {number} with transpose as an order of axes", axes)
     if not isinstance(entry["b"], str):
         raise GradCombineError("diff", f"rule {number} with a name as b", repr(entry["b"]))
@@ -104,10 +106,10 @@ def _expanded(template: str, matched: re.Match[str]) -> str:
         raise GradCombineError("diff", "a name with groups of its rule", f"{template!r}: {error}", matched[0]) from None
 
 
-def _patterns(texts: Any) -> Iterable[re.Pattern[str]]:
-    if not isinstance(texts, list):
-        raise GradCombineError("diff", "a list of regular expressions in the rules", repr(texts))
-    for text in texts:
+def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
+    if not isinstance(content, list):
+        raise GradCombineError("diff", "a list of regular expressions in the rules", repr(content))
+    for text in cast("list[Any]", content):
         try:
             yield re.compile(text)
         except (re.error, TypeError) as error:

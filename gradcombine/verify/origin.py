@@ -176,7 +176,7 @@ class _Leaf(NamedTuple):
 def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Any]) -> list[_Leaf]:
     with np.errstate(all="ignore"):
         made = tree.flatten_as("explain", structure, candidate.run())
-    measured = []
+    measured: list[_Leaf] = []
     for x, expected in zip(made, wanted, strict=True):
         if expected is None:
             measured.append(_Leaf(0, 0))
@@ -410,5 +410,9 @@ def _fused(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
     backend = load("numpy")
     total = mapped(np.zeros_like, trees[0])
     for x, weight in zip(trees, weights, strict=True):
-        total = mapped(lambda a, b, w=weight: multiply_add(backend, a, w, b), x, total)
+
+        def add(a: np.ndarray, b: np.ndarray, w: np.float32 = weight) -> Any:
+            return multiply_add(backend, a, w, b)
+
+        total = mapped(add, x, total)
     return total

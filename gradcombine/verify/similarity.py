@@ -62,7 +62,7 @@ def axes(a: Entry, b: Entry) -> Axes | None:
 def align(a: Entry, b: Entry) -> Alignment:
     """The order of b's axes, of those with a's shape, that is most like a."""
     left, right = a.whole(), b.whole()
-    options = []
+    options: list[Alignment] = []
     for order in orders(a.shape, b.shape):
         options.append(Alignment(order, _cosine(left, right if order is None else right.transpose(order))))
         if order is None and options[0].cosine >= CERTAIN:
@@ -144,7 +144,8 @@ def _alike(a: Dump, b: Dump, left: list[str], right: list[str]) -> Iterator[Alig
         by_shape[a[name].shape].append(i)
     candidates: list[tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], list[int], list[int]]] = []
     for shape, positions in by_shape.items():
-        rows, others = [], []
+        rows: list[np.ndarray] = []
+        others: list[int] = []
         for j, name in enumerate(right):
             for sketch in _turned_sketches(b[name], shape):
                 rows.append(sketch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import ml_dtypes
 import numpy as np
@@ -124,9 +124,9 @@ def kind_of(dtype: np.dtype) -> Kind:
     extended = dtype.type.__module__ == "ml_dtypes"
     if dtype.kind in "biu" or (extended and dtype.name.lstrip("u").startswith("int")):
         return "integer"
-    if dtype in (np.complex64, np.complex128):
+    if dtype.name in ("complex64", "complex128"):
         return "complex"
-    if dtype in (np.float16, np.float32, np.float64) or extended:
+    if dtype.name in ("float16", "float32", "float64") or extended:
         return "float"
     raise GradCombineError("compare", "a dtype of numbers of up to 64 bits", dtype)
 
@@ -141,8 +141,17 @@ def comparable(a: np.dtype, b: np.dtype) -> bool:
 
 def narrower(a: np.dtype, b: np.dtype) -> np.dtype:
     """Of two float or complex dtypes, the one whose units distances are counted in."""
-    precise = [ml_dtypes.finfo(x).nmant for x in (a, b)]
-    return a if precise[0] <= precise[1] else b
+    return a if rounding_unit(a) >= rounding_unit(b) else b
+
+
+def rounding_unit(dtype: np.dtype) -> float:
+    """The unit roundoff of a float or complex dtype: half the distance from 1 to the next larger number."""
+    return float(finfo(dtype).eps) / 2
+
+
+def finfo(dtype: np.dtype) -> Any:
+    """What ml_dtypes knows of a float or complex dtype."""
+    return cast("Any", ml_dtypes.finfo(dtype))
 
 
 def distances(kind: Kind, left: np.ndarray, right: np.ndarray) -> Distances:

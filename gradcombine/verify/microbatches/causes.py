@@ -122,7 +122,7 @@ TINY = 2.0**-20
 
 def results(trace: Trace) -> tuple[WindowResult, ...]:
     """How near each window came."""
-    near_each = []
+    near_each: list[WindowResult] = []
     for w, steps in enumerate(trace):
         reached = steps[-1].outcome.reached
         weights = tuple(step.weight for step in steps)

@@ -162,7 +162,8 @@ def _full_batch(
     join: Callable[[Sequence[Any]], Any],
 ) -> FullBatch:
     """Checks the first window of each length, at the parameters that the training starts from."""
-    worst, seen = 0.0, set()
+    worst = 0.0
+    seen: set[int] = set()
     for w, (microbatches, scales) in enumerate(zip(windows, weights, strict=True)):
         if len(microbatches) in seen:
             continue

@@ -24,6 +24,7 @@ import numpy as np
 
 from gradcombine.verify.microbatches.subject import Leaves, Step
 from gradcombine.verify.origin import Candidate, explain
+from gradcombine.verify.ulp import finfo, rounding_unit
 
 FLOAT32 = np.dtype(np.float32)
 NARROW = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
@@ -56,7 +57,9 @@ class Window(NamedTuple):
 
 def window(steps: Sequence[Step], reached: Leaves) -> Window:
     """The leaves that have a gradient, flat; one that is None in some microbatches counts as zero there."""
-    terms, arrived, output = [], [], []
+    terms: list[np.ndarray] = []
+    arrived: list[np.ndarray] = []
+    output: list[np.dtype] = []
     for column, leaf in zip(zip(*(step.gradient for step in steps), strict=True), reached, strict=True):
         present = [x for x in column if x is not None]
         if not present or leaf is None:
@@ -113,7 +116,7 @@ def explained(samples: Sequence[Window]) -> Candidate | None:
       samples: of one accumulation, with the same weights.
     """
     columns: list[list[np.ndarray]] = [[] for _ in samples[0].weights]
-    arrived = []
+    arrived: list[np.ndarray] = []
     for terms, reached, output in _leaves(samples):
         arrived.append(reached[:SAMPLE].astype(output))
         for column, term in zip(columns, terms, strict=True):
@@ -148,22 +151,18 @@ def _leaves(samples: Sequence[Window]) -> Iterator[tuple[np.ndarray, np.ndarray,
 
 
 def _distances(window: Window, coefficients: np.ndarray, accumulator: np.dtype) -> list[tuple[np.ndarray, np.ndarray]]:
-    pairs = []
+    pairs: list[tuple[np.ndarray, np.ndarray]] = []
     roundings = 2 * len(window.weights) + 5
     for terms, reached, output in zip(window.terms, window.reached, window.output, strict=True):
         # A gradient that is wider than float32 has an accumulator of its own dtype.
-        used = output if accumulator == FLOAT32 and _unit(output) < _unit(accumulator) else accumulator
+        used = output if accumulator == FLOAT32 and rounding_unit(output) < rounding_unit(accumulator) else accumulator
         exact = coefficients @ terms
-        bound = _gamma(roundings, _unit(used)) * np.abs(coefficients).sum() * np.abs(terms).max(axis=0)
-        if _unit(output) > _unit(used):
-            bound = bound * (1 + _unit(output)) + _unit(output) * np.abs(exact)
-        smallest = max(float(ml_dtypes.finfo(x).smallest_normal) for x in (output, used))
+        bound = _gamma(roundings, rounding_unit(used)) * np.abs(coefficients).sum() * np.abs(terms).max(axis=0)
+        if rounding_unit(output) > rounding_unit(used):
+            bound = bound * (1 + rounding_unit(output)) + rounding_unit(output) * np.abs(exact)
+        smallest = max(float(finfo(x).smallest_normal) for x in (output, used))
         pairs.append((np.abs(reached - exact), bound + roundings * smallest))
     return pairs
-
-
-def _unit(dtype: np.dtype) -> float:
-    return float(ml_dtypes.finfo(dtype).eps) / 2
 
 
 def _gamma(roundings: int, unit: float) -> float:

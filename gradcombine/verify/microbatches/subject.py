@@ -88,9 +88,10 @@ def observe(
     subject: Subject, params: Any, windows: Sequence[Sequence[Any]], weights: Sequence[Sequence[float]]
 ) -> Trace:
     """Trains over the windows, and records the outcome of each microbatch."""
-    run, trace = subject.start(params, alone=False), []
+    run = subject.start(params, alone=False)
+    trace: Trace = []
     for microbatches, scales in zip(windows, weights, strict=True):
-        steps = []
+        steps: list[Step] = []
         for i, (microbatch, weight) in enumerate(zip(microbatches, scales, strict=True)):
             gradient = subject.gradient(run.params, microbatch)
             steps.append(Step(weight, gradient, run.step(gradient, weight, i + 1 == len(microbatches))))
@@ -104,9 +105,10 @@ Change: TypeAlias = Callable[[int, int, int, np.ndarray], np.ndarray]
 
 def replay(subject: Subject, params: Any, trace: Trace, change: Change) -> Trace:
     """Accumulates the gradients of a trace again, changed, with nothing after the accumulation."""
-    run, again = subject.start(params, alone=True), []
+    run = subject.start(params, alone=True)
+    again: Trace = []
     for w, window in enumerate(trace):
-        steps = []
+        steps: list[Step] = []
         for i, step in enumerate(window):
             gradient: Leaves = [None if x is None else change(w, i, leaf, x) for leaf, x in enumerate(step.gradient)]
             outcome = run.step(gradient, step.weight, i + 1 == len(window))

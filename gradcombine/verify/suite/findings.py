@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from gradcombine.verify.report import Cells, Curves, Dots, Section
 from gradcombine.verify.ulp import NAN_DISTANCE
@@ -235,11 +235,12 @@ def _losses(curves: Mapping[str, Sequence[float]]) -> list[Section]:
 
 
 def _named(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
+    if isinstance(value, dict):
+        for key, inner in cast("dict[str, Any]", value).items():
             yield from _named(f"{name}: {key}" if name else str(key), inner)
     else:
-        yield name, " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        values = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else (value,)
+        yield name, " ".join(map(str, values))
 
 
 def _row(finding: Finding) -> dict[str, Any]:

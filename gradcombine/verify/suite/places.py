@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,14 +94,15 @@ def numpy_cases() -> Iterator[Case]:
     """NumPy: the reference, which has one replica."""
     for order in ORDERS:
         for place, run in _PLACES.items():
-            yield Case(
-                "numpy",
-                "eager",
-                place,
-                1,
-                order,
-                lambda contributions, run=run, order=order: [run(contributions, order)],
-            )
+            yield Case("numpy", "eager", place, 1, order, partial(_alone, run, order))
+
+
+def _alone(run: Callable[[Contributions, Order], Tree], order: Order, contributions: Contributions) -> list[Tree]:
+    return [run(contributions, order)]
+
+
+def _over_list(contributions: Contributions, order: Order) -> Tree:
+    return over_list(contributions.values, contributions.weights, order)
 
 
 def _over_time(contributions: Contributions, order: Order) -> Tree:
@@ -117,7 +119,7 @@ def _over_time_and_replicas(contributions: Contributions, order: Order) -> Tree:
 
 
 _PLACES = {
-    LIST: lambda contributions, order: over_list(contributions.values, contributions.weights, order),
+    LIST: _over_list,
     TIME: _over_time,
     REPLICAS: _over_replicas,
     TIME_AND_REPLICAS: _over_time_and_replicas,

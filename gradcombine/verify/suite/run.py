@@ -69,7 +69,8 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
 def _combine(
     cases: Sequence[Case], contributions: Contributions, inject_fault: bool, started: Callable[[str], None]
 ) -> list[Finding]:
-    judge, findings = laws.Judge(contributions), []
+    judge = laws.Judge(contributions)
+    findings: list[Finding] = []
     corrupted = [case for case in cases if laws.promised(case) == BITS][-1] if inject_fault else None
     for case in cases:
         started(f"{case.framework}, {case.mode}, {case.place}")
@@ -110,7 +111,7 @@ class Framework(NamedTuple):
 
 FRAMEWORKS = {
     "jax": Framework(jax_rows.measure, jnp.float32, jax_rows.exported),
-    "tensorflow": Framework(tensorflow_rows.measure, lambda x: tf.constant(x, tf.float32), tensorflow_rows.exported),
+    "tensorflow": Framework(tensorflow_rows.measure, partial(tf.constant, dtype=tf.float32), tensorflow_rows.exported),
 }
 
 
@@ -171,7 +172,7 @@ def _training_findings(
     adds; and the curves have to be nearer to each other than to what dropping the weights makes of them.
     """
     for name, steps in trained.items():
-        shares = []
+        shares: list[float] = []
         for step, batches in zip(steps, windows, strict=True):
             values, bounds = analyse_mean(step.parameters, batches)
             shares += [problem.share(np.abs(step.measured[leaf] - values[leaf]), bounds[leaf]) for leaf in bounds]
