@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,14 +17,38 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError, require_collective, require_order
-from gradcombine.integrations.jax.axes import own
-from gradcombine.integrations.jax.loss import Form, LossOutput, opened
 from gradcombine.integrations.jax.microbatches import examples
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, on_replicas
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, Order, Tree
 from gradcombine.window import Window
+
+
+class LossOutput(NamedTuple):
+    """What a loss may return in place of a scalar, and what `value_and_grad` then returns in its place.
+
+    Attributes:
+      value: the loss, a real floating scalar. Of the whole window: combined as the gradients are.
+      weight: of this microbatch, a scalar, for instance the number of tokens that a mean loss is over. None: as the
+        argument ``weight`` says. Of the whole window: the sum of weights, float32.
+      aux: a tree of arrays, for instance metrics. Of the whole window: combined by ``aux_reduction``.
+      carry: what the next microbatch gets in the place ``carry_argnum``. Of the whole window: the last one's.
+    """
+
+    value: Any
+    weight: Any = None
+    aux: Any = None
+    carry: Any = None
+
+
+@jax.tree_util.register_static
+class Form(enum.Enum):
+    """The form in which a loss returns its value. A node without leaves: it may pass through any transformation."""
+
+    SCALAR = enum.auto()
+    WITH_AUX = enum.auto()
+    OUTPUT = enum.auto()
 
 
 @jax.tree_util.register_static
@@ -154,7 +179,7 @@ class Objective:
             differentiated. None: none.
         """
         parameters = _positions(self.argnums)
-        called = [own(self.over, arg) if i in parameters else arg for i, arg in enumerate(args)]
+        called = [mark_own(self.over, arg) if i in parameters else arg for i, arg in enumerate(args)]
         (value, rest, form), grads = self._differentiated(called, kwargs, scale)
         if self.carry_argnum is not None and rest.carry is None:
             raise self.error("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
@@ -240,6 +265,28 @@ class Objective:
     def _taken(self) -> list[int]:
         """The positions that have a role other than the batch."""
         return [*_positions(self.argnums), *_positions(self.rng_argnum), *_positions(self.carry_argnum)]
+
+
+def opened(output: Any, has_aux: bool) -> tuple[LossOutput, Form]:
+    """What a loss has returned, in one form.
+
+    Raises:
+      ValueError: for anything but (scalar, aux) where ``has_aux``.
+    """
+    if isinstance(output, LossOutput):
+        return output, Form.OUTPUT
+    if not has_aux:
+        return LossOutput(output), Form.SCALAR
+    value, aux = output
+    return LossOutput(value, aux=aux), Form.WITH_AUX
+
+
+def closed(form: Form, values: dict[str, Tree], carry: Tree) -> Any:
+    """Combined values, in the form in which the loss returned its own."""
+    output = LossOutput(values["value"], values["weight"], values.get("aux"), carry)
+    if form is Form.OUTPUT:
+        return output
+    return output.value if form is Form.SCALAR else (output.value, output.aux)
 
 
 def _positions(role: int | Sequence[int] | None) -> list[int]:

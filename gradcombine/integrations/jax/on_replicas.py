@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcombine.accumulation import whole_window
-from gradcombine.backends.jax_collective import JaxAxis
+from gradcombine.backends.jax_collective import JaxAxis, varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
-from gradcombine.integrations.jax import axes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import merge_replicas
 from gradcombine.types import AccumulateState, Array, State, Tree
@@ -142,7 +142,7 @@ def find_mesh(operation: str, over: JaxAxis, values: Tree) -> Mesh | AbstractMes
 def own_state(operation: str, over: Collective, own: Tree, beside: Tree) -> Tree:
     """What each replica begins with, as `on_replicas` takes it: typed as its own, or stacked on the mesh beside it."""
     if not isinstance(over, JaxAxis) or over.is_bound():
-        return axes.own(over, own)
+        return mark_own(over, own)
     if find_mesh(operation, over, beside) is None:  # made outside of the mapped function
         return own
     return on_replicas(operation, over, lambda whole, *_: ((), whole[0]), (own, beside))[1]
@@ -211,13 +211,35 @@ class ReplicatedWindow(Window):
         return own, divided(self.operation, self.over, self.reduction, merged, self.params)
 
 
+def mark_own(over: Collective, values: Tree) -> Tree:
+    """The values, typed as this replica's own. Gradients with respect to such are its own too, and not summed yet."""
+    arrays, structure = jax.tree.flatten(values)
+    return jax.tree.unflatten(structure, over.mark_varying(arrays))
+
+
+def align(values: Tree, specs: Tree) -> Tree:
+    """The values, typed to differ over the axes of their specs as well, as a scan or a conditional asks for."""
+
+    def one(value: Any, spec: Any) -> Any:
+        missing = tuple(varying(spec) - varying(value))
+        return lax.pcast(value, missing, to="varying") if missing else value
+
+    return jax.tree.map(one, values, specs)
+
+
+def aligned(values: Tree, specs: Tree) -> bool:
+    """Whether `align` would change nothing."""
+    pairs = zip(jax.tree.leaves(values), jax.tree.leaves(specs), strict=True)
+    return all(varying(spec) <= varying(value) for value, spec in pairs)
+
+
 def _once(mesh: Mesh | AbstractMesh, x: Array) -> Array:
     """The array, which in the eyes of the compiler has one reader then; not on explicit axes, whose types say all."""
     scope = jax.sharding.get_abstract_mesh()
     mesh = mesh if scope.empty else scope
     if mesh.explicit_axes or not isinstance(x, Tracer):
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim)))
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[P.UNCONSTRAINED] * x.ndim)))
 
 
 def _names(spec: P) -> Iterator[str]:

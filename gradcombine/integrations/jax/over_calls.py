@@ -12,11 +12,9 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.accumulation import length_at
+from gradcombine.integrations.jax.arrays import as_arrays, place_beside
 from gradcombine.integrations.jax.contribution import Contribution, Objective
-from gradcombine.integrations.jax.numbers import as_arrays
 from gradcombine.integrations.jax.on_replicas import on_replicas, own_state
-from gradcombine.integrations.jax.optimize import optimize
-from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.train_state import (
     StepFunctions,
@@ -24,6 +22,7 @@ from gradcombine.integrations.jax.train_state import (
     TrainState,
     is_bound,
     loss_arguments,
+    optimize,
     owned,
     require_carry,
     require_train_state,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
 from gradcombine.backends.registry import load
-from gradcombine.integrations.jax.axes import align, aligned
+from gradcombine.integrations.jax.on_replicas import align, aligned
 from gradcombine.types import Array, Tree
 
 Run: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]

@@ -11,11 +11,9 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.accumulation import whole_window
-from gradcombine.integrations.jax.axes import align, aligned, own
-from gradcombine.integrations.jax.contribution import Contribution, Objective
-from gradcombine.integrations.jax.loss import Form
+from gradcombine.integrations.jax.contribution import Contribution, Form, Objective
 from gradcombine.integrations.jax.microbatches import divide
-from gradcombine.integrations.jax.on_replicas import divided
+from gradcombine.integrations.jax.on_replicas import align, aligned, divided, mark_own
 from gradcombine.integrations.jax.scaled_loss import Turn, scaled_gradients, scales_loss, scan_turns
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, State, Tree
@@ -78,7 +76,7 @@ def scan_microbatches(
         traced, (spec, _, after) = jax.make_jaxpr(begin, return_shape=True)(example(0), carry)
     reduction = objective.combined("aux" in spec.parts)
     fold = _fold(objective, reduction, batch.total)
-    state = own(objective.over, align(jax.tree.map(jnp.asarray, fold.init(spec.parts)), after))
+    state = mark_own(objective.over, align(jax.tree.map(jnp.asarray, fold.init(spec.parts)), after))
     scaled = batch.full > 1 and scales_loss(objective, spec, traced)
     within = fold
     if scaled:

@@ -13,10 +13,10 @@ from jax.extend.core import get_opaque_trace_state
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
+from gradcombine.integrations.jax.arrays import usable
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.over_calls import over_calls
-from gradcombine.integrations.jax.placement import usable
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.whole_windows import whole_windows
 from gradcombine.reductions.algebra import Reduction

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,9 @@ import jax.numpy as jnp
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.types import AccumulateState, Array, Tree
+
+if TYPE_CHECKING:
+    import optax
 
 
 class TrainState(NamedTuple):
@@ -57,6 +60,17 @@ class StepFunctions(NamedTuple):
     init: Callable[..., TrainState]
     function: Callable[..., tuple[Tree, TrainState, StepMetrics]]
     flush: Callable[[Tree, TrainState], tuple[Tree, TrainState, StepMetrics]]
+
+
+def optimize(
+    optimizer: optax.GradientTransformationExtraArgs, params: Tree, opt_state: Any, values: dict[str, Tree]
+) -> tuple[tuple[Tree, Any], StepMetrics]:
+    """Runs the optimizer on the combined parts of a window: parameters, its state, and what is told of the window."""
+    import optax
+
+    updates, opt_state = optimizer.update(values["grads"], opt_state, params, value=values["value"])
+    told = StepMetrics(jnp.asarray(True), values["value"], values["weight"], values.get("aux"))
+    return (optax.apply_updates(params, updates), opt_state), told
 
 
 def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Any]) -> list[Any]:

@@ -8,8 +8,7 @@ from typing import Any
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.integrations.jax.contribution import Objective
-from gradcombine.integrations.jax.loss import closed
+from gradcombine.integrations.jax.contribution import Objective, closed
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.reductions.algebra import Reduction

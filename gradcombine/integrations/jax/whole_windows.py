@@ -8,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradcombine.integrations.jax.arrays import as_arrays, place_beside
 from gradcombine.integrations.jax.contribution import Objective
-from gradcombine.integrations.jax.numbers import as_arrays
 from gradcombine.integrations.jax.on_replicas import own_state
-from gradcombine.integrations.jax.optimize import optimize
-from gradcombine.integrations.jax.placement import place_beside
 from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.integrations.jax.train_state import (
     StepFunctions,
     StepMetrics,
     TrainState,
     loss_arguments,
+    optimize,
     owned,
     require_carry,
     require_train_state,

@@ -15,10 +15,8 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
-from gradcombine.integrations.jax.axes import own
-from gradcombine.integrations.jax.numbers import as_arrays
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow
-from gradcombine.integrations.jax.placement import place_beside
+from gradcombine.integrations.jax.arrays import as_arrays, place_beside
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.reductions.algebra import Reduction
@@ -286,7 +284,7 @@ class Accumulation:
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
 
     def _varying(self, skipped: Any) -> Any:
-        return skipped._replace(detail=own(self.window.over, skipped.detail)) if self._skip is not None else ()
+        return skipped._replace(detail=mark_own(self.window.over, skipped.detail)) if self._skip is not None else ()
 
     def _require_state(self, state: Any) -> None:
         """Refuses another transformation's."""

@@ -15,8 +15,7 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError
-from gradcombine.integrations.jax.numbers import as_arrays
-from gradcombine.integrations.jax.placement import place_beside
+from gradcombine.integrations.jax.arrays import as_arrays, place_beside
 from gradcombine.integrations.optax.accumulate import cast_as, gradients_like, init_for, keep_dtypes
 from gradcombine.integrations.optax.skip import Skip, decide, first_detail
 from gradcombine.reductions.algebra import Reduction

@@ -1,0 +1,122 @@
+"""The arrays of a step: made of numbers, placed beside each other, donated, and lost with a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions import dtypes
+from gradcombine.types import Tree
+
+_LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
+
+
+def as_arrays(values: Tree) -> Tree:
+    """A tree whose Python numbers and NumPy arrays are JAX's, in the dtypes that jit gives them."""
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)) if _is_number(x) else x, values)
+
+
+def place_beside(params: Tree, state: Tree) -> Tree:
+    """The state, what of it has no place yet on the devices of its parameters: the same on all of them.
+
+    A compiled step puts all that it returns there. Counts that began elsewhere would let the second call compile the
+    step once more.
+    """
+    shardings = {_whole(x.sharding) for x in jax.tree.leaves(params) if _is_known(x) and x.committed}
+    (sharding,) = shardings if len(shardings) == 1 else (None,)
+    if sharding is None:
+        return state
+    return jax.tree.map(lambda x: jax.device_put(x, sharding) if _is_known(x) and not x.committed else x, state)
+
+
+@contextmanager
+def usable(*values: Tree) -> Iterator[None]:
+    """Says what is wrong with arguments that a compiled step has refused: buffers taken over before, other devices."""
+    try:
+        yield
+    except GradCombineError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(values) if _is_known(x)]
+        for path, x in leaves:
+            if x.is_deleted():
+                expected = "what the last call returned: it has taken over the parameters and the state that it got"
+                raise GradCombineError("train_step", expected, "a donated buffer", _named(path)) from error
+        committed = [(path, x.devices()) for path, x in leaves if x.committed]
+        for path, devices in committed:
+            if devices != (first := committed[0][1]):
+                expected = f"arguments on the same devices, {_ids(first)} as in {_named(committed[0][0])}"
+                raise GradCombineError("train_step", expected, _ids(devices), _named(path)) from error
+        raise
+
+
+@contextmanager
+def detect_lost_peers(operation: str) -> Iterator[None]:
+    """Turns the error of a collective that has lost a process into one that says so.
+
+    The body has to wait for its results (`jax.block_until_ready`): JAX computes behind the caller's back, and an error
+    shows where a result is waited for. A peer that died is noticed at once, as its connections close. One that hangs
+    is noticed by the coordinator after ``heartbeat_timeout_seconds`` of ``jax.distributed.initialize`` (100 seconds
+    unless given), and then JAX ends this process itself; nothing can be caught. Both ways lead to a restart of all
+    processes, from a state that was saved before, partial windows included (`gradcombine.statefile`).
+
+    Args:
+      operation: what was being done, for the message.
+
+    Raises:
+      GradCombineError: for an error of JAX's runtime that tells of a lost connection; any other passes unchanged.
+
+    References: `Multi-controller JAX <https://docs.jax.dev/en/latest/multi_process.html>`_.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import detect_lost_peers
+    >>> with detect_lost_peers("merge_replicas"):
+    ...     total = jax.block_until_ready(jnp.ones(3).sum())
+    >>> with detect_lost_peers("merge_replicas"):
+    ...     raise ValueError("Gloo all-reduce failed: connection closed by peer")
+    Traceback (most recent call last):
+        ...
+    gradcombine.errors.GradCombineError: merge_replicas: expected an answer of all 1 processes, received Gloo ...
+    """
+    try:
+        yield
+    except GradCombineError:
+        raise
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if not any(word in str(error).lower() for word in _LOST):
+            raise
+        expected = f"an answer of all {jax.process_count()} processes"
+        raise GradCombineError(operation, expected, str(error)) from error
+
+
+def _is_number(x: Any) -> bool:
+    if isinstance(x, (np.ndarray, np.generic)):  # a float0, JAX's "no gradient", is no number
+        return x.dtype == np.bool_ or dtypes.kind(x.dtype) in ("float", "complex", "integer")
+    return isinstance(x, (bool, int, float, complex))
+
+
+def _named(path: Any) -> str:
+    return jax.tree_util.keystr(path[1:])
+
+
+def _ids(devices: Iterable[Any]) -> str:
+    return f"devices {sorted(device.id for device in devices)}"
+
+
+def _is_known(x: Any) -> bool:
+    return isinstance(x, jax.Array) and not isinstance(x, Tracer)
+
+
+def _whole(sharding: Sharding) -> Sharding | None:
+    """Whole arrays on the same devices."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return SingleDeviceSharding(*sharding.device_set) if isinstance(sharding, SingleDeviceSharding) else None
