@@ -15,7 +15,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcombine.accumulation import whole_window
-from gradcombine.backends.jax_collective import JaxAxis, varying
+from gradcombine.backends.jax_backend import varying
+from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction
