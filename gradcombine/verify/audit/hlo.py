@@ -1,7 +1,7 @@
 """Reads optimized HLO, the form in which XLA prints a compiled program for CPU, GPU and TPU.
 
-XLA's own parser, which jaxlib ships, decides whether a file is whole and of a known version; it gives neither shapes
-nor attributes to Python, so these are read here from the text that XLA's printer writes.
+XLA's own parser, which jaxlib ships, gives neither shapes nor attributes to Python: these are read here from the text
+that XLA's printer writes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -257,7 +256,7 @@ class Module:
         """The lines of source that an operation came from, the innermost first."""
         if plain := re.search(r'source_file="([^"]*)"(?: source_line=(\d+))?', x.attributes):
             return [Frame(plain[1], int(plain[2] or 0), "")]
-        found, frame = [], x.number("stack_frame_id")
+        found, frame = list[Frame](), x.number("stack_frame_id")
         # An operation is its own caller's frame only in damaged tables: each frame counts once.
         seen = set[int]()
         while frame and frame not in seen and (row := self._tables.get("StackFrames", {}).get(frame)):
@@ -413,46 +412,6 @@ def groups(attributes: str) -> list[Device]:
         size = math.prod(lengths[names.index(name)] for name in chosen)
         return [tuple(map(int, row)) for row in order.reshape(-1, size)]
     return []
-
-
-def read(path: str | Path) -> str:
-    """The text of a file of HLO, text or proto, as XLA's own parser has understood it.
-
-    Raises:
-      GradCombineError: the file is damaged, cut off, or of a version that this jaxlib does not know.
-    """
-    content = Path(path).read_bytes()
-    hlo: Any = _parser()
-    try:
-        if content.lstrip().startswith(b"HloModule"):
-            return hlo.hlo_module_from_text(content.decode()).to_string()
-        try:
-            return hlo.HloModule.from_serialized_hlo_module_proto(content).to_string()
-        except Exception:  # an HloProto, which XLA dumps, holds the module as its first field
-            return hlo.HloModule.from_serialized_hlo_module_proto(_first_field(content)).to_string()
-    except Exception as error:  # XLA's own class, which is no public one
-        reason = " ".join(str(error).split())[:160]
-        expected = "HLO that the installed jaxlib reads, text or proto"
-        raise GradCombineError("audit", expected, f"{path}: {reason}") from None
-
-
-def _parser() -> Any:
-    try:
-        from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]  # only reading a file needs it
-    except ImportError as error:
-        raise GradCombineError("audit", "a jaxlib with a parser of HLO: pip install 'jax>=0.10'", error) from None
-    return _hlo
-
-
-def _first_field(content: bytes) -> bytes:
-    """Of a proto, where it is a message."""
-    size, at, shift = 0, 1, 0
-    while content[:1] == b"\x0a" and at < min(len(content), 11):
-        size |= (content[at] & 127) << shift
-        shift, at = shift + 7, at + 1
-        if content[at - 1] < 128:
-            return content[at : at + size] if at + size <= len(content) else b""
-    return b""
 
 
 def _instruction(line: str) -> Instruction:

@@ -15,7 +15,6 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.verify.audit.findings import Finding, find
-from gradcombine.verify.audit.hlo import read
 from gradcombine.verify.audit.program import Exchange, Program, times
 from gradcombine.verify.audit.target import Figures, Target, find_target
 
@@ -197,6 +196,48 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
     return reports
 
 
+def read(path: str | Path) -> str:
+    """The text of a file of HLO, text or proto, as XLA's own parser has understood it.
+
+    That parser, which jaxlib ships, decides whether a file is whole and of a known version.
+
+    Raises:
+      GradCombineError: the file is damaged, cut off, or of a version that this jaxlib does not know.
+    """
+    content = Path(path).read_bytes()
+    hlo: Any = _parser()
+    try:
+        if content.lstrip().startswith(b"HloModule"):
+            return hlo.hlo_module_from_text(content.decode()).to_string()
+        try:
+            return hlo.HloModule.from_serialized_hlo_module_proto(content).to_string()
+        except Exception:  # an HloProto, which XLA dumps, holds the module as its first field
+            return hlo.HloModule.from_serialized_hlo_module_proto(_first_field(content)).to_string()
+    except Exception as error:  # XLA's own class, which is no public one
+        reason = " ".join(str(error).split())[:160]
+        expected = "HLO that the installed jaxlib reads, text or proto"
+        raise GradCombineError("audit", expected, f"{path}: {reason}") from None
+
+
+def _parser() -> Any:
+    try:
+        from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]  # only reading a file needs it
+    except ImportError as error:
+        raise GradCombineError("audit", "a jaxlib with a parser of HLO: pip install 'jax>=0.10'", error) from None
+    return _hlo
+
+
+def _first_field(content: bytes) -> bytes:
+    """Of a proto, where it is a message."""
+    size, at, shift = 0, 1, 0
+    while content[:1] == b"\x0a" and at < min(len(content), 11):
+        size |= (content[at] & 127) << shift
+        shift, at = shift + 7, at + 1
+        if content[at - 1] < 128:
+            return content[at : at + size] if at + size <= len(content) else b""
+    return b""
+
+
 def audit_named(what: str, target: str | None = None) -> list[Audit]:
     """Audits what a command line names.
 
@@ -228,8 +269,9 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
     found = find_target(target)
     parameters = inspect.signature(make).parameters
     made: Any = _foreign("a callable that returns", what, lambda: make(found.devices) if parameters else make())
-    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], tuple | list):
-        return [audit(made[0], *made[1], target=found)]
+    pair: Any = made if isinstance(made, tuple) else ()
+    if len(pair) == 2 and isinstance(pair[1], tuple | list):
+        return [audit(pair[0], *pair[1], target=found)]
     if hasattr(made, "compile") or hasattr(made, "memory_analysis"):
         return [audit(made, target=found)]
     expected = f"{what} to return a jitted function and a tuple of arguments, or one that is lowered"

@@ -1,0 +1,142 @@
+"""What a compiled program does with its arrays: which it only adds to, which it only moves, which are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+from gradcombine.verify.audit.flow import LINEAR, MOVING, Flow, Node
+from gradcombine.verify.audit.hlo import Instruction, Loop
+from gradcombine.verify.audit.program import Exchange, Program, times
+
+FEW_SCALARS = 256
+"""Bytes below which an array is a number or a few: what it costs is not its size."""
+
+SUMS = {"add", "subtract"}
+SCALES = {"multiply", "divide"}
+REDUCING = {"all-reduce", "reduce-scatter"}
+
+
+class Search:
+    """A program, and what several findings ask of it."""
+
+    def __init__(self, program: Program, donated: frozenset[int]) -> None:
+        self.program, self.donated = program, donated
+        self.flow: Flow = program.flow
+        self.source = program.source
+        self._insides: dict[str, set[str]] = {}
+        self._accumulators: dict[str, frozenset[int]] = {}
+
+    def loops(self) -> Iterator[tuple[Loop, tuple[Loop, ...]]]:
+        """Those that turn more than once, with those around them and themselves."""
+        seen = set[str]()
+        for _, _, loops in self.program.executed():
+            if loops and loops[-1].instruction.called("body")[0] not in seen:
+                seen.add(loops[-1].instruction.called("body")[0])
+                yield loops[-1], loops
+
+    def inside(self, body: str) -> set[str]:
+        if body not in self._insides:
+            self._insides[body] = self.flow.inner(body)
+        return self._insides[body]
+
+    def carried(self, body: str) -> list[Node]:
+        """The arrays that a turn begins with."""
+        (parameter,) = (x for x in self.program.computations[body].values() if x.opcode == "parameter")
+        return [self.flow.node(body, parameter, leaf) for leaf in range(len(parameter.shapes))]
+
+    def accumulators(self, body: str) -> frozenset[int]:
+        """What a loop carries that each turn only adds to: which of its arrays."""
+        if body not in self._accumulators:
+            found = (i for i, node in enumerate(self.carried(body)) if self._only_added_to(body, i, node))
+            self._accumulators[body] = frozenset(found)
+        return self._accumulators[body]
+
+    def linear(self, body: str, start: Iterable[Node]) -> set[int] | None:
+        """Which of a loop's carried arrays these are added into; None if anything else is made of them in a turn."""
+        nodes = self.flow.reached(start, True, lambda node: True, self.inside(body))
+        if not all(self._keeps_sums(node, nodes) for node in nodes if node not in set(start)):
+            return None
+        return {i for i, node in enumerate(self.flow.results(body)) if node in nodes}
+
+    def closure(self, node: Node) -> set[Node]:
+        """All that a value depends on."""
+        return self.flow.reached([node], False, lambda _: True)
+
+    def moved_from(self, start: Iterable[Node], through: frozenset[str] = frozenset(MOVING)) -> set[Node]:
+        """Where values were before they were moved, without what changes them; the first that does is the last."""
+        begun = set(start)
+        moved = [node for node in begun if self.flow.opcode(node) in through]
+        return begun | self.flow.reached(moved, False, lambda node: self.flow.opcode(node) in through)
+
+    def operands(self, node: Node, index: int) -> list[Node]:
+        name, x, _ = self.flow.places[node]
+        operand = self.program.computations[name][x.operands[index]]
+        return [self.flow.node(name, operand, leaf) for leaf in range(max(1, len(operand.shapes)))]
+
+    def nodes(self, computation: str, x: Instruction) -> list[Node]:
+        return [self.flow.node(computation, x, leaf) for leaf in range(max(1, len(x.shapes)))]
+
+    def repeated(self) -> list[tuple[str, Instruction, int, str, float]]:
+        """Products that are equal on several devices: where, which, how many differ, their line, their operations."""
+        return [product for product in self.products if product[2] < self.program.devices]
+
+    @cached_property
+    def products(self) -> list[tuple[str, Instruction, int, str, float]]:
+        """All products: where, which, how many devices' results differ, their line, their operations in a call."""
+        found = list[tuple[str, Instruction, int, str, float]]()
+        for name, x, loops in self.program.executed():
+            for inner, y, flops, _ in self.program.products(name, x):
+                classes = self.flow.equality.classes(self.flow.node(inner, y)) if self.program.devices > 1 else 1
+                found.append((inner, y, classes, self.source(y) or self.source(x), times(loops) * flops))
+        return found
+
+    @cached_property
+    def reduced(self) -> list[tuple[Exchange, Loop]]:
+        """The exchanges of gradients that a loop does which only adds them up, and that loop."""
+        found = list[tuple[Exchange, Loop]]()
+        for exchange in self.program.exchanges:
+            if exchange.kind in REDUCING and exchange.operand >= FEW_SCALARS and exchange.members > 1:
+                for loop in exchange.loops:
+                    body = loop.instruction.called("body")[0]
+                    reached = self.linear(body, self.nodes(exchange.computation, exchange.x))
+                    if reached and reached <= self.accumulators(body):
+                        found.append((exchange, loop))
+                        break
+        return found
+
+    @property
+    def flops(self) -> float:
+        return sum(product[4] for product in self.products)
+
+    def _only_added_to(self, body: str, index: int, node: Node) -> bool:
+        if self.flow.places[node].shape.kind in ("token", "pred"):
+            return False
+        reached = self.linear(body, [node])
+        if reached != {index}:
+            return False
+        nodes = self.flow.reached([node], True, lambda _: True, self.inside(body))
+        return any(self.flow.opcode(n) in SUMS or self._adds_to(n, nodes) for n in nodes)
+
+    def _adds_to(self, node: Node, nodes: set[Node]) -> bool:
+        """Whether a matrix product adds its third operand."""
+        x = self.flow.places[node].x
+        third = x.opcode == "custom-call" and len(x.operands) > 2 and '"beta":1' in x.attributes
+        return third and not any(n in nodes for i in (0, 1) for n in self.operands(node, i))
+
+    def _keeps_sums(self, node: Node, nodes: set[Node]) -> bool:
+        """Whether an operation on some of the nodes may as well be done after a sum."""
+        opcode, x = self.flow.opcode(node), self.flow.places[node].x
+
+        def takes(*indexes: int) -> bool:
+            return any(n in nodes for i in indexes if i < len(x.operands) for n in self.operands(node, i))
+
+        if opcode == "multiply":
+            return not (takes(0) and takes(1))
+        if opcode == "divide":
+            return not takes(1)
+        if opcode in ("select", "conditional"):
+            return not takes(0)
+        if opcode in ("dynamic-slice", "dynamic-update-slice"):
+            return not takes(*range(1 if opcode == "dynamic-slice" else 2, len(x.operands)))
+        return opcode in LINEAR or opcode in REDUCING or self._adds_to(node, nodes)
