@@ -155,7 +155,7 @@ def _histogram(row: Row) -> Histogram:
 
 
 def _heat_map(report: StepReport) -> list[HeatMap]:
-    """The bit length of the largest distance of each leaf in each step, of the worst leaves alone."""
+    """The bit length of the largest distance of each leaf in each step, of the worst leaves only."""
     worst: dict[str, int] = {}
     lengths: dict[tuple[str, int], float] = {}
     for step, of_step in report.steps.items():

@@ -80,7 +80,7 @@ class Section(NamedTuple):
     """A part of a report: a note, charts, a table.
 
     Attributes:
-      charts: for a page alone.
+      charts: shown on a page only.
       folded: whether the table is closed until it is clicked; on a screen, its rows are counted.
       whole: whether a screen shows all rows of the table.
     """

@@ -1,4 +1,4 @@
-"""Why microbatches do not equal one batch: the causes that are known, and what tells one from another in a trace."""
+"""Why microbatches do not equal one batch: the known causes, and what tells one from another in a trace."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def faults(trace: Trace, replay: Replay) -> Iterator[Fault]:
 
 
 def _of_window(w: int, steps: Sequence[Step], ran: Sequence[int]) -> Fault | None:
-    """Did the inner optimizer run, and did the parameters move, at the window's end alone?"""
+    """Did the inner optimizer run, and did the parameters move, only at the window's end?"""
     early, moved = sum(ran[:-1]), any(step.outcome.moved for step in steps[:-1])
     if ran[-1] == 0 or (early and moved):
         times = [i for i, calls in enumerate(ran, 1) if calls]

@@ -202,10 +202,10 @@ def _fitted(whole: Leaves, parts: Sequence[Leaves]) -> np.ndarray | None:
     ]
     if not rows:
         return None
-    matrix, found = np.concatenate(rows, axis=1).T, np.concatenate([x.reshape(-1) for x, _ in columns])
-    if len(found) <= len(parts):
+    matrix, expected = np.concatenate(rows, axis=1).T, np.concatenate([x.reshape(-1) for x, _ in columns])
+    if len(expected) <= len(parts):
         return None
-    coefficients, _, rank, _ = np.linalg.lstsq(matrix, found, rcond=None)
+    coefficients, _, rank, _ = np.linalg.lstsq(matrix, expected, rcond=None)
     return coefficients if rank == len(parts) and _share(whole, parts, coefficients) <= 1 else None
 
 

@@ -140,8 +140,8 @@ def adds_up(window: Window, parts: Sequence[Window]) -> bool:
     bounds = [bound for _, bound in _distances(window, window.mean, FLOAT32)]
     columns = zip(window.reached, *(part.reached for part in parts), strict=True)
     return all(
-        bool((np.abs(whole - sum(own)) <= (1 + len(parts)) * bound).all())
-        for (whole, *own), bound in zip(columns, bounds, strict=True)
+        bool((np.abs(whole - sum(each)) <= (1 + len(parts)) * bound).all())
+        for (whole, *each), bound in zip(columns, bounds, strict=True)
     )
 
 

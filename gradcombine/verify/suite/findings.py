@@ -114,7 +114,7 @@ def sections(report: Report) -> list[Section]:
 
 
 def summary(report: Report) -> Report:
-    """The report for a screen: rows that differ in the number of replicas alone, and hold alike, are one row.
+    """The report for a screen: rows that differ only in the number of replicas, and hold alike, are one row.
 
     Its measures are the worst ones. Relative distances of the combine, where those in ulp say more, are left out.
     """
@@ -171,7 +171,7 @@ def _cells(row: Finding, labels: Sequence[str]) -> Cells:
 
 
 def _distances(report: Report) -> Dots:
-    """A line for the rows that differ in their number of replicas alone, a dot for each such number."""
+    """A line for the rows that differ only in their number of replicas, a dot for each such number."""
     lines: dict[str, int] = {}
     series: dict[str, list[tuple[float, int]]] = {f"promised: {BITS}": [], f"promised: {BOUND}": [], "not kept": []}
     for row in report.findings:
@@ -250,7 +250,7 @@ def _row(finding: Finding) -> dict[str, Any]:
 
 
 def _number(value: float | None) -> str:
-    """A figure of two digits; nothing where there is none."""
+    """A number with two digits; nothing for None."""
     return "" if value is None else f"{value:.2g}"
 
 

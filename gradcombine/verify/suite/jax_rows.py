@@ -95,7 +95,7 @@ def _shard_map(check_vma: bool, function: Callable[..., Any], count: int) -> Cal
         return jax.tree.map(lambda result: result[None], function(*own))
 
     mesh = Mesh(np.array(jax.devices()[:count]), (_AXIS,))
-    # Results are stacked by replica, so that every replica's own is seen.
+    # Results are stacked by replica, so that each replica's is checked.
     spec = PartitionSpec(_AXIS)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma))
 

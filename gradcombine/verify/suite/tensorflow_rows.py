@@ -45,7 +45,7 @@ def _over_replicas(count: int, order: Order, contributions: Contributions) -> li
 def _over_time_and_replicas(count: int, order: Order, contributions: Contributions) -> list[Tree]:
     def run(values: Tree, weights: tf.Tensor) -> Tree:
         listed = [dict(zip(values, step, strict=True)) for step in zip(*map(tf.unstack, values.values()), strict=True)]
-        # The update as a function of its own is traced once, not once a step.
+        # As a separate function, the update is traced once, not once for each step.
         window = places.over_time(listed, tf.unstack(weights), order, tf.function)
         return places.merged(window, gc.tf_replicas(), order)
 
@@ -55,10 +55,10 @@ def _over_time_and_replicas(count: int, order: Order, contributions: Contributio
 def _every_replica(run: Callable[..., Any], count: int, dealt: Any) -> list[Tree]:
     strategy = _strategy(count)
 
-    def own(context: tf.distribute.ReplicaContext) -> Any:
+    def block_of(context: tf.distribute.ReplicaContext) -> Any:
         return tf.nest.map_structure(lambda block: tf.constant(block[context.replica_id_in_sync_group]), dealt)
 
-    arguments = strategy.experimental_distribute_values_from_function(own)
+    arguments = strategy.experimental_distribute_values_from_function(block_of)
     results = tf.function(lambda contributions: strategy.run(run, args=contributions))(arguments)
     local = {name: strategy.experimental_local_results(result) for name, result in results.items()}
     return [_numpy({name: result[rank] for name, result in local.items()}) for rank in range(count)]
