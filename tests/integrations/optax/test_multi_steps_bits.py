@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gradcombine import foreign_orders
 from gradcombine.integrations.optax import MultiSteps
-from tests.spec.selection import FULL, cases
+from tests.spec.selection import FULL
 
 pytestmark = [pytest.mark.needs("jax"), pytest.mark.usefixtures("standard_promotion")]
 
@@ -122,9 +122,11 @@ def steps(tx: Any, mode: str, grads: list[Any], params: Any) -> list[Any]:
     return found
 
 
+OTHER_MODES = [("eager", 0), ("scan", 1), ("scan", 3), ("disable_jit", 4)]
+
+
 @pytest.mark.parametrize(
-    ("mode", "kind"),
-    cases([("eager", 5), ("scan", 5)], ("eager", "scan", "disable_jit"), (0, 1, 3, 4, 5)),
+    ("mode", "kind"), [("eager", 5), ("scan", 5), *(pytest.param(*x, marks=FULL) for x in OTHER_MODES)]
 )
 def test_other_modes(mode: str, kind: int) -> None:
     dtype = KINDS[kind][4]

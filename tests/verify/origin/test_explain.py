@@ -164,7 +164,7 @@ def chain_of(trees: Sequence[Any], wide: Any) -> Any:
         (np.float64, np.float32),
         pytest.param(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e4m3fn, marks=pytest.mark.full),
         pytest.param(ml_dtypes.float8_e5m2, ml_dtypes.float8_e5m2, marks=pytest.mark.full),
-        (ml_dtypes.float8_e5m2, np.float32),
+        pytest.param(ml_dtypes.float8_e5m2, np.float32, marks=pytest.mark.full),
     ],
 )
 def test_every_float_dtype_is_explained(dtype: Any, accumulator: Any) -> None:
