@@ -49,6 +49,9 @@ class Two(Local):
         self.exchanges += 1
         return [array + self.others if self.others.size else array * 2 for array in arrays]
 
+    def all_gather(self, arrays: Sequence[Any]) -> list[Any]:
+        return [np.stack([array, array]) for array in arrays]
+
 
 class Unknown:
     """A NumPy flag that is not known while tracing, as those of compiled functions are."""
