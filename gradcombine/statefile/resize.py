@@ -19,7 +19,9 @@ _OPERATION = "statefile.resize"
 
 
 @no_autograph
-def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, every: int | None = None) -> list[State]:
+def resize(
+    reduction: Reduction, states: Sequence[State], replicas: int, *, every: int | None = None, full: bool = False
+) -> list[State]:
     """The states of N replicas as those of M: every contribution and every weight is in one of them.
 
     The part of rank r goes to rank ``r * M // N``. Parts that meet there are merged in the canonical order; a replica
@@ -31,12 +33,16 @@ def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, ever
     take weight 0. Saved after microbatch 3 of 8 on 4 replicas, it needs ``16 - 6 = 10`` more calls on 2 replicas, and
     none of their 20 places is left over.
 
+    Positions are rounded down, as a position alone does not tell whether a window is full. One that is full stays so
+    with ``full``: what has been applied would otherwise be so again, where M does not divide ``N * every``.
+
     Args:
       reduction: the one that made the states.
       states: one per replica, by rank: of the reduction, or of `gradcombine.accumulate`, all at the same position.
       replicas: M, 1 or more.
       every: the window length ``every'`` of an accumulator of order ``"tree"`` that goes on, or its ``max_every``; it
         sizes the binary counter. None: as follows from the old one, where N / M is a power of two.
+      full: whether the windows are, as `gradcombine.accumulate`'s ``ready`` tells.
 
     Returns:
       M states of the same kind, by rank. One that had no part to merge is made of the arrays that were passed in.
@@ -74,7 +80,8 @@ def resize(reduction: Reduction, states: Sequence[State], replicas: int, *, ever
         return [_merged(reduction, group, parts[0]) for group in groups]
     _require_alike(parts)
     first = parts[0]
-    step, index = first.step * len(parts) // count, first.index
+    # Rounded down; a full window's is the new length, which is rounded up.
+    step, index = (first.step * len(parts) + (count - 1 if full else 0)) // count, first.index
     if count == len(parts) and every is None:
         return parts
     shift = _power(len(parts), count)

@@ -174,6 +174,8 @@ POSITIONS = [  # N, M, step, step' and the calls that are missing of windows of 
     (2, 4, 4, 2, 2),
     (4, 3, 3, 4, 7),
     (1, 4, 8, 2, 0),
+    (2, 3, 8, 6, 0),
+    (4, 3, 8, 11, 0),
     (4, 2, 0, 0, 16),
     (4, 4, 5, 5, 3),
 ]
@@ -185,7 +187,8 @@ def test_positions(old: int, new: int, step: int, position: int, calls: int, ord
     mean, every = reductions.mean(), math.ceil(old * EVERY / new)
     states = [state._replace(index=np.int32(7)) for state in started(mean, whole, old, step, order)]
     acc = gc.accumulate(mean, every, order=order)
-    for state in statefile.resize(mean, states, new, every=every if order == "tree" else None):
+    length = every if order == "tree" else None
+    for state in statefile.resize(mean, states, new, every=length, full=step == EVERY):
         assert (int(state.step), int(state.index)) == (position, 7)
         for k in range(calls):
             assert not bool(acc.ready(state))
