@@ -28,8 +28,8 @@ NEEDED_AT_IMPORT = {
     "gradcombine/integrations/keras": {"tensorflow", "keras", "jax"},
     "gradcombine/integrations/optax": {"jax", "optax"},
     "gradcombine/integrations/tensorflow": {"tensorflow"},
-    "gradcombine/statefile/safetensors_format.py": {"safetensors"},
     "gradcombine/verify": {"jax", "optax", "tensorflow", "keras", "sklearn"},
+    "tests/formats": {"safetensors"},
     "tests/integrations/horovod": {"jax", "tensorflow", "keras"},
     "tests/integrations/jax": {"jax", "optax", "flax", "equinox"},
     "tests/integrations/keras": {"tensorflow", "keras", "jax"},
@@ -38,7 +38,7 @@ NEEDED_AT_IMPORT = {
     "tests/multi_process": {"jax", "tensorflow"},
     "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},
     "tests/targets": {"jax", "optax"},
-    "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "sklearn"},
+    "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "safetensors", "sklearn"},
     "examples": {"jax", "tensorflow", "optax", "keras", "flax", "sklearn"},
 }
 """Files that import a framework as they are collected, by the beginnings of their paths."""

@@ -260,7 +260,7 @@ class Accumulate(WindowWrapper):
         """One gradient for each variable that the optimizer was built with."""
         targets = list(self._trainable_variables if variables is None else variables)
         if len(gradients) != len(targets):
-            raise error(f"{len(targets)} gradients, one a variable", len(gradients))
+            raise error(f"{len(targets)} gradients, one per variable", len(gradients))
         if variables is None:
             return gradients
         self._check_variables_are_known(targets)

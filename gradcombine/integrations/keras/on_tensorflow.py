@@ -1,4 +1,4 @@
-"""Windows on Keras' TensorFlow backend: one a replica, in variables that are written in place."""
+"""Windows on Keras' TensorFlow backend: one per replica, in variables that are written in place."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ class Parts:
         return [x for x, chosen in pairs if not chosen], [x for x, chosen in pairs if chosen]
 
     def join(self, tree: Any) -> list[Any]:
-        """The values again, one a variable."""
+        """The values again, one per variable."""
         if not any(self._overwritten):
             return list(tree)
         others, chosen = map(iter, tree)

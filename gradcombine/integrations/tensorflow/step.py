@@ -45,7 +45,7 @@ class AccumulatedStep(tf.Module):
 
     Args:
       gradients: ``gradients(*batch) -> (gradients, weight)`` or ``(gradients, weight, outputs)`` of one microbatch,
-        called in replica context. Gradients: one a variable, of its shape and dtype, averaged over the microbatch and
+        called in replica context. Gradients: one per variable, of its shape and dtype, averaged over the microbatch and
         not yet combined over replicas; None for "no gradient"; tf.IndexedSlices become dense. Weight: a scalar, finite
         and not negative; a microbatch of weight 0 changes nothing. Outputs: any structure of tensors.
       variables: tf.Variables or Keras variables, made under the strategy in scope.
@@ -148,7 +148,7 @@ class AccumulatedStep(tf.Module):
         """The window of each replica of this process, by rank: for `gradcombine.statefile`, eagerly.
 
         Returns:
-          One state of ``gradcombine.accumulate(reduction, every)`` a replica, for a list of gradients, one a variable.
+          One state of ``gradcombine.accumulate(reduction, every)`` per replica, for a list of a gradient per variable.
         """
         self._require_cross_replica()
         columns = [self._local(x) for x in self._strategy.run(self._state.flat)]
@@ -161,7 +161,7 @@ class AccumulatedStep(tf.Module):
         """Replaces the windows, eagerly.
 
         Args:
-          states: one a replica of this process, of NumPy arrays or tensors, as `states` returns or
+          states: one per replica of this process, of NumPy arrays or tensors, as `states` returns or
             `gradcombine.statefile.resize` makes.
 
         Raises:
@@ -170,7 +170,7 @@ class AccumulatedStep(tf.Module):
         self._require_cross_replica()
         expected = self.states()
         if len(states) != len(expected):
-            raise error(f"{len(expected)} states, one a replica", len(states))
+            raise error(f"{len(expected)} states, one per replica", len(states))
         for rank, (held, state) in enumerate(zip(expected, states, strict=True)):
             leaves, structure = tree.flatten("AccumulatedStep", held)
             received = tree.flatten_as("AccumulatedStep", structure, state)
@@ -322,12 +322,12 @@ def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path
 
 
 def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
-    """What ``gradients`` has returned, its gradients as a list of one dense tensor or None a variable."""
+    """What ``gradients`` has returned, its gradients as a list of one dense tensor or None per variable."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise error("(gradients, weight) or (gradients, weight, outputs)", _described(result))
     gradients, *rest = result
     if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
-        raise error(f"a list of {len(targets)} gradients, one a variable", _described(gradients))
+        raise error(f"a list of {len(targets)} gradients, one per variable", _described(gradients))
     return [dense_gradient(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
 
 

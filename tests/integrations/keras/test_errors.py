@@ -50,7 +50,7 @@ def test_a_refused_strategy_names_the_optimizer(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("change", "weight", "message"),
     [
-        (lambda a, b: [a], None, "2 gradients, one a variable, received 1"),
+        (lambda a, b: [a], None, "2 gradients, one per variable, received 1"),
         (lambda a, b: [None, None], None, "a gradient for one variable or more"),
         (lambda a, b: [a, b[:2]], None, "shape"),
         (lambda a, b: [a, b.astype(np.float16)], None, "dtype float32"),

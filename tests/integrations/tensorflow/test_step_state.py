@@ -66,7 +66,7 @@ def test_states_that_do_not_match_are_refused() -> None:
         other = gc.accumulate(gc.reductions.mean(), every=2).init([np.zeros(4, np.float32)])
         with pytest.raises(gc.GradCombineError, match=r"expected shape \(3,\) and float32"):
             module.load_states([other] * len(before))
-        with pytest.raises(gc.GradCombineError, match="states, one a replica"):
+        with pytest.raises(gc.GradCombineError, match="states, one per replica"):
             module.load_states([*before, before[0]])
         assert_equal_bits(module.states(), before)
 
@@ -103,8 +103,8 @@ def test_a_failure_on_one_replica_leaves_all_windows_whole() -> None:
     ("result", "message"),
     [
         (lambda g: [g], r"expected \(gradients, weight\) or \(gradients, weight, outputs\), received list of 1"),
-        (lambda g: ([g, g], 1), "expected a list of 1 gradients, one a variable, received list of 2"),
-        (lambda g: (g, 1), "expected a list of 1 gradients, one a variable, received EagerTensor"),
+        (lambda g: ([g, g], 1), "expected a list of 1 gradients, one per variable, received list of 2"),
+        (lambda g: (g, 1), "expected a list of 1 gradients, one per variable, received EagerTensor"),
         (lambda g: ([g[:2]], 1), r"mean: leaf \[0\]: expected shape \(3,\), received \(2,\)"),
         (lambda g: ([tf.cast(g, tf.float64)], 1), r"mean: leaf \[0\]: expected dtype float32"),
         (lambda g: ([g], [1]), "mean: expected a finite weight that is not negative, received list"),
