@@ -22,7 +22,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         parametrized = getattr(item, "callspec", None)
-        if parametrized is not None and selection.is_slow_to_trace(parametrized.params):
+        quick = getattr(getattr(item, "function", None), "traced_quickly", None)
+        if parametrized is not None and selection.is_slow_to_trace(parametrized.params, quick):
             item.add_marker(selection.FULL)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from itertools import product
 from typing import Any
 
@@ -46,6 +46,16 @@ def among(quick: Iterable[str], names: Iterable[str] | None = None) -> list[Any]
     return [_parameter(name, frameworks[name], name in quick) for name in (frameworks if names is None else names)]
 
 
+def traced_quickly(*quick: tuple[str, ...]) -> Callable[[Any], Any]:
+    """Of a test's cases in which something is traced, those are quick whose parameters hold all of one of these."""
+
+    def mark(function: Any) -> Any:
+        function.traced_quickly = quick
+        return function
+
+    return mark
+
+
 def _parameter(name: str, framework: str, quick: bool) -> Any:
     marks = [] if framework == "numpy" else [pytest.mark.needs(framework)]
     return pytest.param(name, id=name, marks=marks if quick else [*marks, FULL])
@@ -55,10 +65,13 @@ COVERED_PLACES = ("merged halves", "time x replicas")
 """Places whose parts other quick tests trace: the laws merge, and the canonical tree is over time and replicas."""
 
 
-def is_slow_to_trace(parameters: dict[str, Any]) -> bool:
+def is_slow_to_trace(parameters: dict[str, Any], quick: tuple[tuple[str, ...], ...] | None = None) -> bool:
     """Whether a case is left to the full suite: tracing is most of the time, on replica threads with one lock too."""
     if parameters.get("replicated") == "tf_mirrored" and parameters.get("replicas", 0) > 2:
         return True
     if parameters.get("mode", parameters.get("replicated", "numpy")) == "numpy":
         return False
+    chosen = {str(value) for value in parameters.values()}
+    if quick is not None and not any(chosen.issuperset(case) for case in quick):
+        return True
     return parameters.get("names") in (OTHER_NAMES, EXACT_NAMES) or parameters.get("place") in COVERED_PLACES

@@ -18,6 +18,7 @@ from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, WEIGHTS, contributions, deal
 from tests.spec.programs import Single, rows
+from tests.spec.selection import traced_quickly
 
 ADASUM = gc.reductions.adasum()
 ORDERS = ("sequential", "tree")
@@ -86,6 +87,7 @@ def check(received: Any, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(received, expected)
 
 
+@traced_quickly(("jax_jit",))
 @settings(max_examples=4)
 @given(data=contributions(3, FLOATS))
 def test_one_element_has_the_bits_of_the_rounded_rule(mode: modes.Mode, data: Any) -> None:
@@ -129,6 +131,7 @@ def test_replicas_are_merged_in_the_tree(replicated: modes.Mode) -> None:
         check(result["w"], np.float32([2, 6, 2]))
 
 
+@traced_quickly(("jax_shard_map",))
 @settings(max_examples=4)
 @given(data=contributions(4, FLOATS))
 def test_time_and_replicas(replicated: modes.Mode, data: Any) -> None:
@@ -181,6 +184,7 @@ def of_no_effect(env: modes.Env, data: Any) -> Any:
     return {law: [ADASUM.finalize(state) for state in pair] for law, pair in pairs.items()}
 
 
+@traced_quickly(("jax_jit",))
 @settings(max_examples=5)
 @given(data=contributions(2, FLOATS, WEIGHTS))
 def test_zeros_and_the_size_of_a_weight_change_nothing(mode: modes.Mode, data: Any) -> None:
@@ -211,6 +215,7 @@ def test_special_values(mode: modes.Mode, case: str) -> None:
     np.testing.assert_array_equal(exact.bits(result["w"]), exact.bits(expected))
 
 
+@traced_quickly(("jax_jit", "bfloat16"), ("tf_function", "float16"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> None:
     """In bfloat16, squares of 300 would be rounded, and in float16 they overflow."""
@@ -233,6 +238,7 @@ def test_float64_keeps_its_own_width() -> None:
     assert abs(x - true_x) <= 8 * 2.0**-53 * 7 and abs(y - true_y) <= 8 * 2.0**-53 * 1e-9
 
 
+@traced_quickly(("jax_shard_map",))
 def test_the_wire_dtype(replicated: modes.Mode) -> None:
     """257 needs nine bits, and bfloat16 has eight: the ranks exchange 256, which is orthogonal to 0 and 2."""
     data = {"values": {"w": np.float32([[257, 0], [0, 2]])}, "weights": np.ones(2, np.float32)}

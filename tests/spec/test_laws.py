@@ -13,7 +13,7 @@ from gradcombine import reductions
 from tests.spec import exact, laws, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, WEIGHTS, contributions, deal
 from tests.spec.programs import REDUCTIONS, rows
-from tests.spec.selection import EXACT_NAMES, OTHER_NAMES, QUICK_NAMES
+from tests.spec.selection import EXACT_NAMES, OTHER_NAMES, QUICK_NAMES, traced_quickly
 
 SUBJECTS = REDUCTIONS | {
     "exact sum": reductions.sum("exact"),
@@ -22,6 +22,7 @@ SUBJECTS = REDUCTIONS | {
     "adasum": reductions.adasum(),
 }
 NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES, EXACT_NAMES, laws.ROUNDED_NAMES], ids=" ".join)
+TRACED = traced_quickly(("jax_jit",), ("tf_function", str(QUICK_NAMES)))
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Sides:
         return {name: laws.sides(SUBJECTS[name], values, weights) for name in self.names}
 
 
+@TRACED
 @NAMES
 @settings(max_examples=10)
 @given(data=contributions(3, EXACT, EXACT_WEIGHTS))
@@ -44,6 +46,7 @@ def test_all_laws_where_nothing_rounds(mode: modes.Mode, names: tuple[str, ...],
             laws.check(name, of_one, rounding=False)
 
 
+@TRACED
 @NAMES
 @settings(max_examples=10)
 @given(data=contributions(3, FLOATS, WEIGHTS))

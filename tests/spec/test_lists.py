@@ -10,6 +10,7 @@ import pytest
 import gradcombine as gc
 from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
+from tests.spec.selection import FULL
 
 SIZE = 40_000
 """More than one block of NumPy's, and enough to be compiled by TensorFlow."""
@@ -88,7 +89,7 @@ def test_a_long_list_is_added_in_blocks_to_the_same_bits(order: Any) -> None:
 
 
 @pytest.mark.needs("tensorflow")
-@pytest.mark.parametrize("xla", [False, True])
+@pytest.mark.parametrize("xla", [False, pytest.param(True, marks=FULL)])
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_a_long_list_has_the_derivatives_of_its_terms(order: Any, xla: bool) -> None:
     import tensorflow as tf

@@ -19,7 +19,7 @@ from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
 from tests.spec.data import FLOATS, SHAPES, contributions, deal, first
 from tests.spec.programs import Single, rows
-from tests.spec.selection import FULL, REPLICAS
+from tests.spec.selection import FULL, REPLICAS, traced_quickly
 
 MOMENTS = reductions.moments()
 Spread = partial(Single, MOMENTS)
@@ -105,6 +105,7 @@ def check(result: Any, data: Any, order: str, blocks: int = 1) -> None:
             assert abs(Fraction(float(variance)) - true_moments(column)[1]) <= bound(column)
 
 
+@traced_quickly(("jax_jit", "time", "tree"), ("tf_function", "list", "sequential"))
 @pytest.mark.parametrize(
     ("place", "order"),
     [
@@ -121,6 +122,7 @@ def test_list_and_time_have_the_bits_of_the_rounded_rule(mode: modes.Mode, place
     check(result, data, order)
 
 
+@traced_quickly(("jax_shard_map",))
 @pytest.mark.parametrize("replicas", REPLICAS)
 @settings(max_examples=4)
 @given(data=contributions(8, FLOATS))
@@ -137,6 +139,7 @@ def test_replicas_have_the_bits_of_a_list(replicated: modes.Mode, replicas: int,
         check(result, data, "sequential", replicas)
 
 
+@traced_quickly(("time",))
 @pytest.mark.parametrize("place", ["list", "time"])
 def test_exact_where_nothing_rounds(mode: modes.Mode, place: str) -> None:
     data = {"values": {"w": np.float32([6, 2, np.nan, 0, 4])}, "weights": np.float32([1, 1, 0, 2, 4])}
@@ -144,6 +147,7 @@ def test_exact_where_nothing_rounds(mode: modes.Mode, place: str) -> None:
     assert (result["w"].mean, result["w"].variance) == (3, 4)
 
 
+@traced_quickly(("jax_jit",))
 @pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
 def test_a_large_mean_does_not_swallow_the_variance(mode: modes.Mode, order: str) -> None:
     """A thousandth of the mean's size is spread: E[x**2] - E[x]**2 has no correct digit, this has most of them."""
@@ -158,6 +162,7 @@ def test_a_large_mean_does_not_swallow_the_variance(mode: modes.Mode, order: str
         assert abs(Fraction(float(wrong)) - expected) >= expected
 
 
+@traced_quickly(("3",))
 @pytest.mark.parametrize("n", [1, 3])
 def test_what_is_not_finite_has_no_variance(mode: modes.Mode, n: int) -> None:
     values = np.float32([[np.inf, np.nan, 2], [1, 1, 2], [np.inf, 1, 2]])[:n]
@@ -202,6 +207,7 @@ NARROW = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat
 INTO_FLOAT32 = Single(reductions.moments(output_dtype="float32"), "list", "sequential")
 
 
+@traced_quickly(("float16", "False"), ("bfloat16", "True"))
 @pytest.mark.parametrize("dtype", NARROW)
 @pytest.mark.parametrize("wide", [False, True])
 def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str, wide: bool) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from tests.spec import exact, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, SHAPES, contributions, deal, first
 from tests.spec.programs import Combine
-from tests.spec.selection import FULL, NAMES, REPLICAS
+from tests.spec.selection import FULL, NAMES, OTHER_NAMES, REPLICAS, traced_quickly
 
 
 def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
@@ -26,6 +26,7 @@ def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
             np.testing.assert_array_equal(received, expected, err_msg=f"{name} of leaf {leaf!r}", strict=True)
 
 
+@traced_quickly(("list",))  # the canonical tree below is over time as well
 @pytest.mark.parametrize(
     ("place", "order"),
     [
@@ -88,8 +89,9 @@ def test_replicas_any_order(
         check(result, data, "sequential", replicas)
 
 
+@traced_quickly(("jax_shard_map", "8"), ("tf_mirrored", "2", "('mean',)"))
 @pytest.mark.parametrize("replicas", [*REPLICAS[:-1], 8])
-@NAMES
+@pytest.mark.parametrize("names", [("mean",), ("max", "last"), OTHER_NAMES], ids=" ".join)
 @settings(max_examples=6)
 @given(data=contributions(8, FLOATS))
 def test_canonical_tree(replicated: modes.Mode, replicas: int, names: tuple[str, ...], data: Any) -> None:
