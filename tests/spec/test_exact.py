@@ -54,7 +54,7 @@ def shuffled(data: Any, seed: int) -> Any:
     return {"values": values, "weights": data["weights"][chosen]}
 
 
-QUICK_PLACES = (("list", "numpy"), ("list", "tf_function"), ("time", "numpy"), ("time", "jax_scan"))
+QUICK_PLACES = (("list", "numpy"), ("time", "numpy"), ("time", "jax_scan"))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
     """MirroredStrategy on 2 replicas, shard_map on 4, and a NumPy loop that is saved and restored on its way."""
     rng = np.random.default_rng(7)
     data = {
-        "values": {"w": rng.normal(size=(4, 5)).astype(np.float32), "scalar": rng.normal(size=4).astype(np.float32)},
+        "values": {"w": rng.normal(size=(4, 5)).astype(np.float32)},
         "weights": rng.integers(1, 500, 4).astype(np.float32),
     }
     program = Combine("time x replicas", "sequential", ("mean",), "exact")
@@ -251,12 +251,11 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
         state = tree.unflatten(structure, loaded)
     loop = acc.value(state)
     for result in found:
-        for leaf in ("w", "scalar"):
-            np.testing.assert_array_equal(exact.bits(result[leaf]), exact.bits(loop[leaf]))
+        np.testing.assert_array_equal(exact.bits(result["w"]), exact.bits(loop["w"]))
 
 
 @pytest.mark.parametrize("weights", [[3, 1, 5], [2**24 + 1, 3, 2**30 + 7], [4097, 4096, 2**31 - 1]])
-@pytest.mark.parametrize("name", among(("numpy", "jax_jit", "tf_function")))
+@pytest.mark.parametrize("name", among(("numpy", "jax_jit")))
 def test_whole_weights_multiply_exactly(name: str, weights: list[int]) -> None:
     """Token counts of any size, where float32 would round the weight, the product and the sum of weights."""
     x = np.float32([[1.1, -3.3e7], [2.7, 1.3], [-0.3, 7.7e-3]])

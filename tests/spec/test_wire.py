@@ -16,7 +16,7 @@ from gradcombine.reductions.cell import parts
 from gradcombine.tree import is_static
 from gradcombine.types import no_autograph
 from tests.spec import exact, modes
-from tests.spec.selection import FULL
+from tests.spec.selection import FULL, traced_quickly
 
 FEW = reductions.mean("exact")
 MANY = reductions.mean("exact", max_terms=2**26)
@@ -72,6 +72,7 @@ def merged(env: modes.Env, states: Any) -> Any:
 COUNTS = [2, 4, pytest.param(8, marks=FULL)]
 
 
+@traced_quickly(("jax_shard_map", "4"))
 @pytest.mark.parametrize("replicas", COUNTS)
 def test_the_words_are_those_of_merging_one_after_another(replicated: modes.Mode, replicas: int) -> None:
     states = [(FEW_STATES[rank % REPLICAS], MANY_STATES[rank % REPLICAS]) for rank in range(replicas)]
@@ -95,6 +96,7 @@ def reduced(env: modes.Env, data: Any) -> Any:
     return gc.all_reduce(FEW, {"w": data["x"], "none": None}, env.collective, data["weight"])
 
 
+@traced_quickly(("jax_shard_map", "4"), ("tf_mirrored",))
 @pytest.mark.parametrize("replicas", COUNTS)
 def test_all_reduce_gives_the_mean_of_the_list(replicated: modes.Mode, replicas: int) -> None:
     data = [{"x": DATA["x"][i % REPLICAS, 0], "weight": WEIGHTS[i % REPLICAS]} for i in range(replicas)]
@@ -140,6 +142,7 @@ def settled(env: modes.Env, x: Any) -> Any:
     return parts(state.value), parts(state.weight), state.count
 
 
+@pytest.mark.full
 @pytest.mark.needs("jax")
 def test_settled_words_of_4096_replicas() -> None:
     """As many as one exchange is for: the largest digits and counts of infinities do not overflow."""
@@ -180,7 +183,7 @@ BYTES = {
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("name", [pytest.param(x, marks=FULL if x.endswith("many") else ()) for x in BYTES])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x in ("psum", "all_reduce") else FULL) for x in BYTES])
 def test_bytes_on_the_wire(name: str) -> None:
     """Counted in what XLA compiles."""
     import jax
