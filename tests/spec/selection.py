@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -32,6 +32,11 @@ NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES], ids=" ".joi
 def cases(quick: Container[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
     """Parameters of a test: each combination of the axes; those that are not quick are left to the full suite."""
     return [pytest.param(*case, marks=() if case in quick else FULL) for case in product(*axes)]
+
+
+def named(quick: Container[str], values: Mapping[str, Any]) -> list[Any]:
+    """Parameters of a test, each with its name as its id; those that are not quick are left to the full suite."""
+    return [pytest.param(value, id=name, marks=() if name in quick else FULL) for name, value in values.items()]
 
 
 def among(quick: Iterable[str], names: Iterable[str] | None = None) -> list[Any]:

@@ -123,8 +123,8 @@ def by_optax(params: Any) -> Any:
 
 WAYS = (by_list, by_time, by_time_from_specs, by_scan, by_replicas, by_optax)
 QUICK_TREES = [
-    *((way, name) for way in (by_list, by_optax) for name in ("linen", "nnx_state", "equinox", "masked")),
-    *((way, "equinox") for way in WAYS),
+    *((by_list, name) for name in ("linen", "nnx_state", "masked")),
+    *((way, "equinox") for way in (by_list, by_time, by_scan, by_replicas, by_optax)),
 ]
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import MultiSteps, accumulate, skip_large
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -35,8 +36,11 @@ def require_all(values: Any, like: Any, expected: float) -> None:
         assert (found == expected).all()
 
 
-@pytest.mark.parametrize("form", ["every", "microbatches"])
-@pytest.mark.parametrize("name", PARAMS)
+FORMS = ("every", "microbatches")
+QUICK = [("beside None and an array", "every"), ("float", "microbatches"), ("numpy float64", "microbatches")]
+
+
+@pytest.mark.parametrize(("name", "form"), cases(QUICK, PARAMS, FORMS))
 def test_a_step_trains_them(name: str, form: str) -> None:
     step = train_step(loss, NEGATE, **{form: 2})
     params, state = PARAMS[name], step.init(PARAMS[name])
@@ -45,18 +49,22 @@ def test_a_step_trains_them(name: str, form: str) -> None:
     require_all(params, PARAMS[name], 5 - 2)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        accumulate(NEGATE, 2),
-        accumulate(NEGATE, 2, skip=skip_large(100.0)),
-        MultiSteps(NEGATE, 2),
-        MultiSteps(NEGATE, 2, compat=True),
-    ],
-    ids=["accumulate", "accumulate with skip", "MultiSteps", "MultiSteps compat"],
-)
-@pytest.mark.parametrize("name", PARAMS)
-def test_a_transformation_takes_them(name: str, tx: Any) -> None:
+TRANSFORMATIONS = {
+    "accumulate": accumulate(NEGATE, 2),
+    "accumulate with skip": accumulate(NEGATE, 2, skip=skip_large(100.0)),
+    "MultiSteps": MultiSteps(NEGATE, 2),
+    "MultiSteps compat": MultiSteps(NEGATE, 2, compat=True),
+}
+QUICK_PAIRS = [
+    *(("beside None and an array", name) for name in ("accumulate with skip", "MultiSteps compat")),
+    *(("float", name) for name in ("accumulate", "MultiSteps")),
+    ("numpy float64", "accumulate"),
+]
+
+
+@pytest.mark.parametrize(("name", "transformation"), cases(QUICK_PAIRS, PARAMS, TRANSFORMATIONS))
+def test_a_transformation_takes_them(name: str, transformation: str) -> None:
+    tx: Any = TRANSFORMATIONS[transformation]
     params, state = PARAMS[name], tx.init(PARAMS[name])
     for gradient in (1, 3):
         grads = jax.tree.map(lambda w, gradient=gradient: w * 0 + gradient, params)

@@ -60,7 +60,10 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-QUICK = [*((form, "mesh") for form in FORMS), *(("train_step every", place) for place in PLACES)]
+QUICK = [
+    *((form, "mesh") for form in ("train_step microbatches", "accumulate")),
+    ("train_step every", "split over a mesh"),
+]
 
 
 @pytest.mark.parametrize(("form", "place"), cases(QUICK, FORMS, PLACES))

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
+from tests.spec.selection import cases
 
 SPECS = {"rows": P("data"), "columns": P(None, "model"), "both": P("data", "model"), "whole": P()}
 REDUCTIONS = {
@@ -24,8 +25,7 @@ REDUCTIONS = {
     "max": reductions.max(),
     "moments": reductions.moments(),
 }
-WAYS = pytest.mark.parametrize("name", list(REDUCTIONS))
-ORDERS = pytest.mark.parametrize("order", ["sequential", "tree"])
+QUICK = [("mean", "sequential"), ("moments", "sequential"), ("exact", "tree"), ("compensated", "tree")]
 
 
 def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
@@ -54,8 +54,7 @@ def placed(state: Any, like: dict[str, jax.Array]) -> None:
     assert seen == set(like)
 
 
-@WAYS
-@ORDERS
+@pytest.mark.parametrize(("name", "order"), cases(QUICK, REDUCTIONS, ("sequential", "tree")))
 def test_a_state_lies_where_the_parameters_lie(name: str, order: Any) -> None:
     like = params(mesh())
     acc = gc.accumulate(REDUCTIONS[name], every=3, order=order)
@@ -81,7 +80,8 @@ def collectives(compiled: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "order"), [("mean", "sequential"), ("mean", "tree"), ("compensated", "sequential"), ("max", "sequential")]
+    ("name", "order"),
+    cases([("mean", "tree"), ("compensated", "sequential")], ("mean", "compensated", "max"), ("sequential", "tree")),
 )
 def test_updates_and_values_stay_there_and_move_nothing(name: str, order: Any) -> None:
     like = params(mesh())

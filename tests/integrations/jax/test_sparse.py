@@ -142,6 +142,7 @@ def test_no_array_of_the_size_of_the_table_is_made() -> None:
     assert memory.temp_size_in_bytes < 10**5
 
 
+@pytest.mark.full
 def test_replicas_under_check_vma() -> None:
     """The table is the same on all replicas; the gradients of its rows are each replica's own."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])

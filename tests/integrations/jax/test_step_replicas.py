@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.integrations.jax import LossOutput, TrainState, on_replicas, train_step
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -110,7 +111,10 @@ def test_an_update_is_the_mean_over_all_tokens_of_all_replicas(mode: Any, progra
     np.testing.assert_array_equal(metrics.value[:, -1], [ends[0] * MEANS[1]] * R)
 
 
-@pytest.mark.parametrize(("check_vma", "alone"), [(True, 0), (False, 0), (True, on_replicas.EXCHANGED_ALONE)])
+@pytest.mark.parametrize(
+    ("check_vma", "alone"),
+    cases([(False, 0), (True, on_replicas.EXCHANGED_ALONE)], (True, False), (0, on_replicas.EXCHANGED_ALONE)),
+)
 def test_a_window_outlives_calls_and_is_exchanged_once_at_its_end(
     check_vma: bool, alone: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

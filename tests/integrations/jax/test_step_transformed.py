@@ -41,7 +41,7 @@ INSIDE = {
 }
 
 
-QUICK = [("every", name) for name in ("jit", "vmap", "grad", "scan", "cond", "jit of shard_map")]
+QUICK = [("every", name) for name in ("vmap", "grad", "scan", "jit of shard_map")]
 
 
 @pytest.mark.parametrize(("form", "name"), [*cases(QUICK, ("every",), INSIDE), ("microbatches", "jit")])
@@ -70,6 +70,7 @@ def test_a_step_differentiates() -> None:
     assert [x.item() for x in jax.grad(after, argnums=(0, 1))(jnp.float32(0.5), jnp.float32(8))] == [-32, -1]
 
 
+@pytest.mark.full
 def test_derivatives_by_what_the_optimizer_closes_over() -> None:
     """In both modes, of second order, and through a window that has not ended."""
 

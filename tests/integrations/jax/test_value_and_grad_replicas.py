@@ -80,7 +80,7 @@ COLLECTIVE = re.compile(r" (all-reduce|all-gather|collective-permute|all-to-all|
 
 
 @MODES
-@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("order", [pytest.param("sequential", marks=pytest.mark.full), "tree"])
 def test_the_mean_is_over_all_tokens_of_all_replicas(mode: Callable[..., Any], order: Any) -> None:
     output, grads = mode(value_and_grad(loss, 3, aux_reduction=AUX, over=AXIS, order=order), W, X, TOKENS)
     np.testing.assert_array_equal(grads["w"], [MEAN] * R)

@@ -12,6 +12,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine.integrations.optax import accumulate
+from tests.spec.selection import FULL, cases, named
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -52,23 +53,27 @@ def firsts(outputs: list[Any]) -> list[Any]:
 
 PARAMS = vectors(0)[0]
 MODES = pytest.mark.parametrize("mode", ["eager", "scan"])
+SCAN = pytest.mark.parametrize("mode", [pytest.param("eager", marks=FULL), "scan"])
 BFLOAT16 = accumulate(NEGATE, 2).init(vectors(0, dtype=jnp.bfloat16)[0])
 MEANS = [Fraction(1 * 2 + 3 * 6, 4), Fraction(2 * -1 + 2 * 8, 4)]
 
 
-@MODES
-@pytest.mark.parametrize("order", ["sequential", "tree"])
-@pytest.mark.parametrize(
-    ("reduction", "expected"),
-    [
-        (None, MEANS),
-        (gc.reductions.sum(), [1 * 2 + 3 * 6, 2 * -1 + 2 * 8]),
-        (gc.reductions.max(), [6, 8]),
-        (gc.reductions.per_leaf({"w": gc.reductions.mean()}), MEANS),
-    ],
-    ids=["default", "sum", "max", "per_leaf"],
-)
-def test_the_boundary_applies_the_combined_gradient(mode: str, order: Any, reduction: Any, expected: list[Any]) -> None:
+REDUCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "default": (None, MEANS),
+    "sum": (gc.reductions.sum(), [1 * 2 + 3 * 6, 2 * -1 + 2 * 8]),
+    "max": (gc.reductions.max(), [6, 8]),
+    "per_leaf": (gc.reductions.per_leaf({"w": gc.reductions.mean()}), MEANS),
+}
+QUICK = [
+    *(("scan", "sequential", name) for name in ("sum", "per_leaf")),
+    *(("scan", "tree", name) for name in ("default", "max")),
+    *(("eager", "sequential", name) for name in ("default", "max")),
+]
+
+
+@pytest.mark.parametrize(("mode", "order", "name"), cases(QUICK, ("eager", "scan"), ("sequential", "tree"), REDUCTIONS))
+def test_the_boundary_applies_the_combined_gradient(mode: str, order: Any, name: str) -> None:
+    reduction, expected = REDUCTIONS[name]
     tx = accumulate(NEGATE, 2, reduction=reduction, order=order)
     outputs, state = run(tx, PARAMS, vectors(2, 6, -1, 8), mode, weight=np.float32([1, 3, 2, 2]))
     assert firsts(outputs) == [0, -expected[0], 0, -expected[1]]
@@ -76,7 +81,7 @@ def test_the_boundary_applies_the_combined_gradient(mode: str, order: Any, reduc
 
 
 @OPTAX_PROMOTES
-@MODES
+@SCAN
 def test_it_composes_and_momentum_schedules_and_clipping_see_windows(mode: str) -> None:
     halving = optax.sgd(lambda count: jnp.exp2(-count.astype(jnp.float32)), momentum=0.5)
     tx = optax.chain(optax.scale(2.0), accumulate(optax.chain(optax.clip(4.0), halving), 2), optax.scale(-1.0))
@@ -95,7 +100,7 @@ def test_nan_does_not_outlive_its_window(mode: str) -> None:
 
 
 @OPTAX_PROMOTES
-@MODES
+@SCAN
 def test_complex_gradients_keep_their_imaginary_part(mode: str) -> None:
     grads = vectors(1 + 2j, 3 - 4j, dtype=np.complex64)
     outputs, _ = run(accumulate(NEGATE, 2), vectors(0, dtype=np.complex64)[0], grads, mode)
@@ -106,7 +111,7 @@ def test_complex_gradients_keep_their_imaginary_part(mode: str) -> None:
 EVERY = {"int": 2, "np.int64": np.int64(2), "np.array": np.array(2), "jax.Array": jnp.int32(2), "function": lambda _: 2}
 
 
-@pytest.mark.parametrize("every", EVERY.values(), ids=EVERY)
+@pytest.mark.parametrize("every", named(("int", "np.array", "function"), EVERY))
 def test_every_is_any_integer(every: Any) -> None:
     assert firsts(run(accumulate(NEGATE, every), PARAMS, vectors(2, 4), "jit")[0]) == [0, -3]
 
@@ -167,8 +172,9 @@ def test_flush_ends_a_partial_window(mode: str, flush: list[int]) -> None:
     assert (int(state.window.step), int(state.window.index)) == (3, 2)
 
 
-@MODES
-@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize(
+    ("mode", "order"), cases([("eager", "sequential"), ("scan", "tree")], ("eager", "scan"), ("sequential", "tree"))
+)
 def test_flush_with_weight_zero_applies_what_is_there(mode: str, order: Any) -> None:
     extra = {"weight": np.float32([1, 3, 0, 1]), "flush": [False, False, True, False]}
     outputs, _ = run(accumulate(NEGATE, 4, order=order), PARAMS, vectors(2, 6, np.nan, 7), mode, **extra)
@@ -183,8 +189,10 @@ def test_flush_known_while_tracing(mode: str, flush: Any) -> None:
     assert firsts(run(fixed, PARAMS, vectors(2, 4), mode)[0]) == ([-2, -4] if flush else [0, -3])
 
 
-@MODES
-@pytest.mark.parametrize("narrow", [jnp.bfloat16, np.float16])
+@pytest.mark.parametrize(
+    ("mode", "narrow"),
+    cases([("scan", jnp.bfloat16), ("eager", np.float16)], ("eager", "scan"), (jnp.bfloat16, np.float16)),
+)
 def test_narrow_gradients_accumulate_in_the_parameters_dtype(mode: str, narrow: Any) -> None:
     top = 2 / jnp.finfo(narrow).eps.item()
     outputs, _ = run(

@@ -52,7 +52,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x == "exact" else x for x in SETTINGS])
 @pytest.mark.parametrize("flush", [pytest.param(NONE, id="", marks=pytest.mark.full), pytest.param(LAST, id="flush")])
 @pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.full), True], ids=["eager", "jit"])
 def test_the_parameters_of_the_transformation(name: str, flush: list[bool], jit: bool) -> None:

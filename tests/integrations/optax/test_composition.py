@@ -72,7 +72,7 @@ INNERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 ALIKE = (
     *("lion", "bfloat16 momentum", "prodigy", "dowg", "dadapt_adamw", "momo", "sam", "muon", "schedule_free"),
-    *("mechanize", "partition", "inject_hyperparams"),
+    *("mechanize", "partition", "inject_hyperparams", "adamw", "clip, schedule"),
 )
 """Others that hold or are given what one of the rest is too."""
 
@@ -87,6 +87,7 @@ def test_the_inner_transformation_takes_one_step_a_window(name: str) -> None:
     assert jax.tree.map(lambda x: x.dtype, state.inner) == jax.tree.map(lambda x: x.dtype, plain_state)
 
 
+@pytest.mark.full
 def test_lookahead_around_and_inside() -> None:
     params = optax.LookaheadParams.init_synced(PARAMS)
     expected, _ = train(optax.lookahead(optax.sgd(0.1), 2, 0.5), window_means(GRADS), params)

@@ -29,7 +29,7 @@ def step(w: Any, state: Any, x: Any) -> Any:
     return optax.apply_updates(w, updates), state
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.full)])
 def test_a_step_on_a_mesh(kind: AxisType) -> None:
     """Of integers, so that all sums are exact; a microbatch that holds an infinity is left out on all replicas."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)

@@ -10,9 +10,10 @@ import pytest
 
 import gradcombine as gc
 from gradcombine.integrations.optax import SkipState, accumulate, skip_large, skip_not_finite
-from tests.integrations.optax.test_accumulate import MODES, NEGATE, OPTAX_PROMOTES, PARAMS, firsts, run, vectors
+from tests.integrations.optax.test_accumulate import MODES, NEGATE, OPTAX_PROMOTES, PARAMS, SCAN, firsts, run, vectors
 from tests.integrations.optax.test_replicas import AXIS, GRADS, TOKENS, N
 from tests.integrations.optax.test_replicas import MODES as REPLICATED
+from tests.spec.selection import cases, named
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -24,12 +25,22 @@ def negative(updates: Any, gradient_step: Any, params: Any) -> Any:
     return (updates["w"] < 0).any(), {"step": gradient_step}
 
 
-@MODES
-@pytest.mark.parametrize(
-    ("skip", "bad"), [(skip_not_finite(), NAN), (skip_not_finite, INF), (skip_large(6.5), 5.0), (negative, -1.0)]
-)
-@pytest.mark.parametrize("order", ["sequential", "tree"])
-def test_what_is_left_out_has_no_weight_and_counts_as_a_step(mode: str, skip: Any, bad: float, order: Any) -> None:
+RULES: dict[str, tuple[Any, float]] = {
+    "made": (skip_not_finite(), NAN),
+    "the function": (skip_not_finite, INF),
+    "large": (skip_large(6.5), 5.0),
+    "negative": (negative, -1.0),
+}
+QUICK = [
+    *(("scan", "tree", name) for name in ("made", "large")),
+    *(("scan", "sequential", name) for name in ("the function", "negative")),
+    ("eager", "sequential", "large"),
+]
+
+
+@pytest.mark.parametrize(("mode", "order", "name"), cases(QUICK, ("eager", "scan"), ("sequential", "tree"), RULES))
+def test_what_is_left_out_has_no_weight_and_counts_as_a_step(mode: str, order: Any, name: str) -> None:
+    skip, bad = RULES[name]
     grads, weights = vectors(1, bad, 3, bad, bad, 4), np.float32([1, 7, 3, 7, 7, 2])
     outputs, state = run(accumulate(NEGATE, 3, skip=skip, order=order), PARAMS, grads, mode, weight=weights)
     assert firsts(outputs) == [0, 0, -(1 * 1 + 3 * 3) / 4, 0, 0, -4]
@@ -39,7 +50,7 @@ def test_what_is_left_out_has_no_weight_and_counts_as_a_step(mode: str, skip: An
 
 
 @OPTAX_PROMOTES
-@MODES
+@SCAN
 def test_a_window_of_which_nothing_is_left_does_not_run_the_inner_transformation(mode: str) -> None:
     tx = accumulate(optax.sgd(1.0, momentum=0.5), 2, skip=skip_not_finite())
     outputs, state = run(tx, PARAMS, vectors(1, 3, NAN, INF, NAN, 4, NAN, NAN), mode)
@@ -69,7 +80,7 @@ def test_the_skip_function_sees_the_window_and_the_parameters(mode: str) -> None
 
 
 @REPLICATED
-@pytest.mark.parametrize("skip", [skip_not_finite(), skip_large(1e3)], ids=["not finite", "large"])
+@pytest.mark.parametrize("skip", named(("not finite",), {"not finite": skip_not_finite(), "large": skip_large(1e3)}))
 def test_a_microbatch_that_is_bad_on_one_replica_is_left_out_on_all(mode: Any, skip: Any) -> None:
     params, grads = {"w": jnp.zeros(())}, GRADS.copy()
     grads[2, 1] = NAN
