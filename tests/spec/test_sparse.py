@@ -12,6 +12,7 @@ from gradcombine.reductions.rows import row_mean, row_sum
 from tests.spec import laws, modes, sparse_data
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS
 from tests.spec.programs import LOCAL_PLACES, Combine, rows
+from tests.spec.selection import FULL, traced_quickly
 from tests.spec.sparse_data import ROWS, contributions, deal
 
 REDUCTIONS = {"sum": row_sum(capacity=ROWS), "mean": row_mean(capacity=ROWS)}
@@ -22,9 +23,9 @@ REPLICATED = (("sum", "list x replicas", "sequential"), ("mean", "time x replica
 LAW_MODES = [
     "numpy",
     pytest.param("jax_jit", marks=pytest.mark.needs("jax")),
-    pytest.param("tf_function", marks=pytest.mark.needs("tensorflow")),
+    pytest.param("tf_function", marks=[pytest.mark.needs("tensorflow"), FULL]),
 ]
-"""Every mode runs the places; the algebra itself is the same in all of them."""
+"""Every framework runs the places; the algebra itself is the same in all of them."""
 
 
 def in_places(env: modes.Env, data: Any, places: Any) -> Any:
@@ -40,6 +41,7 @@ def over_replicas(env: modes.Env, data: Any) -> Any:
     return in_places(env, data, REPLICATED)
 
 
+@traced_quickly(("tf_function",))  # the laws are compiled in JAX
 @settings(max_examples=2)
 @given(data=contributions(3, FLOATS))
 def test_one_replica(mode: modes.Mode, data: Any) -> None:

@@ -40,7 +40,7 @@ def window(env: modes.Env, data: Any) -> Any:
 @pytest.mark.parametrize(
     "name",
     among(
-        ("numpy", "jax_shard_map_scan", "tf_mirrored"),
+        ("numpy", "jax_shard_map_scan"),
         ("numpy", "jax_scan", "jax_shard_map_scan", "tf_eager", "tf_mirrored"),
     ),
 )
