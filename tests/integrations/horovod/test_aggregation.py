@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import gradcombine as gc
 from gradcombine.integrations.horovod import AllReduce, LocalGradientAggregation
+from tests.spec.selection import cases
 
 RANKS = 10
 Pass = Sequence[int | None]
@@ -86,8 +87,10 @@ def run(passes: Sequence[Pass], k: int, mode: Any, average: bool, compiled: bool
             assert getattr(counters, name).numpy() == getattr(expected, name), name
 
 
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+MODES = ("eager", "graph")
+
+
+@pytest.mark.parametrize(("mode", "average"), cases([("eager", True), ("graph", False)], MODES, (False, True)))
 @settings(max_examples=15)
 @given(k=st.integers(1, 4), passes=st.lists(st.tuples(*[st.none() | st.integers(-9, 9)] * 3), min_size=1, max_size=9))
 def test_any_none_in_eager_execution(k: int, passes: list[Pass], average: bool, mode: str) -> None:
@@ -99,16 +102,16 @@ def test_any_none_in_eager_execution(k: int, passes: list[Pass], average: bool, 
 PATTERNS = {"none absent": (1, 2), "one": (3,), "first absent": (None, 1, 2), "all absent": (None, None)}
 
 
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("k", [1, 3])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+QUICK = [*(("eager", 3, pattern) for pattern in PATTERNS), ("graph", 3, "first absent"), ("graph", 1, "none absent")]
+
+
+@pytest.mark.parametrize(("mode", "k", "pattern"), cases(QUICK, MODES, (1, 3), PATTERNS))
 def test_in_a_function(mode: str, k: int, pattern: str) -> None:
     passes = [[None if g is None else g * n - 4 for g in PATTERNS[pattern]] for n in range(1, 8)]
     run(passes, k, mode, average=True, compiled=True)
 
 
-@pytest.mark.parametrize("k", [2, 3])
-@pytest.mark.parametrize("mode", ["eager", "graph", None])
+@pytest.mark.parametrize(("mode", "k"), cases([("eager", 2), ("graph", 3), (None, 2)], (*MODES, None), (2, 3)))
 def test_in_a_graph_of_tensorflow_1(mode: Any, k: int) -> None:
     """With an optimizer and a global step of its time; a gradient that is None keeps its place."""
     expected = Restatement(k, mode or "graph", False, 2)

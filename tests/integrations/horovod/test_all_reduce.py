@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.integrations.horovod import AllReduce, LocalGradientAggregation
+from tests.spec.selection import cases
 
 RANKS = 4
 OPS: dict[str, Callable[[list[float]], float]] = {
@@ -63,9 +64,9 @@ SETS = {"all": None, "some": [3, 0, 2]}
 @pytest.mark.parametrize(
     ("framework", "ranks"),
     [
-        ("jax", "all"),
         ("jax", "some"),
         ("tensorflow", "some"),
+        pytest.param("jax", "all", marks=pytest.mark.full),
         pytest.param("tensorflow", "all", marks=pytest.mark.full),
     ],
 )
@@ -109,7 +110,7 @@ FACTORS = {
 }
 
 
-@pytest.mark.parametrize("framework", FRAMEWORKS)
+@pytest.mark.parametrize("framework", ["jax", pytest.param("tensorflow", marks=pytest.mark.full)])
 def test_factors(framework: str) -> None:
     def function(over: Any, gradients: Any) -> Any:
         return {case: AllReduce(over, op, **kw)(gradients)[0] for case, (op, kw, _) in FACTORS.items()}  # pyright: ignore[reportArgumentType]
@@ -164,8 +165,7 @@ def dense_of(rank: int) -> np.ndarray:
     return dense
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("ranks", SETS)
+@pytest.mark.parametrize(("ranks", "compiled"), cases([("all", False), ("some", True)], SETS, (False, True)))
 def test_sparse_gradients_are_gathered(ranks: str, compiled: bool) -> None:
     members = sorted(SETS[ranks] or range(RANKS))
 

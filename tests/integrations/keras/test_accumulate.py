@@ -12,13 +12,15 @@ import pytest
 import gradcombine as gc
 from gradcombine.integrations.keras import Accumulate
 from tests.integrations.keras.cases import ON_JAX, Replace, bits, matrix_and_vector, microbatches, stepper, tensor
+from tests.spec.selection import FULL, cases
 
 REDUCTIONS = {"mean": gc.reductions.mean, "sum": gc.reductions.sum}
 
 
-@pytest.mark.parametrize("every", [1, 3])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("order", ["sequential", "tree"])
+QUICK = [(3, "mean", "sequential"), (3, "mean", "tree"), (1, "sum", "sequential"), (3, "sum", "tree")]
+
+
+@pytest.mark.parametrize(("every", "reduction", "order"), cases(QUICK, (1, 3), ("mean", "sum"), ("sequential", "tree")))
 def test_the_inner_optimizer_gets_the_bits_of_combine(every: int, reduction: Any, order: Any, mode: str) -> None:
     variables, weights = matrix_and_vector(), [3, 1, 2, 5, 7, 1]
     step = stepper(Accumulate(Replace(), every, reduction=reduction, order=order), variables, mode)
@@ -109,7 +111,9 @@ def test_the_window_may_have_another_dtype() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("missing", [(0, 0), (1, 1), (0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "missing", [pytest.param((0, 0), marks=FULL), (1, 1), (0, 1), pytest.param((1, 0), marks=FULL)]
+)
 def test_a_gradient_that_is_none_adds_nothing(missing: tuple[int, int], mode: str) -> None:
     """Keras loses the window of the variable on TensorFlow, and leaks it into the next one on JAX.
 

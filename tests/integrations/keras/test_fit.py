@@ -33,7 +33,7 @@ def trained(optimizer: Any, data: Any, **settings: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("sizes", [(4, 4, 4, 4), (4, 2, 2, 1, 1, 6)], ids=str)
+@pytest.mark.parametrize("sizes", [pytest.param((4, 4, 4, 4), marks=pytest.mark.full), (4, 2, 2, 1, 1, 6)], ids=str)
 def test_fit_equals_large_batches(sizes: tuple[int, ...]) -> None:
     """Microbatches of any sizes give the bits of the batches that they make up."""
     every = len(sizes) // 2
@@ -61,6 +61,7 @@ def test_what_an_epoch_leaves_over_is_flushed() -> None:
     assert int(model.optimizer.iterations) == 4
 
 
+@pytest.mark.full
 def test_validation_sees_what_was_flushed() -> None:
     model = linear(Accumulate(sgd(), 2))
     history = model.fit(

@@ -72,7 +72,7 @@ def test_keras_raises_where_this_accumulates() -> None:
         step()
 
 
-@pytest.mark.parametrize("infinite", [0, 1])
+@pytest.mark.parametrize("infinite", [pytest.param(0, marks=pytest.mark.full), 1])
 def test_all_replicas_skip_an_infinity_of_any(infinite: int) -> None:
     """Keras asks the first replica alone."""
     seen = []
@@ -149,6 +149,7 @@ def test_fit_on_two_replicas_equals_large_batches(name: str) -> None:
     assert bits(model.optimizer.inner_optimizer.variables) == bits(large.optimizer.variables)
 
 
+@pytest.mark.full
 def test_replicas_count_by_their_examples_in_fit() -> None:
     """The replicas have 2 and 2 examples, then 2 and 1."""
     with mirrored().scope():
@@ -160,6 +161,7 @@ def test_replicas_count_by_their_examples_in_fit() -> None:
     assert all(abs(a - b) <= abs(b) * Fraction(1, 2**22) for a, b in zip(received, exact, strict=True))
 
 
+@pytest.mark.full
 def test_steps_per_execution() -> None:
     with mirrored().scope():
         model = linear(Accumulate(INNER["momentum"](), 2), steps_per_execution=4)

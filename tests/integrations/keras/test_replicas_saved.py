@@ -59,6 +59,7 @@ def test_a_file_resumes_under_any_number_of_replicas(before: int, after: int, or
     assert bits(loaded.weights) == bits(large.weights)
 
 
+@pytest.mark.full
 def test_a_checkpoint_resumes_on_one_replica(tmp_path: Path) -> None:
     model, restored = (linear(Accumulate(keras.optimizers.Adam(0.1), 3)) for _ in range(2))
     train(model, slice(0, 4))

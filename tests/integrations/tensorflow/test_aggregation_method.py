@@ -12,6 +12,7 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine import foreign_orders
 from gradcombine.integrations.tensorflow.aggregation_method import aggregate
+from tests.spec.selection import cases
 
 METHODS = ("ADD_N", "EXPERIMENTAL_TREE", "EXPERIMENTAL_ACCUMULATE_N")
 MOST = 20
@@ -51,8 +52,11 @@ def test_in_a_graph(method: str, n: int) -> None:
     same_bits(without_grappler()[method, n], aggregate(terms, value_of(method), "graph"))
 
 
-@pytest.mark.parametrize("n", range(2, MOST + 1))
-@pytest.mark.parametrize("method", METHODS)
+QUICK = [(method, n) for method in METHODS for n in (2, 9, 10, 11, 12, MOST)]
+QUICK_XLA = [*((method, 10) for method in METHODS), ("ADD_N", MOST)]
+
+
+@pytest.mark.parametrize(("method", "n"), cases(QUICK, METHODS, range(2, MOST + 1)))
 def test_in_a_function(method: str, n: int) -> None:
     call = tf.function(lambda x, terms: gradient(x, terms, method), autograph=False)
     x, terms = tf.zeros_like(TERMS[0]), [tf.constant(t) for t in TERMS[:n]]
@@ -61,8 +65,7 @@ def test_in_a_function(method: str, n: int) -> None:
     same_bits(call(x, terms), aggregate(terms, value_of(method), "function", names))
 
 
-@pytest.mark.parametrize("n", [2, 9, 10, 17, MOST])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "n"), cases(QUICK_XLA, METHODS, (2, 9, 10, 17, MOST)))
 def test_under_xla(method: str, n: int) -> None:
     call = tf.function(lambda x, terms: gradient(x, terms, method), autograph=False, jit_compile=True)
     terms = [tf.constant(t) for t in TERMS[:n]]

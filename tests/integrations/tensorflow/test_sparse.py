@@ -32,7 +32,7 @@ def tape_gradient(table: tf.Variable, ids: tf.Tensor) -> tf.IndexedSlices:
     return gradient
 
 
-@pytest.mark.parametrize("compiled", ["eager", "function", "xla"])
+@pytest.mark.parametrize("compiled", ["eager", pytest.param("function", marks=pytest.mark.full), "xla"])
 def test_gradients_of_a_tape_accumulate_and_reach_the_variable(compiled: str) -> None:
     table = tf.Variable(tf.reshape(tf.range(2.0 * ROWS), (ROWS, 2)))
     start = table.numpy()
@@ -54,7 +54,8 @@ def test_gradients_of_a_tape_accumulate_and_reach_the_variable(compiled: str) ->
     np.testing.assert_array_equal(table.numpy(), start - 2 * start * times[:, None] / 8)
 
 
-@pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_states_pass_through_the_loops_of_tensorflow(order: Any) -> None:
     acc = gc.accumulate(row_mean(capacity=5), every=4, order=order)
     values = tf.reshape(tf.range(24.0), (4, 3, 2))

@@ -13,6 +13,7 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from tests.integrations.tensorflow.strategies import (
+    FULL,
     STRATEGIES,
     exact_mean,
     feed,
@@ -26,6 +27,7 @@ from tests.integrations.tensorflow.strategies import (
     subtract,
     weight_at,
 )
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("tensorflow")
 
@@ -39,13 +41,17 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[tf.distribute.Strategy]
         yield chosen
 
 
+REPLICATED = pytest.mark.parametrize("strategy", [pytest.param("none", marks=FULL), *STRATEGIES[1:]], indirect=True)
+"""Quick on two replicas alone, where the same functions are traced with more to them."""
+
+
 @pytest.fixture(params=MODES)
 def run(request: pytest.FixtureRequest) -> Callable[[Any], Any]:
     """How a step is called."""
     return tf.function if request.param == "function" else lambda step: step
 
 
-@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("order", [pytest.param("sequential", marks=FULL), "tree"])
 def test_windows_match_exact_arithmetic_on_every_replica(strategy: Any, run: Any, order: Any) -> None:
     w = tf.Variable(tf.zeros(3))
     step = run(AccumulatedStep(given, [w], subtract, every=2, order=order))
@@ -61,6 +67,7 @@ def test_windows_match_exact_arithmetic_on_every_replica(strategy: Any, run: Any
         assert step.experimental_get_tracing_count() == 1
 
 
+@REPLICATED
 def test_flush_applies_a_partial_window_with_its_true_weight(strategy: Any, run: Any) -> None:
     n, w = strategy.num_replicas_in_sync, tf.Variable(tf.zeros(3))
     module = AccumulatedStep(given, [w], replace, every=4)
@@ -88,6 +95,7 @@ def test_nan_stays_in_its_window_and_out_of_any_where_its_weight_is_0(strategy: 
         np.testing.assert_array_equal(w.numpy(), np.full(3, expected, np.float32), strict=True)
 
 
+@REPLICATED
 def test_variables_without_gradient_are_not_touched(strategy: Any, run: Any) -> None:
     w, still = keras.Variable(np.zeros(3, np.float32)), keras.Variable(np.ones(2, np.float32))
     optimizer = keras.optimizers.AdamW(weight_decay=0.5)
@@ -105,8 +113,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+QUICK = [("none", "adam"), *(("mirrored_2", name) for name in ("adamw_clipped", "loss_scaled"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"), cases(QUICK, ("none", "one_device", "mirrored_2", "mirrored_4"), OPTIMIZERS)
+)
 def test_keras_optimizers_run_at_the_boundary_alone_on_the_mean_itself(name: str, optimizer: str) -> None:
     with scope(name) as strategy:
         n, inner, w = strategy.num_replicas_in_sync, OPTIMIZERS[optimizer](), tf.Variable(tf.ones(3))
@@ -126,7 +138,7 @@ def test_keras_optimizers_run_at_the_boundary_alone_on_the_mean_itself(name: str
         np.testing.assert_array_equal(copy, alone.numpy(), strict=True)
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=FULL), 2])
 def test_mean_of_300_bfloat16_ones_is_1(size: int) -> None:
     with mirrored(size).scope():
         w = tf.Variable(tf.zeros(2, tf.bfloat16))
@@ -152,6 +164,7 @@ def test_the_whole_step_compiles_without_a_strategy() -> None:
     assert step.experimental_get_tracing_count() == 1
 
 
+@REPLICATED
 def test_a_compiled_gradient_function_and_its_outputs(strategy: Any) -> None:
     w = tf.Variable(tf.ones(3))
 
@@ -177,6 +190,7 @@ def test_a_compiled_gradient_function_and_its_outputs(strategy: Any) -> None:
     np.testing.assert_array_equal(w.numpy(), expected, strict=True)
 
 
+@REPLICATED
 def test_autograph_converts_the_functions_of_the_caller(strategy: Any) -> None:
     w = tf.Variable(tf.zeros(3))
 
@@ -198,6 +212,7 @@ def test_autograph_converts_the_functions_of_the_caller(strategy: Any) -> None:
         np.testing.assert_array_equal(w.numpy(), np.full(3, expected, np.float32), strict=True)
 
 
+@REPLICATED
 def test_tree_order_gives_the_bits_of_the_list(strategy: Any) -> None:
     n = strategy.num_replicas_in_sync
     drawn = np.random.default_rng(0).standard_normal((n, 4, 64), np.float32)

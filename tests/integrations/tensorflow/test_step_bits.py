@@ -14,7 +14,8 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.keras import Accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from tests.integrations.tensorflow.strategies import given, mirrored, per_replica, replace
+from tests.integrations.tensorflow.strategies import FULL, given, mirrored, per_replica, replace
+from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("tensorflow")
 
@@ -34,9 +35,12 @@ def _in_xla(step: Any) -> Any:
     return tf.function(lambda *batch: step(*batch), jit_compile=True)
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("reduction", [reductions.mean(), reductions.sum()], ids=["mean", "sum"])
-def test_windows_have_the_bits_of_a_left_chain(run: str, reduction: Any) -> None:
+QUICK = [*(("mean", run) for run in RUNS), ("sum", "eager")]
+
+
+@pytest.mark.parametrize(("name", "run"), cases(QUICK, ("mean", "sum"), RUNS))
+def test_windows_have_the_bits_of_a_left_chain(name: str, run: str) -> None:
+    reduction = getattr(reductions, name)()
     rng = np.random.default_rng(0)
     gradients = rng.standard_normal((3, EVERY, 33), np.float32)
     gradients[1, 2, 0] = np.nan  # must not reach the third window
@@ -56,8 +60,11 @@ def test_windows_have_the_bits_of_a_left_chain(run: str, reduction: Any) -> None
         np.testing.assert_array_equal(w.numpy().view(np.int32), expected.view(np.int32))
 
 
-@pytest.mark.parametrize("weight", [0, 1, 3])
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float64, np.complex64], ids=str)
+DTYPES = (np.float16, ml_dtypes.bfloat16, np.float64, np.complex64)
+QUICK_DTYPES = [(np.float16, 1), (ml_dtypes.bfloat16, 0), (ml_dtypes.bfloat16, 3), (np.float64, 3), (np.complex64, 3)]
+
+
+@pytest.mark.parametrize(("dtype", "weight"), cases(QUICK_DTYPES, DTYPES, (0, 1, 3)))
 def test_known_weights_and_other_dtypes(dtype: Any, weight: int) -> None:
     drawn = np.random.default_rng(1).standard_normal((4, 7)).astype(dtype)
     a, b = tf.Variable(tf.zeros(7, drawn.dtype)), tf.Variable(tf.zeros(2))
@@ -88,11 +95,12 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize(("reduction", "contributions", "expected"), WRAPPED.values(), ids=WRAPPED)
-def test_what_a_reduction_makes_of_contributions_is_added(
-    run: str, reduction: Any, contributions: Any, expected: Any
-) -> None:
+QUICK_WRAPPED = [("clipped", "eager"), ("clipped", "function_in_xla"), ("zeroed", "function"), ("zeroed", "xla")]
+
+
+@pytest.mark.parametrize(("name", "run"), cases(QUICK_WRAPPED, WRAPPED, RUNS))
+def test_what_a_reduction_makes_of_contributions_is_added(name: str, run: str) -> None:
+    reduction, contributions, expected = WRAPPED[name]
     w = tf.Variable(tf.zeros(2))
     step = AccumulatedStep(lambda g: ([g], 1), [w], replace, every=2, reduction=reduction)
     if run == "function_in_xla":
@@ -106,6 +114,7 @@ def test_what_a_reduction_makes_of_contributions_is_added(
     assert w.numpy().tolist() == expected
 
 
+@FULL
 def test_no_more_operations_are_traced_than_by_keras_own_accumulation() -> None:
     specs = [tf.TensorSpec([2])] * 24
 
@@ -131,7 +140,7 @@ def test_no_more_operations_are_traced_than_by_keras_own_accumulation() -> None:
     assert size(accumulate) <= limit
 
 
-@pytest.mark.parametrize("failing", ["assertion", "checked"])
+@pytest.mark.parametrize("failing", [pytest.param("assertion", marks=FULL), "checked"])
 def test_a_failure_inside_a_graph_writes_nothing_on_any_replica(failing: str) -> None:
     strategy = mirrored(2)
 

@@ -16,6 +16,7 @@ from gradcombine import statefile
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.verify import assert_equal_bits
 from tests.integrations.tensorflow.strategies import (
+    FULL,
     STRATEGIES,
     exact_mean,
     feed,
@@ -44,7 +45,9 @@ def test_a_checkpoint_resumes_in_the_middle_of_a_window(name: str, tmp_path: Pat
         np.testing.assert_array_equal(w.numpy(), exact_mean(strategy.num_replicas_in_sync, range(2, 4)), strict=True)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(
+    "name", ["none", *(pytest.param(name, marks=FULL) for name in ("one_device", "mirrored_2", "mirrored_4"))]
+)
 def test_states_go_through_a_file(name: str, tmp_path: Path) -> None:
     reduction = gc.reductions.mean("exact")
     with scope(name) as strategy:

@@ -27,6 +27,7 @@ from tests.integrations.tensorflow.strategies import (
     replace,
     scope,
 )
+from tests.spec.selection import named
 
 pytestmark = pytest.mark.needs("tensorflow")
 
@@ -35,7 +36,7 @@ NAMES = (*STRATEGIES, *(pytest.param(name, marks=FULL) for name in ("mirrored_8"
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("reduction", [reductions.mean(), reductions.sum()], ids=["mean", "sum"])
+@pytest.mark.parametrize("reduction", named(("mean",), {"mean": reductions.mean(), "sum": reductions.sum()}))
 def test_a_strategy_gives_the_bits_of_one_list(name: str, reduction: Any) -> None:
     with scope(name) as strategy:
         n = strategy.num_replicas_in_sync
@@ -55,7 +56,7 @@ def test_a_strategy_gives_the_bits_of_one_list(name: str, reduction: Any) -> Non
     assert step.experimental_get_tracing_count() == 1
 
 
-@pytest.mark.parametrize("optimizer", ["function", "sgd"])
+@pytest.mark.parametrize("optimizer", ["function", pytest.param("sgd", marks=FULL)])
 def test_central_storage_keeps_a_window_for_each_replica(optimizer: str, tmp_path: Path) -> None:
     with scope("central_2") as strategy:
 
