@@ -13,7 +13,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import noise, reductions, sparse
 from tests.spec.duals import derivatives
-from tests.spec.selection import FULL
+from tests.spec.selection import FULL, cases
 
 N, SIZE = 3, 2
 X = np.array([[1.5, -2], [0.25, 3], [7, 0.5]], np.float32)
@@ -80,6 +80,8 @@ OTHERS: dict[str, tuple[gc.Reduction, Callable[..., Any]]] = {
         lambda rows, ws: elementwise(mean)(rows, ws) + elementwise(lambda xs, ws: max(xs))(rows, ws),
     ),
 }
+QUICK = ("max", "moments")
+"""Those whose first derivatives, of a compiled function, are quick, instead of their second ones."""
 
 
 def true_derivatives(formula: Callable[..., Any], x: np.ndarray = X, w: np.ndarray = W) -> tuple[float, float]:
@@ -261,7 +263,9 @@ def test_exact_in_one_call_in_jax(place: str, second: str) -> None:
 
 @pytest.mark.needs("jax")
 @SECOND
-@pytest.mark.parametrize("place", [pytest.param("time", marks=FULL), "scan", "merge_replicas"])
+@pytest.mark.parametrize(
+    "place", [pytest.param("time", marks=FULL), "scan", pytest.param("merge_replicas", marks=FULL)]
+)
 def test_exact_through_states_in_jax(place: str, second: str) -> None:
     reduction = reductions.differentiable(EXACT["mean"])
     check(jax_derivatives(JAX_STATES[place](), reduction, second), true_derivatives(FORMULAS["mean"]))
@@ -297,7 +301,14 @@ def test_a_state_beside_a_derivative_is_no_derivative() -> None:
 
 @pytest.mark.needs("jax")
 @SECOND
-@pytest.mark.parametrize("name", [name for name in OTHERS if name != "checked"])  # under jit it asks for checkify
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=FULL if name in QUICK else ())
+        for name in OTHERS
+        if name != "checked"  # under jit it asks for checkify
+    ],
+)
 def test_other_reductions_in_jax(name: str, second: str) -> None:
     reduction, formula = OTHERS[name]
     check(jax_derivatives(listed, reduction, second), true_derivatives(formula))
@@ -379,8 +390,14 @@ def test_exact_in_tensorflow(wrap: str, place: Any) -> None:
 
 
 @pytest.mark.needs("tensorflow")
-@pytest.mark.parametrize("wrap", ["eager", "function"])
-@pytest.mark.parametrize("of", ["contributions", "weights"])
+@pytest.mark.parametrize(
+    ("wrap", "of"),
+    cases(
+        [("eager", "contributions"), ("eager", "weights"), ("function", "contributions")],
+        ("eager", "function"),
+        ("contributions", "weights"),
+    ),
+)
 def test_a_derivative_through_integers_is_refused_in_tensorflow(wrap: str, of: str) -> None:
     import tensorflow as tf
 
@@ -440,7 +457,6 @@ def test_exact_over_the_replicas_of_tensorflow() -> None:
 
 # Every step is exact: the weights sum to a power of two. Adasum divides by others, and checked asks for checkify.
 DYADIC = np.array([[1, -2], [2, 3], [-1, 4]], np.float32), np.array([1, 3, 4], np.float32)
-QUICK = ("max", "per_leaf")
 EXACTLY = [name for name in OTHERS if name not in ("adasum", "checked")]
 
 

@@ -14,10 +14,10 @@ import gradcombine as gc
 from gradcombine import reductions, statefile, tree
 from tests.spec import modes
 from tests.spec.programs import rows
-from tests.spec.selection import COLLECTIVE, among
+from tests.spec.selection import among
 
-QUICK = ("numpy", *COLLECTIVE)
-MODES = (*QUICK, "jax_scan", "jax_vmap", "jax_shard_map_scan", "tf_function", "tf_xla")
+QUICK = ("numpy", "jax_shard_map", "tf_function")
+MODES = (*QUICK, "jax_scan", "jax_vmap", "jax_shard_map_scan", "tf_xla", "tf_mirrored")
 
 
 class Sums(NamedTuple):

@@ -47,7 +47,7 @@ def picked(env: modes.Env, data: Any) -> Any:
 
 QUICK = {
     "float32": ("numpy", "jax_shard_map", "tf_eager", "tf_mirrored", "tf_xla"),
-    "float16": ("numpy", "jax_eager", "tf_eager"),
+    "float16": ("numpy", "tf_eager"),
     "bfloat16": ("numpy", "jax_shard_map", "tf_xla"),
 }
 
