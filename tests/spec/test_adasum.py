@@ -124,6 +124,7 @@ def test_four_vectors(mode: modes.Mode) -> None:
         check(result["w"], ruled[order])
 
 
+@traced_quickly(("jax_shard_map",))
 def test_replicas_are_merged_in_the_tree(replicated: modes.Mode) -> None:
     """In order "sequential" too."""
     data = {"values": {"w": PARALLEL_PAIRS}, "weights": np.ones(4, np.float32)}

@@ -15,6 +15,7 @@ from gradcombine import reductions
 from gradcombine.noise import noise_scale, squared_norm
 from tests.spec import exact, modes
 from tests.spec.programs import rows
+from tests.spec.selection import traced_quickly
 
 STEP = reductions.per_leaf(
     {
@@ -68,6 +69,7 @@ def test_unequal_microbatches(mode: modes.Mode) -> None:
     check(result)
 
 
+@traced_quickly(("jax_shard_map",))
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_unequal_microbatches_over_replicas(replicated: modes.Mode, replicas: int) -> None:
     blocks = zip(np.split(np.float32(VECTORS), replicas), np.split(np.float32(EXAMPLES), replicas), strict=True)
