@@ -21,7 +21,7 @@ GRADS = np.arange(16, dtype=np.float32).reshape(2, 4, 2) ** 2
 TOKENS = np.int32([[[1, 3], [2, 2], [4, 0], [1, 1]], [[3, 3], [0, 5], [2, 1], [4, 0]]])
 """32 tokens in all, so that their mean is exact."""
 
-ORDERS = pytest.mark.parametrize("order", ["sequential", "tree"])
+ORDERS = pytest.mark.parametrize("order", [pytest.param("sequential", marks=pytest.mark.full), "tree"])
 
 
 def window(names: Any, order: Any, grads: Any, tokens: Any) -> Any:
@@ -80,13 +80,12 @@ def made_mesh(rows: int, columns: int, names: tuple[str, str]) -> Any:
 WAYS = pytest.mark.parametrize(
     "way",
     [
-        by_pmap_of_vmap,
-        by_vmap_of_pmap_axes_swapped,
-        by_vmap,
-        partial(by_shard_map, check_vma=True),
-        partial(by_shard_map, check_vma=False),
+        pytest.param(by_pmap_of_vmap, id="pmap-vmap", marks=pytest.mark.full),
+        pytest.param(by_vmap_of_pmap_axes_swapped, id="vmap-pmap"),
+        pytest.param(by_vmap, id="vmap"),
+        pytest.param(partial(by_shard_map, check_vma=True), id="shard_map"),
+        pytest.param(partial(by_shard_map, check_vma=False), id="shard_map_unchecked", marks=pytest.mark.full),
     ],
-    ids=["pmap-vmap", "vmap-pmap", "vmap", "shard_map", "shard_map_unchecked"],
 )
 
 
@@ -166,7 +165,7 @@ def all_reduces(program: Any, *arguments: Any) -> tuple[int, int]:
     return once, repeated
 
 
-@pytest.mark.parametrize("every", [2, 8])
+@pytest.mark.parametrize("every", [pytest.param(2, marks=pytest.mark.full), 8])
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_a_window_is_one_exchange_over_the_data_axis(check_vma: bool, every: int) -> None:
     """One of gradients, weights and the digits of counts; beside it that of the model axis.

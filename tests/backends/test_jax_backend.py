@@ -56,7 +56,7 @@ def test_an_already_summed_gradient_is_refused(reduction: str) -> None:
     assert result["w"] == (expected.sum() if reduction == "sum" else expected.mean())
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 @pytest.mark.parametrize("reduction", ["sum", "mean", "max", "first"])
 def test_a_gradient_by_pcast_parameters_is_combined_once(reduction: str, order: Any, check_vma: bool) -> None:
@@ -92,7 +92,7 @@ def test_a_merged_window_is_typed_as_the_same_everywhere(order: Any) -> None:
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("order", [pytest.param("sequential", marks=pytest.mark.full), "tree"])
 def test_several_axes_rank_in_row_major_order(order: Any, check_vma: bool) -> None:
     import jax
     from jax.sharding import AxisType, PartitionSpec

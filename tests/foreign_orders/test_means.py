@@ -14,6 +14,7 @@ from gradcombine import foreign_orders
 from gradcombine.backends.registry import load
 from gradcombine.foreign_orders import multiply_add
 from tests.foreign_orders.data import assert_same_bits, normal
+from tests.spec.selection import FULL, cases
 
 SHAPES = [(513,), (33, 7), (1,), (), (2,), (17,)]
 
@@ -35,7 +36,12 @@ def multi_steps(values: list[Any], jit: bool, accumulator: Any = np.float32) -> 
 @pytest.mark.needs("jax", "optax")
 @pytest.mark.parametrize(
     ("k", "jit"),
-    [*((k, True) for k in (1, 2, 3, 7, 20)), (3, False), pytest.param(7, False, marks=pytest.mark.full)],
+    [
+        (3, True),
+        (7, True),
+        *(pytest.param(k, True, marks=FULL) for k in (1, 2, 20)),
+        *(pytest.param(k, False, marks=FULL) for k in (3, 7)),
+    ],
 )
 def test_multi_steps(k: int, jit: bool) -> None:
     columns = [normal(k, shape, seed=i) for i, shape in enumerate(SHAPES)]
@@ -56,6 +62,14 @@ def test_multi_steps_without_compilation() -> None:
     assert (found[0] != foreign_orders.welford(values)[0]).any()
 
 
+QUICK = [
+    *(((300,), "float32", accumulator) for accumulator in ("bfloat16", "float16")),
+    ((300,), "bfloat16", "float16"),
+    ((1,), "bfloat16", "bfloat16"),
+    ((1,), "float16", "bfloat16"),
+]
+
+
 @pytest.mark.needs("jax", "optax")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_multi_steps_of_narrow_floats(dtype: str) -> None:
@@ -64,9 +78,10 @@ def test_multi_steps_of_narrow_floats(dtype: str) -> None:
 
 
 @pytest.mark.needs("jax", "optax")
-@pytest.mark.parametrize("accumulator", ["bfloat16", "float16"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("shape", [(300,), (1,)])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "accumulator"),
+    cases(QUICK, [(300,), (1,)], ("float32", "bfloat16", "float16"), ("bfloat16", "float16")),
+)
 def test_multi_steps_with_a_narrow_accumulator(shape: tuple[int, ...], dtype: str, accumulator: str) -> None:
     values = normal(7, shape, dtype=dtype)
     expected = foreign_orders.welford(values, accumulator=accumulator)

@@ -12,6 +12,7 @@ import gradcombine as gc
 from gradcombine import foreign_orders
 from gradcombine.errors import GradCombineError
 from tests.foreign_orders.data import assert_same_bits, assert_same_sum, normal
+from tests.spec.selection import cases
 
 ORDERS = {**foreign_orders.SUMS, **foreign_orders.MEANS}
 SAMPLE = [{"a": a, "b": [b, None]} for a, b in zip(normal(12), normal(12, (3, 40), seed=1), strict=True)]
@@ -37,7 +38,7 @@ def assert_same_tree(received: Any, name: str) -> None:
 
 
 @pytest.mark.needs("jax")
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("name", ORDERS)
 def test_jax_gives_the_same_bits(name: str, jit: bool) -> None:
     import jax
@@ -47,9 +48,14 @@ def test_jax_gives_the_same_bits(name: str, jit: bool) -> None:
     assert_same_tree(function(jax.tree.map(jnp.asarray, SAMPLE)), name)
 
 
+QUICK = [
+    *((name, "eager") for name in ORDERS),
+    *((name, "jit_compile") for name in ("left_chain", "addn_blocks", "ring")),
+]
+
+
 @pytest.mark.needs("tensorflow")
-@pytest.mark.parametrize("mode", ["eager", pytest.param("function", marks=pytest.mark.full), "jit_compile"])
-@pytest.mark.parametrize("name", ORDERS)
+@pytest.mark.parametrize(("name", "mode"), cases(QUICK, ORDERS, ("eager", "function", "jit_compile")))
 def test_tensorflow_gives_the_same_bits(name: str, mode: str) -> None:
     import tensorflow as tf
 

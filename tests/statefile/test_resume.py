@@ -104,6 +104,7 @@ def test_exact_sums_on_two_replicas(tmp_path: Path) -> None:
     equal(value(state), unbroken(reduction, "sequential"), 2)
 
 
+@pytest.mark.full
 def test_tree_order_on_two_devices_that_hold_two_parts_each(tmp_path: Path) -> None:
     """Five more calls, each of which feeds both parts; then the parts of a device are merged, then the devices."""
     reduction = FAST

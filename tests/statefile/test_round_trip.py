@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,18 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
+from tests.spec.selection import cases
 from tests.statefile.states import CASES, FLOATS, SUFFIXES, accumulated, contents, contribution
 
 ORDERS = ("sequential", "tree")
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("order", ORDERS)
+ONE_ORDER_EACH = list(zip(cycle(product(ORDERS, SUFFIXES)), CASES, strict=False))
+QUICK = [(name, order, suffix) for (order, suffix), name in ONE_ORDER_EACH]
+
+
+@pytest.mark.parametrize(("name", "order", "suffix"), cases(QUICK, CASES, ORDERS, SUFFIXES))
 def test_a_partial_window_goes_on_from_a_file(tmp_path: Path, name: str, order: Any, suffix: str) -> None:
     case, path = CASES[name], tmp_path / f"window{suffix}"
     state = accumulated(case, order, range(5))

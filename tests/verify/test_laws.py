@@ -68,8 +68,12 @@ OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
 }
 
 
+SLOW = ("measured", "per_leaf", "differentiable")
+"""Those that hold another reduction, which is checked on its own."""
+
+
 @pytest.mark.parametrize("examples", [5, pytest.param(50, marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", OBEYED)
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.full) if x in SLOW else x for x in OBEYED])
 def test_the_library_obeys_its_laws(name: str, examples: int) -> None:
     for reduction, settings in OBEYED[name]:
         check_reduction(reduction, **settings, examples=examples)
