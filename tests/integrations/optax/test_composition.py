@@ -72,7 +72,7 @@ INNERS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 ALIKE = (
     *("lion", "bfloat16 momentum", "prodigy", "dowg", "dadapt_adamw", "momo", "sam", "muon", "schedule_free"),
-    *("mechanize", "partition", "inject_hyperparams", "adamw", "clip, schedule"),
+    *("mechanize", "partition", "inject_hyperparams", "adamw", "clip, schedule", "reduce_on_plateau"),
 )
 """Others that hold or are given what one of the rest is too."""
 

@@ -135,6 +135,7 @@ def test_other_modes(mode: str, kind: int) -> None:
         assert_same_steps(ours, theirs, f"step {i}")
 
 
+@FULL
 def test_the_mean_is_the_welford_mean_of_foreign_orders() -> None:
     grads = [random_tree(i, np.float32) for i in range(5)]
     tx = MultiSteps(optax.identity(), 5, compat=True)

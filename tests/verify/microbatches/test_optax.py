@@ -184,9 +184,8 @@ def test_every_right_form_of_the_mean_is_within_the_bound(order: Any) -> None:
     assert check(ALIKE, SGD, by_hand, arguments=last_only).passes
 
 
-@pytest.mark.parametrize(
-    ("accumulating", "cause"), [(right, None), pytest.param(bf16, Cause.PRECISION, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("accumulating", "cause"), [(right, None), (bf16, Cause.PRECISION)])
 def test_bfloat16_gradients_may_be_rounded_once(accumulating: Any, cause: Cause | None) -> None:
     narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
     batches = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), ALIKE)
