@@ -74,10 +74,11 @@ def test_any_order_gives_the_correctly_rounded_sum(place: str, name: str, data: 
 
 @pytest.mark.parametrize("name", among(("jax_shard_map_scan",), modes.REPLICATED))
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["mean", pytest.param("sum", marks=pytest.mark.full)])
 @settings(max_examples=4)
 @given(data=contributions(8, CLOSE), seed=st.integers(0, 99))
-def test_any_division_over_replicas_gives_it_too(name: str, replicas: int, data: Any, seed: int) -> None:
-    program = Combine("time x replicas", "sequential", ("mean",), "exact")
+def test_any_division_over_replicas_gives_it_too(name: str, kind: str, replicas: int, data: Any, seed: int) -> None:
+    program = Combine("time x replicas", "sequential", (kind,), "exact")
     for results in modes.get(name).run(program, deal(shuffled(data, seed), replicas)):
         check(results, data)
 
