@@ -125,11 +125,14 @@ class JaxBackend:
         return jnp.where(a != a, a, jnp.where(b != b, b, jnp.where(a > b, a, b)))
 
     def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        return self.traced_once(kernel, static, arrays)
+
+    def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         # Inside of another program too: leaves of one shape are traced and lowered once.
         return _compiled(kernel, static, tuple(arrays))
 
-    def row_sum(self, shape: tuple[int, ...], count: int) -> None:
-        return None
+    def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
+        return False
 
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]

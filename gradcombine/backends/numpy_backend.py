@@ -127,8 +127,11 @@ class NumpyBackend:
                 result[block] = part
         return tuple(result.reshape(shape) for result in results)
 
-    def row_sum(self, shape: tuple[int, ...], count: int) -> None:
-        return None
+    def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        return kernel(self, *static, *arrays)
+
+    def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
+        return False
 
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from gradcombine.types import Array, Order
+from gradcombine.types import Array
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 """A function of module level: ``kernel(backend, *static, *arrays)``."""
@@ -138,13 +138,12 @@ class Backend(Protocol):
         """
         ...
 
-    def row_sum(self, shape: tuple[int, ...], count: int) -> Callable[[Array, Array, Order], Array] | None:
-        """How to add so many arrays of a shape as the rows of one; None where one after another is as good.
+    def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """``kernel(self, *static, *arrays)``, of any kernel; traced once for all arrays of these shapes and dtypes."""
+        ...
 
-        Returns:
-          ``add(total, rows, order)``: ``total`` and the rows of an array that has an axis more, added from left to
-          right, or ``total`` and their sum in the canonical tree.
-        """
+    def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
+        """Whether so many arrays of a shape are better the rows of one: where operations cost more than elements."""
         ...
 
     def apply_if_rare(

@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import tensorflow as tf
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError
-from gradcombine.types import Array, Order
+from gradcombine.types import Array
 
 
 class TensorflowBackend:
@@ -134,15 +134,16 @@ class TensorflowBackend:
         sharded = tf.executing_eagerly() and any("CUSTOM" in array.device for array in arrays)  # by DTensor
         if math.prod(shape) < _WORTH_COMPILING or sharded or not _compiles():
             inline = tf.executing_eagerly() or len(arrays) < _WORTH_A_FUNCTION
-            return tuple(kernel(self, *static, *arrays) if inline else _function(kernel, static, False)(*arrays))
+            return tuple(kernel(self, *static, *arrays)) if inline else self.traced_once(kernel, static, arrays)
         # One compilation for all shapes of a size.
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
         return tuple(tf.reshape(result, shape) for result in _function(kernel, static, True)(*flat))
 
-    def row_sum(self, shape: tuple[int, ...], count: int) -> Callable[[Array, Array, Order], Array] | None:
-        if math.prod(shape) > _WORTH_STACKING or count < _WORTH_A_FUNCTION or not in_plain_graph():
-            return None
-        return lambda total, rows, order: _function(_ROW_SUMS[order], (), False)(total, rows)[0]
+    def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        return tuple(_function(kernel, static, False)(*arrays))
+
+    def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
+        return math.prod(shape) <= _WORTH_STACKING and count >= _WORTH_A_FUNCTION and in_plain_graph()
 
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
@@ -272,10 +273,6 @@ _WORTH_STACKING = 1 << 8
 """Elements of an array up to which an operation costs more than the elements that are copied."""
 
 
-_ROWS_A_TURN = 8
-"""Rows that a turn of a loop adds: more take longer to trace, fewer to run."""
-
-
 class _Unguarded(threading.local):
     now = False
 
@@ -304,32 +301,6 @@ def _function(kernel: Kernel, static: tuple[Any, ...], xla: bool) -> Any:
         return tuple(kernel(BACKEND, *static, *arrays))
 
     return tf.function(call, autograph=False, jit_compile=xla or None)
-
-
-def _chained(backend: TensorflowBackend, total: Array, rows: Array) -> tuple[Array]:
-    """The total and the rows, from left to right: in a loop, some at a turn."""
-    turns, left = divmod(rows.shape[0], _ROWS_A_TURN)
-    blocks = tf.reshape(rows[: rows.shape[0] - left], [turns, _ROWS_A_TURN, *total.shape])
-    # The gradient of an element read is as large as the element; that of a slice of a tensor is as large as the tensor.
-    listed = tf.TensorArray(rows.dtype, turns, element_shape=blocks.shape[1:]).unstack(blocks)
-
-    def turn(i: Array, total: Array) -> tuple[Array, Array]:
-        return i + 1, reduce(backend.add, tf.unstack(listed.read(i)), total)
-
-    _, total = tf.while_loop(lambda i, _: i < turns, turn, (tf.constant(0), total), maximum_iterations=turns)
-    return (reduce(backend.add, tf.unstack(rows[rows.shape[0] - left :]), total),)
-
-
-def _paired(backend: TensorflowBackend, total: Array, rows: Array) -> tuple[Array]:
-    """The total, and the rows added in the canonical tree: all nodes of a level at once."""
-    while (count := rows.shape[0]) > 1:
-        even = count - count % 2
-        nodes = backend.add(rows[0:even:2], rows[1:even:2])
-        rows = nodes if even == count else tf.concat([nodes, rows[even:]], axis=0)
-    return (backend.add(total, rows[0]),)
-
-
-_ROW_SUMS: dict[Order, Kernel] = {"sequential": _chained, "tree": _paired}
 
 
 def in_plain_graph() -> bool:

@@ -165,6 +165,10 @@ _BLOCK = 32
 """So many terms are added by one kernel, which compiled code may share between blocks: a power of two."""
 
 
+_ROWS_A_TURN = 8
+"""Rows that a turn of a loop adds: more take longer to trace, fewer to run."""
+
+
 @dataclass(frozen=True)
 class Added(Cell):
     """The cell of plain sums and means: one running value.
@@ -213,8 +217,9 @@ class Added(Cell):
         order: Order,
     ) -> Array:
         running = backend.dtype(a)
-        if (add_rows := backend.row_sum(shape_of(a), len(xs))) is not None:
-            return add_rows(a, self._rows(backend, running, xs, weights), order)
+        if backend.prefers_rows(shape_of(a), len(xs)):
+            rows = self._rows(backend, running, xs, weights)
+            return backend.traced_once(_added_rows, (order,), [a, rows])[0]
         factors = [factor(self.name, backend, weight, running) for weight in weights]
         pairs = list(zip(xs, factors, strict=True))
 
@@ -291,6 +296,26 @@ def _added(
         terms = [fold_pairwise(add, terms)]
     (total,) = reduce(add, terms, (total,))
     return (total,)
+
+
+def _added_rows(backend: Backend, order: Order, total: Array, rows: Array) -> tuple[Array]:
+    """The kernel for terms that are the rows of one array: the total and they, added in this order."""
+    count = shape_of(rows)[0]
+    if order == "tree":
+        while count > 1:  # all nodes of a level at once
+            even = count - count % 2
+            nodes = backend.add(rows[0:even:2], rows[1:even:2])
+            rows = nodes if even == count else backend.concat([nodes, rows[even:]])
+            count = shape_of(rows)[0]
+        return (backend.add(total, rows[0]),)
+    whole = count - count % _ROWS_A_TURN
+
+    def turn(i: Array, total: Array) -> tuple[Array, Array]:
+        block = (backend.slice_at(rows, i + j) for j in range(_ROWS_A_TURN))
+        return i + _ROWS_A_TURN, reduce(backend.add, block, total)
+
+    _, total = backend.loop(lambda i, _: i < whole, turn, backend.full((), 0, dtypes.INT32), total)
+    return (reduce(backend.add, [rows[i] for i in range(whole, count)], total),)
 
 
 def neutral(dtype: np.dtype) -> Any:
