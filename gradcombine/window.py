@@ -43,7 +43,8 @@ class Window:
     """Contributions of several replicas over time. Pure functions of an `AccumulateState`.
 
     A window is full after ``every`` microbatches, those of weight 0 and those left out counted, or when it is flushed.
-    The contribution after that begins the next one. A full window stays readable until then.
+    The contribution after that begins the next one. A full window stays readable until then, unless it was applied by a
+    host whose exchange takes arrays over (`is_taken_over`): of such a one nothing is promised but that it is full.
 
     Attributes:
       operation: for error messages.
@@ -157,14 +158,22 @@ class Window:
     @no_autograph
     def value(self, state: AccumulateState) -> Tree:
         """The window combined over its microbatches and over the replicas, and then divided, once."""
-        return self.merged(state)[1]
+        return self.exchanged(state)[0]
 
     @no_autograph
-    def merged(self, state: AccumulateState) -> tuple[State, Tree]:
-        """The window merged over the replicas, as a partial state that each has for its own; and its value."""
+    def merged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[State, list[Array]]:
+        """The window as one partial state, merged over the replicas; and the arrays of these numbers, in its levels."""
         whole = whole_window(self.reduction, state)
         merged = merge_replicas(self.reduction, whole, over=self.over, order=self.order)
-        return self._marked(merged), self.reduction.finalize(merged)
+        if not taken:
+            return merged, []
+        arrays = tree.flatten_as(self.operation, tree.flatten(self.operation, state.levels)[1], (merged,))
+        return merged, self.over.mark_varying([arrays[i] for i in taken])
+
+    def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
+        """`value`, and the arrays of these numbers as the exchange leaves them: each replica's own, and merged."""
+        merged, arrays = self.merged(state, taken)
+        return self.reduction.finalize(merged), arrays
 
     def is_taken_over(self, array: Array) -> bool:
         """Whether this array of a window is what the exchange works in, in place of a copy: the host's to say."""
@@ -209,10 +218,9 @@ class Window:
             return state._replace(levels=levels)
 
         def run(both: tuple[list[Array], Tree]) -> tuple[tuple[list[Array], Tree], Tree]:
-            merged, value = self.merged(with_taken(both[0]))
+            value, changed = self.exchanged(with_taken(both[0]), taken)
             kept, metrics = apply(both[1], value)
-            changed = tree.flatten(self.operation, merged)[0]
-            return ([changed[i] for i in taken], kept), metrics
+            return (changed, kept), metrics
 
         (changed, kept), metrics = run_if(condition, run, ([arrays[i] for i in taken], kept))
         return with_taken(changed), kept, metrics
@@ -220,7 +228,8 @@ class Window:
     @no_autograph
     def own(self, state: AccumulateState) -> AccumulateState:
         """The state, its levels marked as this replica's own, so that a loop may carry it."""
-        return state._replace(levels=self._marked(state.levels))
+        arrays, structure = tree.flatten(self.operation, state.levels)
+        return state._replace(levels=tree.unflatten(structure, self.over.mark_varying(arrays)))
 
     @no_autograph
     def agreed(self, flags: Sequence[Array | bool]) -> list[Array | bool]:
@@ -240,10 +249,6 @@ class Window:
         (counts,) = self.over.all_sum([backend.stack([backend.cast(flag, dtypes.INT32) for flag in unknown])])
         agreed = iter([counts[i] > 0 for i in range(len(unknown))])
         return [next(agreed) if value is None else value for value in known]
-
-    def _marked(self, values: Tree) -> Tree:
-        arrays, structure = tree.flatten(self.operation, values)
-        return tree.unflatten(structure, self.over.mark_varying(arrays))
 
     def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Any) -> Any:
         if left_out is True:

@@ -310,11 +310,14 @@ def _added_rows(backend: Backend, order: Order, total: Array, rows: Array) -> tu
         return (backend.add(total, rows[0]),)
     whole = count - count % _ROWS_A_TURN
 
+    def goes_on(i: Array, _: Array) -> Array:
+        return i < whole
+
     def turn(i: Array, total: Array) -> tuple[Array, Array]:
         block = (backend.slice_at(rows, i + j) for j in range(_ROWS_A_TURN))
         return i + _ROWS_A_TURN, reduce(backend.add, block, total)
 
-    _, total = backend.loop(lambda i, _: i < whole, turn, backend.full((), 0, dtypes.INT32), total)
+    _, total = backend.loop(goes_on, turn, backend.full((), 0, dtypes.INT32), total)
     return (reduce(backend.add, [rows[i] for i in range(whole, count)], total),)
 
 

@@ -146,7 +146,7 @@ class _Treewise:
         return flat, leaves, backend, parse(self.cell.name, backend, weight)
 
     def _entering(self, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any:
-        """The contribution as the cell takes it; refuses one that does not match the"""
+        """The contribution as the cell takes it; refuses one that does not match the accumulator."""
         if a is None:
             raise GradCombineError(self.cell.name, "no gradient, as where the state was made", "an array")
         return self.cell.entering(backend, a, kind.dtype, leaf)

@@ -10,7 +10,7 @@ import numpy as np
 from gradcombine import binary_counter
 from gradcombine.accumulation import depth_of, require_state, whole_window
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError, require_integer, require_list
+from gradcombine.errors import MOST, GradCombineError, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State, no_autograph
@@ -80,8 +80,7 @@ def resize(
         return [_merged(reduction, group, parts[0]) for group in groups]
     _require_alike(parts)
     first = parts[0]
-    # Rounded down; a full window's is the new length, which is rounded up.
-    step, index = (first.step * len(parts) + (count - 1 if full else 0)) // count, first.index
+    step, index = _position(first.step, len(parts), count, full), first.index
     if count == len(parts) and every is None:
         return parts
     shift = _power(len(parts), count)
@@ -92,6 +91,16 @@ def resize(
     else:
         levels = [_on_top(reduction, group, first, depth) for group in groups]
     return [AccumulateState(level, step, index) for level in levels]
+
+
+def _position(step: Array, old: int, new: int, full: bool) -> Array:
+    """``step * old / new``, rounded down; of a full window rounded up, as its length is."""
+    backend = resolve(_OPERATION, [step])
+    without_end = backend.asarray(step) == MOST  # a window that a flush alone ends, and has ended
+    if backend.concrete(without_end):
+        return step
+    moved = step // new * old + (step % new * old + (new - 1 if full else 0)) // new
+    return moved if backend.concrete(step) is not None else backend.where(without_end, step, moved)
 
 
 def _level_by_level(reduction: Reduction, counters: list[Any], like: Any, shift: int) -> BinaryCounter:

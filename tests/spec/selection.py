@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import product
 from typing import Any
 
@@ -29,13 +29,17 @@ NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES], ids=" ".joi
 """The elementwise reductions."""
 
 
-def cases(quick: Container[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
+def cases(quick: Iterable[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
     """Parameters of a test: each combination of the axes; those that are not quick are left to the full suite."""
-    return [pytest.param(*case, marks=() if case in quick else FULL) for case in product(*axes)]
+    quick, known = set(quick), list(product(*axes))
+    assert quick <= set(known)  # else a case that was to be quick would have left the test command
+    return [pytest.param(*case, marks=() if case in quick else FULL) for case in known]
 
 
-def named(quick: Container[str], values: Mapping[str, Any]) -> list[Any]:
+def named(quick: Iterable[str], values: Mapping[str, Any]) -> list[Any]:
     """Parameters of a test, each with its name as its id; those that are not quick are left to the full suite."""
+    quick = set(quick)
+    assert quick <= set(values)
     return [pytest.param(value, id=name, marks=() if name in quick else FULL) for name, value in values.items()]
 
 

@@ -15,6 +15,7 @@ import gradcombine as gc
 from gradcombine import reductions, statefile
 from gradcombine.accumulation import whole_window
 from gradcombine.pairwise import fold_pairwise
+from gradcombine.window import UNTIL_FLUSH, Window
 from tests.statefile.states import contents
 
 EVERY = 8
@@ -200,6 +201,15 @@ def test_positions(old: int, new: int, step: int, position: int, calls: int, ord
         assert bool(acc.ready(state))
 
 
+@pytest.mark.parametrize("full", [False, True])
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 3), (2, 4), (2, 3)])
+def test_a_window_that_a_flush_has_ended_stays_so(old: int, new: int, full: bool) -> None:
+    window = Window("test", reductions.mean(), UNTIL_FLUSH)
+    state = window.end(window.contribute(window.init(np.float32(0)), np.float32(1)))
+    for resized in statefile.resize(window.reduction, [state] * old, new, full=full):
+        assert bool(window.is_full(resized)) and not bool(window.is_partial(resized))
+
+
 @pytest.mark.parametrize(("old", "new"), [(2, 5), (5, 2), (3, 4), (4, 4), (1, 3)])
 def test_the_order_of_ranks_is_kept(old: int, new: int) -> None:
     """Replicas whose numbers are the contributions: first and last must still be the first and the last."""
@@ -211,7 +221,6 @@ def test_the_order_of_ranks_is_kept(old: int, new: int) -> None:
         assert float(reduction.finalize(fold_pairwise(reduction.merge, after))) == expected
 
 
-ONE_LEVEL = gc.accumulate(reductions.mean(), every=2).init(np.float32(0))
 REFUSED: dict[str, tuple[Any, str]] = {
     "no states": (lambda a, b: ([], 2, {}), "a list of states, one per replica, received an empty list"),
     "one state": (lambda a, b: (a, 2, {}), "a list of states, one per replica, received AccumulateState"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,13 +14,11 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcombine.accumulation import whole_window
 from gradcombine.backends.jax_backend import varying
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.replicas import merge_replicas
 from gradcombine.types import AccumulateState, Array, State, Tree
 from gradcombine.window import Window
 
@@ -198,18 +196,16 @@ class ReplicatedWindow(Window):
             return array.nbytes >= EXCHANGED_ALONE
         return array.nbytes >= EXCHANGED_ALONE * array.shape[0] and not is_split(self.over, self.params)
 
-    def merged(self, state: AccumulateState) -> tuple[State, Tree]:
+    def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
         if not isinstance(self.over, JaxAxis) or self.over.is_bound():
-            return super().merged(state)
+            return super().exchanged(state, taken)
 
-        def on_each(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
-            whole = whole_window(self.reduction, AccumulateState(levels, *position))
-            merged = merge_replicas(self.reduction, whole, over=self.over, order=self.order)
-            return merged, merged
+        def on_each(position: Tree, rows: Tree, levels: Tree) -> tuple[State, list[Array]]:
+            return self.merged(AccumulateState(levels, *position), taken)
 
         position = state.step, state.index
-        merged, own = on_replicas(self.operation, self.over, on_each, position, own=state.levels)
-        return own, divided(self.operation, self.over, self.reduction, merged, self.params)
+        merged, arrays = on_replicas(self.operation, self.over, on_each, position, own=state.levels)
+        return divided(self.operation, self.over, self.reduction, merged, self.params), arrays
 
 
 def mark_own(over: Collective, values: Tree) -> Tree:

@@ -30,6 +30,8 @@ class AccumulateUpdatesState(NamedTuple):
 
     Attributes:
       window: the microbatches so far. ``window.levels`` is each replica's own, all else is the same on all replicas.
+        Of a window that was applied nothing is promised but that it is full: over replicas, the exchange may have taken
+        its arrays over.
       inner: the state of the inner transformation.
       applied: boolean scalar, whether the inner transformation ran in the last update.
       skip: a `SkipState` with a skip function, else (). Its ``detail`` is each replica's own too.
