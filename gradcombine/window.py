@@ -254,7 +254,7 @@ class Window:
         if left_out is True:
             return 0
         backend, leaves = resolve(self.operation, [left_out]), tree.flatten(self.operation, gradients)[0]
-        wide = any(leaf is not None and dtypes.part(backend.dtype(leaf)).itemsize > 4 for leaf in leaves)
+        wide = any(leaf is not None and dtypes.is_wide(backend.dtype(leaf)) for leaf in leaves)
         return weights.where(self.operation, backend, ~left_out, weight, wide)
 
 

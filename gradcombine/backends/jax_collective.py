@@ -106,14 +106,14 @@ class JaxAxis:
     ) -> list[Array]:
         if not self._local():
             return function(self.all_sum(summed), common)
-        parts = self.sum_scatter([self._rows(array) for array in summed])
-        own = [self._rows(array)[self.rank()] for array in common]
+        parts = self.sum_scatter([self.rows(array) for array in summed])
+        own = [self.rows(array)[self.rank()] for array in common]
         gathered = self.all_gather(function(parts, own))
         whole = (rows.reshape(-1)[: array.size] for rows, array in zip(gathered, common, strict=True))
         return [flat.reshape(array.shape) for flat, array in zip(whole, common, strict=True)]
 
-    def _rows(self, array: Array) -> Array:
-        """The elements, one row per replica, padded with zeros."""
+    def rows(self, array: Array) -> Array:
+        """An array's elements, one row per replica, filled up with zeros."""
         flat = array.reshape(-1)
         return jnp.pad(flat, (0, -flat.size % self.size())).reshape(self.size(), -1)
 

@@ -99,6 +99,11 @@ def part(dtype: np.dtype) -> np.dtype:
     return np.finfo(dtype).dtype if dtype.kind == "c" else dtype
 
 
+def is_wide(dtype: np.dtype) -> bool:
+    """Whether numbers, or the parts of complex ones, have more than 32 bits."""
+    return part(dtype).itemsize > 4
+
+
 def parse(dtype: Any, operation: str = "dtypes") -> np.dtype | None:
     """A dtype given as NumPy, ml_dtypes, JAX or TensorFlow spell it, or None.
 

@@ -151,7 +151,7 @@ def zeroed(reduction: Reduction) -> Reduction:
             # What is masked by its weight alone would make derivatives NaN.
             return x if is_absent(x) else backend.where(finite, x, backend.full((), 0, backend.dtype(x)))
 
-        wide = any(dtypes.part(backend.dtype(x)).itemsize > 4 for x in inexact)
+        wide = any(dtypes.is_wide(backend.dtype(x)) for x in inexact)
         return tree.unflatten(structure, map(kept, arrays)), where(reduction.name, backend, finite, weight, wide)
 
     return on_contributions(reduction, left_out)

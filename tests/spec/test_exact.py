@@ -160,6 +160,7 @@ ALL = "all kinds side by side"
         *((n, kind) for n in (1, 2, 3, 16) for kind in patterns(2, 2)),
         (64, ALL),
         (256, ALL),
+        pytest.param(512, ALL, marks=pytest.mark.full),
         pytest.param(4096, ALL, marks=pytest.mark.slow),
     ],
 )
@@ -233,7 +234,7 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
     """MirroredStrategy on 2 replicas, shard_map on 4, and a NumPy loop that is saved and restored on its way."""
     rng = np.random.default_rng(7)
     data = {
-        "values": {"w": rng.normal(size=(4, 5)).astype(np.float32)},
+        "values": {"w": rng.normal(size=(4, 5)).astype(np.float32), "scalar": rng.normal(size=4).astype(np.float32)},
         "weights": rng.integers(1, 500, 4).astype(np.float32),
     }
     program = Combine("time x replicas", "sequential", ("mean",), "exact")
@@ -252,7 +253,8 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
         state = tree.unflatten(structure, loaded)
     loop = acc.value(state)
     for result in found:
-        np.testing.assert_array_equal(exact.bits(result["w"]), exact.bits(loop["w"]))
+        for leaf in ("w", "scalar"):
+            np.testing.assert_array_equal(exact.bits(result[leaf]), exact.bits(loop[leaf]))
 
 
 @pytest.mark.parametrize("weights", [[3, 1, 5], [2**24 + 1, 3, 2**30 + 7], [4097, 4096, 2**31 - 1]])

@@ -27,6 +27,7 @@ from gradcombine.integrations.jax.train_state import (
     require_carry,
     require_train_state,
 )
+from gradcombine.reductions import dtypes
 from gradcombine.types import AccumulateState, Array, Tree
 from gradcombine.window import Window, widened
 
@@ -48,7 +49,8 @@ def over_calls(
         require_carry(objective, carry)
         params = as_arrays(params)
         bound = is_bound(objective)
-        specs = {"grads": params, "value": _scalar(_value_dtype(params)), "weight": _scalar(np.float32)}
+        combined = dtypes.of_weights(x.dtype for x in jax.tree.leaves(params))  # as wide as the widest parameter
+        specs = {"grads": params, "value": _scalar(combined), "weight": _scalar(np.float32)}
         if example or kwargs:
             alone = objective if bound else dataclasses.replace(objective, over=gc.LOCAL)
             called = loss_arguments(objective, params, carry, example)
@@ -117,7 +119,7 @@ def over_calls(
         if jax.tree.structure(grads) == jax.tree.structure(params):
             # Where the structures differ, the window says where.
             grads = jax.tree.map(widened, grads, params)
-        value = added.parts["value"].astype(_value_dtype(params))
+        value = added.parts["value"].astype(dtypes.of_weights(leaf.dtype for leaf in jax.tree.leaves(params)))
         return added._replace(parts=added.parts | {"grads": grads, "value": value})
 
     def key(rng: Array, state: AccumulateState) -> Array:
@@ -138,9 +140,3 @@ def _has_aux(window: AccumulateState) -> bool:
 
 def _scalar(dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), dtype)
-
-
-def _value_dtype(params: Tree) -> np.dtype:
-    """In which losses are combined: float64 where a parameter is, else float32."""
-    wide = any(leaf.dtype == np.float64 for leaf in jax.tree.leaves(params))
-    return np.dtype(np.float64 if wide else np.float32)

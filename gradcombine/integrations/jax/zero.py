@@ -78,7 +78,7 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
         axis.require_unreduced(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
         own = reduction.update(reduction.init(value), value, weight)
         parts, inner = tree.flatten(reduction.name, own.value)
-        shards = axis.sum_scatter([_rows(axis, part) for part in parts])
+        shards = axis.sum_scatter([axis.rows(part) for part in parts])
         total, count = axis.mark_varying(axis.all_sum([own.weight, own.count]))
         summed = own._replace(value=tree.unflatten(inner, shards), weight=total, count=count)
         return reduction.merge(state, summed)
@@ -113,7 +113,7 @@ def shard(values: Tree, over: Collective) -> Tree:
     leaves, structure = tree.flatten("shard", values)
 
     def part(leaf: Any) -> Any:
-        return leaf if is_absent(leaf) else axis.mark_varying([_rows(axis, leaf)])[0][axis.rank()]
+        return leaf if is_absent(leaf) else axis.mark_varying([axis.rows(leaf)])[0][axis.rank()]
 
     return tree.unflatten(structure, map(part, leaves))
 
@@ -209,13 +209,6 @@ def _axis(operation: str, over: Any) -> JaxAxis:
 
 def _length(replicas: int, leaf: Any) -> int:
     return -(-math.prod(leaf.shape) // replicas)
-
-
-def _rows(axis: JaxAxis, leaf: Array) -> Array:
-    """The leaf's elements, one row a replica, filled up with zeros."""
-    replicas, length = axis.size(), _length(axis.size(), leaf)
-    flat = jnp.reshape(leaf, -1)
-    return jnp.pad(flat, (0, replicas * length - flat.size)).reshape(replicas, length)
 
 
 def _empty_shard(axis: JaxAxis, leaf: Any) -> Array:

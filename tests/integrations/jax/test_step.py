@@ -297,3 +297,16 @@ def test_a_step_runs_in_a_scan() -> None:
         (start(), step.init(start())), jnp.stack(ones(2, 6, 4, 4))
     )
     assert (weights(params), applied.tolist()) == (1 - 1 - 1, [False, True, False, True])
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.complex128])
+def test_losses_are_combined_in_the_width_of_the_parameters(dtype: Any) -> None:
+    third = 1 / 3
+    with jax.enable_x64(True):
+        step = train_step(lambda params, x: jnp.mean(jnp.real(params) * x), NEGATE, every=2)
+        params = jnp.array([1], dtype)
+        state = step.init(params)
+        for x in (third, 0.0):
+            params, state, metrics = step(params, state, jnp.float64([x]))
+        assert metrics.value.dtype == np.float64
+        assert float(metrics.value) == third / 2

@@ -10,7 +10,7 @@ import pytest
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate
-from tests.integrations.keras.cases import ON_JAX, bits, matrix_and_vector, microbatches, tensor
+from tests.integrations.keras.cases import bits, matrix_and_vector, microbatches, tensor
 
 
 def sgd(**settings: Any) -> Any:
@@ -35,16 +35,6 @@ def sgd(**settings: Any) -> Any:
 def test_arguments(make: Any, message: str) -> None:
     with pytest.raises(GradCombineError, match=message):
         make()
-
-
-@pytest.mark.skipif(ON_JAX, reason="strategies are TensorFlow's")
-def test_a_refused_strategy_names_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tensorflow as tf
-
-    strategy = object.__new__(tf.distribute.ParameterServerStrategy)
-    monkeypatch.setattr(tf.distribute, "get_strategy", lambda: strategy)
-    with pytest.raises(GradCombineError, match=r"^Accumulate: .*replicas run in step"):
-        Accumulate(sgd(), 2).build([])
 
 
 @pytest.mark.parametrize(

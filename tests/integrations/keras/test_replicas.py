@@ -203,3 +203,10 @@ def test_other_strategies_and_contexts() -> None:
             optimizer.apply([tf.constant(1.0)], [v])
     with pytest.raises(GradCombineError, match="under the strategy"):
         optimizer.apply([tf.constant(1.0)], [v])
+
+
+def test_a_refused_strategy_names_the_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = object.__new__(tf.distribute.ParameterServerStrategy)
+    monkeypatch.setattr(tf.distribute, "get_strategy", lambda: strategy)
+    with pytest.raises(GradCombineError, match=r"^Accumulate: .*replicas run in step"):
+        Accumulate(keras.optimizers.SGD(1.0), 2).build([])
