@@ -90,15 +90,7 @@ class Audit(NamedTuple):
     @property
     def bounds(self) -> dict[str, Bound]:
         """Of compute, memory and exchange: the longest is the bound of the call, where they overlap perfectly."""
-        figures = self.target.figures
-        if figures is None:
-            nothing = Bound(None, f"nothing is published of {self.target.name}")
-            return dict.fromkeys(("compute", "memory", "exchange"), nothing)
-        return {
-            "compute": _compute(self.flops, figures),
-            "memory": _memory(self.turns + self.beside, figures),
-            "exchange": _exchange(self.exchanges, self.target.per_host, figures),
-        }
+        return bounds(self.target, self.flops, self.turns + self.beside, self.exchanges)
 
     def seconds(self, finding: Finding) -> float | None:
         """What a finding costs at the bound; None where nothing is published, or it costs no bytes."""
@@ -256,19 +248,7 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
     """
     if Path(what).exists():
         return [*audit_file(what, target)]
-    module, _, name = what.partition(":")
-    if not module or not name.isidentifier():
-        raise GradCombineError("audit", "module:callable, or a file or a folder that exists", what)
-    if target is not None:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler of GPUs is no reason to look for one
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    make = getattr(_foreign("a module that imports", module, lambda: import_module(module)), name, None)
-    if not callable(make):
-        raise GradCombineError("audit", f"a callable {name} in {module}", "none" if make is None else shown(make))
-    found = find_target(target)
-    parameters = inspect.signature(make).parameters
-    made: Any = _foreign("a callable that returns", what, lambda: make(found.devices) if parameters else make())
+    made, found = made_by("audit", what, target)
     pair: Any = made if isinstance(made, tuple) else ()
     if len(pair) == 2 and isinstance(pair[1], tuple | list):
         return [audit(pair[0], *pair[1], target=found)]
@@ -278,14 +258,43 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
     raise GradCombineError("audit", expected, shown(made))
 
 
-def _foreign(expected: str, what: str, call: Callable[[], Any]) -> Any:
+def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]:
+    """What a callable returns that a command line names, and the target that it was made for.
+
+    Args:
+      operation: what error messages call the caller.
+      what: "module:callable". If the callable has a parameter, it is called with the target's devices.
+      target: see `find_target`.
+
+    Raises:
+      GradCombineError: a module that does not import, no callable of this name, or one that raises.
+    """
+    module, _, name = what.partition(":")
+    if not module or not name.isidentifier():
+        files = ", or a file or a folder that exists" if operation == "audit" else ""
+        raise GradCombineError(operation, f"module:callable{files}", what)
+    if target is not None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler of GPUs is no reason to look for one
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    imported = _foreign(operation, "a module that imports", module, lambda: import_module(module))
+    make = getattr(imported, name, None)
+    if not callable(make):
+        raise GradCombineError(operation, f"a callable {name} in {module}", "none" if make is None else shown(make))
+    found = find_target(target)
+    parameters = inspect.signature(make).parameters
+    call = (lambda: make(found.devices)) if parameters else make
+    return _foreign(operation, "a callable that returns", what, call), found
+
+
+def _foreign(operation: str, expected: str, what: str, call: Callable[[], Any]) -> Any:
     """What this returns; whatever it raises, an exit too, becomes the library's error."""
     try:
         return call()
     except (GradCombineError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise GradCombineError("audit", expected, f"{what}: {type(error).__name__}: {error}") from None
+        raise GradCombineError(operation, expected, f"{what}: {type(error).__name__}: {error}") from None
 
 
 def _audited(program: Program, target: Target, memory: Memory | None, donated: Sequence[int]) -> Audit:
@@ -356,6 +365,26 @@ def _donated(compiled: Any, parameters: int) -> list[int]:
     if first < 0 or not information:
         return []
     return [first + i for i, n in enumerate(numbers) if n < len(information) and information[n].donated]
+
+
+def bounds(target: Target, flops: dict[int, float], moved: int, exchanges: Sequence[Exchange]) -> dict[str, Bound]:
+    """Of compute, memory and exchange.
+
+    Args:
+      target: whose published figures bound them.
+      flops: of matrix products and convolutions, by the bits of their types.
+      moved: bytes in main memory.
+      exchanges: each as often as its loops turn.
+    """
+    figures = target.figures
+    if figures is None:
+        nothing = Bound(None, f"nothing is published of {target.name}")
+        return dict.fromkeys(("compute", "memory", "exchange"), nothing)
+    return {
+        "compute": _compute(flops, figures),
+        "memory": _memory(moved, figures),
+        "exchange": _exchange(exchanges, target.per_host, figures),
+    }
 
 
 def _compute(flops: dict[int, float], figures: Figures) -> Bound:
