@@ -234,8 +234,8 @@ def audit_command(
 ) -> None:
     """Tells what a compiled step does, before it runs: what it moves, copies, exchanges and repeats.
 
-    Exit status: 0 if nothing was found, 1 if there are findings, 2 for what cannot be read or compiled, 3 for a step
-    that does not fit the target's memory.
+    Exit status: 0 if there is nothing to fail on, 1 for findings of the names in --fail-on, or, with --baseline, for
+    what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory.
     """
     if lacking := missing(("jax",)):
         raise typer.BadParameter(hint(lacking))
@@ -243,10 +243,12 @@ def audit_command(
     try:
         if json is not None and not json.resolve().parent.is_dir():
             raise GradCombineError("audit", "a path in an existing folder for --json", str(json))
-        chosen, before = report.names(fail_on), None if baseline is None else _read_json(baseline)
+        chosen, before = report.names(fail_on), None if baseline is None else report.read_baseline(baseline)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             bar.add_task("compiling")
             reports = audit_named(what, target)
+        if json is not None:
+            json.write_text(json_format.dumps(report.as_json(reports), indent=1, allow_nan=False) + "\n")
         for one in reports:
             clean = not any(x.name in chosen for x in one.findings)
             # Of many programs, those are shown in which there is something to see.
@@ -259,19 +261,10 @@ def audit_command(
             failed = bool(lines)
             answer = "\n".join(("worse than before:", *lines)) if lines else "no worse than before"
             console.print(Text(answer, "bold red" if failed else "green"), soft_wrap=True)
-        if json is not None:
-            json.write_text(json_format.dumps(report.as_json(reports), indent=1, allow_nan=False) + "\n")
     except (GradCombineError, OSError, MemoryError) as error:
         Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
     raise typer.Exit(1 if failed else 0)
-
-
-def _read_json(path: Path) -> object:
-    try:
-        return json_format.loads(path.read_text())
-    except ValueError as error:  # no text, or no JSON
-        raise GradCombineError("audit", "a baseline that --json has written", f"{path}: {error}") from None
 
 
 def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:

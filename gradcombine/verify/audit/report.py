@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.audit.findings import RULES, Finding
@@ -19,6 +20,9 @@ VERSION = 1
 
 COMPARED = ("moved", "sent", "flops", "temporary")
 """Totals of a report that a later one must not exceed."""
+
+NO_COST = (0.0,) * 5
+"""Of findings that are not there."""
 
 
 def sections(report: Audit) -> list[Section]:
@@ -86,31 +90,63 @@ def as_json(reports: Sequence[Audit]) -> dict[str, Any]:
     return {"version": VERSION, "programs": [_one(report) for report in reports]}
 
 
-def worse(reports: Sequence[Audit], baseline: Any, fail_on: Iterable[str]) -> list[str]:
+class Measured(NamedTuple):
+    """What is compared of a program's report.
+
+    Attributes:
+      totals: by the names in `COMPARED`; None where only HLO was read.
+      costs: of all findings of a name: how many, and how often, what they move, send and compute.
+    """
+
+    totals: dict[str, float | None]
+    costs: dict[str, tuple[float, ...]]
+
+
+Baseline = dict[tuple[str, str, int], Measured]
+"""By the program's name, its target, and how many of that name come before it."""
+
+
+def read_baseline(path: Path) -> Baseline:
+    """An earlier report, from the file that ``--json`` wrote.
+
+    Raises:
+      GradCombineError: a file that cannot be read, or of another form or version.
+    """
+    expected = "a baseline that --json has written"
+    try:
+        content: Any = json.loads(path.read_text())
+    except (OSError, ValueError) as error:  # no file, no text, or no JSON
+        raise GradCombineError("audit", expected, f"{path}: {error}") from None
+    try:
+        if content["version"] != VERSION:
+            raise GradCombineError("audit", f"a baseline of version {VERSION}", content["version"])
+        return _measured(content["programs"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, GradCombineError):
+            raise
+        received = f"{path}, in which something is missing or of another type ({type(error).__name__}: {error})"
+        raise GradCombineError("audit", expected, received) from None
+
+
+def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) -> list[str]:
     """What has got worse since an earlier report of the same programs, one line each.
 
     Args:
       reports: those of today.
-      baseline: what `as_json` gave.
+      baseline: what `read_baseline` gave.
       fail_on: the names of findings that count.
 
     Raises:
-      GradCombineError: a baseline of another form, program or target, with which nothing can be compared.
+      GradCombineError: a program that the baseline lacks, with which nothing can be compared.
     """
-    try:
-        if baseline["version"] != VERSION:
-            raise GradCombineError("audit", f"a baseline of version {VERSION}", baseline["version"])
-        before = {(x["name"], x["target"]): x for x in baseline["programs"]}
-        lines = list[str]()
-        for report in reports:
-            now, key = _one(report), (report.name, report.target.name)
-            if key not in before:
-                known = ", ".join(f"{name} on {target}" for name, target in before) or "no program"
-                raise GradCombineError("audit", f"a baseline of {report.name} on {report.target.name}", known)
-            lines += _compared(now, before[key], set(fail_on))
-        return lines
-    except (KeyError, TypeError, AttributeError) as error:
-        raise GradCombineError("audit", "a baseline that --json has written", f"no {error}") from None
+    lines, counted = list[str](), set(fail_on)
+    for (name, target, place), now in _measured([_one(report) for report in reports]).items():
+        before = baseline.get((name, target, place))
+        if before is None:
+            known = ", ".join(dict.fromkeys(f"{name} on {target}" for name, target, _ in baseline)) or "no program"
+            raise GradCombineError("audit", f"a baseline of {name} on {target}", known)
+        lines += [f"{name}: {line}" for line in _compared(now, before, counted)]
+    return lines
 
 
 def short(source: str) -> str:
@@ -154,21 +190,29 @@ def _one(report: Audit) -> dict[str, Any]:
     }
 
 
-def _compared(now: dict[str, Any], before: dict[str, Any], fail_on: set[str]) -> list[str]:
-    lines = list[str]()
-    for name in COMPARED:
-        if now[name] is not None and before[name] is not None and now[name] > before[name]:
-            lines.append(f"{now['name']}: {name} {before[name]:,.0f} -> {now[name]:,.0f}")
-    for name in sorted({x["name"] for x in now["findings"]} & fail_on):
-        costs = [_costs(report, name) for report in (before, now)]
-        if any(b > a for a, b in zip(*costs, strict=True)):
-            lines.append(f"{now['name']}: {name}, {_words(costs[0])} -> {_words(costs[1])}")
-    return lines
+def _measured(programs: Iterable[Mapping[str, Any]]) -> Baseline:
+    found, seen = Baseline(), Counter[tuple[str, str]]()
+    for program in programs:
+        costs = dict[str, tuple[float, ...]]()
+        for x in program["findings"]:
+            cost = 1.0, *(float(x[name]) for name in ("times", "moved", "sent", "flops"))
+            costs[x["name"]] = tuple(map(sum, zip(costs.get(x["name"], NO_COST), cost, strict=True)))
+        totals = {name: None if program[name] is None else float(program[name]) for name in COMPARED}
+        key = program["name"], program["target"]
+        found[*key, seen[key]] = Measured(totals, costs)
+        seen[key] += 1
+    return found
 
 
-def _costs(report: dict[str, Any], name: str) -> tuple[float, ...]:
-    found = [x for x in report["findings"] if x["name"] == name]
-    return (float(len(found)), *(sum(x[cost] for x in found) for cost in ("times", "moved", "sent", "flops")))
+def _compared(now: Measured, before: Measured, fail_on: set[str]) -> Iterator[str]:
+    for name, total in now.totals.items():
+        earlier = before.totals[name]
+        if total is not None and earlier is not None and total > earlier:
+            yield f"{name} {earlier:,.0f} -> {total:,.0f}"
+    for name, cost in sorted(now.costs.items()):
+        earlier = before.costs.get(name, NO_COST)
+        if name in fail_on and any(b > a for a, b in zip(earlier, cost, strict=True)):
+            yield f"{name}, {_words(earlier)} -> {_words(cost)}"
 
 
 def _words(costs: tuple[float, ...]) -> str:
