@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gradcombine.verify.audit import OutOfMemoryError, audit, find_target
 from tests.verify.audit.seeded import CASES, OURS
@@ -62,3 +66,26 @@ def test_a_step_that_does_not_fit(target: str) -> None:
     step = jax.jit(lambda x: x @ x)
     with pytest.raises(OutOfMemoryError, match=r"audit: expected .* on a device of|audit: expected a step that fits"):
         audit(step, jax.ShapeDtypeStruct((150_000, 150_000), jax.numpy.float32), target=target)
+
+
+ROWS = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("axes", "static"), [(True, 3), (True, "rows"), (False, 3)], ids=["mesh", "mesh and a word", "shard_map"]
+)
+def test_arguments_that_are_nowhere_go_where_the_step_runs(axes: bool, static: Any) -> None:
+    """Beside arguments on a mesh, or in a step that holds one: arrays of this machine, specs, static ones."""
+    found = find_target("h100:8")
+    mesh = Mesh(np.array(found.devices), ("data",))
+
+    def step(x: Any, scale: Any, n: Any) -> Any:
+        return x * scale * len(str(n))
+
+    abstract = NamedSharding(AbstractMesh((8,), ("data",)), P("data"))
+    rows = jax.ShapeDtypeStruct(ROWS.shape, ROWS.dtype, sharding=abstract) if axes else ROWS
+    split = jax.shard_map(lambda x: jax.lax.psum(x, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+    of = step if axes else lambda x, scale, n: split(x) * scale * n
+    report = audit(jax.jit(of, static_argnums=2), rows, jnp.float32(2), static, target=found)
+    assert report.program.devices == 8
+    assert {x.kind for x in report.exchanges} == (set() if axes else {"all-reduce"})

@@ -136,16 +136,19 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     """
     found = target if isinstance(target, Target) else find_target(target)
     if hasattr(step, "lower"):
-        step = _guarded(found, lambda: step.lower(*_placed(args, found)))
+        step = _guarded(found, lambda: _lowered(step, args, found))
     elif args or isinstance(target, str):
-        raise GradCombineError("audit", "a jitted function, for arguments and the name of a target", shown(step))
+        wanted = "a function of jax.jit for its arguments (of one that is not jitted: jax.jit(step))"
+        raise GradCombineError("audit", wanted, shown(step))
     if hasattr(step, "compile"):
         step = _guarded(found, step.compile)
     if not hasattr(step, "as_text") or not hasattr(step, "memory_analysis"):
         raise GradCombineError("audit", "a jitted function, or one lowered or compiled", shown(step))
-    text, sizes = step.as_text(), step.memory_analysis()
-    if text is None:
-        raise GradCombineError("audit", "a compiled function whose HLO can be read", "none")
+    text, sizes = _foreign(
+        "audit", "a compiled function that can be read", step, lambda: (step.as_text(), step.memory_analysis())
+    )
+    if not isinstance(text, str):
+        raise GradCombineError("audit", "a compiled function whose HLO can be read", shown(text))
     memory = None
     if sizes is not None:
         names = ("argument", "output", "alias", "temp")
@@ -154,8 +157,7 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
         lacking = memory.peak - found.figures.memory
         expected = f"at most {found.figures.memory:,} bytes on a device of {found.name}"
         raise OutOfMemoryError("audit", expected, f"{memory.peak:,}, {lacking:,} too many")
-    program = Program(text)
-    return _audited(program, found, memory, _donated(step, len(program.parameters)))
+    return _audited(text, found, memory, step)
 
 
 def audit_file(path: str | Path, target: str | Target | None = None) -> list[Audit]:
@@ -184,7 +186,7 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
         text = read(file)
         if "is_scheduled=true" not in text.partition("\n")[0]:
             raise GradCombineError("audit", "optimized HLO, as XLA has it after all passes", f"{file}, not scheduled")
-        reports.append(_audited(Program(text), found, None, ()))
+        reports.append(_audited(text, found, None, None))
     return reports
 
 
@@ -196,8 +198,11 @@ def read(path: str | Path) -> str:
     Raises:
       GradCombineError: the file is damaged, cut off, or of a version that this jaxlib does not know.
     """
-    content = Path(path).read_bytes()
     hlo: Any = _parser()
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise GradCombineError("audit", "a file that can be read", f"{path}: {error.strerror}") from None
     try:
         if content.lstrip().startswith(b"HloModule"):
             return hlo.hlo_module_from_text(content.decode()).to_string()
@@ -235,8 +240,8 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
 
     Args:
       what: a file or a folder as of `audit_file`, or "module:callable". The callable returns a jitted function and a
-        tuple of its arguments, or one thing that is lowered or compiled already. If it has a parameter, it is called
-        with the target's devices, of which it makes its mesh.
+        tuple of its arguments, or one thing that is lowered or compiled already. If it has a parameter named devices,
+        or one without a default, it is called with the target's devices, of which it makes its mesh.
       target: see `find_target`.
 
     Returns:
@@ -249,13 +254,19 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
     if Path(what).exists():
         return [*audit_file(what, target)]
     made, found = made_by("audit", what, target)
+    # Whatever else a foreign object does when it is asked for something.
+    return _foreign("audit", "a step that can be audited", what, lambda: [_audit_made(what, made, found)])
+
+
+def _audit_made(what: str, made: Any, target: Target) -> Audit:
     pair: Any = made if isinstance(made, tuple) else ()
     if len(pair) == 2 and isinstance(pair[1], tuple | list):
-        return [audit(pair[0], *pair[1], target=found)]
-    if hasattr(made, "compile") or hasattr(made, "memory_analysis"):
-        return [audit(made, target=found)]
+        return audit(pair[0], *pair[1], target=target)
+    if not isinstance(made, tuple) and (hasattr(made, "compile") or hasattr(made, "memory_analysis")):
+        return audit(made, target=target)
+    received = f"({', '.join(type(x).__name__ for x in pair)})" if isinstance(made, tuple) else shown(made)
     expected = f"{what} to return a jitted function and a tuple of arguments, or one that is lowered"
-    raise GradCombineError("audit", expected, shown(made))
+    raise GradCombineError("audit", expected, received)
 
 
 def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]:
@@ -263,7 +274,8 @@ def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]
 
     Args:
       operation: what error messages call the caller.
-      what: "module:callable". If the callable has a parameter, it is called with the target's devices.
+      what: "module:callable". If the callable has a parameter named devices, or one without a default, it is called
+        with the target's devices.
       target: see `find_target`.
 
     Raises:
@@ -278,33 +290,56 @@ def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     imported = _foreign(operation, "a module that imports", module, lambda: import_module(module))
-    make = getattr(imported, name, None)
-    if not callable(make):
-        raise GradCombineError(operation, f"a callable {name} in {module}", "none" if make is None else shown(make))
+    expected = f"a callable {name} in {module} that returns what to {operation}"
+    make: Any = _foreign(operation, expected, what, lambda: getattr(imported, name, None))
+    if not callable(make) or hasattr(make, "lower"):
+        raise GradCombineError(operation, expected, "none" if make is None else shown(make))
     found = find_target(target)
-    parameters = inspect.signature(make).parameters
-    call = (lambda: make(found.devices)) if parameters else make
-    return _foreign(operation, "a callable that returns", what, call), found
+    wanted = "a callable of no argument, or of the target's devices"
+    arguments = _foreign(operation, wanted, what, lambda: _devices(make, found))
+    return _foreign(operation, "a callable that returns", what, lambda: make(*arguments)), found
 
 
-def _foreign(operation: str, expected: str, what: str, call: Callable[[], Any]) -> Any:
+def _devices(make: Callable[..., Any], target: Target) -> tuple[Any, ...]:
+    """What to call this with."""
+    signature = inspect.signature(make)
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    first = next((x for x in signature.parameters.values() if x.kind in kinds), None)
+    wants = first is not None and (first.name == "devices" or first.default is inspect.Parameter.empty)
+    arguments = (target.devices,) if wants else ()
+    signature.bind(*arguments)  # a TypeError names the parameter that is left
+    return arguments
+
+
+def _foreign(operation: str, expected: str, what: Any, call: Callable[[], Any]) -> Any:
     """What this returns; whatever it raises, an exit too, becomes the library's error."""
     try:
         return call()
     except (GradCombineError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        raise GradCombineError(operation, expected, f"{what}: {type(error).__name__}: {error}") from None
+        received = f"{what if isinstance(what, str) else shown(what)}: {_words(error)}"
+        raise GradCombineError(operation, expected, received) from error
 
 
-def _audited(program: Program, target: Target, memory: Memory | None, donated: Sequence[int]) -> Audit:
-    flops, moved = dict[int, float](), [0, 0]
-    for name, x, loops in program.executed():
-        moved[not loops] += times(loops) * program.traffic(name, x)
-        for _, _, count, width in program.products(name, x):
-            flops[width] = flops.get(width, 0.0) + times(loops) * count
-    turns, beside = moved
-    return Audit(program.name, target, program, memory, find(program, donated), turns, beside, flops)
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _audited(text: str, target: Target, memory: Memory | None, compiled: Any) -> Audit:
+    """What this HLO does; whatever form of it is not known becomes the library's error."""
+
+    def read() -> Audit:
+        program = Program(text)
+        flops, moved = dict[int, float](), [0, 0]
+        for name, x, loops in program.executed():
+            moved[not loops] += times(loops) * program.traffic(name, x)
+            for _, _, count, width in program.products(name, x):
+                flops[width] = flops.get(width, 0.0) + times(loops) * count
+        donated = _donated(compiled, len(program.parameters))
+        return Audit(program.name, target, program, memory, find(program, donated), moved[0], moved[1], flops)
+
+    return _foreign("audit", "HLO in a form that is known", text.partition(",")[0], read)
 
 
 def _guarded(target: Target, make: Callable[[], Any]) -> Any:
@@ -314,43 +349,52 @@ def _guarded(target: Target, make: Callable[[], Any]) -> Any:
             # The audit says it itself, with what it costs.
             warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
             return make()
-    except GradCombineError:
+    except (GradCombineError, KeyboardInterrupt):
         raise
-    except Exception as error:  # XLA's classes are no public ones
-        reason = " ".join(str(error).split())
+    except BaseException as error:  # XLA's classes are no public ones, and a function that is traced may exit
+        reason = _words(error)
         if "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason:
             at = max(reason.find("Ran out of memory"), 0)
             raise OutOfMemoryError(
                 "audit", f"a step that fits a device of {target.name}", reason[at : at + 250]
             ) from None
-        raise GradCombineError("audit", f"a step that compiles for {target.name}", reason) from None
+        raise GradCombineError("audit", f"a step that compiles for {target.name}", reason) from error
 
 
-def _placed(args: Sequence[Any], target: Target) -> Sequence[Any]:
-    """Arguments as specs on the target's devices."""
-    if target.figures is None:
-        return args
+def _lowered(step: Any, args: Sequence[Any], target: Target) -> Any:
+    """The step for these arguments on the target's devices: on those of its meshes, or on the first one."""
+    if target.figures is None or not target.devices:
+        return step.lower(*args)
     import jax
-    from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-    known = set(target.devices)
+    with jax.default_device(target.devices[0]):
+        return step.lower(*jax.tree.map(lambda x: _placed(x, target), tuple(args)))
 
-    def one(x: Any) -> Any:
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            x = np.asarray(x)
-        sharding = getattr(x, "sharding", None)
-        mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
-        if isinstance(sharding, NamedSharding) and isinstance(mesh, Mesh) and not set(mesh.devices.flat) <= known:
+
+def _placed(x: Any, target: Target) -> Any:
+    """An array as a spec on the target's devices; anything else is left as it is, for it may be static."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding
+
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return x
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        mesh: Any = sharding.mesh
+        if not isinstance(mesh, Mesh) or not set(mesh.devices.flat) <= set(target.devices):
             if mesh.size != len(target.devices):
                 expected = f"a mesh of the {len(target.devices)} devices of {target.name}"
                 raise GradCombineError("audit", expected, f"one of {mesh.size}")
-            devices = np.array(target.devices).reshape(mesh.devices.shape)
-            sharding = NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
-        elif not isinstance(sharding, NamedSharding):
-            sharding = SingleDeviceSharding(target.devices[0])
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    return jax.tree.map(one, tuple(args))
+            devices = np.array(target.devices).reshape(mesh.axis_sizes)
+            mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        # What the memory of other devices is called is not known on these.
+        host = "pinned_host" if sharding.memory_kind == "pinned_host" else None
+        sharding = NamedSharding(mesh, sharding.spec, memory_kind=host)
+    elif sharding is not None and len(sharding.device_set) > 1:
+        raise GradCombineError("audit", "arguments that are split over devices by a NamedSharding", shown(sharding))
+    else:
+        sharding = None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
 
 
 def _donated(compiled: Any, parameters: int) -> list[int]:

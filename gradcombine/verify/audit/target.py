@@ -85,6 +85,10 @@ KINDS = {
 """What JAX calls the devices of which figures are known."""
 
 
+LENGTH = r"[1-9]\d{0,4}"
+"""Of a side of a slice, or a number of hosts or devices, in the name of a target."""
+
+
 class Target(NamedTuple):
     """Devices to compile for.
 
@@ -124,17 +128,24 @@ def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
         return Target("this machine", devices, near, figures)
     kind, _, shape = name.rpartition(":")
     if kind in PUBLISHED and kind != "h100":
-        if not re.fullmatch(r"\d+x\d+(x\d+)?", shape):
+        if not re.fullmatch(rf"{LENGTH}x{LENGTH}(x{LENGTH})?", shape):
             raise GradCombineError("audit", f"a slice such as {kind}:4x4", name)
         chips = math.prod(int(n) for n in shape.split("x"))
         return Target(name, tpu(name) if compiles else (), chips, PUBLISHED[kind])
     hosts, _, each = shape.rpartition("x")
-    if not re.fullmatch(r"(\d+x)?\d+", shape) or not int(each) or (kind != "h100" and not Path(kind).is_file()):
+    if not re.fullmatch(rf"({LENGTH}x)?{LENGTH}", shape) or (kind != "h100" and not Path(kind).is_file()):
         expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
         raise GradCombineError("audit", expected, name)
-    text = H100 if kind == "h100" else Path(kind).read_text()
+    text = H100 if kind == "h100" else _description(kind)
     figures = PUBLISHED["h100"] if kind == "h100" else described(text)
     return Target(name, gpu(text, int(each), int(hosts or 1)) if compiles else (), int(each), figures)
+
+
+def _description(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, ValueError) as error:  # not to be read, or no text
+        raise GradCombineError("audit", "a GpuTargetConfigProto in text form", f"{path}: {error}") from None
 
 
 @cache
@@ -159,9 +170,9 @@ def described(text: str) -> Figures:
     >>> described(H100).bandwidth
     3352320000000.0
     """
-    facts = {name: float(number) for name, number in re.findall(r"(\w+): ([\d.]+)$", text, re.MULTILINE)}
+    facts = {name: float(number) for name, number in re.findall(r"(\w+): (\d+(?:\.\d*)?)$", text, re.MULTILINE)}
     needed = ("memory_bandwidth", "device_memory_size")
-    if lacking := [name for name in needed if name not in facts]:
+    if lacking := [name for name in needed if not facts.get(name)]:
         raise GradCombineError("audit", f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
     bandwidth, memory = (facts[name] for name in needed)
     return Figures({}, bandwidth, int(memory))

@@ -52,6 +52,73 @@ def fails():
 def leaves():
     raise SystemExit(0)
 
+def leaves_while_traced():
+    def step(x):
+        raise SystemExit(0)
+    return jax.jit(step), (X,)
+
+def option(*, layers=1):
+    return jax.jit(lambda x: x * layers), (X,)
+
+def default(layers=1):
+    return jax.jit(lambda x: x * layers), (X,)
+
+def static():
+    return jax.jit(lambda x, n, name: x * n, static_argnums=(1, 2)), (X, 3, "sum")
+
+def scalars():
+    return jax.jit(lambda x, n: x * n), (X, 3)
+
+def required(*, layers):
+    return default(layers)
+
+def several(devices, layers):
+    return default(layers)
+
+def yields():
+    yield default()
+
+def flat():
+    return jax.jit(lambda x: x), X
+
+def triple():
+    return jax.jit(lambda x: x), (X,), {}
+
+def words():
+    return jax.jit(lambda x: x), ("rows",)
+
+def few():
+    return jax.jit(lambda x: x), ()
+
+class Odd:
+    def lower(self, *args):
+        return self
+    def compile(self):
+        return self
+    def as_text(self):
+        raise RuntimeError("not to be read")
+    def memory_analysis(self):
+        return 3
+
+class Odder(Odd):
+    def as_text(self):
+        return "HloModule m\\n"
+
+class Oddest:
+    def __getattr__(self, name):
+        raise RuntimeError("nothing to see")
+
+def odd():
+    return Odd(), ()
+
+def odder():
+    return Odder(), ()
+
+def oddest():
+    return Oddest()
+
+jitted = jax.jit(lambda x: x)
+
 NOTHING = None
 """
 
@@ -61,6 +128,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module of steps, as the working directory."""
     (tmp_path / "steps.py").write_text(STEPS)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "old.json").write_text('{"version": 0}')
+    program = '{"name": "jit_f", "target": "this machine", "findings": []}'
+    (tmp_path / "part.json").write_text(f'{{"version": 1, "programs": [{program}]}}')
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("COLUMNS", "80")
@@ -81,6 +153,10 @@ def run(*arguments: str) -> Result:
     [
         (("steps:clean",), 0),
         (("steps:on",), 0),
+        (("steps:option",), 0),
+        (("steps:default",), 0),
+        (("steps:static",), 0),
+        (("steps:scalars",), 0),
         (("steps:lost",), 1),
         (("steps:until",), 1),
         (("steps:until", "--fail-on", "donation-lost,narrow-accumulator"), 0),
@@ -92,14 +168,28 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
     assert done.exit_code == status, done.output
     assert max(map(len, done.output.splitlines())) <= 80
     last = done.output.splitlines()[-1]
-    assert ("clean" in last) is (arguments[0] in ("steps:clean", "steps:on"))
+    assert ("clean" in last) is (status == 0 and len(arguments) == 1)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (("steps:number",), "a jitted function and a tuple of arguments"),
-        (("steps:unjitted",), "a jitted function, for arguments"),
+        (("steps:unjitted",), "of one that is not jitted: jax.jit(step)"),
+        (("steps:jitted",), "that returns what to audit"),
+        (("steps:required",), "missing a required argument: 'layers'"),
+        (("steps:several",), "missing a required argument: 'layers'"),
+        (("builtins:int",), "no signature found"),
+        (("builtins:print",), "received None"),
+        (("steps:yields",), "generator object"),
+        (("steps:flat",), "received (PjitFunction, ShapeDtypeStruct)"),
+        (("steps:triple",), "received (PjitFunction, tuple, dict)"),
+        (("steps:words",), "a step that compiles for this machine"),
+        (("steps:few",), "a step that compiles for this machine"),
+        (("steps:odd",), "RuntimeError: not to be read"),
+        (("steps:odder",), "AttributeError: 'int' object has no attribute"),
+        (("steps:oddest",), "RuntimeError: nothing to see"),
+        (("steps:leaves_while_traced",), "SystemExit"),
         (("steps:shapes",), "a step that compiles for this machine"),
         (("steps:fails",), "RuntimeError: no data"),
         (("steps:leaves",), "SystemExit"),
@@ -113,6 +203,13 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
         (("steps:clean", "--json", "no/such/folder.json"), "a path in an existing folder"),
         (("steps:clean", "--baseline", "steps.py"), "a baseline that --json has written"),
         (("steps:clean", "--baseline", "missing.json"), "missing.json"),
+        (("steps:fails", "--baseline", "list.json"), "list.json, in which something is missing"),
+        (("steps:fails", "--baseline", "part.json"), "KeyError: 'moved'"),
+        (("steps:fails", "--baseline", "old.json"), "a baseline of version 1, received 0"),
+        (("steps:clean", "--target", "steps.py:0x8"), "a target: h100:8"),
+        (("steps:clean", "--target", "binary:8"), "a GpuTargetConfigProto in text form"),
+        (("steps:clean", "--target", "steps.py:8"), "a GpuTargetConfigProto with memory_bandwidth"),
+        (("binary",), "HLO that the installed jaxlib reads"),
         (("steps.py",), "HLO that the installed jaxlib reads"),
         ((".",), "a folder with files *after_optimizations.txt"),
     ],
@@ -149,10 +246,27 @@ def test_a_baseline(here: Path) -> None:
         (here / "less.json").write_text(json.dumps(before | {"programs": [program | change]}))
         done = run("steps:until", "--baseline", "less.json")
         assert done.exit_code == 1 and words in done.output, done.output
-    done = run("steps:clean", "--baseline", "before.json")
+    # What cannot be compared is written all the same.
+    done = run("steps:clean", "--baseline", "before.json", "--json", "now.json")
     assert done.exit_code == 2 and "a baseline of jit__lambda" in done.stderr
-    (here / "old.json").write_text(json.dumps(before | {"version": 0}))
-    assert run("steps:until", "--baseline", "old.json").exit_code == 2
+    assert json.loads((here / "now.json").read_text())["programs"][0]["name"] == "jit__lambda"
+
+
+def test_programs_of_one_name_are_compared_each_with_its_own(here: Path) -> None:
+    """As those of a folder: a small one does not stand for the large one behind it."""
+    import jax
+    import jax.numpy as jnp
+
+    for i, n in enumerate((64, 128)):
+        text = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((n, n), jnp.float32)).compile().as_text()
+        (here / f"module_{i}.cpu_after_optimizations.txt").write_text(text or "")
+    assert run(".", "--json", "before.json").exit_code == 0
+    assert run(".", "--baseline", "before.json").exit_code == 0
+    (here / "module_0.cpu_after_optimizations.txt").write_text(
+        (here / "module_1.cpu_after_optimizations.txt").read_text()
+    )
+    done = run(".", "--baseline", "before.json")
+    assert done.exit_code == 1 and f"flops {2 * 64**3:,} -> {2 * 128**3:,}" in done.output
 
 
 def test_files_of_other_tools(here: Path) -> None:
