@@ -5,6 +5,7 @@ from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equ
 from gradcombine.verify.laws import BrokenLaw, check_reduction
 from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.origin import Explanation, explain
+from gradcombine.verify.reference import Judgement
 from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
 from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
@@ -16,6 +17,7 @@ __all__ = [
     "Comparison",
     "Divergence",
     "Explanation",
+    "Judgement",
     "LeafDifference",
     "MicrobatchReport",
     "Recorder",

@@ -122,6 +122,12 @@ def diff_command(
         typer.Option(help="Pass leaves whose largest difference is at most this part of their largest element.", min=0),
     ] = None,
     rules: Annotated[Path | None, typer.Option(help="A TOML file that says which leaf is which.")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="The same in float64: which side is off, in units of its own rounding noise?")
+    ] = None,
+    roundings: Annotated[
+        float | None, typer.Option(help="How many roundings in a row that noise is of; by default estimated.", min=1)
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.", metavar="FILE")] = None,
 ) -> None:
@@ -135,14 +141,27 @@ def diff_command(
         for option, path in (("--json", json), ("--html", html)):
             if path is not None and not path.resolve().parent.is_dir():
                 raise GradCombineError("diff", f"a path in an existing folder for {option}", str(path))
-        passes = _diffed((a, b), Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules(), json, html)
+        if reference is not None and (max_ulp, rtol) != (None, None):
+            raise GradCombineError("diff", "--reference, or --max-ulp and --rtol", "both")
+        if reference is None and roundings is not None:
+            raise GradCombineError("diff", "--roundings with a --reference", "none")
+        allowed, chosen = Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules()
+        passes = _diffed((a, b), allowed, chosen, reference, roundings, json, html)
     except (GradCombineError, OSError, MemoryError) as error:
         Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(2) from None
     raise typer.Exit(0 if passes else 1)
 
 
-def _diffed(paths: tuple[str, str], allowed: Allowed, rules: Rules, json: Path | None, html: Path | None) -> bool:
+def _diffed(
+    paths: tuple[str, str],
+    allowed: Allowed,
+    rules: Rules,
+    reference: str | None,
+    roundings: float | None,
+    json: Path | None,
+    html: Path | None,
+) -> bool:
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     several = is_steps(paths[0]) and is_steps(paths[1])
     errors = Console(stderr=True)
@@ -153,9 +172,13 @@ def _diffed(paths: tuple[str, str], allowed: Allowed, rules: Rules, json: Path |
             bar.update(task, description=name[-40:], completed=done, total=total)
 
         if several:
-            report = diff_steps(*paths, allowed=allowed, rules=rules, progress=progress)
+            report = diff_steps(
+                *paths, allowed=allowed, rules=rules, reference=reference, roundings=roundings, progress=progress
+            )
         else:
-            report = diff(open_dump(paths[0]), open_dump(paths[1]), allowed=allowed, rules=rules, progress=progress)
+            third = None if reference is None else open_dump(reference)
+            dumps = open_dump(paths[0]), open_dump(paths[1])
+            report = diff(*dumps, allowed=allowed, rules=rules, reference=third, roundings=roundings, progress=progress)
     verdict, sections = diff_report.verdict(report), diff_report.sections(report)
     show(Console(), verdict, report.passes, sections)
     if json is not None:

@@ -13,6 +13,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
+from gradcombine.verify.reference import Errors, Judgement, errors, judge, require_reference
 from gradcombine.verify.ulp import (
     NAN_DISTANCE,
     NAN_LENGTH,
@@ -255,6 +256,7 @@ class Comparison(NamedTuple):
       shapes: leaves whose shapes differ, as (name, shape of a, shape of b).
       kinds: leaves whose dtypes cannot be measured against each other, such as a float and an integer, as (name, dtype
         of a, dtype of b).
+      judgements: which side of each leaf is off, where there is a reference.
     """
 
     leaves: tuple[LeafDifference, ...]
@@ -262,6 +264,7 @@ class Comparison(NamedTuple):
     only_b: tuple[str, ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     kinds: tuple[tuple[str, np.dtype, np.dtype], ...] = ()
+    judgements: tuple[Judgement, ...] = ()
 
     @property
     def matched(self) -> bool:
@@ -277,10 +280,11 @@ class Comparison(NamedTuple):
         return max((leaf.max_ulp for leaf in self.leaves), default=0)
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self, [leaf for leaf in self.leaves if not (leaf.equal_bits and leaf.same_dtype)]))
+        lines = _lines(self, [leaf for leaf in self.leaves if not (leaf.equal_bits and leaf.same_dtype)])
+        return "\n".join([*lines, *(f"  {each}" for each in self.judgements)])
 
 
-def compare(a: Tree, b: Tree) -> Comparison:
+def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float | None = None) -> Comparison:
     """Compares two trees leaf by leaf; their frameworks and their containers may differ.
 
     Leaves are matched by their paths. A leaf that is None (or float0) is "no gradient", and matches only another one.
@@ -288,12 +292,16 @@ def compare(a: Tree, b: Tree) -> Comparison:
     Args:
       a, b: trees of arrays, such as gradients, parameters or accumulator states. Of tf.distribute values and sharded
         arrays, what this process holds.
+      reference: the same tree in float64, which says of each side of each leaf by how many times its own rounding
+        noise it is off (`gradcombine.verify.reference`).
+      roundings: how many in a row the noise is that of; None to estimate.
 
     Returns:
       A `Comparison`, which prints as a report of the leaves that differ.
 
     Raises:
-      GradCombineError: for a leaf that is not an array.
+      GradCombineError: for a leaf that is not an array, or that the reference lacks, or has in another shape or in a
+        dtype that is not exact enough.
 
     >>> import numpy as np
     >>> from gradcombine.verify import compare
@@ -304,7 +312,8 @@ def compare(a: Tree, b: Tree) -> Comparison:
     1 of 1 leaves differ
       ['w'] float32 (2,): up to 1 ulp, 1.2e-07 relative; worst [1]: 2.0 != 2.000000238418579
     """
-    lefts, rights = _named(a), _named(b)
+    lefts, rights, exact = _named(a), _named(b), None if reference is None else _named(reference)
+    measured: list[Errors] = []
     shared = [name for name in lefts if name in rights]
     leaves: list[LeafDifference] = []
     shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
@@ -320,13 +329,25 @@ def compare(a: Tree, b: Tree) -> Comparison:
         meter = Meter(name, left.shape, left.dtype, right.dtype)
         meter.add(left, right)
         leaves.append(meter.result())
+        if exact is not None:
+            measured.append(_errors(name, left, right, exact.get(name)))
     return Comparison(
         tuple(sorted(leaves, key=badness)),
         tuple(name for name in lefts if name not in rights),
         tuple(name for name in rights if name not in lefts),
         tuple(shapes),
         tuple(kinds),
+        judge(measured, roundings),
     )
+
+
+def _errors(name: str, left: np.ndarray, right: np.ndarray, exact: np.ndarray | None) -> Errors:
+    if exact is None or exact.shape != left.shape:
+        received = "no such leaf" if exact is None else f"shape {exact.shape}"
+        raise GradCombineError("compare", f"a reference of shape {left.shape}", received, name)
+    for side in (left, right):
+        require_reference(side.dtype, exact.dtype, name)
+    return errors(name, (left.dtype, right.dtype), lambda: [(left, right, exact)])
 
 
 def assert_equal_bits(a: Tree, b: Tree) -> None:

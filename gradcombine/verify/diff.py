@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,6 +13,8 @@ from gradcombine.errors import GradCombineError
 from gradcombine.verify.comparison import LeafDifference, Meter, badness
 from gradcombine.verify.dumps import Dump, Entry, detect, open_dump
 from gradcombine.verify.mapping import NO_RULES, Pair, Rules, match
+from gradcombine.verify.reference import Errors, Judgement, errors, judge, unfit
+from gradcombine.verify.similarity import Axes
 from gradcombine.verify.ulp import comparable
 
 
@@ -39,11 +41,12 @@ EQUAL_BITS = Allowed()
 
 
 class Row(NamedTuple):
-    """One pair of leaves: how it was matched, how far apart the two are, and whether that is allowed."""
+    """One pair of leaves: how it was matched, how far apart the two are, whether that is allowed, and which is off."""
 
     pair: Pair
     difference: LeafDifference
     passes: bool
+    judgement: Judgement | None = None
 
     @property
     def transposed(self) -> bool:
@@ -91,6 +94,8 @@ def diff(
     *,
     allowed: Allowed = EQUAL_BITS,
     rules: Rules = NO_RULES,
+    reference: Dump | None = None,
+    roundings: float | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> DiffReport:
     """Compares two dumps leaf by leaf; only leaves that may be transposed are loaded whole, others in pieces.
@@ -99,6 +104,10 @@ def diff(
       a, b: from `gradcombine.verify.dumps.open_dump`.
       allowed: how far apart leaves may be.
       rules: which leaf is which, if names, shapes and values cannot tell.
+      reference: the same leaves in float64, which say of each side whether it is off (`gradcombine.verify.reference`).
+        Then a leaf passes if both sides are within their rounding noise, whatever is allowed; one that the reference
+        lacks is left out.
+      roundings: how many in a row the noise is that of; None to estimate.
       progress: called before each leaf, and after the last, with its name, the elements so far and all elements.
 
     Raises:
@@ -134,6 +143,9 @@ def diff(
     )
     for side, dump, names in (("A", a, matching.only_a), ("B", b, matching.only_b)):
         left_out += [LeftOut(name, f"{side}: {dump[name].unread}") for name in names if dump[name].unread]
+    if reference is not None:
+        rows, unjudged = _judged(rows, a, b, reference, roundings)
+        left_out += unjudged
     rows.sort(key=lambda row: (row.passes, *badness(row.difference)))
     return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out))
 
@@ -152,25 +164,63 @@ def _incomparable(a: Entry, b: Entry) -> str:
 
 def _measured(a: Entry, b: Entry, pair: Pair) -> LeafDifference:
     meter = Meter(_name(pair), a.shape, a.dtype, b.dtype)
-    if pair.axes is None:
-        for left, right in _in_step(a.pieces(), b.pieces()):
-            meter.add(left, right)
-    else:
-        meter.add(a.whole(), b.whole().transpose(pair.axes))
+    for left, right in _in_step(_pieces(a), _pieces(b, pair.axes)):
+        meter.add(left, right)
     return meter.result()
 
 
-def _in_step(a: Iterator[np.ndarray], b: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The pieces of both, cut to equal lengths."""
-    left, right = (np.empty(0), np.empty(0))
+def _pieces(entry: Entry, *orders: Axes | None) -> Iterator[np.ndarray]:
+    """The elements of a leaf with its axes in one order after another; only one that is transposed is loaded whole."""
+    if not any(orders):
+        return entry.pieces()
+    whole = entry.whole()
+    for axes in filter(None, orders):
+        whole = whole.transpose(axes)
+    return iter([whole.reshape(-1)])
+
+
+def _in_step(*sides: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
+    """The pieces of all sides, cut to equal lengths."""
+    held = [np.empty(0) for _ in sides]
     while True:
-        left = next(a, left) if left.size == 0 else left
-        right = next(b, right) if right.size == 0 else right
-        size = min(left.size, right.size)
+        held = [next(side, left) if left.size == 0 else left for side, left in zip(sides, held, strict=True)]
+        size = min(left.size for left in held)
         if size == 0:
             return
-        yield left[:size], right[:size]
-        left, right = left[size:], right[size:]
+        yield tuple(left[:size] for left in held)
+        held = [left[size:] for left in held]
+
+
+def _judged(
+    rows: list[Row], a: Dump, b: Dump, reference: Dump, roundings: float | None
+) -> tuple[list[Row], list[LeftOut]]:
+    """The rows with their judgements; those without are left out. The reference is named as one of the sides is."""
+    named_as_b = sum(row.pair.b in reference for row in rows) > sum(row.pair.a in reference for row in rows)
+    base = {row.pair.b: b[row.pair.b] for row in rows} if named_as_b else {row.pair.a: a[row.pair.a] for row in rows}
+    found = {pair.a: pair for pair in match(base, reference).pairs}
+    measured: dict[str, Errors] = {}
+    left_out: list[LeftOut] = []
+    for row in rows:
+        left, right, name = a[row.pair.a], b[row.pair.b], _name(row.pair)
+        pair = found.get(row.pair.b if named_as_b else row.pair.a)
+        if pair is None:
+            left_out.append(LeftOut(name, "not in the reference, or not in this shape"))
+            continue
+        exact = reference[pair.b]
+        problem = exact.unread or unfit(left.dtype, exact.dtype) or unfit(right.dtype, exact.dtype)
+        if problem:
+            left_out.append(LeftOut(name, f"reference of {exact.dtype}: {problem}"))
+            continue
+        # Of a reference that is named as B is, the axes are brought into the order of B, then into that of A.
+        orders = (pair.axes, row.pair.axes) if named_as_b else (pair.axes,)
+
+        def pieces(row: Row = row, exact: Entry = exact, orders: tuple[Axes | None, ...] = orders) -> Iterator[Any]:
+            return _in_step(_pieces(a[row.pair.a]), _pieces(b[row.pair.b], row.pair.axes), _pieces(exact, *orders))
+
+        measured[name] = errors(name, (left.dtype, right.dtype), pieces)
+    judgements = {each.name: each for each in judge(list(measured.values()), roundings)}
+    pairs = ((row, judgements[_name(row.pair)]) for row in rows if _name(row.pair) in judgements)
+    return [row._replace(judgement=each, passes=each.passes) for row, each in pairs], left_out
 
 
 _NUMBER = re.compile(r"(?:(?<=_)-)?\d+")
@@ -215,24 +265,33 @@ def diff_steps(
     *,
     allowed: Allowed = EQUAL_BITS,
     rules: Rules = NO_RULES,
+    reference: str | Path | None = None,
+    roundings: float | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> StepReport:
     """Compares two directories of dumps, step by step, by the last number in the dumps' names.
 
     Args:
       a, b: directories of files such as ``step_00003.npz``.
-      allowed, rules: as for `diff`.
+      allowed, rules, roundings: as for `diff`.
+      reference: a directory of the same steps in float64.
       progress: called before each step, and after the last.
 
     Raises:
       GradCombineError: as `diff`; and for two dumps of one step in a directory.
     """
     left, right = dumps_by_step(Path(a)), dumps_by_step(Path(b))
+    exact = None if reference is None else dumps_by_step(Path(reference))
     both = [step for step in left if step in right]
     reports = {}
     for i, step in enumerate(both):
         progress(f"step {step}", i, len(both))
-        reports[step] = diff(open_dump(left[step]), open_dump(right[step]), allowed=allowed, rules=rules)
+        # Of a step that the reference lacks, no leaf is judged.
+        third: Dump | None = None if exact is None else {}
+        if exact is not None and step in exact:
+            third = open_dump(exact[step])
+        dumps = open_dump(left[step]), open_dump(right[step])
+        reports[step] = diff(*dumps, allowed=allowed, rules=rules, reference=third, roundings=roundings)
     progress("", len(both), len(both))
     only_a, only_b = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
     nameless = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any, cast
 
 from gradcombine.verify.comparison import Element
 from gradcombine.verify.diff import DiffReport, Row, StepReport
+from gradcombine.verify.reference import LIMIT, Judgement
 from gradcombine.verify.report import Cells, HeatMap, Histogram, Section
 from gradcombine.verify.ulp import NAN_DISTANCE
 
@@ -30,10 +32,13 @@ def verdict(report: DiffReport | StepReport) -> str:
         if report.first is not None:
             return f"The first step that differs is {report.first}: {verdict(report.steps[report.first])}"
         return "Not all of both runs was compared."
+    judged = Counter(row.judgement.verdict for row in report.rows if row.judgement is not None)
     if report.passes:
-        return f"All {len(report.rows):,} leaves ({report.elements:,} elements) pass."
+        noise = " Both sides are within their rounding noise of the reference." if judged else ""
+        return f"All {len(report.rows):,} leaves ({report.elements:,} elements) pass.{noise}"
+    off = [(f"({verdict})", number) for verdict, number in judged.items() if verdict != "within noise"]
     counts = (
-        ("do not pass", sum(not row.passes for row in report.rows)),
+        *(off or [("do not pass", sum(not row.passes for row in report.rows))]),
         ("have no counterpart", len(report.only_a) + len(report.only_b)),
         ("could not be compared", len(report.left_out)),
     )
@@ -67,6 +72,7 @@ def as_json(report: DiffReport | StepReport) -> dict[str, Any]:
         "leaves": [
             {"a": row.pair.a, "b": row.pair.b, "matched_by": row.pair.reason, "axes": row.pair.axes}
             | {"passes": row.passes}
+            | ({} if row.judgement is None else {"judgement": _judgement(row.judgement)})
             | {key: _plain(value) for key, value in row.difference._asdict().items() if key != "name"}
             for row in report.rows
         ],
@@ -94,6 +100,17 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             "A kernel that was transposed by mistake looks like that. If it is meant, a rule can say so (transpose).",
             columns=("leaf", "axes of B"),
             rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.transposed],
+        ),
+        Section(
+            "Which side is off",
+            "By how many times its own rounding noise each side is away from the reference; off from "
+            f"{LIMIT:g} times on. The noise is that of so many roundings in a row.",
+            columns=("leaf", "verdict", "A", "B", "roundings"),
+            rows=[
+                Cells((each.name, each.verdict, *(f"{x:,.3g}" for x in (each.a, each.b, each.roundings))), each.passes)
+                for each in (row.judgement for row in report.rows)
+                if each is not None
+            ],
         ),
         Section(
             "Leaves that differ",
@@ -175,6 +192,10 @@ def _sides(report: DiffReport | StepReport) -> tuple[tuple[str, tuple[Any, ...]]
 
 def _axes(row: Row) -> str:
     return ", ".join(map(str, row.pair.axes or ()))
+
+
+def _judgement(judgement: Judgement) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in judgement._asdict().items() if key != "name"}
 
 
 def _plain(value: Any) -> Any:
