@@ -17,7 +17,7 @@ from hypothesis import settings
 REQUIRED = frozenset(filter(None, os.environ.get("GRADCOMBINE_REQUIRE", "").split(",")))
 """Frameworks whose tests may not be left out."""
 
-FRAMEWORKS = ("jax", "tensorflow", "optax", "keras", "flax", "equinox", "orbax", "safetensors", "sklearn")
+FRAMEWORKS = ("jax", "tensorflow", "optax", "keras", "flax", "equinox", "orbax", "safetensors", "sklearn", "torch")
 INSTALLED = frozenset(name for name in FRAMEWORKS if importlib.util.find_spec(name))
 
 NEEDED_AT_IMPORT = {
@@ -38,6 +38,7 @@ NEEDED_AT_IMPORT = {
     "tests/multi_process": {"jax", "tensorflow"},
     "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},
     "tests/targets": {"jax", "optax"},
+    "tests/verify/pytorch": {"torch"},
     "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "safetensors", "sklearn"},
     "examples": {"jax", "tensorflow", "optax", "keras", "flax", "sklearn"},
 }

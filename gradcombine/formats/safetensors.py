@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ def read(operation: str, path: Path) -> Contents:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size - 8, _MOST_IN_HEADER):
             raise GradCombineError(operation, f"a header of up to {size - 8} bytes in {path.name}", length)
-        fields = json.loads(file.read(length).decode(), object_pairs_hook=partial(_distinct, operation))
+        fields = json.loads(file.read(length).decode(), object_pairs_hook=partial(distinct, operation))
     texts = fields.pop("__metadata__", {})
     end, entries = 0, {}
     for name, array in sorted(fields.items(), key=lambda field: field[1]["data_offsets"]):
@@ -112,8 +113,9 @@ def _natural(number: Any) -> int:
     return number
 
 
-def _distinct(operation: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise GradCombineError(operation, "names that differ in the header", f"{len(pairs) - len(fields)} that do not")
-    return fields
+def distinct(operation: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object in JSON, for ``object_pairs_hook``: its names must differ, of which json keeps the last."""
+    for name, times in Counter(name for name, _ in pairs).items():
+        if times > 1:
+            raise GradCombineError(operation, "names that differ in an object of JSON", f"{times} that do not", name)
+    return dict(pairs)

@@ -133,9 +133,9 @@ def diff_command(
 ) -> None:
     """Compares two dumps of gradients, parameters or states, leaf by leaf, to the bit.
 
-    Reads .npz, .safetensors, .h5 and .weights.h5 files, tf.train and Orbax checkpoints; a dump of one framework may be
-    compared with one of another. Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what cannot be
-    read.
+    Reads .npz, .safetensors, .pt, .h5 and .weights.h5 files, tf.train and Orbax checkpoints; a dump of one framework
+    may be compared with one of another. Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what
+    cannot be read.
     """
     try:
         for option, path in (("--json", json), ("--html", html)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -14,21 +15,26 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safetensors, unread
 from gradcombine.formats.entry import first_line
+from gradcombine.verify import pytorch
 
 Dump: TypeAlias = Mapping[str, Entry]
 """The entries of a file, by name."""
 
-EXPECTED = "a .npz, .safetensors, .h5 or .weights.h5 file, a tf.train checkpoint or an Orbax checkpoint"
+EXPECTED = (
+    "a .npz, .safetensors, .pt, .pth, .h5 or .weights.h5 file, shards with their index, a tf.train checkpoint or an "
+    "Orbax checkpoint"
+)
 
-_PACKAGES = {"h5": "h5py", "tensorflow": "tensorflow", "orbax": "orbax-checkpoint"}
-"""What a format needs that gradcombine itself does not."""
+_PACKAGES = {"h5": "h5py", "orbax": "orbax-checkpoint", "torch": "'gradcombine[torch]'"}
+"""What installs the library that a format needs and gradcombine itself does not, where its name is not the format's."""
 
 
 def open_dump(path: str | Path) -> Dump:
     """The arrays of a file or checkpoint, by name; they are read on demand.
 
     Args:
-      path: an .npz, .safetensors, .h5 or .weights.h5 file; the prefix of a tf.train checkpoint, its .index file or its
+      path: an .npz, .safetensors, .h5 or .weights.h5 file; a .pt, .pth, .bin or .ckpt file of torch.save; the
+        .index.json file of shards, or their directory; the prefix of a tf.train checkpoint, its .index file or its
         directory; or an Orbax checkpoint's directory.
 
     Raises:
@@ -43,7 +49,7 @@ def open_dump(path: str | Path) -> Dump:
     try:
         return _READERS[kind](path)
     except ModuleNotFoundError as error:
-        expected = f"{_PACKAGES.get(kind, kind)} to be installed, to read {path.name}"
+        expected = f"what reads {path.name} to be installed: pip install {_PACKAGES.get(kind, kind)}"
         raise GradCombineError("diff", expected, str(error)) from None
     except (GradCombineError, MemoryError):
         raise
@@ -52,12 +58,30 @@ def open_dump(path: str | Path) -> Dump:
         raise GradCombineError("diff", f"{path.name} to be a whole {kind} file", first_line(error)) from error
 
 
+_INDEX = ".index.json"
+_SUFFIXES = {
+    ".npz": "npz",
+    ".safetensors": "safetensors",
+    _INDEX: "sharded",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".h5": "h5",
+    ".hdf5": "h5",
+}
+_TORCH_ARCHIVES = (".bin", ".ckpt")
+"""What files of torch.save are called on the Hugging Face Hub and by Lightning; other files are called so, too."""
+
+
 def detect(path: Path) -> str | None:
     """The format of a path, by its name and its neighbours; None if it has none."""
-    for suffix, kind in ((".npz", "npz"), (".safetensors", "safetensors"), (".h5", "h5"), (".hdf5", "h5")):
+    for suffix, kind in _SUFFIXES.items():
         if path.name.endswith(suffix) and path.is_file():
             return kind
+    if path.name.endswith(_TORCH_ARCHIVES) and path.is_file() and pytorch.is_archive(path):
+        return "torch"
     if path.is_dir():
+        if _indices(path):
+            return "sharded"
         if (path / "checkpoint").is_file():
             return "tensorflow"
         if any((child / "_METADATA").is_file() for child in (path, *filter(Path.is_dir, sorted(path.iterdir())))):
@@ -65,6 +89,47 @@ def detect(path: Path) -> str | None:
         return None
     index = path if path.name.endswith(".index") else path.with_name(f"{path.name}.index")
     return "tensorflow" if index.is_file() else None
+
+
+# Shards and their index, as the Hugging Face Hub keeps large models.
+
+
+def _indices(directory: Path) -> list[Path]:
+    """The index of the shards in a directory: of .safetensors ones, if there is any."""
+    return sorted(directory.glob(f"*.safetensors{_INDEX}")) or sorted(directory.glob(f"*.bin{_INDEX}"))
+
+
+def _read_sharded(path: Path) -> Dump:
+    """The tensors of several files, one after another, as their index says.
+
+    Args:
+      path: the index, which says for each tensor in which file of its directory it is; or the directory.
+    """
+    indices = _indices(path) if path.is_dir() else [path]
+    if len(indices) > 1:
+        raise GradCombineError("diff", "one index", ", ".join(each.name for each in indices), path.name)
+    content = json.loads(indices[0].read_bytes(), object_pairs_hook=partial(safetensors.distinct, "diff"))
+    where: Any = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+        raise GradCombineError("diff", "a weight_map of tensors' names and their files' names", indices[0].name)
+    shards: dict[str, Dump] = {}
+    for shard in dict.fromkeys(where.values()):
+        # A name is a file beside the index: an index from a stranger leads nowhere else.
+        file = indices[0].with_name(shard) if Path(shard).name == shard else None
+        if file is None or detect(file) not in ("safetensors", "torch"):
+            raise GradCombineError("diff", f"the shard {shard} beside {indices[0].name}", "none")
+        shards[shard] = open_dump(file)
+    found = [name for entries in shards.values() for name in entries]
+    for name, times in Counter(found).items():
+        if times > 1 or name not in where:
+            received = f"it in {', '.join(shard for shard in shards if name in shards[shard])}"
+            expected = "a tensor in one shard" if times > 1 else f"a tensor of {indices[0].name}"
+            raise GradCombineError("diff", expected, received, name)
+    for name, shard in where.items():
+        if name not in shards[shard]:
+            received = next((f"it in {other}" for other in shards if name in shards[other]), "none in any shard")
+            raise GradCombineError("diff", f"a tensor in {shard}, as {indices[0].name} says", received, name)
+    return {name: shards[shard][name] for name, shard in where.items()}
 
 
 # HDF5, as Keras writes its .weights.h5.
@@ -250,6 +315,8 @@ def _plain_key(key: Any) -> Any:
 _READERS = {
     "npz": partial(npz.read, "diff"),
     "safetensors": lambda path: safetensors.read("diff", path).entries,
+    "sharded": _read_sharded,
+    "torch": partial(pytorch.read, "diff"),
     "h5": _read_hdf5,
     "tensorflow": _read_tensorflow,
     "orbax": _read_orbax,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,3 +119,16 @@ def test_a_flipped_bit_shows(tmp_path: Path) -> None:
         outcomes["same"] += 1
         assert report.passes or report.only_a
     assert outcomes["refused"] > 100
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "command"),
+    [("w.pt", "torch", r"pip install 'gradcombine\[torch\]'"), ("w.h5", "h5py", "pip install h5py")],
+)
+def test_a_missing_library_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, command: str
+) -> None:
+    (tmp_path / name).write_bytes(b"")
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(GradCombineError, match=f"what reads {name} to be installed: {command}"):
+        open_dump(tmp_path / name)

@@ -1,0 +1,197 @@
+"""What PyTorch writes and computes, as NumPy arrays: files of torch.save, and tensors of a running program."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from gradcombine.errors import GradCombineError
+from gradcombine.formats import Entry, entry, from_blocks, unread
+from gradcombine.types import Tree
+
+_OWN_DTYPES = {
+    "bfloat16": ("int16", ml_dtypes.bfloat16),
+    "float8_e4m3fn": ("uint8", ml_dtypes.float8_e4m3fn),
+    "float8_e4m3fnuz": ("uint8", ml_dtypes.float8_e4m3fnuz),
+    "float8_e5m2": ("uint8", ml_dtypes.float8_e5m2),
+    "float8_e5m2fnuz": ("uint8", ml_dtypes.float8_e5m2fnuz),
+    "float8_e8m0fnu": ("uint8", ml_dtypes.float8_e8m0fnu),
+}
+"""The dtypes that NumPy lacks: the integers that a tensor's bits pass through, and the dtype of ml_dtypes."""
+
+_NUMPY_DTYPES = frozenset(
+    (
+        *("bool", "float16", "float32", "float64", "complex64", "complex128"),
+        *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    )
+)
+
+_MOST_REPEATED = 1 << 16
+"""A tensor may be a view that repeats its storage; one that claims more often takes for ever to read."""
+
+_MOST_LEVELS = 100
+_MOST_OBJECTS = 1 << 20
+"""Dicts, lists and leaves in a file: references to shared lists can stand for more than can be counted."""
+
+
+def is_archive(path: Path) -> bool:
+    """Whether a file is a ZIP archive, as torch.save writes them since PyTorch 1.6."""
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
+def read(operation: str, path: Path) -> dict[str, Entry]:
+    """The tensors and numbers of a file of torch.save, by their keys: ``model/layers.0.weight``.
+
+    The file is opened with PyTorch's weights-only loading alone, which builds tensors, numbers, text, lists and dicts
+    and calls nothing else that a pickle names. Tensors stay in the file until they are asked for, unless it is of
+    PyTorch before 1.6. None is nothing, as an empty list is; what else holds no numbers is an entry that is unread.
+
+    Args:
+      operation: for errors.
+      path: of the file.
+
+    Raises:
+      GradCombineError: for a pickle that names any other class or function, an archive of TorchScript, the tar files of
+        PyTorch before 0.2, and a tree that contains itself.
+      ModuleNotFoundError: without torch.
+      Exception: of many classes, for damage.
+    """
+    import torch  # pyright: ignore[reportMissingImports]
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of what is deprecated in the file, and refused below
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive(path))
+    except Exception as error:
+        raise _refused(operation, path, error) from None
+    leaves = list(_leaves(operation, content, (), itertools.count()))
+    times = Counter("/".join(map(str, keys)) for keys, _ in leaves)
+    entries: dict[str, Entry] = {}
+    for keys, leaf in leaves:
+        name = "/".join(map(str, keys))
+        # As in the paths of errors, where a key that holds a slash, or 1 and "1", would be taken for one another.
+        name = name if times[name] == 1 else "".join(f"[{key!r}]" for key in keys)
+        entries[name] = _entry(operation, name, leaf)
+    return entries
+
+
+def _refused(operation: str, path: Path, error: Exception) -> GradCombineError:
+    """What weights-only loading says, without its advice to load the file by other means."""
+    text = str(error)
+    expected = f"{path.name} to be a whole file of torch.save"
+    only = f"{path.name} to hold tensors, numbers, text, lists and dicts alone (torch.save(model.state_dict(), path))"
+    if (named := re.search(r"GLOBAL (\S+)", text)) is not None:
+        return GradCombineError(operation, only, f"a pickle that names {named[1]}, which is not called")
+    if "TorchScript" in text:
+        return GradCombineError(operation, only, "an archive of TorchScript, which is a program")
+    if "legacy .tar" in text:
+        return GradCombineError(operation, only, "a tar file of PyTorch before 0.2, which is not unpacked")
+    if "Weights only load failed" in text or isinstance(error, KeyError):
+        return GradCombineError(operation, only, "another pickle, or none at all")
+    return GradCombineError(operation, expected, entry.first_line(error).partition(". ")[0])
+
+
+def _leaves(operation: str, node: Any, keys: tuple[Any, ...], seen: Iterator[int]) -> Iterator[tuple[Any, Any]]:
+    if len(keys) > _MOST_LEVELS or next(seen) > _MOST_OBJECTS:
+        expected = f"{_MOST_LEVELS} levels of dicts and lists at most, and {_MOST_OBJECTS} of them"
+        raise GradCombineError(operation, expected, "more (a tree that contains itself?)", "/".join(map(str, keys[:3])))
+    if isinstance(node, dict):
+        below = node.items()
+    elif isinstance(node, (list, tuple)):
+        below = enumerate(node)
+    else:
+        if node is not None:
+            yield keys or ("value",), node
+        return
+    for key, child in below:
+        yield from _leaves(operation, child, (*keys, key), seen)
+
+
+def _entry(operation: str, name: str, leaf: Any) -> Entry:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    if isinstance(leaf, torch.Tensor):
+        shape, reason = tuple(leaf.shape), _unreadable(leaf)
+        if not reason and leaf.numel() > _MOST_REPEATED * (leaf.untyped_storage().nbytes() + 1):
+            reason = f"a view of {leaf.numel()} elements of {leaf.untyped_storage().nbytes()} bytes"
+        if reason:
+            return unread(operation, name, reason, shape)
+        return from_blocks(operation, name, shape, _dtype(leaf), lambda index: _array(leaf[index]))
+    number = np.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else None
+    if number is None or number.dtype == object:
+        return unread(operation, name, f"a value of type {type(leaf).__name__}")
+    return from_blocks(operation, name, (), number.dtype, lambda index: number[index])
+
+
+def converted(operation: str, value: Tree) -> Tree:
+    """The tree with NumPy arrays in place of the tensors of PyTorch; as it is where no program has imported torch.
+
+    Args:
+      operation: for errors.
+      value: dicts, lists and tuples of tensors, among any other leaves. Gradients need not be detached.
+
+    Raises:
+      GradCombineError: for a tensor that is not dense, quantized, sharded over processes, or of a dtype without a name
+        in NumPy and ml_dtypes.
+    """
+    torch = sys.modules.get("torch")
+    tensor = getattr(torch, "Tensor", None)
+    return value if tensor is None else _converted(operation, value, "", tensor, 0)
+
+
+def _converted(operation: str, node: Any, path: str, tensor: type, level: int) -> Any:
+    if isinstance(node, tensor):
+        if reason := _unreadable(node):
+            raise GradCombineError(operation, "a dense tensor of numbers", reason, path)
+        # A parameter and its .grad are overwritten in the next step.
+        return _array(node).copy()
+    if level == _MOST_LEVELS:
+        return node
+    inner = partial(_converted, operation, tensor=tensor, level=level + 1)
+    if isinstance(node, dict):
+        return {key: inner(child, path=f"{path}[{key!r}]") for key, child in node.items()}
+    if isinstance(node, (list, tuple)):
+        items = [inner(child, path=f"{path}[{i}]") for i, child in enumerate(node)]
+        return type(node)(*items) if hasattr(node, "_fields") else type(node)(items)
+    return node
+
+
+def _unreadable(tensor: Any) -> str:
+    """Why a tensor is no array of numbers; empty for one that is."""
+    dtype = _name(tensor)
+    if tensor.is_quantized:
+        return f"a quantized tensor, {dtype} (its dequantize() holds numbers)"
+    if str(tensor.layout) != "torch.strided" or tensor.is_nested:
+        return f"a tensor of layout {tensor.layout} (its to_dense() is strided)"
+    if tensor.is_meta:
+        return "a meta tensor, which holds no numbers"
+    if hasattr(tensor, "full_tensor"):
+        return "a DTensor, a part of a tensor (its full_tensor() is whole)"
+    return "" if dtype in _NUMPY_DTYPES or dtype in _OWN_DTYPES else f"elements of dtype {dtype}"
+
+
+def _name(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _dtype(tensor: Any) -> np.dtype:
+    name = _name(tensor)
+    return np.dtype(_OWN_DTYPES[name][1] if name in _OWN_DTYPES else name)
+
+
+def _array(tensor: Any) -> np.ndarray:
+    """A readable tensor's elements, in its own memory where that is dense and on the host."""
+    dense, dtype = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous(), _dtype(tensor)
+    if (bits := _OWN_DTYPES.get(_name(tensor))) is not None:
+        dense = dense.view(getattr(sys.modules["torch"], bits[0]))
+    return dense.numpy().view(dtype)
