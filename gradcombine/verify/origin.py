@@ -26,6 +26,7 @@ from gradcombine.foreign_orders import (
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
+from gradcombine.verify.pytorch import converted
 from gradcombine.verify.ulp import NAN_DISTANCE, ulp_distance
 
 LISTED = 8
@@ -151,7 +152,7 @@ def explain(
 
 
 def _numpy(value: Tree) -> Tree:
-    leaves, structure = tree.flatten("explain", value)
+    leaves, structure = tree.flatten("explain", converted("explain", value))
     arrays = [None if is_absent(x) else np.asarray(x) for x in leaves]
     for array, path in zip(arrays, structure.paths(), strict=True):
         if array is not None and (dtypes.kind(array.dtype) != "float" or array.dtype.itemsize > 8):

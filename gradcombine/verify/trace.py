@@ -25,6 +25,7 @@ from gradcombine.verify.comparison import describe_ulp
 from gradcombine.verify.diff import EQUAL_BITS, Allowed, LeftOut, Row, diff, dumps_by_step
 from gradcombine.verify.dumps import Dump, open_dump
 from gradcombine.verify.mapping import NO_RULES, Rules
+from gradcombine.verify.pytorch import converted
 
 STAGES = ("inputs", "gradients", "combined", "updates", "params")
 """The stages of a step, in the order in which one makes the next."""
@@ -75,6 +76,8 @@ class Recorder:
         In a traced JAX program, or a tf.function without jit_compile, the values are written as the program runs, by a
         callback to the host, and values that are not traced are those of the trace. Inside pmap or shard_map, or in a
         replica context, the call is made once for each replica: pass values that are the same on all of them.
+        PyTorch's tensors are copied at once: call it between ``backward()`` and ``optimizer.step()``, with
+        ``gradients={name: p.grad for name, p in model.named_parameters()}``.
 
         Args:
           step: its number from 0 on, an integer scalar that may be traced.
@@ -85,8 +88,8 @@ class Recorder:
             ``gradients/['dense/w']``.
 
         Raises:
-          GradCombineError: for an unknown stage; for two leaves of one name; and for a dtype that .npz files do not
-            keep, such as float8.
+          GradCombineError: for an unknown stage; for two leaves of one name; for a dtype that .npz files do not keep,
+            such as float8; and for a tensor that is sparse, quantized or a part of one.
         """
         unknown = [name for name in stages if name not in STAGES]
         if unknown:
@@ -94,7 +97,7 @@ class Recorder:
         _require_step(step)
         named: dict[str, Any] = {}
         for stage, value in stages.items():
-            leaves, structure = tree.flatten("record", value)
+            leaves, structure = tree.flatten("record", converted("record", value))
             for leaf, path, name in zip(leaves, structure.paths(), names(structure, stage), strict=True):
                 if str(getattr(leaf, "dtype", None)).startswith("key<"):
                     expected = "numbers (of a random key, its jax.random.key_data)"
