@@ -1,4 +1,4 @@
-"""Draws the floors of a version of the library: python docs/draw_imports.py [COMMIT] > docs/imports.svg
+"""Draws the floors of a version of the library: python docs/draw_imports.py [COMMIT] > docs/static/imports.svg
 
 A box is a package or a module of the top level, on the floor that the import-linter contract of that version gives it,
 with its files and lines. A line is a package that imports another, as thick as there are files that do.

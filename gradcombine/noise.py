@@ -75,8 +75,8 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
     """The gradient noise scale ``tr(S) / |G|**2``, estimated from gradients of microbatches of any sizes.
 
     The gradient g_i of b_i examples has the mean G and a covariance S / b_i. With B = sum(b_i) and the weighted mean
-    g = sum(b_i g_i) / B, that makes E[sum(b_i |g_i|**2) / B] = |G|**2 + n tr(S) / B and E[|g|**2] = |G|**2 + tr(S) / B.
-    Solved for the two unknowns, without bias::
+    g = sum(b_i g_i) / B, that makes ``E[sum(b_i |g_i|**2) / B] = |G|**2 + n tr(S) / B`` and
+    ``E[|g|**2] = |G|**2 + tr(S) / B``. Solved for the two unknowns, without bias::
 
         tr(S)  = B (sum(b_i |g_i|**2) / B - |g|**2) / (n - 1)
         |G|**2 = |g|**2 - tr(S) / B

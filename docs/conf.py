@@ -1,0 +1,66 @@
+"""The documentation site: `sphinx-build -W -b html docs site` builds it, offline, and any warning ends the build."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from sphinx.util import logging
+
+import gradcombine
+
+project = "gradcombine"
+author = "The gradcombine authors"
+copyright = author
+release = version = gradcombine.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+suppress_warnings = ["myst.header"]  # pages of findings begin at a title of their own
+
+html_theme = "furo"
+html_title = "gradcombine"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
+copybutton_prompt_text = ">>> "
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_type_aliases = {"Tree": "Tree", "Array": "Array", "State": "State"}
+autodoc_default_options = {"members": True, "show-inheritance": False}
+napoleon_use_rtype = False
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = [("Returns", "prose")]  # not "type: description"
+default_role = "py:obj"
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+
+PUBLIC = (
+    "gradcombine",
+    "gradcombine.noise",
+    "gradcombine.reductions",
+    "gradcombine.replicated",
+    "gradcombine.statefile",
+    "gradcombine.verify",
+    "gradcombine.verify.audit",
+    *(f"gradcombine.integrations.{name}" for name in ("horovod", "jax", "jax.zero", "keras", "optax", "tensorflow")),
+)
+"""Every module whose ``__all__`` is promised to users."""
+
+
+def require_all_names(app: Any, env: Any) -> None:
+    """Warns, which ends the build, of each public name that the reference lacks."""
+    known = env.domains["py"].objects
+    for module in PUBLIC:
+        found = import_module(module)
+        own = [name for name, x in vars(found).items() if getattr(x, "__module__", None) == module and name[0] != "_"]
+        for name in getattr(found, "__all__", own):
+            # What the package above hands on is documented there.
+            if not {f"{module}.{name}", f"{module.rpartition('.')[0]}.{name}"} & known.keys():
+                logging.getLogger(__name__).warning("the reference lacks %s.%s", module, name)
+
+
+def setup(app: Any) -> None:
+    app.connect("env-check-consistency", require_all_names)
