@@ -1,4 +1,4 @@
-"""Every example runs as a script of its own and prints what it shows; the README quotes them as they are."""
+"""Every example runs as a script of its own and prints what it shows."""
 
 from __future__ import annotations
 
@@ -50,19 +50,3 @@ def test_every_strategy_trains_alike() -> None:
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=900, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert len(re.findall(r"^\w+ +loss 0\.775\d +accuracy 0\.830$", done.stdout, re.M)) >= 9, done.stdout
-
-
-def test_the_readme_quotes_the_examples() -> None:
-    quoted = re.findall(
-        r"<!-- from examples/(\w+\.py) -->\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S
-    )
-    assert len(quoted) >= 3
-    for name, text in quoted:
-        source = (ROOT / "examples" / name).read_text()
-        (part,) = re.findall(r" +# quickstart: begin\n(.*?) +# quickstart: end", source, re.S)
-        lines = part.splitlines()
-        indent = min(len(line) - len(line.lstrip()) for line in lines if line)
-        imports = [line for line in text.splitlines() if re.match(r"(from|import) ", line)]
-        assert [line for line in imports if line not in source] == []
-        body = "\n".join(line for line in text.splitlines() if line not in imports).strip()
-        assert body == "\n".join(line[indent:] for line in lines).strip()
