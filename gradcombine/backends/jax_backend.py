@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.experimental import checkify, sparse
 from jax.sharding import NamedSharding
 
+from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError
@@ -276,14 +277,6 @@ def _exactly(array: Array, dtype: np.dtype) -> Array:
     if array.dtype != dtype:
         raise GradCombineError("jax", f"{dtype} (set jax_enable_x64 for 64-bit values)", array.dtype)
     return array
-
-
-def varying(leaf: Any) -> frozenset[str]:
-    """The manual mesh axes over which shard_map's type system says that a value, or one of a spec, may differ."""
-    if isinstance(leaf, jax.Array):
-        return jax.typeof(leaf).manual_axis_type.varying
-    kind = getattr(leaf, "manual_axis_type", None)
-    return frozenset() if kind is None else kind.varying
 
 
 def _full_like(leaf: Any, fill: float, dtype: np.dtype) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from gradcombine.backends.jax_backend import varying
+from gradcombine.backends.jax_versions import all_gather, varying
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
@@ -120,7 +120,7 @@ class JaxAxis:
     def _gather(self, array: Array, to: str) -> Array:
         if len(self.names) == 1 or to == "invarying":
             # Tiled: JAX gives an axis of ranks that it adds itself the first axis' place in explicit shardings.
-            return lax.all_gather(array[None], self.names, tiled=True, to=to)
+            return all_gather(array[None], self.names, to)
         # Nested vmap axes have no joint all_gather: innermost first, then flattened to ranks in row-major order.
         gathered = array
         for name in reversed(self.names):

@@ -10,6 +10,7 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine import GradCombineError, replicated
+from gradcombine.backends.jax_versions import varying
 from tests.replicated.observed import Case
 from tests.replicated.replay import Place, replay
 
@@ -67,7 +68,7 @@ def jax_shard_map(case: Case) -> dict[str, Any]:
 
     def reduce(reduction: Any, value: Any) -> Any:
         # A read of what is written to all replicas is typed as the same on all of them, which all_reduce refuses.
-        if "data" not in jax.typeof(value).manual_axis_type.varying:
+        if "data" not in varying(value):
             value = jax.lax.pcast(value, "data", to="varying")
         return gc.all_reduce(reduction, value, over=gc.jax_axis("data"))
 

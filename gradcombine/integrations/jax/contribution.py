@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcombine import reductions
-from gradcombine.backends.jax_backend import varying
 from gradcombine.backends.jax_collective import JaxAxis
+from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError, require_collective, require_order

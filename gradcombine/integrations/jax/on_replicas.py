@@ -14,8 +14,8 @@ from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradcombine.backends.jax_backend import varying
 from gradcombine.backends.jax_collective import JaxAxis
+from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.core import eval_context
-from jax.extend.core import get_opaque_trace_state
 
 import gradcombine as gc
+from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
 from gradcombine.integrations.jax.arrays import usable
 from gradcombine.integrations.jax.contribution import Objective
@@ -24,6 +24,7 @@ from gradcombine.types import Array, Order, Tree
 
 if TYPE_CHECKING:
     import optax
+
 
 _SCHEDULE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
 """On CPU, XLA's default schedule divides all leaves first, and keeps a whole tree of means until the optimizer ends."""

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from gradcombine import tree
-from gradcombine.backends.jax_backend import BACKEND, varying
+from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.jax_collective import JaxAxis
+from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
