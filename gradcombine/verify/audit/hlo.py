@@ -365,8 +365,10 @@ class Module:
             return x, [self.origin(of, name) for name in x.operands]
         fused = x.called("calls")[0]
         body = self.computations[fused]
-        ends = (self.origin(body, name) for name in body[self.roots[fused]].operands)
         inner = body[self.roots[fused]]
+        while inner.opcode == "and" and len(set(inner.operands)) == 1:  # a condition and the limit that it equals
+            inner = body[inner.operands[0]]
+        ends = (self.origin(body, name) for name in inner.operands)
         return inner, [self.origin(of, x.operands[int(y.inside)]) if y.opcode == "parameter" else y for y in ends]
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
 from gradcombine.verify.audit.flow import Flow
-from gradcombine.verify.audit.hlo import Instruction, Loops, Module, Shape
+from gradcombine.verify.audit.hlo import Frame, Instruction, Loops, Module, Shape
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 """Operations that move nothing."""
@@ -35,9 +35,10 @@ class Exchange(NamedTuple):
       computation: it stands in.
       x: the operation that begins it.
       loops: around it.
-      groups: of devices that take part together.
+      groups: of devices that take part together; empty where the program does not tell.
       operand: bytes that each device gives.
       result: bytes that each device gets.
+      exact: whether both are known; where not, there are so many at least.
     """
 
     computation: str
@@ -46,6 +47,7 @@ class Exchange(NamedTuple):
     groups: list[tuple[int, ...]]
     operand: int
     result: int
+    exact: bool = True
 
     @property
     def kind(self) -> str:
@@ -58,10 +60,10 @@ class Exchange(NamedTuple):
 
     @property
     def members(self) -> int:
-        """Devices of a group."""
+        """Devices of a group; two where the program does not tell."""
         if self.kind == "collective-permute":
             return 2
-        return max(map(len, self.groups))
+        return max(map(len, self.groups), default=2)
 
     @property
     def times(self) -> int:
@@ -80,7 +82,7 @@ class Exchange(NamedTuple):
 
     def leaves_host(self, per_host: int) -> tuple[int, float]:
         """The hosts that a group spans, and the bytes that each device sends to other ones."""
-        hosts = max(len({device // per_host for device in group}) for group in self.groups)
+        hosts = max(len({device // per_host for device in group}) for group in self.groups or [(0,)])
         each = max(1, math.ceil(self.members / hosts))
         if hosts == 1:
             return 1, 0.0
@@ -108,6 +110,12 @@ def size_text(size: float) -> str:
     return f"{size:,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{size:,.0f} B"
 
 
+def own_line(frames: Sequence[Frame]) -> str:
+    """Of lines of source, the innermost first, the first one that is no library's, as "file:line"."""
+    own = [frame for frame in frames if not any(part in frame.file for part in LIBRARIES)]
+    return "".join(f"{frame.file}:{frame.line}" for frame in (own or frames)[:1] if frame.file)
+
+
 class Program(Module):
     """A compiled program, and what can be counted in it.
 
@@ -121,9 +129,7 @@ class Program(Module):
 
     def source(self, x: Instruction) -> str:
         """The line that an operation came from, "file:line": the innermost one that is no library's."""
-        frames = self.frames(x)
-        own = [frame for frame in frames if not any(part in frame.file for part in LIBRARIES)]
-        return "".join(f"{frame.file}:{frame.line}" for frame in (own or frames)[:1] if frame.file)
+        return own_line(self.frames(x))
 
     def bytes_moved(self, due: bool) -> int:
         """Read and written by one call; an operation that reads a part of an array counts as reading all of it.

@@ -13,6 +13,7 @@ from gradcombine.verify.audit.findings import RULES, Finding
 from gradcombine.verify.audit.hlo import Loops
 from gradcombine.verify.audit.program import Program, size_text, times
 from gradcombine.verify.audit.step import Audit
+from gradcombine.verify.audit.tensorflow.graph import Graph
 from gradcombine.verify.report import Cells, Section
 
 VERSION = 1
@@ -35,8 +36,8 @@ def sections(report: Audit) -> list[Section]:
         Cells(
             (
                 x.kind,
-                size_text(x.size),
-                f"{len(x.groups)} of {x.members}",
+                size_text(x.size) if x.exact else "unknown",
+                f"{len(x.groups)} of {x.members}" if x.groups else "unknown",
                 f"{_loops(x.loops)}",
                 f"{x.times:,}",
                 short(report.program.source(x.x)),
@@ -50,6 +51,8 @@ def sections(report: Audit) -> list[Section]:
     )
     if rows := _branches(report.program):
         found.append(Section("Loops and branches", columns=("what", "how often", "source"), rows=rows))
+    if report.unread:
+        found.append(Section("Not read", "; ".join(report.unread)))
     if report.findings:
         found.append(
             Section(
@@ -66,7 +69,8 @@ def verdict(report: Audit, fail_on: Iterable[str]) -> str:
     """One line."""
     counts = Counter(x.name for x in report.findings)
     if not counts:
-        return f"{report.name}: clean; {len(RULES)} defects looked for"
+        left = "" if len(report.judged) == len(RULES) else f" of {len(RULES)}"
+        return f"{report.name}: clean; {len(report.judged)}{left} defects looked for"
     named = ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
     failing = sum(n for name, n in counts.items() if name in set(fail_on))
     total = sum(counts.values())
@@ -164,10 +168,10 @@ def _one(report: Audit) -> dict[str, Any]:
         "name": report.name,
         "target": report.target.name,
         "devices": report.program.devices,
-        "moved": report.turns + report.beside,
+        "moved": None if report.turns is None or report.beside is None else report.turns + report.beside,
         "moved_in_loops": report.turns,
         "sent": report.sent,
-        "flops": sum(report.flops.values()),
+        "flops": None if report.flops is None else sum(report.flops.values()),
         "temporary": None if memory is None else memory.temporary,
         "memory": None if memory is None else memory._asdict() | {"peak": memory.peak},
         "bounds": {name: bound._asdict() for name, bound in report.bounds.items()},
@@ -177,6 +181,7 @@ def _one(report: Audit) -> dict[str, Any]:
                 "operand": x.operand,
                 "result": x.result,
                 "members": x.members,
+                "exact": x.exact,
                 "groups": len(x.groups),
                 "trips": [loop.trips for loop in x.loops],
                 "times": x.times,
@@ -186,6 +191,8 @@ def _one(report: Audit) -> dict[str, Any]:
             }
             for x in report.exchanges
         ],
+        "looked_for": report.judged,
+        "unread": report.unread,
         "findings": [x._asdict() | {"seconds": report.seconds(x)} for x in report.findings],
     }
 
@@ -228,11 +235,11 @@ def _target(report: Audit) -> str:
 def _figures(report: Audit) -> list[Cells]:
     sent = [sum(x.times * x.sent() for x in report.exchanges if bool(x.loops) is looped) for looped in (True, False)]
     rows = [
-        Cells(("bytes moved", size_text(report.turns), size_text(report.beside))),
+        Cells(("bytes moved", *("" if x is None else size_text(x) for x in (report.turns, report.beside)))),
         Cells(("bytes sent", *map(size_text, sent))),
     ]
     if report.memory is None:
-        return [*rows, Cells(("memory", "", "not in a file of HLO"))]
+        return rows if report.turns is not None else rows[1:]
     memory = report.memory
     rows += [Cells((name, "", size_text(size))) for name, size in memory._asdict().items()]
     return [*rows, Cells(("peak", "", size_text(memory.peak)))]
@@ -253,7 +260,9 @@ def _bound(report: Audit) -> Section:
     return Section(title, note, columns=("", "seconds", "arithmetic"), rows=rows)
 
 
-def _branches(program: Program) -> list[Cells]:
+def _branches(program: Program | Graph) -> list[Cells]:
+    if isinstance(program, Graph):
+        return [Cells((what, count, short(source))) for what, count, source in program.controls()]
     rows = list[Cells]()
     for name, x, loops in program.executed():
         if x.opcode == "while":

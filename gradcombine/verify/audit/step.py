@@ -14,9 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine.errors import GradCombineError, shown
-from gradcombine.verify.audit.findings import Finding, find
+from gradcombine.verify.audit.findings import RULES, Finding, find
 from gradcombine.verify.audit.program import Exchange, Program, times
 from gradcombine.verify.audit.target import Figures, Target, find_target
+from gradcombine.verify.audit.tensorflow.findings import RULES as GRAPH_RULES
+from gradcombine.verify.audit.tensorflow.findings import find as find_in_graph
+from gradcombine.verify.audit.tensorflow.graph import Graph
+from gradcombine.verify.audit.tensorflow.read import Compiled, is_function, read_function, read_saved
 
 
 class OutOfMemoryError(GradCombineError):
@@ -61,22 +65,38 @@ class Audit(NamedTuple):
     Attributes:
       name: of the program.
       target: what it was compiled for.
-      program: its HLO.
+      program: its HLO; the graph of a tf.function that XLA does not compile.
       memory: None where only HLO was read.
       findings: the defects.
-      turns: bytes moved in loops that turn more than once, in a call.
+      turns: bytes moved in loops that turn more than once, in a call; None where a graph does not tell.
       beside: bytes moved beside them.
       flops: of matrix products and convolutions, by the bits of their types.
     """
 
     name: str
     target: Target
-    program: Program
+    program: Program | Graph
     memory: Memory | None
     findings: list[Finding]
-    turns: int
-    beside: int
-    flops: dict[int, float]
+    turns: int | None
+    beside: int | None
+    flops: dict[int, float] | None
+
+    @property
+    def judged(self) -> tuple[str, ...]:
+        """The names of the defects that were looked for."""
+        return tuple(GRAPH_RULES if isinstance(self.program, Graph) else RULES)
+
+    @property
+    def unread(self) -> list[str]:
+        """What the program does not tell."""
+        found = list[str]()
+        if self.memory is None:
+            found.append("memory, and whether what is donated is reused")
+        if isinstance(self.program, Graph):
+            names = ", ".join(name for name in RULES if name not in self.judged)
+            found += ["what is moved in memory, and products", names, *self.program.unread()]
+        return found
 
     @property
     def exchanges(self) -> list[Exchange]:
@@ -90,6 +110,9 @@ class Audit(NamedTuple):
     @property
     def bounds(self) -> dict[str, Bound]:
         """Of compute, memory and exchange: the longest is the bound of the call, where they overlap perfectly."""
+        if self.turns is None or self.beside is None or self.flops is None:
+            nothing = Bound(None, "a graph does not tell")
+            return bounds(self.target, {}, 0, self.exchanges) | {"compute": nothing, "memory": nothing}
         return bounds(self.target, self.flops, self.turns + self.beside, self.exchanges)
 
     def seconds(self, finding: Finding) -> float | None:
@@ -112,11 +135,14 @@ class Audit(NamedTuple):
 def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     """Tells what a compiled step does: what it moves, copies, exchanges and repeats.
 
-    Nothing runs: a jitted function is lowered and compiled for its arguments.
+    Nothing runs: a jitted function is lowered and compiled for its arguments, a tf.function is traced.
 
     Args:
-      step: a function of ``jax.jit`` or ``jax.pmap``, what its ``lower`` gives, or what ``compile`` gives of that.
-      *args: of a jitted function: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they will have.
+      step: a function of ``jax.jit`` or ``jax.pmap``, what its ``lower`` gives, or what ``compile`` gives of that; a
+        function of ``tf.function``, or a ``ConcreteFunction``. With ``jit_compile=True`` its HLO is read, as compiled
+        for this machine, otherwise its graph.
+      *args: of a jitted function: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they will have; of a
+        tf.function: what it is called with, or ``tf.TensorSpec``.
       target: a machine that need not be here: what `find_target` gives, or its name, which is for jitted functions
         alone. Their arguments on a mesh of other devices are moved to a mesh of the same shape on the target's; a step
         that holds a mesh by itself has to be built with the target's devices.
@@ -134,6 +160,8 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     >>> report.findings, report.memory.aliased
     ([], 4096)
     """
+    if is_function(step):
+        return _of_tensorflow(step, args, target)
     found = target if isinstance(target, Target) else find_target(target)
     if hasattr(step, "lower"):
         step = _guarded(found, lambda: _lowered(step, args, found))
@@ -164,7 +192,7 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
     """Tells what a program does that another tool has compiled.
 
     Args:
-      path: a file of optimized HLO, text or proto, or a folder that XLA dumped to (``--xla_dump_to``).
+      path: a file of optimized HLO, text or proto, a folder that XLA dumped to (``--xla_dump_to``), or a SavedModel.
       target: whose published figures bound the time; nothing is compiled.
 
     Returns:
@@ -175,6 +203,9 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
     """
     found = target if isinstance(target, Target) else find_target(target, compiles=False)
     folder = Path(path)
+    if (saved := folder / "saved_model.pb" if folder.is_dir() else folder).name == "saved_model.pb" and saved.is_file():
+        expected = "a SavedModel that can be read"
+        return _foreign("audit", expected, str(path), lambda: [_of_graph(x, found) for x in read_saved(saved)])
     files = [folder]
     if folder.is_dir():
         texts = sorted(folder.glob("*after_optimizations.txt"))
@@ -198,11 +229,16 @@ def read(path: str | Path) -> str:
     Raises:
       GradCombineError: the file is damaged, cut off, or of a version that this jaxlib does not know.
     """
-    hlo: Any = _parser()
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise GradCombineError("audit", "a file that can be read", f"{path}: {error.strerror}") from None
+    return parsed(content, str(path))
+
+
+def parsed(content: bytes, where: str) -> str:
+    """The text of HLO, from its text or proto."""
+    hlo: Any = _parser()
     try:
         if content.lstrip().startswith(b"HloModule"):
             return hlo.hlo_module_from_text(content.decode()).to_string()
@@ -213,7 +249,7 @@ def read(path: str | Path) -> str:
     except Exception as error:  # XLA's own class, which is no public one
         reason = " ".join(str(error).split())[:160]
         expected = "HLO that the installed jaxlib reads, text or proto"
-        raise GradCombineError("audit", expected, f"{path}: {reason}") from None
+        raise GradCombineError("audit", expected, f"{where}: {reason}") from None
 
 
 def _parser() -> Any:
@@ -262,7 +298,8 @@ def _audit_made(what: str, made: Any, target: Target) -> Audit:
     pair: Any = made if isinstance(made, tuple) else ()
     if len(pair) == 2 and isinstance(pair[1], tuple | list):
         return audit(pair[0], *pair[1], target=target)
-    if not isinstance(made, tuple) and (hasattr(made, "compile") or hasattr(made, "memory_analysis")):
+    known = hasattr(made, "compile") or hasattr(made, "memory_analysis") or is_function(made)
+    if not isinstance(made, tuple) and known:
         return audit(made, target=target)
     received = f"({', '.join(type(x).__name__ for x in pair)})" if isinstance(made, tuple) else shown(made)
     expected = f"{what} to return a jitted function and a tuple of arguments, or one that is lowered"
@@ -292,7 +329,7 @@ def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]
     imported = _foreign(operation, "a module that imports", module, lambda: import_module(module))
     expected = f"a callable {name} in {module} that returns what to {operation}"
     make: Any = _foreign(operation, expected, what, lambda: getattr(imported, name, None))
-    if not callable(make) or hasattr(make, "lower"):
+    if not callable(make) or hasattr(make, "lower") or is_function(make):
         raise GradCombineError(operation, expected, "none" if make is None else shown(make))
     found = find_target(target)
     wanted = "a callable of no argument, or of the target's devices"
@@ -324,6 +361,19 @@ def _foreign(operation: str, expected: str, what: Any, call: Callable[[], Any]) 
 
 def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _of_tensorflow(step: Any, args: Sequence[Any], target: str | Target | None) -> Audit:
+    found = target if isinstance(target, Target) else find_target(target, compiles=target is None)
+    expected = "a tf.function that is traced, and compiled where it asks for that, for its arguments"
+    read = _foreign("audit", expected, step, lambda: read_function(step, args))
+    if isinstance(read, Compiled):
+        return _audited(parsed(read.hlo, read.name), found, None, None)._replace(name=read.name)
+    return _of_graph(read, found)
+
+
+def _of_graph(graph: Graph, target: Target) -> Audit:
+    return Audit(graph.name, target, graph, None, find_in_graph(graph), None, None, None)
 
 
 def _audited(text: str, target: Target, memory: Memory | None, compiled: Any) -> Audit:

@@ -1,0 +1,434 @@
+"""Graphs of TensorFlow: their collectives and loops are counted, and each defect is found but in its clean twin."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorflow as tf
+from typer.testing import CliRunner
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.audit import RULES, audit, audit_file, report
+from gradcombine.verify.command import app
+
+ROWS, WIDTH = 8, 64
+X = tf.TensorSpec([ROWS, WIDTH])
+Traced = tuple[Any, tuple[Any, ...]]
+
+
+@cache
+def strategy() -> tf.distribute.Strategy:
+    """Two replicas, which exchange as they do between GPUs."""
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@cache
+def variables() -> dict[str, Any]:
+    """One on each replica."""
+    types = {"w": tf.float32, "sums": tf.float32, "narrow": tf.float16}
+    with strategy().scope():
+        made = {name: tf.Variable(tf.zeros([WIDTH, WIDTH], dtype), name=name) for name, dtype in types.items()}
+    return made | {"calls": tf.Variable(0)}
+
+
+@pytest.fixture(autouse=True)
+def made_before_tracing() -> None:
+    variables()
+
+
+def variable(name: str) -> Any:
+    return variables()[name]
+
+
+def mean(x: Any) -> Any:
+    return tf.distribute.get_replica_context().all_reduce("mean", x)
+
+
+def gradient(x: Any) -> Any:
+    return tf.matmul(x, x @ variable("w"), transpose_a=True)
+
+
+def run(function: Callable[..., Any], *args: Any) -> Any:
+    """On each replica; what the first one gives."""
+    return strategy().experimental_local_results(strategy().run(function, args=args))[0]
+
+
+def replicated(function: Callable[..., Any]) -> Traced:
+    return tf.function(lambda x: run(function, x)), (X,)
+
+
+def in_a_loop(defect: bool) -> Traced:
+    @tf.function
+    def step(x: Any) -> None:
+        total = tf.zeros([WIDTH, WIDTH])
+        for _ in tf.range(4):
+            total += run((lambda x: mean(gradient(x))) if defect else gradient, x)
+        run(lambda: variable("w").assign_sub(total if defect else mean(0.1 * total)))
+
+    return step, (X,)
+
+
+def in_nested_functions(defect: bool) -> Traced:
+    """A loop in a branch, in a function, in a loop."""
+
+    @tf.function
+    def inner(x: Any, total: Any) -> Any:
+        def added(i: Any, total: Any) -> Any:
+            found = run(lambda x: mean(gradient(x)), x)
+            return i + 1, total + 0.5 * found if defect else tf.tanh(found) * total
+
+        return tf.while_loop(lambda i, _: i < 3, added, (0, total))[1]
+
+    @tf.function
+    def step(x: Any, deep: Any) -> Any:
+        total = tf.zeros([WIDTH, WIDTH])
+        for _ in tf.range(5):
+            total = inner(x, total) if deep else total
+        return total
+
+    return step, (X, tf.TensorSpec([], tf.bool))
+
+
+def in_each_call(defect: bool) -> Traced:
+    """A call is a microbatch, and a counter says when a window is full."""
+    sums, calls = variable("sums"), variable("calls")
+
+    @tf.function
+    def step(x: Any) -> None:
+        run(lambda x: sums.assign_add(mean(gradient(x)) if defect else gradient(x)), x)
+        calls.assign_add(1)
+        if calls % 4 == 0:
+            run(apply)
+
+    def apply() -> None:
+        variable("w").assign_sub(0.1 * (sums if defect else mean(tf.identity(sums))))
+        sums.assign(tf.zeros_like(sums))
+
+    return step, (X,)
+
+
+def twice(defect: bool) -> Traced:
+    def step(x: Any) -> None:
+        found = mean(gradient(x))
+        variable("w").assign_sub(0.1 * (mean(found) if defect else found))
+
+    return replicated(step)
+
+
+def one_by_one(defect: bool) -> Traced:
+    def step(x: Any) -> Any:
+        leaves = [x * float(i) for i in range(20)]
+        return [mean(leaf) for leaf in leaves] if defect else mean(leaves)
+
+    return replicated(step)
+
+
+def widened(defect: bool) -> Traced:
+    def step(x: Any) -> Any:
+        narrow = tf.cast(x, tf.bfloat16)
+        return mean(tf.cast(narrow, tf.float32)) if defect else tf.cast(mean(narrow), tf.float32)
+
+    return replicated(step)
+
+
+def narrow_sums(defect: bool) -> Traced:
+    dtype = tf.bfloat16 if defect else tf.float32
+
+    @tf.function
+    def step(x: Any) -> Any:
+        total = tf.zeros([ROWS, WIDTH], dtype)
+        for i in tf.range(4):
+            total += tf.cast(x * tf.cast(i, tf.float32), dtype)
+        return total
+
+    return step, (X,)
+
+
+def narrow_window(defect: bool) -> Traced:
+    dtype = tf.float16 if defect else tf.float32
+    sums, calls = variable("narrow" if defect else "sums"), variable("calls")
+
+    @tf.function
+    def step(x: Any) -> None:
+        run(lambda x: sums.assign_add(tf.cast(gradient(x), dtype)), x)
+        if calls.assign_add(1) % 4 == 0:
+            run(lambda: variable("w").assign_sub(tf.cast(sums, tf.float32)))
+            run(lambda: sums.assign(tf.zeros_like(sums)))
+
+    return step, (X,)
+
+
+def by_selects(defect: bool) -> Traced:
+    w, calls = variable("w"), variable("calls")
+
+    def step(x: Any) -> None:
+        found = gradient(x)
+        full = calls % 4 == 0 if defect else tf.reduce_all(tf.math.is_finite(found))
+        w.assign(tf.where(full, w - 0.1 * found, w))
+
+    return replicated(step)
+
+
+def by_branches(defect: bool) -> Traced:
+    """What a branch hands on was computed whether it is taken or not; what it computes was not."""
+    w, calls = variable("w"), variable("calls")
+
+    def step(x: Any) -> None:
+        found = gradient(x)
+        new, old = w - 0.1 * found, tf.identity(w)
+        w.assign(tf.cond(calls % 4 == 0, (lambda: new) if defect else (lambda: old - 0.1 * found), lambda: old))
+
+    return replicated(step)
+
+
+def until(defect: bool) -> Traced:
+    def step(x: Any) -> Any:
+        if defect:
+            return tf.while_loop(lambda x: tf.reduce_sum(x) > 1, lambda x: (x / 2,), (x,))
+        return tf.while_loop(lambda i, x: i < 100_000, lambda i, x: (i + 3, x / 2), (0, x))
+
+    return tf.function(step), (X,)
+
+
+CASES: dict[str, tuple[Callable[[bool], Traced], str]] = {
+    "reduced in a loop": (in_a_loop, "reduced-in-loop"),
+    "reduced in nested functions": (in_nested_functions, "reduced-in-loop"),
+    "reduced in each call": (in_each_call, "reduced-in-loop"),
+    "averaged twice": (twice, "repeated-collective"),
+    "one by one": (one_by_one, "many-small-collectives"),
+    "widened": (widened, "wider-exchange"),
+    "narrow sums": (narrow_sums, "narrow-accumulator"),
+    "narrow window": (narrow_window, "narrow-accumulator"),
+    "decided by selects": (by_selects, "optimizer-every-microbatch"),
+    "decided by branches": (by_branches, "optimizer-every-microbatch"),
+    "until something holds": (until, "unknown-trip-count"),
+}
+
+
+@pytest.mark.parametrize("defect", [True, False], ids=["defect", "clean"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_defect_is_found_and_its_twin_is_clean(name: str, defect: bool) -> None:
+    make, expected = CASES[name]
+    step, args = make(defect)
+    found = audit(step, *args)
+    assert [x.name for x in found.findings] == [expected] * defect, found.findings
+    assert len(found.judged) < len(RULES)
+
+
+def test_what_is_exchanged_is_counted_where_it_stands() -> None:
+    """Of two replicas in one graph, what one of them sends; in loops around, as often as they turn."""
+    step, args = in_nested_functions(True)
+    found = audit(step, *args)
+    (exchange,) = found.exchanges
+    size = 4 * WIDTH * WIDTH
+    assert (exchange.kind, exchange.operand, exchange.result, exchange.exact) == ("all-reduce", size, size, True)
+    assert (exchange.members, [loop.trips for loop in exchange.loops], exchange.times) == (2, [5, 3], 15)
+    assert found.sent == 15 * size  # 2 (n - 1) / n of two devices
+    assert found.program.devices == 2
+    assert __file__ in found.program.source(exchange.x)
+    (finding,) = found.findings
+    # The outer of the loops would do with one.
+    assert (finding.times, finding.sent) == (15, 12 * size)
+    assert found.memory is None and found.turns is None and found.bounds["memory"].seconds is None
+    assert any("donation-lost" in text for text in found.unread)
+
+
+def test_sums_of_what_lies_on_several_devices_are_exchanges() -> None:
+    to_one = tf.distribute.ReductionToOneDevice()
+    replicas = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1", "CPU:2"], to_one)
+
+    def doubled(x: Any) -> Any:
+        return mean(2.0 * x)
+
+    step = tf.function(lambda x: replicas.run(doubled, args=(x,)))
+    (exchange,) = audit(step, X).exchanges
+    assert (exchange.kind, exchange.size, exchange.members) == ("all-reduce", 4 * ROWS * WIDTH, 3)
+
+
+LOOPS: dict[str, tuple[Callable[[Any], Any], int | None]] = {
+    "range": (lambda x: tf.while_loop(lambda i, x: i < 4, lambda i, x: (i + 1, x + 1.0), (0, x)), 4),
+    "never": (lambda x: tf.while_loop(lambda i, x: i < 4, lambda i, x: (i + 1, x + 1.0), (4, x)), 0),
+    "large": (lambda x: tf.while_loop(lambda i, x: i <= 10**6, lambda i, x: (i + 7, x + 1.0), (0, x)), 142_858),
+    "down": (lambda x: tf.while_loop(lambda i, x: i > 0, lambda i, x: (i - 3, x + 1.0), (10, x)), 4),
+    "halved": (lambda x: tf.while_loop(lambda i, x: i > 0, lambda i, x: (i // 2, x + 1.0), (100, x)), 7),
+    "unequal": (lambda x: tf.while_loop(lambda i, x: i != 6, lambda i, x: (i + 2, x + 1.0), (0, x)), 3),
+    "at most": (
+        lambda x: tf.while_loop(lambda i, x: i < 9, lambda i, x: (i + 1, x), (0, x), maximum_iterations=5),
+        5,
+    ),
+    "until": (lambda x: tf.while_loop(lambda i, x: x[0, 0] > 0, lambda i, x: (i + 1, x - 1.0), (0, x)), None),
+    "either": (
+        lambda x: tf.while_loop(lambda i, x: (i < 9) & (x[0, 0] > 0), lambda i, x: (i + 1, x - 1.0), (0, x)),
+        None,
+    ),
+    "squared": (lambda x: tf.while_loop(lambda i, x: i < 300, lambda i, x: (i * i, x), (2, x)), 4),
+    "scanned": (lambda x: tf.scan(lambda a, b: a + b, x), ROWS - 1),
+    "rows": (lambda x: tf.while_loop(lambda i, x: i < tf.shape(x)[0], lambda i, x: (i + 1, x), (0, x)), ROWS),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_how_often_a_loop_turns(name: str) -> None:
+    function, expected = LOOPS[name]
+    program: Any = audit(tf.function(function, autograph=False), X).program
+    assert [turning.trips for turning in program.turnings] == [expected]
+
+
+def test_a_length_that_is_not_known_is_no_size() -> None:
+    def doubled(x: Any) -> Any:
+        return mean(2.0 * x)
+
+    step = tf.function(lambda x: run(doubled, x))
+    found = audit(step, tf.TensorSpec([None, WIDTH]))
+    (exchange,) = found.exchanges
+    assert not exchange.exact and exchange.size > 0
+    assert "the size of 1 collective" in found.unread
+    (rows,) = [x.rows for x in report.sections(found) if x.title == "Collectives"]
+    assert rows[0].cells[1] == "unknown"
+
+
+def test_collectives_of_one_process_of_many() -> None:
+    """As MultiWorkerMirroredStrategy traces them: a graph for each process, which tells the others by their number."""
+    four = {"group_size": 4, "group_key": 1, "merge_op": "Add", "final_op": "Id", "ordering_token": []}
+    size = 4 * ROWS * WIDTH
+
+    @tf.function
+    def step(x: Any, key: Any) -> Any:
+        raw, two = tf.raw_ops, {"group_size": 2, "group_key": 7}
+        return (
+            raw.CollectiveReduceV2(input=x, instance_key=key, **four),
+            raw.CollectiveReduceScatterV2(input=x, instance_key=key, **four),
+            raw.CollectiveGatherV2(input=x, instance_key=key, ordering_token=[], **two),
+            raw.CollectiveAllToAllV2(input=x, instance_key=key, ordering_token=[], **two),
+            raw.CollectiveBcastSendV2(input=x, instance_key=key, **two),
+            raw.NcclAllReduce(input=x, reduction="sum", num_devices=8, shared_name="x"),
+            raw.CollectiveReduceV2(input=x, instance_key=key, **four | {"group_size": key}),
+        )
+
+    found = audit(step, X, tf.TensorSpec([], tf.int32))
+    kinds = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-broadcast", "all-reduce")
+    assert [x.kind for x in found.exchanges] == [*kinds, "all-reduce"]
+    assert [len(x.groups[0]) if x.groups else None for x in found.exchanges] == [4, 4, 2, 2, 2, 8, None]
+    assert found.exchanges[0].sent() == 1.5 * size
+    assert "the group of 1 collective" in found.unread
+    # The last one exchanges what the first one does, but nobody knows with whom.
+    assert found.findings == []
+
+
+def test_what_cannot_be_read_is_said() -> None:
+    step = tf.function(lambda x: compiled(tf.numpy_function(lambda a: a, [x], tf.float32)))
+    compiled = tf.function(lambda x: x + 1, jit_compile=True)
+    notes = " ".join(audit(step, X).unread)
+    assert "what Python does in PyFunc" in notes and "what XLA makes of __inference_" in notes
+
+
+def test_a_function_that_xla_compiles_is_read_as_compiled() -> None:
+    @tf.function(jit_compile=True)
+    def products(x: Any) -> Any:
+        for _ in tf.range(4):
+            x = x @ tf.transpose(x) @ x
+        return x
+
+    found = audit(products, X)
+    assert (found.name, found.findings, found.memory) == ("products", [], None)
+    assert found.flops == {32: 4 * 2 * 2 * ROWS * ROWS * WIDTH}
+    assert found.judged == tuple(RULES)
+
+
+def test_a_saved_model(tmp_path: Path) -> None:
+    class Saved(tf.Module):
+        def __init__(self) -> None:
+            self.w = tf.Variable(tf.zeros([WIDTH]))
+
+        @tf.function(input_signature=[X])
+        def step(self, x: Any) -> Any:
+            while tf.reduce_sum(self.w) < 1:
+                self.w.assign_add(tf.reduce_sum(x * self.w, 0))
+            return x * self.w
+
+    module = Saved()
+    tf.saved_model.save(module, str(tmp_path), signatures={"step": module.step})
+    found = audit_file(tmp_path)
+    assert {x.name for one in found for x in one.findings} == {"unknown-trip-count"}
+    proto = tmp_path / "saved_model.pb"
+    proto.write_bytes(proto.read_bytes()[:-100])
+    with pytest.raises(GradCombineError, match="a SavedModel"):
+        audit_file(proto)
+
+
+def test_a_function_of_a_graph_with_control_flow_of_version_1() -> None:
+    from gradcombine.verify.audit.tensorflow.graph import Graph
+
+    with tf.Graph().as_default() as graph:
+        tf.compat.v1.disable_control_flow_v2()
+        try:
+            tf.while_loop(lambda i: i < 3, lambda i: i + 1, (0,))
+        finally:
+            tf.compat.v1.enable_control_flow_v2()
+    with pytest.raises(GradCombineError, match="whose loops and branches are functions"):
+        Graph("old", graph.as_graph_def(add_shapes=True))
+
+
+STEPS = """
+import tensorflow as tf
+
+X = tf.TensorSpec([8, 8])
+
+def clean():
+    return tf.function(lambda x: x + 1), (X,)
+
+def until():
+    def step(x):
+        for _ in tf.range(tf.cast(x[0, 0], tf.int32)):
+            x = x @ x @ x @ x @ x @ x
+        return x
+    return tf.function(step).get_concrete_function(X)
+
+def traced():
+    return tf.function(lambda x: x).get_concrete_function(X), (X,)
+
+def fails():
+    return tf.function(lambda x: x @ tf.zeros([3, 3])), (X,)
+
+step = tf.function(lambda: tf.print("it runs"))
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of steps, as the working directory."""
+    (tmp_path / "tf_steps.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "tf_steps", raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("clean", 0, "clean; 7 of 11 defects looked for"),
+        ("until", 1, "unknown-trip-count"),
+        ("traced", 2, "a ConcreteFunction without arguments"),
+        ("fails", 2, "a tf.function that is traced"),
+        ("step", 2, "a callable step in tf_steps"),
+    ],
+)
+def test_the_command(here: Path, name: str, status: int, words: str) -> None:
+    done = CliRunner().invoke(app, ["audit", f"tf_steps:{name}", "--json", "found.json"])
+    assert done.exit_code == status, done.output
+    assert words in " ".join(done.output.split()) and "it runs" not in done.output
+    if status < 2:
+        (one,) = json.loads((here / "found.json").read_text())["programs"]
+        assert (one["moved"], one["flops"], one["temporary"]) == (None, None, None)
+        assert len(one["looked_for"]) == 7 and one["unread"]
+        # The name is the same however often the function was traced.
+        again = CliRunner().invoke(app, ["audit", f"tf_steps:{name}", "--baseline", "found.json"])
+        assert again.exit_code == 0, again.output
