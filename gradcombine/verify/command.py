@@ -236,8 +236,8 @@ def audit_command(
     what: Annotated[
         str,
         typer.Argument(
-            help="module:callable that returns a jitted function and its arguments, a file of optimized HLO, or a "
-            "folder that XLA dumped to."
+            help="module:callable that returns a jitted function or a tf.function and its arguments, a file of "
+            "optimized HLO, a folder that XLA dumped to, or that of a SavedModel."
         ),
     ],
     target: Annotated[

@@ -275,9 +275,10 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
     """Audits what a command line names.
 
     Args:
-      what: a file or a folder as of `audit_file`, or "module:callable". The callable returns a jitted function and a
-        tuple of its arguments, or one thing that is lowered or compiled already. If it has a parameter named devices,
-        or one without a default, it is called with the target's devices, of which it makes its mesh.
+      what: a file or a folder as of `audit_file`, or "module:callable". The callable returns a function of
+        ``jax.jit`` or ``tf.function`` and a tuple of its arguments, or one that is lowered, compiled or traced already.
+        If it has a parameter named devices, or one without a default, it is called with the target's devices, of which
+        it makes its mesh.
       target: see `find_target`.
 
     Returns:
@@ -302,7 +303,7 @@ def _audit_made(what: str, made: Any, target: Target) -> Audit:
     if not isinstance(made, tuple) and known:
         return audit(made, target=target)
     received = f"({', '.join(type(x).__name__ for x in pair)})" if isinstance(made, tuple) else shown(made)
-    expected = f"{what} to return a jitted function and a tuple of arguments, or one that is lowered"
+    expected = f"{what} to return a jitted function and a tuple of arguments, or one that is lowered or traced"
     raise GradCombineError("audit", expected, received)
 
 
