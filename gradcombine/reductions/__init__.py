@@ -6,11 +6,13 @@ from gradcombine.reductions.elementwise import elementwise
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.plain import first, last, max, min, product
+from gradcombine.reductions.ratios import Ratio, ratio, ratios
 from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.reductions.sums import mean, sum
 from gradcombine.reductions.wrappers import checked, clipped, measured, sparse_as_dense, zeroed
 
 __all__ = [
+    "Ratio",
     "adasum",
     "checked",
     "clipped",
@@ -25,6 +27,8 @@ __all__ = [
     "moments",
     "per_leaf",
     "product",
+    "ratio",
+    "ratios",
     "row_mean",
     "row_sum",
     "sparse_as_dense",

@@ -33,6 +33,8 @@ class Shortcuts(NamedTuple):
         nothing to add. None for reductions that do more than add.
       derivative: the reduction whose derivative this one has in a list and over replicas. None: derivatives flow
         through the functions.
+      add_weighted: ``add_weighted(state, value, weight) -> state``: ``update`` with a value that has been multiplied by
+        its weight already. None for reductions that do not divide by the sum of weights.
     """
 
     stand_for: Functions
@@ -42,6 +44,7 @@ class Shortcuts(NamedTuple):
     all_finalize: Callable[[State, Collective, Any], Tree] | None = None
     contribution: Callable[[State, Tree, Any], State] | None = None
     derivative: Reduction | None = None
+    add_weighted: Callable[[State, Tree, Any], State] | None = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,11 @@ class Reduction:
     def derivative(self) -> Reduction | None:
         """See `Shortcuts`."""
         return self._shortcuts.derivative
+
+    @property
+    def add_weighted(self) -> Callable[[State, Tree, Any], State] | None:
+        """See `Shortcuts`."""
+        return self._shortcuts.add_weighted
 
     @property
     def _shortcuts(self) -> Shortcuts:

@@ -306,4 +306,4 @@ def row_mean(
     """
     settings = dtypes.Settings(dtype, output_dtype, "row_mean")
     cell = Rows("row_mean", over_weight, capacity, overflow, settings)
-    return lift(cell, RowMeanState, wire_dtype, scales_by_weight=True)
+    return lift(cell, RowMeanState, wire_dtype, scales_by_weight=True, divides=True)

@@ -128,15 +128,15 @@ def mean(
     _require_precision("mean", precision)
     settings = dtypes.Settings(dtype, output_dtype, "mean")
     if precision == "compensated":
-        return lift(
-            Compensated("mean", settings, divides=True), CompensatedMeanState, wire_dtype, scales_by_weight=True
-        )
+        cell = Compensated("mean", settings, divides=True)
+        return lift(cell, CompensatedMeanState, wire_dtype, scales_by_weight=True, divides=True)
     if precision == "exact":
         _require_no_accumulator_dtype("mean", dtype, wire_dtype)
         cell = Exact("mean", settings, divides=True, many=_needs_room("mean", max_terms))
-        return lift(cell, ExactMeanState, scales_by_weight=True, derivative=mean(output_dtype=output_dtype))
+        derivative = mean(output_dtype=output_dtype)
+        return lift(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True)
     cell = Added("mean", ("float", "complex"), over_weight, settings)
-    return lift(cell, MeanState, wire_dtype, scales_by_weight=True)
+    return lift(cell, MeanState, wire_dtype, scales_by_weight=True, divides=True)
 
 
 def _require_precision(operation: str, precision: str) -> None:

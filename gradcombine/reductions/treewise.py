@@ -43,6 +43,7 @@ def lift(
     wire_dtype: Any = None,
     scales_by_weight: bool = False,
     derivative: Reduction | None = None,
+    divides: bool = False,
 ) -> Reduction:
     """The Reduction that applies a cell to every leaf.
 
@@ -52,13 +53,15 @@ def lift(
       wire_dtype: in which replicas exchange floating accumulators; None: as they are.
       scales_by_weight: see `Reduction`.
       derivative: see `Shortcuts`.
+      divides: whether the result is a sum of ``w * g`` over that of ``w``.
     """
     lifted = _Treewise(cell, state, dtypes.parse(wire_dtype, cell.name))
     functions = lifted.init, lifted.update, lifted.merge, lifted.finalize
     many = lifted.update_many if cell.takes_lists else None
     finalize = lifted.all_finalize if cell.most_replicas else None
     alone = lifted.contribution if cell.adds_terms else None
-    shortcuts = Shortcuts(functions, lifted.clear, lifted.all_merge, many, finalize, alone, derivative)
+    weighted = lifted.add_weighted if divides else None
+    shortcuts = Shortcuts(functions, lifted.clear, lifted.all_merge, many, finalize, alone, derivative, weighted)
     return Reduction(*functions, name=cell.name, scales_by_weight=scales_by_weight, shortcuts=shortcuts)
 
 
@@ -95,13 +98,21 @@ class _Treewise:
 
     @no_autograph
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+        return self._updated(state, value, weight, multiplies=True)
+
+    @no_autograph
+    def add_weighted(self, state: State, value: Tree, weight: Any) -> State:
+        return self._updated(state, value, weight, multiplies=False)
+
+    def _updated(self, state: State, value: Tree, weight: Any, multiplies: bool) -> State:
         flat, leaves, backend, w = self._entered(state, value, weight)
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
+        factor = w if multiplies else parse(self.cell.name, backend, 1)
 
         def update(a: Any, kind: Any, leaf: Any) -> Any:
             if is_absent(leaf):
                 return None if a is None else self.cell.idle(backend, a, [w], totals)
-            return self.cell.update(backend, a, self._entering(backend, a, kind, leaf), w, totals)
+            return self.cell.update(backend, a, self._entering(backend, a, kind, leaf), factor, totals)
 
         updated = self._each(flat.structure, update, flat.values, flat.made_for, leaves)
         if zero is True:

@@ -60,12 +60,24 @@ def on_contributions(
         assert reduction.contribution is not None
         return reduction.contribution(state, *transform(value, weight))
 
+    @no_autograph
+    def add_weighted(state: State, value: Tree, weight: Any) -> State:
+        assert reduction.add_weighted is not None
+        return reduction.add_weighted(state, *transform(value, weight))
+
     functions = init, update, reduction.merge, reduction.finalize
     alone = None if reduction.contribution is None else contribution
     many = None if reduction.update_many is None else update_many
     derivative = None if reduction.derivative is None else on_contributions(reduction.derivative, transform, like)
+    weighted = None if reduction.add_weighted is None else add_weighted
     shortcuts = Shortcuts(
-        functions, reduction.clear, reduction.all_merge, many, contribution=alone, derivative=derivative
+        functions,
+        reduction.clear,
+        reduction.all_merge,
+        many,
+        contribution=alone,
+        derivative=derivative,
+        add_weighted=weighted,
     )
     return replace(reduction, init=init, update=update, shortcuts=shortcuts)
 

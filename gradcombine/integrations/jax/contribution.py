@@ -196,14 +196,27 @@ class Objective:
 
     def weight_of(self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None) -> Any:
         """The weight of one microbatch, alone. What else the loss computes is left out by the compiler."""
-        returned = self._opened(self.loss(*args, **kwargs))[0].weight if self.weight is None else None
+        returned = self._run(args, kwargs)[0].weight if self.weight is None else None
         return self._weight(args, returned, default_weight)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the totals of several denominators have to be counted before the gradients."""
+        return False
+
+    def like(self, params: Tree) -> Tree:
+        """What the gradients of these parameters are like."""
+        return params
+
+    def told(self, values: dict[str, Tree]) -> dict[str, Tree]:
+        """Combined parts as the caller is told of them, with the whole loss as "total" besides."""
+        return values | {"total": values["value"]}
 
     def _differentiated(
         self, args: Sequence[Any], kwargs: dict[str, Any], scale: Any
     ) -> tuple[tuple[Any, LossOutput, Form], Tree]:
         def scalar_and_rest(*args: Any, **kwargs: Any) -> Any:
-            output, form = self._opened(self.loss(*args, **kwargs))
+            output, form = self._run(args, kwargs)
             value = jnp.asarray(output.value)
             if scale is None:
                 return value, (output, form)
@@ -238,16 +251,23 @@ class Objective:
                 received = f"ones that may differ over {', '.join(split)}"
                 raise self.error(expected, received, jax.tree_util.keystr(path))
 
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
+        """What the loss returns."""
+        return self._opened(self.loss(*args, **kwargs))
+
     def _opened(self, output: Any) -> tuple[LossOutput, Form]:
-        bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
-        if (bare != self.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
-            wanted = "(value, aux)" if self.has_aux else "a scalar (or (value, aux), with has_aux=True)"
-            raise self.error(f"a loss that returns {wanted} or a LossOutput", _described(output))
-        output, form = opened(output, self.has_aux)
+        output, form = self._in_form(output)
         kind, shape = jnp.result_type(output.value), jnp.shape(output.value)
         if shape != () or not jnp.issubdtype(kind, jnp.floating):
             raise self.error("a loss that is a real floating scalar", f"{kind} of shape {shape}")
         return output, form
+
+    def _in_form(self, output: Any) -> tuple[LossOutput, Form]:
+        bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
+        if (bare != self.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
+            wanted = "(value, aux)" if self.has_aux else "a scalar (or (value, aux), with has_aux=True)"
+            raise self.error(f"a loss that returns {wanted} or a LossOutput", _described(output))
+        return opened(output, self.has_aux)
 
     def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
         if returned is not None and self.weight is not None:

@@ -50,7 +50,7 @@ def over_calls(
         params = as_arrays(params)
         bound = is_bound(objective)
         combined = dtypes.of_weights(x.dtype for x in jax.tree.leaves(params))  # as wide as the widest parameter
-        specs = {"grads": params, "value": _scalar(combined), "weight": _scalar(np.float32)}
+        specs = {"grads": objective.like(params), "value": _scalar(combined), "weight": _scalar(np.float32)}
         if example or kwargs:
             alone = objective if bound else dataclasses.replace(objective, over=gc.LOCAL)
             called = loss_arguments(objective, params, carry, example)
@@ -103,7 +103,7 @@ def over_calls(
         return params, TrainState(held._replace(step=ended), opt_state, state.carry), metrics
 
     def close(kept: Tree, combined: dict[str, Tree]) -> tuple[Tree, StepMetrics]:
-        return optimize(optimizer, kept[0], kept[1], combined)
+        return optimize(optimizer, kept[0], kept[1], objective.told(combined))
 
     def window_of(state: TrainState, params: Tree) -> Window:
         return dataclasses.replace(with_aux if _has_aux(state.window) else of_gradients, params=params)

@@ -15,6 +15,7 @@ from gradcombine.integrations.jax.contribution import Contribution, Form, Object
 from gradcombine.integrations.jax.microbatches import divide
 from gradcombine.integrations.jax.on_replicas import align, aligned, divided, mark_own
 from gradcombine.integrations.jax.scaled_loss import Turn, scaled_gradients, scales_loss, scan_turns
+from gradcombine.integrations.jax.several_terms import ObjectiveOfTerms
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, State, Tree
 
@@ -56,6 +57,14 @@ def scan_microbatches(
             called[objective.rng_argnum] = jax.random.fold_in(args[objective.rng_argnum], first + number)
         return called
 
+    numbers = jnp.arange(batch.full, dtype=jnp.int32)
+    if isinstance(objective, ObjectiveOfTerms) and objective.counts:
+        carried = None if objective.carry_argnum is None else args[objective.carry_argnum]
+        counted = jax.lax.map(lambda x: objective.weights_of(arguments(*x, carried), kwargs), (stacked, numbers)).sum(0)
+        if batch.rest is not None:
+            counted += objective.weights_of(arguments(batch.rest, jnp.int32(batch.full), carried), kwargs)
+        kwargs = objective.with_totals(kwargs, counted)
+
     def contribution(examples: Tree, number: Any, carry: Tree, scale: Any = None) -> Contribution:
         return objective.contribution(arguments(examples, number, carry), kwargs, default_weight, scale)
 
@@ -95,7 +104,6 @@ def scan_microbatches(
         added = contribution(example(turn.number), turn.number, None, turn.weight)
         return within.update(state, added.parts, turn.weight)
 
-    numbers = jnp.arange(batch.full, dtype=jnp.int32)
     if batch.full == 1:
         (state, carry), _ = body((state, carry), jnp.int32(0))
     elif scaled and scale is None:
@@ -138,7 +146,7 @@ class Combined(NamedTuple):
     """A window, combined over microbatches and replicas.
 
     Attributes:
-      values: the parts of a `Contribution`, combined.
+      values: the parts of a `Contribution`, combined, as `Objective.told` has them.
       carry: of the last microbatch.
       form: how the loss returned its value.
     """
@@ -167,4 +175,4 @@ def scan_window(
         others[objective.carry_argnum], carry = None, args[objective.carry_argnum]
     (state, form), carry = objective.on_replicas(one, others, kwargs, own=carry)
     values = divided(objective.operation, objective.over, reductions[0], state, objective.params(args))
-    return Combined(values, carry, form)
+    return Combined(objective.told(values), carry, form)

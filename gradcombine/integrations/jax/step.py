@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,9 @@ from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.over_calls import over_calls
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.whole_windows import whole_windows
+from gradcombine.integrations.jax.several_terms import with_terms
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.terms import Totals
 from gradcombine.types import Array, Order, Tree
 
 if TYPE_CHECKING:
@@ -110,6 +112,8 @@ def train_step(
     max_every: int | None = None,
     interleaved: bool = False,
     differentiate: bool = True,
+    terms: Mapping[str, str] | None = None,
+    totals: Totals | None = None,
 ) -> TrainStep:
     """A training step that runs the optimizer once a window of microbatches, and keeps everything else in place.
 
@@ -180,7 +184,7 @@ def train_step(
     >>> float(w), bool(metrics.applied)
     (-3.0, True)
     """
-    objective = Objective(
+    plain = Objective(
         "train_step",
         loss,
         0,
@@ -195,11 +199,14 @@ def train_step(
         order,
         differentiate,
     )
+    objective = with_terms(plain, reduction, terms, totals)
     import optax  # which gradients alone do not need
 
     if not isinstance(optimizer, optax.GradientTransformation):
         raise objective.error("an optax.GradientTransformation", type(optimizer).__name__)
     wrapped = optax.with_extra_args_support(optimizer)
+    if objective.counts and microbatches is None:
+        raise objective.error("microbatches, for totals that are counted before a window", "every")
     if microbatches is None:
         functions = over_calls(objective, wrapped, 1 if every is None else every, max_every)
     elif every is None:

@@ -68,7 +68,7 @@ def optimize(
     """Runs the optimizer on the combined parts of a window: parameters, its state, and what is told of the window."""
     import optax
 
-    updates, opt_state = optimizer.update(values["grads"], opt_state, params, value=values["value"])
+    updates, opt_state = optimizer.update(values["grads"], opt_state, params, value=values["total"])
     told = StepMetrics(jnp.asarray(True), values["value"], values["weight"], values.get("aux"))
     return (optax.apply_updates(params, updates), opt_state), told
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -11,7 +11,9 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.integrations.jax.contribution import Objective, closed
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.scan import scan_window
+from gradcombine.integrations.jax.several_terms import with_terms
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.terms import Totals
 from gradcombine.types import Order, Tree
 
 
@@ -30,6 +32,8 @@ def value_and_grad(
     over: Collective = gc.LOCAL,
     order: Order = "sequential",
     interleaved: bool = False,
+    terms: Mapping[str, str] | None = None,
+    totals: Totals | None = None,
 ) -> Callable[..., tuple[Any, Tree]]:
     """`jax.value_and_grad` in microbatches: less memory for activations, and one exchange of gradients a call.
 
@@ -112,7 +116,7 @@ def value_and_grad(
     >>> value_and_grad(loss, 2, weight=lambda x, mask: mask.sum())(jnp.float32(10), x, mask)
     (Array(20., dtype=float32), Array(2., dtype=float32))
     """
-    objective = Objective(
+    plain = Objective(
         "value_and_grad",
         loss,
         argnums,
@@ -126,6 +130,7 @@ def value_and_grad(
         over,
         order,
     )
+    objective = with_terms(plain, reduction, terms, totals)
     count = require_count("value_and_grad", microbatches)
 
     @wraps(loss)

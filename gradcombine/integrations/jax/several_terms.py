@@ -1,0 +1,163 @@
+"""A loss of several terms: its gradient for each denominator, or one where the totals are known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from gradcombine import reductions
+from gradcombine.backends.registry import load
+from gradcombine.integrations.jax.contribution import Form, LossOutput, Objective
+from gradcombine.integrations.jax.on_replicas import mark_own
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.ratios import Ratio, ratios
+from gradcombine.reductions.weights import parse
+from gradcombine.terms import Terms, Totals, require_totals
+from gradcombine.types import Array, Tree
+
+
+def with_terms(
+    objective: Objective, reduction: Reduction | None, terms: Mapping[str, str] | None, totals: Totals | None
+) -> Objective:
+    """The objective whose loss returns terms; as it is, where there are none.
+
+    Args:
+      objective: of the arguments of `value_and_grad`.
+      reduction: as the caller has given it.
+      terms, totals: as for `value_and_grad`.
+    """
+    require_totals(objective.operation, totals)
+    if terms is None:
+        if totals is not None:
+            raise objective.error("terms, for totals", "none")
+        return objective
+    several = Terms(objective.operation, terms)
+    if not objective.differentiate:
+        raise objective.error("a loss to differentiate, for terms", "differentiate=False")
+    if totals is None:
+        combined, of_values = ratios(several.denominators, reduction), several.reduction_of_values()
+    else:
+        combined, of_values = reductions.sum() if reduction is None else reduction, reductions.sum()
+        if combined.scales_by_weight:
+            raise objective.error("a sum, for terms that are divided by known totals", combined.name)
+    aux = reductions.mean() if objective.aux_reduction is None else objective.aux_reduction
+    settings = {field.name: getattr(objective, field.name) for field in fields(Objective)} | {
+        "reduction": combined,
+        "aux_reduction": {"terms": of_values, "weights": reductions.sum(), "aux": aux},
+        "differentiate": totals is not None,
+    }
+    return ObjectiveOfTerms(**settings, terms=several, totals=totals)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOfTerms(Objective):
+    """A loss of several terms. What is told of them goes along as aux.
+
+    Attributes:
+      terms: with their denominators.
+      totals: how they are known; None: they are not, and the gradients are `Ratio`s, one for each denominator.
+    """
+
+    terms: Terms
+    totals: Totals | None
+
+    @property
+    def counts(self) -> bool:
+        return self.totals == "counted"
+
+    def weight_of(self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None) -> Any:
+        return self._run(args, kwargs)[0].weight
+
+    def weights_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Array:
+        """The weights of one microbatch, by denominator, as one array; what else the loss computes is left out."""
+        weights = self._terms_of(args, kwargs)[1]
+        return jnp.stack([self._number(weights[name]) for name in self.terms.denominators])
+
+    def with_totals(self, kwargs: dict[str, Any], counted: Array) -> dict[str, Any]:
+        """The keyword arguments with the totals of all replicas, by one exchange of a few numbers."""
+        if "totals" in kwargs:
+            raise self.error("no totals, where they are counted", "totals")
+        (totals,) = self.over.all_sum([mark_own(self.over, counted)])
+        return kwargs | {"totals": {name: totals[i] for i, name in enumerate(self.terms.denominators)}}
+
+    def like(self, params: Tree) -> Tree:
+        return params if self.totals is not None else {name: Ratio(params, 1) for name in self.terms.denominators}
+
+    def told(self, values: dict[str, Tree]) -> dict[str, Tree]:
+        aux = values["aux"]
+        told = {"grads": values["grads"], "value": aux["terms"], "weight": aux["weights"]}
+        told |= {"aux": aux["aux"]} if jax.tree.leaves(aux["aux"]) else {}
+        return told | {"total": self.terms.total(aux["terms"])}
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
+        kwargs = dict(kwargs)
+        if self.totals is not None and "totals" not in kwargs:
+            raise self.error("totals={...} of the window's denominators, in each call", "none")
+        given = kwargs.pop("totals") if self.totals is not None else None
+        values, weights, output, form = self._terms_of(args, kwargs)
+        if self.totals is None:
+            total, told = jnp.float32(0), self.terms.ratios(values, weights)
+        else:
+            told = self.terms.shares(values, weights, self.terms.weights(given, "a total of each denominator"))
+            total = self.terms.total(told)
+        aux = {"terms": told, "weights": jax.tree.map(self._number, weights), "aux": output.aux}
+        return LossOutput(total, self.terms.present(weights), aux, output.carry), form
+
+    def _differentiated(
+        self, args: Sequence[Any], kwargs: dict[str, Any], scale: Any
+    ) -> tuple[tuple[Any, LossOutput, Form], Tree]:
+        if self.totals is not None:
+            return super()._differentiated(args, kwargs, scale)
+        positions = list(self.argnums) if isinstance(self.argnums, Sequence) else [self.argnums]
+
+        def summed(*params: Any) -> Any:
+            called = list(args)
+            for i, x in zip(positions, params, strict=True):
+                called[i] = x
+            output, form = self._run(called, kwargs)
+            sums = self.terms.summed({term: part.numerator for term, part in output.aux["terms"].items()})
+            return sums, (jax.tree.map(lax.stop_gradient, output), form)
+
+        sums, pull_back, (output, form) = jax.vjp(summed, *(args[i] for i in positions), has_aux=True)
+        weights = {self.terms.over[term]: part.denominator for term, part in output.aux["terms"].items()}
+
+        def gradient(name: str) -> Tree:
+            # Symbolic zeros: what belongs to other denominators alone is not run through, and no NaN there comes here.
+            zeros = {other: ad.Zero(jax.typeof(x).to_ct_aval()) for other, x in sums.items()}
+            seeds = zeros | {name: lax.full_like(sums[name], 1)}
+            grads = pull_back(seeds)
+            return grads if isinstance(self.argnums, Sequence) else grads[0]
+
+        grads = {name: Ratio(gradient(name), weights[name]) for name in self.terms.denominators}
+        return (output.value, output, form), grads
+
+    def _terms_of(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], LossOutput, Form]:
+        output, form = self._in_form(self.loss(*args, **kwargs))
+        if output.weight is not None and self.weight is not None:
+            raise self.error("weights that the loss returns or ones of the argument weight", "both")
+        weights = output.weight
+        if self.weight is not None:
+            weights = self.weight(*(args[i] for i in self.batch_positions(args)))
+        values = {term: jnp.asarray(x) for term, x in self.terms.values(output.value).items()}
+        # Python's numbers stay known.
+        stopped = {
+            name: lax.stop_gradient(x) if isinstance(x, jax.Array) else x
+            for name, x in self.terms.weights(weights).items()
+        }
+        return values, stopped, output, form
+
+    def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
+        return returned
+
+    def _number(self, weight: Any) -> Array:
+        backend = load("jax")
+        return parse(self.operation, backend, weight).cast(backend, np.dtype(np.float32))

@@ -1,0 +1,164 @@
+"""Sums over their own weights, several in one contribution: for losses that have more than one denominator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import reduce
+from typing import Any, NamedTuple
+
+from gradcombine import tree
+from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
+from gradcombine.reductions.per_leaf import per_leaf
+from gradcombine.reductions.sums import mean as mean_
+from gradcombine.reductions.weights import parse, where
+from gradcombine.sparse import is_row_sparse
+from gradcombine.types import State, Tree, no_autograph
+
+
+class Ratio(NamedTuple):
+    """One contribution to a ratio of sums.
+
+    Attributes:
+      numerator: a tree that is a sum already: the gradient of a loss summed over tokens, say.
+      denominator: what it is a sum over, a scalar weight: the number of these tokens.
+    """
+
+    numerator: Tree
+    denominator: Any
+
+
+@no_autograph
+def ratio(mean: Reduction | None = None) -> Reduction:
+    """The ratio of sums ``(n_1 + n_2 + ...) / (d_1 + d_2 + ...)`` of contributions ``Ratio(n, d)``, divided once.
+
+    It is the mean of the ``n / d`` weighted by ``d``, but no contribution is divided and multiplied again, and one of
+    denominator 0 changes nothing, whatever its numerator holds.
+
+    Args:
+      mean: how numerators and denominators are summed and divided: `mean` of any precision, or `row_mean`, as they are
+        or wrapped (a wrapper sees the numerator). None: ``mean()``.
+
+    Returns:
+      A reduction of `Ratio`, with the states of ``mean``. The weight of a contribution says only whether it is present,
+      as for `max`: it brings its own. No contribution, or denominators of 0 alone: zeros.
+
+    Raises:
+      GradCombineError: for another reduction; in ``update`` for a denominator that is no weight, and as ``mean``.
+
+    Bits: those of ``mean`` over numerators that are not multiplied.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> from gradcombine.reductions import Ratio, ratio
+    >>> gc.combine(ratio(), [Ratio(np.float32([6, 3]), 3), Ratio(np.float32([2, 5]), 1), Ratio(np.float32([9, 9]), 0)])
+    array([2., 2.], dtype=float32)
+    """
+    mean = mean_() if mean is None else mean
+    require_reduction("ratio", mean)
+    if mean.add_weighted is None:
+        raise GradCombineError("ratio", "a mean, as reductions.mean or reductions.row_mean makes it", mean.name)
+    add, name = mean.add_weighted, "ratio"
+
+    @no_autograph
+    def init(like: Ratio) -> State:
+        return mean.init(_opened(like).numerator)
+
+    @no_autograph
+    def update(state: State, value: Ratio, weight: Any = 1) -> State:
+        numerator, denominator = _opened(value)
+        backend = resolve(name, [*tree.flatten(name, numerator)[0], denominator, weight])
+        with renamed(name, ".denominator"):
+            parse(name, backend, denominator)
+        absent = parse(name, backend, weight).is_zero(backend)
+        if absent is True:
+            denominator = 0
+        elif absent is not False:
+            wide = any(not is_absent(x) and dtypes.part(backend.dtype(x)).itemsize > 4 for x in _leaves(numerator))
+            denominator = where(name, backend, ~absent, denominator, wide)
+        return add(state, numerator, denominator)
+
+    functions = init, update, mean.merge, mean.finalize
+    derivative = None if mean.derivative is None else ratio(mean.derivative)
+    shortcuts = Shortcuts(functions, mean.clear, mean.all_merge, derivative=derivative)
+    return Reduction(*functions, name=name, shortcuts=shortcuts)
+
+
+@no_autograph
+def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduction:
+    """The sum of several ratios of sums: ``sum_j (n_1j + n_2j + ...) / (d_1j + d_2j + ...)``.
+
+    The gradient of a loss that has several denominators j, which are not known before all contributions are there:
+    tokens for the cross entropy, sequences for a preference, microbatches for what balances experts. One accumulator
+    for each denominator; where their totals are known before, `sum` of contributions that are divided by them takes one
+    for all.
+
+    Args:
+      denominators: their names, each once.
+      mean: as for `ratio`.
+
+    Returns:
+      A reduction of ``{name: Ratio(numerator, denominator)}``; all numerators are trees of one structure. Of a
+      denominator whose total is 0 the ratio is 0. A leaf that is None under every name is None.
+
+    Raises:
+      GradCombineError: for no names; and as `ratio` and `per_leaf`, naming the denominator.
+
+    Bits: those of the ratios, added in the sorted order of their names, in float32 at least. (A ratio of narrower
+    floats has been rounded to them.)
+
+    >>> import numpy as np, gradcombine as gc
+    >>> from gradcombine.reductions import Ratio, ratios
+    >>> first = {"tokens": Ratio(np.float32([6, 3]), 3), "sequences": Ratio(np.float32([1, 0]), 1)}
+    >>> second = {"tokens": Ratio(np.float32([2, 5]), 1), "sequences": Ratio(np.float32([2, 2]), 1)}
+    >>> gc.combine(ratios(["tokens", "sequences"]), [first, second])
+    array([3.5, 3. ], dtype=float32)
+    """
+    return _summed(per_leaf({name: ratio(mean) for name in _names(denominators)}))
+
+
+def _summed(parts: Reduction) -> Reduction:
+    """The reduction whose result is the sum of the values of a dict of results."""
+
+    @no_autograph
+    def finalize(state: State) -> Tree:
+        results = parts.finalize(state)
+        first, *others = (results[name] for name in sorted(results))
+        leaves, structure = tree.flatten("ratios", first, is_row_sparse)
+        columns = [leaves, *(tree.flatten_as("ratios", structure, value, is_row_sparse) for value in others)]
+        added = (_added(row, path) for row, path in zip(zip(*columns, strict=True), structure.paths(), strict=True))
+        return tree.unflatten(structure, added)
+
+    functions = parts.init, parts.update, parts.merge, finalize
+    derivative = None if parts.derivative is None else _summed(parts.derivative)
+    shortcuts = Shortcuts(functions, parts.clear, parts.all_merge, derivative=derivative)
+    return Reduction(*functions, name="ratios", shortcuts=shortcuts)
+
+
+def _added(values: tuple[Any, ...], path: str) -> Any:
+    present = [x for x in values if not is_absent(x)]
+    if len(present) < 2:
+        return present[0] if present else values[0]
+    if any(map(is_row_sparse, present)):
+        raise GradCombineError("ratios", "dense leaves, or one denominator", "rows", path)
+    backend = resolve("ratios", present)
+    dtype = backend.dtype(present[0])
+    return backend.cast(reduce(backend.add, (backend.cast(x, dtypes.working(dtype)) for x in present)), dtype)
+
+
+def _leaves(value: Tree) -> list[Any]:
+    return tree.flatten("ratio", value)[0]
+
+
+def _opened(value: Any) -> Ratio:
+    if not isinstance(value, Ratio):
+        raise GradCombineError("ratio", "a Ratio(numerator, denominator)", type(value).__name__)
+    return value
+
+
+def _names(denominators: Any) -> list[str]:
+    names = [] if isinstance(denominators, str) or not isinstance(denominators, Iterable) else list(denominators)
+    if not names or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
+        raise GradCombineError("ratios", "names of denominators, each once", shown(denominators))
+    return names

@@ -1,0 +1,150 @@
+"""A loss of several terms, each a sum over what it is counted in: its denominator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Any, Literal, TypeAlias, get_args
+
+from gradcombine.backends.registry import owner, resolve
+from gradcombine.errors import GradCombineError, renamed, require_one_of, shown
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.per_leaf import per_leaf
+from gradcombine.reductions.ratios import Ratio, ratio
+from gradcombine.reductions.weights import parse, presence
+from gradcombine.types import Array, no_autograph
+
+Totals: TypeAlias = Literal["counted", "given"]
+"""How the totals of a window's denominators are known before its gradients. ``"counted"``: by one pass over the
+weights. ``"given"``: by the caller."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a loss, and the denominator of each.
+
+    Attributes:
+      operation: for error messages.
+      over: the name of each term's denominator.
+    """
+
+    operation: str
+    over: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.over, Mapping) or not self.over:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise self.error("terms as a dict from the name of each to that of its denominator", shown(self.over))
+        for term, name in self.over.items():
+            if not isinstance(term, str) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise self.error("the name of a term's denominator", shown(name), f"[{term!r}]")
+
+    @cached_property
+    def denominators(self) -> list[str]:
+        """Their names, each once, sorted."""
+        return sorted(set(self.over.values()))
+
+    def error(self, expected: str, received: Any, path: str = "") -> GradCombineError:
+        return GradCombineError(self.operation, expected, received, path)
+
+    @no_autograph
+    def values(self, received: Any) -> dict[str, Any]:
+        """The terms of one microbatch: each a sum, a real floating scalar.
+
+        Raises:
+          GradCombineError: for others, which names the term.
+        """
+        values = self._named("a value of each term", self.over, received)
+        for term, value in values.items():
+            backend = owner(value)
+            if backend is None:
+                raise self.error("a real floating scalar", shown(value), f"[{term!r}]")
+            shape, dtype = backend.shape(value), backend.dtype(value)
+            if shape != () or dtypes.kind(dtype) != "float":
+                raise self.error("a real floating scalar", f"{dtype} of shape {shape}", f"[{term!r}]")
+        return values
+
+    @no_autograph
+    def weights(self, received: Any, what: str = "a weight of each denominator") -> dict[str, Any]:
+        """The weights of one microbatch, or the totals of a window, by denominator.
+
+        Raises:
+          GradCombineError: for others, and for one that is no weight; names the denominator.
+        """
+        weights = self._named(what, self.denominators, received)
+        for name, weight in weights.items():
+            with renamed(self.operation, f"[{name!r}]"):
+                parse(self.operation, resolve(self.operation, [] if owner(weight) is None else [weight]), weight)
+        return weights
+
+    @no_autograph
+    def summed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """By denominator, the sum of the terms that share it."""
+        backend = resolve(self.operation, values.values())
+        wide = {term: backend.cast(x, dtypes.working(backend.dtype(x))) for term, x in values.items()}
+        return {
+            name: reduce(backend.add, (x for term, x in wide.items() if self.over[term] == name))
+            for name in self.denominators
+        }
+
+    def ratios(self, values: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Ratio]:
+        """By term, what one microbatch contributes to its value; for `reduction_of_values`."""
+        return {term: Ratio(value, weights[self.over[term]]) for term, value in values.items()}
+
+    def reduction_of_values(self) -> Reduction:
+        """Combines the terms of a window: each the ratio of its sum and its denominator's."""
+        return per_leaf({term: ratio() for term in self.over})
+
+    @no_autograph
+    def shares(
+        self, values: Mapping[str, Any], weights: Mapping[str, Any], totals: Mapping[str, Any]
+    ) -> dict[str, Array]:
+        """By term, what one microbatch adds to a window's ``sum / total``; in float32 at least.
+
+        0 where the microbatch has weight 0 there, whatever the value; so a total of 0 divides nothing.
+        """
+        backend = resolve(self.operation, [*values.values(), *weights.values(), *totals.values()])
+
+        def share(term: str, value: Any) -> Array:
+            name, dtype = self.over[term], dtypes.working(backend.dtype(value))
+            absent = parse(self.operation, backend, weights[name]).is_zero(backend)
+            total = parse(self.operation, backend, totals[name]).cast(backend, dtype)
+            zero, one = (backend.full((), x, dtype) for x in (0, 1))
+            # Divided by no 0, of which the derivative would be NaN.
+            divided = backend.divide(backend.cast(value, dtype), backend.where(absent, one, total))
+            return backend.where(absent, zero, divided)
+
+        return {term: share(term, value) for term, value in values.items()}
+
+    @no_autograph
+    def total(self, values: Mapping[str, Any]) -> Array:
+        """The whole loss, of what its terms have become."""
+        backend = resolve(self.operation, values.values())
+        return reduce(backend.add, (values[term] for term in self.over))
+
+    @no_autograph
+    def present(self, weights: Mapping[str, Any]) -> Any:
+        """1 for a microbatch that has a weight other than 0, else 0; known where it can be."""
+        backend = resolve(self.operation, weights.values())
+        found = [presence(self.operation, backend, weight) for weight in weights.values()]
+        if any(isinstance(x, int) and x for x in found):
+            return 1
+        return reduce(backend.maximum, [x for x in found if not isinstance(x, int)] or [0])
+
+    def _named(self, what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
+        if not isinstance(received, Mapping):
+            raise self.error(f"{what}, as a dict of {list(names)}", type(received).__name__)
+        missing = [name for name in names if name not in received]
+        if missing:
+            raise self.error(f"{what}, as a dict of {list(names)}", "none", f"[{missing[0]!r}]")
+        others = [name for name in received if name not in names]
+        if others:
+            raise self.error(f"{what}, as a dict of {list(names)} alone", "one more", f"[{others[0]!r}]")
+        return {name: received[name] for name in names}
+
+
+def require_totals(operation: str, totals: Any) -> None:
+    """Refuses what is not a way to know totals, or None."""
+    if totals is not None:
+        require_one_of(operation, f"totals of {list(get_args(Totals))}, or None", totals, get_args(Totals))
