@@ -135,13 +135,14 @@ class Terms:
     def _named(self, what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
         if not isinstance(received, Mapping):
             raise self.error(f"{what}, as a dict of {list(names)}", type(received).__name__)
-        missing = [name for name in names if name not in received]
+        found: Mapping[Any, Any] = received
+        missing = [name for name in names if name not in found]
         if missing:
             raise self.error(f"{what}, as a dict of {list(names)}", "none", f"[{missing[0]!r}]")
-        others = [name for name in received if name not in names]
+        others = [name for name in found if name not in names]
         if others:
             raise self.error(f"{what}, as a dict of {list(names)} alone", "one more", f"[{others[0]!r}]")
-        return {name: received[name] for name in names}
+        return {name: found[name] for name in names}
 
 
 def require_totals(operation: str, totals: Any) -> None:

@@ -24,6 +24,10 @@ class Ratio(NamedTuple):
     Attributes:
       numerator: a tree that is a sum already: the gradient of a loss summed over tokens, say.
       denominator: what it is a sum over, a scalar weight: the number of these tokens.
+
+    >>> import numpy as np
+    >>> Ratio(np.float32([6, 3]), 3).denominator
+    3
     """
 
     numerator: Tree
@@ -158,7 +162,7 @@ def _opened(value: Any) -> Ratio:
 
 
 def _names(denominators: Any) -> list[str]:
-    names = [] if isinstance(denominators, str) or not isinstance(denominators, Iterable) else list(denominators)
+    names: list[Any] = [] if isinstance(denominators, str) or not hasattr(denominators, "__iter__") else [*denominators]
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
         raise GradCombineError("ratios", "names of denominators, each once", shown(denominators))
     return names

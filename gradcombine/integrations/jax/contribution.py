@@ -29,7 +29,8 @@ class LossOutput(NamedTuple):
     """What a loss may return in place of a scalar, and what `value_and_grad` then returns in its place.
 
     Attributes:
-      value: the loss, a real floating scalar. Of the whole window: combined as the gradients are.
+      value: the loss, a real floating scalar; with ``terms``, a dict of sums. Of the whole window: combined as the
+        gradients are.
       weight: of this microbatch, a scalar, for instance the number of tokens that a mean loss is over. None: as the
         argument ``weight`` says. Of the whole window: the sum of weights, float32.
       aux: a tree of arrays, for instance metrics. Of the whole window: combined by ``aux_reduction``.

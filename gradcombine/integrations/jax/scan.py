@@ -59,10 +59,14 @@ def scan_microbatches(
 
     numbers = jnp.arange(batch.full, dtype=jnp.int32)
     if isinstance(objective, ObjectiveOfTerms) and objective.counts:
-        carried = None if objective.carry_argnum is None else args[objective.carry_argnum]
-        counted = jax.lax.map(lambda x: objective.weights_of(arguments(*x, carried), kwargs), (stacked, numbers)).sum(0)
+        begun = None if objective.carry_argnum is None else args[objective.carry_argnum]
+
+        def weigh_terms(x: tuple[Tree, Any]) -> Any:
+            return objective.weights_of(arguments(x[0], x[1], begun), kwargs)
+
+        counted = jax.lax.map(weigh_terms, (stacked, numbers)).sum(0)
         if batch.rest is not None:
-            counted += objective.weights_of(arguments(batch.rest, jnp.int32(batch.full), carried), kwargs)
+            counted += weigh_terms((batch.rest, jnp.int32(batch.full)))
         kwargs = objective.with_totals(kwargs, counted)
 
     def contribution(examples: Tree, number: Any, carry: Tree, scale: Any = None) -> Contribution:

@@ -14,6 +14,7 @@ from jax.interpreters import ad
 
 from gradcombine import reductions
 from gradcombine.backends.registry import load
+from gradcombine.errors import renamed
 from gradcombine.integrations.jax.contribution import Form, LossOutput, Objective
 from gradcombine.integrations.jax.on_replicas import mark_own
 from gradcombine.reductions.algebra import Reduction
@@ -42,7 +43,8 @@ def with_terms(
     if not objective.differentiate:
         raise objective.error("a loss to differentiate, for terms", "differentiate=False")
     if totals is None:
-        combined, of_values = ratios(several.denominators, reduction), several.reduction_of_values()
+        with renamed(objective.operation):
+            combined, of_values = ratios(several.denominators, reduction), several.reduction_of_values()
     else:
         combined, of_values = reductions.sum() if reduction is None else reduction, reductions.sum()
         if combined.scales_by_weight:

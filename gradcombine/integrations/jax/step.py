@@ -17,9 +17,9 @@ from gradcombine.integrations.jax.arrays import usable
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.over_calls import over_calls
+from gradcombine.integrations.jax.several_terms import with_terms
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.whole_windows import whole_windows
-from gradcombine.integrations.jax.several_terms import with_terms
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.terms import Totals
 from gradcombine.types import Array, Order, Tree
@@ -135,6 +135,8 @@ def train_step(
         is, the two compiled programs have no branch, which a GPU has the host decide on every call.
       microbatches: as for `value_and_grad`, with ``interleaved``. None: a call is one microbatch.
       max_every: as for `gradcombine.accumulate`.
+      terms, totals: as for `value_and_grad`; the metrics are told by term. With ``every``, ``init`` needs the example,
+        totals may be given but not counted, the same in all calls of a window, and a flush divides by these.
       differentiate: False: ``loss`` returns ``(value, gradients)`` itself, as a function that jax.value_and_grad has
         made does. Gradients may be narrower than the parameters.
 

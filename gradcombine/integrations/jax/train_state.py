@@ -37,8 +37,8 @@ class StepMetrics(NamedTuple):
 
     Attributes:
       applied: boolean scalar, whether the optimizer has run.
-      value: the loss, combined as the gradients are.
-      weight: the sum of weights, float32.
+      value: the loss, combined as the gradients are; of a loss of several terms, a dict of them.
+      weight: the sum of weights, float32; of a loss of several terms, a dict by denominator.
       aux: combined by ``aux_reduction``. None where the loss returns none.
     """
 

@@ -79,6 +79,18 @@ def value_and_grad(
         refused where their types tell of it (in shard_map with check_vma); elsewhere such shards look like whole ones.
       order: as for `gradcombine.accumulate` over microbatches, and for `gradcombine.merge_replicas` over replicas.
       interleaved: divide so that microbatch i holds the examples i, i + m, i + 2m, ... of each device's.
+      terms: for a loss of several terms, the name of each one's denominator: ``{"ce": "tokens", "balance":
+        "microbatches"}``. The loss returns, in the place of a scalar, a dict of the terms by name, each a *sum*; and as
+        its weight (in a `LossOutput`, or by ``weight``) a dict of the denominators by name, each the number that the
+        microbatch adds to it. The gradient is that of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all microbatches i of
+        all replicas: see `docs/losses.md`. The value is the dict of the terms, each divided by its denominator's total,
+        the weight that of the totals. ``reduction`` is a mean (with ``totals``, a sum) of any precision; aux without an
+        ``aux_reduction`` is the mean over the microbatches that weigh anything. Weights are constants to the gradient.
+      totals: how the denominators' totals are known before the gradients. None: they are not, and each denominator has
+        an accumulator and a backward pass of its own. ``"counted"``: the weights of all microbatches are computed first
+        (what else the loss computes is left out; with a carry, they are those of the first one) and exchanged, and
+        one accumulator and one backward pass do. ``"given"``: the same, with the totals over all microbatches and
+        replicas as a keyword argument of each call, ``totals={"tokens": 4096, "microbatches": 8}``.
 
     Returns:
       A function of the arguments of ``loss``. It returns ``(value, grads)``, the value in the form that ``loss``
@@ -87,7 +99,8 @@ def value_and_grad(
     Raises:
       GradCombineError: for a number of microbatches or a position that is none, batch arguments of different lengths, a
         loss that returns something else, a weight from two sides; and as `gradcombine.combine`, for instance for
-        integers in ``aux`` without an ``aux_reduction`` for them.
+        integers in ``aux`` without an ``aux_reduction`` for them; naming the term, for terms, weights or totals that
+        are not those of ``terms``, and for a reduction that does not fit.
 
     Bits: those of `gradcombine.combine` over the microbatches' gradients with these weights; over replicas, those of
     `gradcombine.merge_replicas`, however the function is mapped over them. Narrow floats are accumulated in float32.
@@ -97,6 +110,10 @@ def value_and_grad(
     narrower than the parameters, or with a carry: there gradients are multiplied.) A microbatch of weight 0 changes
     nothing, whatever it holds: another one is computed in its place, and weighs 0; so beside it an infinite gradient of
     that other one may become NaN. A weight that the loss returns is computed once more, ahead of the gradients.
+
+    A term of weight 0 changes nothing in its microbatch, but one thing: where totals are known, one backward pass runs
+    through all terms, and may make NaN of the 0 that it begins with there. A denominator whose total is 0 adds nothing,
+    and its terms are 0. With totals, terms are rounded as ``L / total`` is, without them as one quotient at the end.
 
     A microbatch moves and needs what one of a scan written by hand does. Without ``over``, under jit, XLA can move the
     exchange of plain sums and means out of the scan.
@@ -115,6 +132,13 @@ def value_and_grad(
     >>> x, mask = jnp.float32([1, 2, 3, 8]), jnp.float32([1, 1, 1, 0])
     >>> value_and_grad(loss, 2, weight=lambda x, mask: mask.sum())(jnp.float32(10), x, mask)
     (Array(20., dtype=float32), Array(2., dtype=float32))
+    >>> def two_terms(w, x, mask):
+    ...     return {"fit": jnp.sum(w * x * mask), "decay": w * w}
+    >>> weights = lambda x, mask: {"tokens": mask.sum(), "microbatches": 1}
+    >>> terms = {"fit": "tokens", "decay": "microbatches"}
+    >>> value, grad = value_and_grad(two_terms, 2, weight=weights, terms=terms)(jnp.float32(10), x, mask)
+    >>> float(value["fit"]), float(value["decay"]), float(grad)  # 2 + 20
+    (20.0, 100.0, 22.0)
     """
     plain = Objective(
         "value_and_grad",

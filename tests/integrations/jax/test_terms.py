@@ -1,0 +1,357 @@
+"""Losses of several denominators: against sums in float64, over microbatches and replicas, in both of JAX's doors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations.jax import LossOutput, train_step, value_and_grad
+from gradcombine.verify.ulp import equal_bits
+from tests.spec.selection import FULL, cases
+
+pytestmark = pytest.mark.needs("jax", "optax")
+
+TERMS = {"ce": "tokens", "z": "tokens", "preference": "sequences", "balance": "microbatches"}
+PARAMS = {"w": np.float32([2, -1, 3]), "b": np.float32(-2), "frozen": None}
+ROWS = 16
+"""On each replica."""
+
+
+def data(replicas: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Integers; half of the tokens and a quarter of the sequences count, so that their numbers are powers of two."""
+    rng = np.random.default_rng(seed)
+    n = ROWS * replicas
+    x = rng.integers(-8, 9, (n, 4)).astype(np.float32)
+    mask = rng.permutation(np.arange(4 * n) % 2).reshape(n, 4).astype(np.float32)
+    chosen = rng.permutation(np.arange(n) % 4 == 0).astype(np.float32)
+    return x, mask, chosen
+
+
+def loss(params: Any, x: Any, mask: Any, chosen: Any) -> LossOutput:
+    w, b = params["w"], params["b"]
+    values = {
+        "ce": jnp.sum(w[0] * x * mask + b * mask),
+        "z": jnp.sum(w[1] * x * x * mask),
+        "preference": jnp.sum((w[2] * x[:, 0] - b * x[:, 1]) * chosen),
+        "balance": w[0] * w[2] * jnp.max(x),
+    }
+    return LossOutput(values, {"tokens": mask.sum(), "sequences": chosen.sum(), "microbatches": 1})
+
+
+def expected(k: int, x: Any, mask: Any, chosen: Any, replicas: int) -> tuple[dict[str, float], dict[str, Any]]:
+    """Terms and gradients in float64, of the formula: a sum over all microbatches over that of the weights."""
+    (w0, w1, w2), b = PARAMS["w"].astype(np.float64), float(PARAMS["b"])
+    size = -(-ROWS // k)
+    x, mask, chosen = (a.astype(np.float64).reshape(replicas, ROWS, *a.shape[1:]) for a in (x, mask, chosen))
+    largest = [x[r, i : i + size].max() for r in range(replicas) for i in range(0, ROWS, size)]
+    tokens, sequences, microbatches = mask.sum(), chosen.sum(), len(largest)
+    sums = {"x": (x * mask).sum(), "xx": (x * x * mask).sum()}
+    a, c, top = (x[:, :, 0] * chosen).sum(), (x[:, :, 1] * chosen).sum(), sum(largest) / microbatches
+    values = {
+        "ce": (w0 * sums["x"] + b * tokens) / tokens,
+        "z": w1 * sums["xx"] / tokens,
+        "preference": (w2 * a - b * c) / sequences,
+        "balance": w0 * w2 * top,
+    }
+    w = [sums["x"] / tokens + w2 * top, sums["xx"] / tokens, a / sequences + w0 * top]
+    return values, {"w": np.array(w), "b": 1 - c / sequences}
+
+
+def on_mesh(replicas: int) -> Any:
+    devices = jax.devices()[:replicas]
+    return jax.set_mesh(jax.make_mesh((replicas,), ("data",), axis_types=(AxisType.Auto,), devices=devices))
+
+
+def totals_of(k: int, replicas: int, mask: Any, chosen: Any) -> dict[str, Any]:
+    return {"tokens": mask.sum(), "sequences": chosen.sum(), "microbatches": k * replicas}
+
+
+QUICK = [(2, 2, None), (2, 2, "counted")]
+
+
+@pytest.mark.parametrize(
+    ("k", "replicas", "totals"), cases(QUICK, (1, 2, 3, 4, 8, 16), (1, 2, 4, 8), (None, "counted", "given"))
+)
+def test_a_window_is_the_formula(k: int, replicas: int, totals: Any) -> None:
+    batch = data(replicas)
+    values, grads = expected(k, *batch, replicas)
+    over = gc.jax_axis("data") if replicas > 1 else gc.LOCAL
+    function = jax.jit(value_and_grad(loss, k, terms=TERMS, totals=totals, over=over))
+    given = {"totals": totals_of(-(-ROWS // -(-ROWS // k)), replicas, *batch[1:])} if totals == "given" else {}
+    with on_mesh(replicas):
+        output, received = function(PARAMS, *batch, **given)
+    # All sums are exact, and for a power of two of microbatches the quotients too.
+    same = np.testing.assert_array_equal if k != 3 else partial(np.testing.assert_allclose, rtol=1e-6)
+    for name, value in values.items():
+        same(output.value[name], value, err_msg=name)
+    same(received["w"], grads["w"])
+    same(received["b"], grads["b"])
+    assert received["frozen"] is None
+    assert {name: float(x) for name, x in output.weight.items()} == {
+        name: float(x) for name, x in totals_of(-(-ROWS // -(-ROWS // k)), replicas, *batch[1:]).items()
+    }
+
+
+def uneven(seed: int = 1) -> tuple[np.ndarray, ...]:
+    """Real numbers, microbatches with and without tokens and sequences, and NaN where nothing is counted."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((8, 4)).astype(np.float32)
+    mask = np.zeros((8, 4), np.float32)
+    mask[:2], mask[2, :1], mask[4:6, 1:3] = 1, 1, 1
+    chosen = np.float32([1, 1, 0, 1, 0, 0, 0, 0])
+    x[6:] = np.nan
+    return x, mask, chosen
+
+
+def masked(params: Any, x: Any, mask: Any, chosen: Any) -> LossOutput:
+    """As `loss`; the last microbatch is padding, and what is not counted is not looked at."""
+    real = jnp.isfinite(x)
+    output = loss(params, jnp.where(real, x, 0), mask, chosen)
+    return output._replace(weight=output.weight | {"microbatches": real.any().astype(jnp.int32)})
+
+
+REDUCTIONS = {
+    "fast": (reductions.mean(), reductions.sum()),
+    "compensated": (reductions.mean("compensated"), reductions.sum("compensated")),
+    "exact": (reductions.mean("exact"), reductions.sum("exact")),
+    "zeroed": (reductions.zeroed(reductions.mean()), reductions.zeroed(reductions.sum())),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_both_ways_and_both_doors_agree(name: str, order: Any) -> None:
+    x, mask, chosen = batch = uneven()
+    given = {"totals": {"tokens": mask.sum(), "sequences": chosen.sum(), "microbatches": 3}}
+    found = {}
+    for totals, reduction in zip((None, "given"), REDUCTIONS[name], strict=True):
+        settings = {"terms": TERMS, "totals": totals, "reduction": reduction, "order": order}
+        kwargs = given if totals else {}
+        _, found[totals] = jax.jit(value_and_grad(masked, 4, **settings))(PARAMS, *batch, **kwargs)
+        step = train_step(masked, optax.sgd(1.0), every=4, **settings)
+        params, parts = (
+            {"w": jnp.zeros(3), "b": jnp.zeros(()), "frozen": None},
+            [a.reshape(4, 2, *a.shape[1:]) for a in batch],
+        )
+        state = step.init(params, *(a[0] for a in parts), **kwargs)
+        shifted = {"w": params["w"] + PARAMS["w"], "b": params["b"] + PARAMS["b"], "frozen": None}
+        for i in range(4):
+            moved = jax.tree.map(jnp.copy, shifted)
+            params, state, metrics = step(moved, state, *(a[i] for a in parts), **kwargs)
+        assert bool(metrics.applied)
+        assert float(metrics.weight["tokens"]) == mask.sum()
+        moved = {key: shifted[key] - found[totals][key] for key in ("w", "b")}
+        np.testing.assert_allclose(params["w"], moved["w"], rtol=3e-7)
+        np.testing.assert_allclose(params["b"], moved["b"], rtol=3e-7)
+    np.testing.assert_allclose(found[None]["w"], found["given"]["w"], rtol=1e-6)
+    x = np.where(np.isfinite(x), x, 0)
+    tokens, sequences = (
+        (x * mask).astype(np.float64).sum() / mask.sum(),
+        (x[:, 0] * chosen).astype(np.float64).sum() / 3,
+    )
+    top = np.mean([x[i : i + 2].max().astype(np.float64) for i in (0, 2, 4)])
+    np.testing.assert_allclose(np.asarray(found[None]["w"])[[0, 2]], [tokens + 3 * top, sequences + 2 * top], rtol=1e-6)
+
+
+@pytest.mark.parametrize("totals", [None, pytest.param("counted", marks=FULL)])
+def test_a_denominator_of_0_has_a_value_and_a_gradient_of_0(totals: Any) -> None:
+    x, mask, _ = data(1)
+
+    def undefined(params: Any, x: Any, mask: Any) -> LossOutput:
+        return LossOutput(
+            {"ce": jnp.sum(params * x * mask), "none": params * jnp.log(mask[0, 0] * 0)},
+            {"n": mask.sum(), "m": 0 * mask.sum()},
+        )
+
+    output, grad = jax.jit(value_and_grad(undefined, 2, terms={"ce": "n", "none": "m"}, totals=totals))(
+        np.float32(1), x, mask
+    )
+    assert (float(output.value["none"]), float(output.weight["m"])) == (0, 0)
+    if totals is None:  # a pass of its own, left out with what it holds
+        assert float(grad) == (x * mask).sum() / mask.sum()
+
+
+def test_what_belongs_to_other_denominators_is_not_run_through() -> None:
+    def loss(w: Any, x: Any) -> LossOutput:
+        # The derivative of the root is infinite at 0: with a cotangent of 0 it would be NaN.
+        return LossOutput({"a": jnp.sum(w * x), "b": jnp.sum(jnp.sqrt(w - 1))}, {"n": x.size, "m": 0})
+
+    _, grad = value_and_grad(loss, 2, terms={"a": "n", "b": "m"})(jnp.float32(1), jnp.float32([1, 2, 3, 6]))
+    assert float(grad) == 3
+
+
+@pytest.mark.full
+def test_aux_carry_and_weights_of_an_argument() -> None:
+    def loss(w: Any, carry: Any, x: Any) -> tuple[Any, Any]:
+        return {"a": jnp.sum(w * x), "b": w}, {"largest": x.max()}
+
+    def carried(w: Any, carry: Any, x: Any) -> LossOutput:
+        values, aux = loss(w, carry, x)
+        return LossOutput(values, aux=aux, carry=carry + 1)
+
+    x, terms = jnp.float32([1, 2, 3, 8, 4, 6]), {"a": "n", "b": "m"}
+    settings = {
+        "terms": terms,
+        "weight": lambda x: {"n": x.size, "m": 1},
+        "aux_reduction": {"largest": reductions.max()},
+    }
+    for totals in (None, "counted"):
+        output, grad = value_and_grad(carried, 3, carry_argnum=1, totals=totals, **settings)(
+            jnp.float32(2), jnp.int32(0), x
+        )
+        assert (float(output.value["a"]), float(output.value["b"]), float(grad)) == (8, 2, 5)
+        assert (int(output.carry), float(output.aux["largest"])) == (3, 8)
+        apart = {**settings, "has_aux": True, "batch_argnums": 2, "totals": totals}
+        (values, aux), _ = value_and_grad(loss, 3, **apart)(jnp.float32(2), jnp.float32(0), x)
+        assert (float(values["a"]), float(aux["largest"])) == (8, 8)
+
+
+@pytest.mark.full
+def test_the_optimizer_is_told_the_whole_loss() -> None:
+    seen = []
+
+    def update(updates: Any, state: Any, params: Any = None, *, value: Any, **_: Any) -> Any:
+        seen.append(float(value))
+        return updates, state
+
+    watching = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    step = train_step(loss, watching, microbatches=4, terms=TERMS)
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    batch = data(1)
+    _, _, metrics = step.function(params, step.init(params), *batch)
+    values, _ = expected(4, *batch, 1)
+    assert seen == [sum(values.values())]
+    assert {name: float(x) for name, x in metrics.value.items()} == values
+
+
+@pytest.mark.full
+def test_a_flush_divides_what_is_there() -> None:
+    batch = data(1)
+    step = train_step(loss, optax.sgd(1.0), every=9, terms=TERMS)
+    params = jax.tree.map(jnp.asarray, PARAMS)
+    state = step.init(params, *(a[:4] for a in batch))
+    for i in range(0, ROWS, 4):
+        params, state, _ = step(params, state, *(a[i : i + 4] for a in batch))
+    params, _, metrics = step.flush(params, state)
+    assert np.array_equal(params["w"], PARAMS["w"] - expected(4, *batch, 1)[1]["w"])
+    assert float(metrics.weight["microbatches"]) == 4
+
+
+def collectives(function: Callable[..., Any], *args: Any) -> dict[str, int]:
+    text = jax.jit(function).lower(*args).compile().as_text()
+    return {name: text.count(f" {name}(") for name in ("all-reduce", "all-gather", "reduce-scatter")}
+
+
+@pytest.mark.parametrize("totals", [pytest.param(None, marks=FULL), "counted"])
+def test_known_totals_are_one_exchange_more(totals: Any) -> None:
+    def one(params: Any, x: Any, mask: Any, chosen: Any) -> LossOutput:
+        return LossOutput(loss(params, x, mask, chosen).value["ce"] / mask.sum(), mask.sum())
+
+    over, batch = gc.jax_axis("data"), data(2)
+    with on_mesh(2):
+        single = collectives(value_and_grad(one, 4, over=over), PARAMS, *batch)
+        several = collectives(value_and_grad(loss, 4, terms=TERMS, totals=totals, over=over), PARAMS, *batch)
+    assert single == {"all-reduce": 1, "all-gather": 0, "reduce-scatter": 0}
+    assert several == single | {"all-reduce": 1 if totals is None else 2}
+
+
+def returning(value: Any, weight: Any = None) -> Callable[..., Any]:
+    return lambda w, x: LossOutput(value(w, x) if callable(value) else value, weight)
+
+
+TWO = {"a": "n", "b": "m"}
+
+
+def good(w: Any, x: Any) -> Any:
+    return {"a": jnp.sum(w * x), "b": w}
+
+
+def changing(w: Any, x: Any) -> LossOutput:
+    values = good(w, x) if x.size > 1 else {"a": jnp.sum(w * x)}
+    return LossOutput(values, {"n": x.size, "m": 1})
+
+
+@pytest.mark.parametrize(
+    ("function", "settings", "message"),
+    [
+        (changing, {}, r"\['b'\]: expected a value of each term, as a dict of \['a', 'b'\], received none"),
+        (returning(lambda w, x: good(w, x) | {"c": w}, {"n": 1, "m": 1}), {}, r"\['c'\].* alone, received one more"),
+        (returning(lambda w, x: {"a": w * x, "b": w}, {"n": 1, "m": 1}), {}, r"\['a'\].*real floating scalar.*shape"),
+        (returning(lambda w, x: w, {"n": 1, "m": 1}), {}, r"a value of each term, as a dict"),
+        (returning(good), {}, r"a weight of each denominator, as a dict of \['m', 'n'\], received NoneType"),
+        (returning(good, {"n": 1}), {}, r"\['m'\]: expected a weight of each denominator"),
+        (returning(good, {"n": 1, "m": -2}), {}, r"\['m'\]: expected a finite weight that is not negative, "),
+        (returning(good, {"n": 1, "m": float("nan")}), {}, r"\['m'\]: expected a finite weight"),
+        (returning(good, {"n": 1, "m": 1}), {"totals": "given"}, r"totals=\{\.\.\.\} of the window's denominators"),
+        (returning(good, {"n": 1, "m": 1}), {"totals": "guessed"}, r"totals of \['counted', 'given'\]"),
+        (returning(good, {"n": 1, "m": 1}), {"terms": {"a": "n", "b": None}}, r"\['b'\]: expected the name of"),
+        (returning(good, {"n": 1, "m": 1}), {"terms": {}}, r"terms as a dict"),
+        (returning(good, {"n": 1, "m": 1}), {"reduction": reductions.sum()}, r"a mean, as reductions.mean"),
+        (returning(good, {"n": 1, "m": 1}), {"reduction": reductions.mean(), "totals": "counted"}, r"a sum, for terms"),
+        (good, {"terms": None, "totals": "counted"}, r"expected terms, for totals, received none"),
+    ],
+)  # fmt: skip
+def test_refused(function: Any, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(gc.GradCombineError, match=message) as caught:
+        value_and_grad(function, 2, **{"terms": TWO, **settings})(jnp.float32(1), jnp.float32([1, 2, 3]))
+    assert str(caught.value).startswith("value_and_grad")
+
+
+@pytest.mark.parametrize(
+    ("totals", "path"), [({"n": 1}, "m"), ({"n": 1, "m": 1, "x": 1}, "x"), ({"n": 1, "m": -1}, "m")]
+)
+def test_refused_totals(totals: Any, path: str) -> None:
+    function = value_and_grad(returning(good, {"n": 1, "m": 1}), 2, terms=TWO, totals="given")
+    with pytest.raises(gc.GradCombineError, match=rf"value_and_grad: leaf \['{path}'\]"):
+        function(jnp.float32(1), jnp.float32([1, 2]), totals=totals)
+
+
+def test_refused_steps() -> None:
+    terms = returning(good, {"n": 1, "m": 1})
+    with pytest.raises(gc.GradCombineError, match="microbatches, for totals that are counted"):
+        train_step(terms, optax.sgd(1.0), every=2, terms=TWO, totals="counted")
+    with pytest.raises(gc.GradCombineError, match="a loss to differentiate"):
+        train_step(terms, optax.sgd(1.0), terms=TWO, differentiate=False)
+    step = train_step(terms, optax.sgd(1.0), terms=TWO)
+    with pytest.raises(gc.GradCombineError, match=r"step.init\(params, \*example\)"):
+        step.function(jnp.float32(1), step.init(jnp.float32(1)), jnp.float32([1]))
+
+
+@pytest.mark.parametrize("totals", [None, pytest.param("counted", marks=FULL)])
+def test_a_bad_weight_that_is_traced_is_nan(totals: Any) -> None:
+    def loss(w: Any, x: Any) -> LossOutput:
+        return LossOutput({"a": jnp.sum(w * x)}, {"n": x.sum()})
+
+    _, grad = jax.jit(value_and_grad(loss, 2, terms={"a": "n"}, totals=totals))(jnp.float32(1), jnp.float32([3, -1]))
+    assert np.isnan(grad)
+
+
+@pytest.mark.full
+def test_bits_do_not_depend_on_division() -> None:
+    x, mask, chosen = (np.float32(a) for a in uneven(3))
+    terms = {"ce": "tokens", "preference": "sequences"}
+
+    def of_rows(params: Any, x: Any, mask: Any, chosen: Any) -> LossOutput:
+        output = masked(params, x, mask, chosen)
+        return LossOutput(
+            {name: output.value[name] for name in terms}, {"tokens": mask.sum(), "sequences": chosen.sum()}
+        )
+
+    def gradient(k: int) -> Any:
+        return jax.jit(value_and_grad(of_rows, k, terms=terms, order="tree"))(PARAMS, x, mask, chosen)[1]["w"]
+
+    assert np.isfinite(gradient(8)).all()
+    with on_mesh(4):
+        sharded = jax.jit(value_and_grad(of_rows, 2, terms=terms, order="tree", over=gc.jax_axis("data")))
+        assert equal_bits(sharded(PARAMS, x, mask, chosen)[1]["w"], gradient(8))
