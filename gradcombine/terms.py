@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import GradCombineError, renamed, require_one_of, shown
@@ -135,7 +135,7 @@ class Terms:
     def _named(self, what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
         if not isinstance(received, Mapping):
             raise self.error(f"{what}, as a dict of {list(names)}", type(received).__name__)
-        found: Mapping[Any, Any] = received
+        found = cast("Mapping[Any, Any]", received)
         missing = [name for name in names if name not in found]
         if missing:
             raise self.error(f"{what}, as a dict of {list(names)}", "none", f"[{missing[0]!r}]")

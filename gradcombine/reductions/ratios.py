@@ -79,7 +79,7 @@ def ratio(mean: Reduction | None = None) -> Reduction:
         if absent is True:
             denominator = 0
         elif absent is not False:
-            wide = any(not is_absent(x) and dtypes.part(backend.dtype(x)).itemsize > 4 for x in _leaves(numerator))
+            wide = any(not is_absent(x) and dtypes.is_wide(backend.dtype(x)) for x in _leaves(numerator))
             denominator = where(name, backend, ~absent, denominator, wide)
         return add(state, numerator, denominator)
 
