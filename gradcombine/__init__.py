@@ -2,6 +2,7 @@
 
 from gradcombine import noise, reductions, replicated, statefile
 from gradcombine.accumulation import Accumulator, accumulate
+from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError
 from gradcombine.lists import add_n, combine, mean, tree_sum
 from gradcombine.reductions.algebra import Reduction
@@ -20,6 +21,7 @@ __all__ = [
     "add_n",
     "all_reduce",
     "combine",
+    "digest",
     "jax_axis",
     "mean",
     "merge_replicas",

@@ -113,7 +113,8 @@ class JaxBackend:
         return jnp.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
-        return lax.bitcast_convert_type(array, dtype)
+        whole = jnp.stack([array.real, array.imag], axis=-1) if jnp.iscomplexobj(array) else array
+        return lax.bitcast_convert_type(whole, dtype)
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
         return jnp.left_shift(a, amount)
@@ -127,6 +128,9 @@ class JaxBackend:
 
     def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         return self.traced_once(kernel, static, arrays)
+
+    def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        return _totals(kernel, static, tuple(arrays))
 
     def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         # Inside of another program too: leaves of one shape are traced and lowered once.
@@ -256,6 +260,15 @@ class JaxBackend:
 @partial(jax.jit, static_argnums=(0, 1))
 def _compiled(kernel: Kernel, static: tuple[Any, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(kernel(BACKEND, *static, *arrays))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def _totals(kernel: Kernel, static: tuple[Any, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+    terms = kernel(BACKEND, *static, *arrays)
+    # Reduced together, what they are made of is read once; and on CPU a reduction of one array alone is cut into
+    # windows, which takes thirty times as long.
+    zeros = [jnp.zeros((), term.dtype) for term in terms]
+    return tuple(lax.reduce(list(terms), zeros, lambda a, b: [*map(lax.add, a, b)], tuple(range(terms[0].ndim))))
 
 
 def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[Any]) -> list[Any]:

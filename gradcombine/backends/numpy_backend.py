@@ -99,13 +99,14 @@ class NumpyBackend:
         return np.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
-        return np.ascontiguousarray(array).reshape(np.shape(array)).view(dtype)
+        whole = np.ascontiguousarray(array).reshape(np.shape(array))
+        return whole.view(dtype) if whole.dtype.itemsize == np.dtype(dtype).itemsize else whole[..., None].view(dtype)
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
         return np.left_shift(a, np.asarray(amount, np.int32))
 
     def shift_right(self, a: Array, amount: Array | int) -> Array:
-        return np.right_shift(a, np.asarray(amount, np.int32))
+        return np.right_shift(a, np.asarray(amount, a.dtype if a.dtype.kind == "u" else np.int32))
 
     def maximum(self, a: Array, b: Array) -> Array:
         if np.asarray(a).dtype.kind in "iu":
@@ -126,6 +127,15 @@ class NumpyBackend:
             for result, part in zip(results, parts, strict=True):
                 result[block] = part
         return tuple(result.reshape(shape) for result in results)
+
+    def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        flat = [np.reshape(array, -1) for array in arrays]
+        starts = range(0, max(flat[0].size, 1), _BLOCK)
+        blocks = (kernel(self, *static, *(array[i : i + _BLOCK] for array in flat)) for i in starts)
+        return tuple(
+            np.sum(parts, dtype=np.uint32)
+            for parts in zip(*([np.sum(part, dtype=np.uint32) for part in block] for block in blocks), strict=True)
+        )
 
     def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         return kernel(self, *static, *arrays)

@@ -113,7 +113,10 @@ class Backend(Protocol):
         ...
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
-        """The same bits read as another dtype of the same width."""
+        """The same bits read as another dtype of the same width, or of a smaller one: then with one more axis or two.
+
+        Complex numbers are read as their parts.
+        """
         ...
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
@@ -121,7 +124,7 @@ class Backend(Protocol):
         ...
 
     def shift_right(self, a: Array, amount: Array | int) -> Array:
-        """``a >> amount`` for int32 and int64, and amounts from 0 to 31 or 63; the sign bit is repeated."""
+        """``a >> amount`` for integers of 32 and 64 bits, and amounts from 0 to 31 or 63; a sign bit is repeated."""
         ...
 
     def maximum(self, a: Array, b: Array) -> Array:
@@ -135,6 +138,18 @@ class Backend(Protocol):
           kernel: an elementwise function, whose bits do not depend on how it is compiled.
           static: hashable arguments.
           arrays: of one shape, or scalars.
+        """
+        ...
+
+    def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        """The sums modulo 2**32 of all elements of each of ``kernel(self, *static, *arrays)``, as scalars.
+
+        In one pass over memory, as far as the framework can, without an array of the results' size.
+
+        Args:
+          kernel: an elementwise function to uint32, of one shape.
+          static: hashable arguments.
+          arrays: of one shape.
         """
         ...
 

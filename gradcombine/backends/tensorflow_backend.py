@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -114,6 +115,10 @@ class TensorflowBackend:
         return tf.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
+        if array.dtype.is_complex:
+            array = tf.stack([tf.math.real(array), tf.math.imag(array)], axis=-1)
+        if "float8" in array.dtype.name:
+            raise GradCombineError("tensorflow", "a dtype that tf.bitcast takes", array.dtype.name)
         return tf.bitcast(array, tf.as_dtype(dtype))
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
@@ -138,6 +143,13 @@ class TensorflowBackend:
         # One compilation for all shapes of a size.
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
         return tuple(tf.reshape(result, shape) for result in _function(kernel, static, True)(*flat))
+
+    def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        size = arrays[0].shape.num_elements()
+        sharded = tf.executing_eagerly() and "CUSTOM" in arrays[0].device  # by DTensor
+        if size is None or size < _WORTH_COMPILING or sharded or not _compiles():
+            return tuple(map(tf.reduce_sum, kernel(self, *static, *arrays)))
+        return tuple(_totals(kernel, static)(*(tf.reshape(array, [-1]) for array in arrays)))
 
     def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(_function(kernel, static, False)(*arrays))
@@ -301,6 +313,27 @@ def _function(kernel: Kernel, static: tuple[Any, ...], xla: bool) -> Any:
         return tuple(kernel(BACKEND, *static, *arrays))
 
     return tf.function(call, autograph=False, jit_compile=xla or None)
+
+
+@cache
+def _totals(kernel: Kernel, static: tuple[Any, ...]) -> Any:
+    together: Any = None
+    with suppress(ImportError):  # it has no public name
+        together = importlib.import_module("tensorflow.compiler.tf2xla.ops.gen_xla_ops").xla_variadic_reduce_v2
+
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        terms = kernel(BACKEND, *static, *arrays)
+        if together is None:
+            return tuple(map(tf.reduce_sum, terms))
+        # Reduced together, they are summed in one pass; and on CPU XLA cuts a reduction of one array alone into
+        # windows, which takes ten times as long.
+        scalars = [tf.TensorSpec((), term.dtype) for term in terms]
+        add = tf.function(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], autograph=False)
+        zeros = [tf.zeros((), term.dtype) for term in terms]
+        reducer = add.get_concrete_function(scalars, scalars)
+        return tuple(together(list(terms), zeros, list(range(terms[0].shape.rank)), reducer))
+
+    return tf.function(call, autograph=False, jit_compile=True)
 
 
 def in_plain_graph() -> bool:

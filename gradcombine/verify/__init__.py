@@ -2,6 +2,7 @@
 
 from gradcombine.verify.audit import Audit, audit
 from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equal_bits, assert_within_ulp, compare
+from gradcombine.verify.flight import FlightRecorder
 from gradcombine.verify.laws import BrokenLaw, check_reduction
 from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.origin import Explanation, explain
@@ -17,6 +18,7 @@ __all__ = [
     "Comparison",
     "Divergence",
     "Explanation",
+    "FlightRecorder",
     "Judgement",
     "LeafDifference",
     "MicrobatchReport",

@@ -94,7 +94,7 @@ class Recorder:
         unknown = [name for name in stages if name not in STAGES]
         if unknown:
             raise GradCombineError("record", f"stages of {', '.join(STAGES)}", ", ".join(unknown))
-        _require_step(step)
+        require_step("record", step)
         named: dict[str, Any] = {}
         for stage, value in stages.items():
             leaves, structure = tree.flatten("record", converted("record", value))
@@ -105,7 +105,7 @@ class Recorder:
                 if not is_absent(leaf):
                     _require_kept(leaf, path)
                     named[name] = leaf
-        _call_host(list(named.values()), step, self._writer(tuple(named)))
+        call_host("record", list(named.values()), step, self._writer(tuple(named)))
 
     def close(self) -> None:
         """Waits for pending callbacks.
@@ -114,7 +114,7 @@ class Recorder:
           GradCombineError: for a stage that was recorded twice in a step with different bits, as by replicas that
             differ; and for a traced step below 0.
         """
-        _wait()
+        wait()
         if self._problems:
             raise self._problems[0]
 
@@ -135,7 +135,7 @@ class Recorder:
                 return
             with self._lock:
                 if number < 0:
-                    self._problems.append(_negative(number))
+                    self._problems.append(_negative("record", number))
                     return
                 kept = self._kept(number)
                 for name, array in zip(called, map(np.asarray, arrays), strict=True):
@@ -170,20 +170,21 @@ class Recorder:
         os.replace(draft, path)
 
 
-def _require_step(step: Any) -> None:
-    backend = resolve("record", [step])
-    with renamed("record"):
+def require_step(operation: str, step: Any) -> None:
+    """Refuses what is not an integer scalar, known to be from 0 on or traced."""
+    backend = resolve(operation, [step])
+    with renamed(operation):
         number = backend.asarray(step)
     shape, dtype, known = backend.shape(number), backend.dtype(number), backend.concrete(number)
     if shape != () or dtype.kind not in "iu":
-        raise GradCombineError("record", "an integer scalar as the step", f"{dtype} of shape {shape}")
+        raise GradCombineError(operation, "an integer scalar as the step", f"{dtype} of shape {shape}")
     if known is not None and known < 0:
-        raise _negative(int(known))
+        raise _negative(operation, int(known))
 
 
-def _negative(step: int) -> GradCombineError:
+def _negative(operation: str, step: int) -> GradCombineError:
     # The sign would be lost in a file's name.
-    return GradCombineError("record", "steps from 0 on", step)
+    return GradCombineError(operation, "steps from 0 on", step)
 
 
 def _require_kept(leaf: Any, path: str) -> None:
@@ -248,9 +249,9 @@ def _plain(key: str) -> str | None:
 
 
 @no_autograph
-def _call_host(arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], None]) -> None:
+def call_host(operation: str, arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], None]) -> None:
     """``write(step, arrays)``, with NumPy arrays: now if the values are known, else when the program runs."""
-    backend = resolve("record", [*arrays, step])
+    backend = resolve(operation, [*arrays, step])
     if all(backend.concrete(backend.asarray(x)) is not None for x in (*arrays, step)):
         write(step, arrays)
     elif backend.name == "jax":
@@ -266,7 +267,7 @@ def _call_host(arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], Non
         tf.numpy_function(run, [step, *arrays], [])
 
 
-def _wait() -> None:
+def wait() -> None:
     """Waits until the callbacks of all programs that were started have returned."""
     jax = sys.modules.get("jax")
     if jax is not None:

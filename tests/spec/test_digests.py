@@ -1,0 +1,167 @@
+"""Digests of leaves: against Python's integers, in every dtype, mode and division."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import GradCombineError, sparse
+from tests.spec.modes import Env, Mode
+
+DTYPES = {
+    np.dtype(name): np.dtype(f"<u{size}")
+    for size, names in {
+        1: ("bool", "int8", "uint8", ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2),
+        2: ("int16", "uint16", "float16", ml_dtypes.bfloat16),
+        4: ("int32", "uint32", "float32", "float64", "int64", "uint64", "complex64", "complex128"),
+    }.items()
+    for name in names
+}
+"""Each dtype, and that of its words."""
+
+MODULUS = 1 << 32
+
+
+def expected(array: np.ndarray) -> list[int]:
+    """The definition, in Python's integers."""
+    total = squares = 0
+    for word in np.ascontiguousarray(array).reshape(-1).view(DTYPES[array.dtype]).tolist():
+        product = 0x9E3779B1 * (word ^ (word >> 16)) % MODULUS
+        mixed = product ^ (product >> 15)
+        total, squares = total + mixed, squares + mixed**2
+    return [total % MODULUS, squares % MODULUS]
+
+
+def bits(dtype: np.dtype, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
+    """Any bits at all: NaN of all payloads, subnormals, both zeros."""
+    rng = np.random.default_rng(seed)
+    if dtype == np.bool_:
+        return rng.integers(0, 2, shape).astype(bool)
+    return np.frombuffer(rng.bytes(int(np.prod(shape)) * dtype.itemsize), dtype).reshape(shape).copy()
+
+
+def leaves_for(framework: str, seed: int) -> dict[str, np.ndarray]:
+    """A leaf of each dtype that the framework has, and one of a size that is worth compiling."""
+    leaves = {str(dtype): bits(dtype, (8, 5), seed) for dtype in DTYPES if has(framework, dtype)}
+    return leaves | {
+        "scalar": bits(np.dtype(np.float32), (), seed),
+        "large": bits(np.dtype(np.int16), (300, 101), seed),
+    }
+
+
+def has(framework: str, dtype: np.dtype) -> bool:
+    if framework == "jax":
+        return dtype.itemsize < 8 or dtype == np.complex64
+    return framework == "numpy" or "float8" not in dtype.name
+
+
+def of_replica(env: Env, data: Any) -> Any:
+    """The digests of all leaves; and those of their halves, added."""
+    del env
+    leaves = [data[name] for name in sorted(data) if len(data[name].shape)]
+    first, second = ([leaf[part] for leaf in leaves] for part in (slice(4), slice(4, None)))
+    return gc.digest(data), gc.digest(first) + gc.digest(second)
+
+
+def test_digests_are_those_of_the_definition_and_parts_add_up(mode: Mode) -> None:
+    """On every replica of its own data: the whole is the sum of its halves."""
+    replicas = [leaves_for(mode.framework, seed) for seed in range(2 if 2 in mode.replicas else 1)]
+    for data, (whole, parts) in zip(replicas, mode.run(of_replica, replicas), strict=True):
+        assert whole.dtype == np.uint32
+        assert whole.tolist() == [expected(data[name]) for name in sorted(data)]
+        np.testing.assert_array_equal(parts, np.delete(whole, sorted(data).index("scalar"), axis=0))
+
+
+@pytest.mark.needs("jax")
+def test_split_and_replicated_leaves_in_one_jax_program() -> None:
+    import jax
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    data = {"split": bits(np.dtype(ml_dtypes.bfloat16), (8, 12)), "same": bits(np.dtype(np.float32), (5,))}
+    specs = {"split": P("data", "model"), "same": P()}
+    placed = {name: jax.device_put(leaf, NamedSharding(mesh, specs[name])) for name, leaf in data.items()}
+    answer = [expected(data[name]) for name in sorted(data)]
+
+    automatic = jax.jit(gc.digest)(placed)
+    assert [np.asarray(shard.data).tolist() for shard in automatic.addressable_shards] == [answer] * 8
+
+    def manual(same: Any, split: Any) -> Any:
+        return jax.numpy.concatenate([gc.digest(same), jax.lax.psum(gc.digest(split), ("data", "model"))])
+
+    summed = jax.jit(jax.shard_map(manual, mesh=mesh, in_specs=(P(), specs["split"]), out_specs=P()))
+    assert np.asarray(summed(placed["same"], placed["split"])).tolist() == answer
+
+
+@pytest.mark.needs("jax")
+def test_64_bits_in_jax() -> None:
+    import jax
+
+    with jax.enable_x64(True):
+        for dtype in DTYPES:
+            if dtype.itemsize >= 8:
+                array = jax.numpy.asarray(bits(dtype, (7, 5)))
+                assert (array.dtype, jax.jit(gc.digest)(array).tolist()) == (dtype, [expected(bits(dtype, (7, 5)))])
+
+
+def test_narrow_integers_are_those_of_8_bits() -> None:
+    for narrow, wide in ((ml_dtypes.int4, np.int8), (ml_dtypes.uint4, np.uint8)):
+        values = np.arange(-8, 8) if wide == np.int8 else np.arange(16)
+        np.testing.assert_array_equal(gc.digest(values.astype(narrow)), gc.digest(values.astype(wide)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_bit_counts(dtype: np.dtype) -> None:
+    array = bits(dtype, (16,))
+    before = gc.digest(array)[0]
+    for bit in range(16 if dtype == np.bool_ else 8 * array.nbytes):
+        flipped = array.copy()
+        if dtype == np.bool_:
+            flipped[bit] ^= True
+        else:
+            flipped.view(np.uint8)[bit // 8] ^= np.uint8(1 << bit % 8)
+        # By the first sum alone, as it is proved.
+        assert gc.digest(flipped)[0][0] != before[0]
+
+
+def test_changes_that_cancel_in_a_sum_of_bits_do_not_here() -> None:
+    """The same bit of two elements, in opposite directions: a sum of bits, and one of products, stays as it was."""
+    words = np.random.default_rng(0).integers(0, MODULUS, (64, 2), np.uint32)
+    for bit in range(32):
+        up = np.uint32(1 << bit)
+        changed = (words & ~up) ^ np.array([up, 0], np.uint32)
+        before = (words & ~up) ^ np.array([0, up], np.uint32)
+        for x, y in zip(before, changed, strict=True):
+            assert x.sum(dtype=np.uint32) == y.sum(dtype=np.uint32)
+            assert not np.array_equal(gc.digest(x), gc.digest(y))
+
+
+def test_sparse_leaves_have_two_digests_and_absent_ones_none() -> None:
+    rows = sparse.row_sparse(np.int32([2, 0]), np.float32([[1], [5]]), rows=3)
+    found = gc.digest({"table": rows, "frozen": None, "w": np.float32([3])})
+    assert found.tolist() == [expected(x) for x in (rows.indices, rows.values, np.float32([3]))]
+    assert gc.digest({"frozen": None}).shape == (0, 2)
+
+
+@pytest.mark.needs("jax", "tensorflow")
+def test_what_has_no_digest_is_refused() -> None:
+    import jax
+    import tensorflow as tf
+
+    for value, words in (
+        ({"rng": jax.random.key(0)}, "jax.random.key_data"),
+        (
+            {"w": tf.cast(tf.ones(2), tf.dtypes.experimental.float8_e5m2)},
+            r"leaf \['w'\]: expected a dtype that tf.bitcast takes",
+        ),
+        ({"w": "text"}, "an array, a number"),
+        ([tf.ones(2), jax.numpy.ones(2)], "arrays of one framework"),
+        ({"w": jax.ShapeDtypeStruct((2,), np.float32)}, "expected an array"),
+    ):
+        with pytest.raises(GradCombineError, match=words):
+            gc.digest(value)
