@@ -157,7 +157,7 @@ def _distances(window: Window, coefficients: np.ndarray, accumulator: np.dtype) 
         # A gradient that is wider than float32 has an accumulator of its own dtype.
         used = output if accumulator == FLOAT32 and rounding_unit(output) < rounding_unit(accumulator) else accumulator
         exact = coefficients @ terms
-        bound = _gamma(roundings, rounding_unit(used)) * np.abs(coefficients).sum() * np.abs(terms).max(axis=0)
+        bound = gamma(roundings, rounding_unit(used)) * np.abs(coefficients).sum() * np.abs(terms).max(axis=0)
         if rounding_unit(output) > rounding_unit(used):
             bound = bound * (1 + rounding_unit(output)) + rounding_unit(output) * np.abs(exact)
         smallest = max(float(finfo(x).smallest_normal) for x in (output, used))
@@ -165,5 +165,6 @@ def _distances(window: Window, coefficients: np.ndarray, accumulator: np.dtype) 
     return pairs
 
 
-def _gamma(roundings: int, unit: float) -> float:
+def gamma(roundings: int, unit: float) -> float:
+    """By how much so many roundings change a number, at most, relative to it."""
     return roundings * unit / (1 - roundings * unit)

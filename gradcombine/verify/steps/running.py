@@ -1,0 +1,330 @@
+"""A step under test, run on chosen examples, in its own precision and in float64, with what it gives as NumPy arrays."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.registry import dtype_of, is_absent, owner
+from gradcombine.errors import GradCombineError
+from gradcombine.types import Tree
+from gradcombine.verify.ulp import kind_of, rounding_unit
+
+OPERATION = "check_step"
+
+Step: TypeAlias = Callable[[Any, Any], Any]
+"""From parameters and a batch to gradients, or to new parameters."""
+
+Rows: TypeAlias = tuple[int, ...]
+"""Numbers of examples; one may occur several times."""
+
+
+class Split(NamedTuple):
+    """How a step divides its batch: into microbatches, on devices; (1, 1) is one batch.
+
+    >>> print(Split(4, 1), "|", Split(2, 8))
+    4 microbatches | 2 microbatches on 8 devices
+    """
+
+    microbatches: int = 1
+    devices: int = 1
+
+    def __str__(self) -> str:
+        first = "one batch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
+        return first if self.devices == 1 else f"{first} on {self.devices} devices"
+
+
+WHOLE = Split()
+
+
+class Result(NamedTuple):
+    """What a step gave.
+
+    Attributes:
+      floats: the float leaves, in float64; of new parameters, their distance from the old ones.
+      integers: the other leaves.
+      dtypes: of the float leaves, as they came.
+    """
+
+    floats: tuple[np.ndarray, ...]
+    integers: tuple[np.ndarray, ...]
+    dtypes: tuple[np.dtype, ...]
+
+
+class NotWide(Exception):  # noqa: N818 (an answer, not an error)
+    """Why something cannot be computed in float64."""
+
+
+class Subject:
+    """The step of a factory, for every division, with its parameters and its batch.
+
+    Args:
+      make_step: ``make_step(microbatches)``, or ``make_step(microbatches, devices=...)``.
+      params: a tree of arrays.
+      batch: a tree of arrays with a first axis of examples; scalars belong to all of them.
+      returns_params: whether the step returns new parameters.
+    """
+
+    def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns_params: bool) -> None:
+        self._make, self.returns_params = make_step, returns_params
+        self._params, self._params_structure = tree.flatten(OPERATION, params)
+        self.batch = batch
+        self.examples = examples(batch)
+        self.names: tuple[str, ...] = ()
+        self._structure: tree.Structure | None = None
+        self._steps: dict[Split, Step] = {}
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, as they were given."""
+        return tree.unflatten(self._params_structure, self._params)
+
+    @property
+    def framework(self) -> str:
+        """Whose arrays enter."""
+        backends = [owner(x) for x in [*self._params, *tree.flatten(OPERATION, self.batch)[0]] if x is not None]
+        return next((x.name for x in backends if x is not None and x.name != "numpy"), "numpy")
+
+    @property
+    def param_leaves(self) -> list[tuple[str, np.ndarray]]:
+        """The float parameters, by their paths."""
+        pairs = zip(self._params_structure.paths(), self._params, strict=True)
+        return [(path, _array(x)) for path, x in pairs if _is_float(x)]
+
+    def step(self, split: Split) -> Step:
+        """The step of a division, made once."""
+        if split not in self._steps:
+            others = {} if split.devices == 1 else {"devices": split.devices}
+            made = self._make(split.microbatches, **others)
+            if not callable(made):
+                raise GradCombineError(OPERATION, "make_step to return a step(params, batch)", type(made).__name__)
+            self._steps[split] = made
+        return self._steps[split]
+
+    def run(
+        self,
+        split: Split,
+        batch: Tree,
+        wide: bool = False,
+        noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        start: Sequence[np.ndarray] | None = None,
+    ) -> Result:
+        """What the step gives.
+
+        Args:
+          split: how it divides the batch.
+          batch: like the subject's own, of any number of examples.
+          wide: whether all floats enter in float64.
+          noise, batch_noise: what changes the float parameters, and the floats of the batch.
+          start: float64 parameters to take in place of the subject's own, one a float leaf; the result is still the
+            distance from these.
+        """
+        step = self.step(split)
+        entered = list(self._params)
+        if start is not None:
+            given = iter(start)
+            entered = [as_kind(next(given), x) if _is_float(x) else x for x in entered]
+        with ExitStack() as stack:
+            for context in _wide_contexts() if wide else ():
+                stack.enter_context(context)
+            arguments = [_copied(x, wide, noise) for x in entered]
+            leaves, structure = tree.flatten(OPERATION, batch)
+            rows = tree.unflatten(structure, [_copied(x, wide, batch_noise) for x in leaves])
+            before = [_array(x) for x in arguments if _is_float(x)]
+            made = step(tree.unflatten(self._params_structure, arguments), rows)
+            result = self._result(made, before)
+        narrow = next((x for x in result.dtypes if rounding_unit(x) > rounding_unit(np.dtype(np.float64))), None)
+        if wide and narrow is not None:
+            raise NotWide(f"it returns {narrow} whatever it is given")
+        return result
+
+    def divided(self, split: Split, batch: Tree) -> Result:
+        """The same; where the step cannot divide the batch, an error that says so."""
+        try:
+            return self.run(split, batch)
+        except GradCombineError:
+            raise
+        except Exception as error:  # whatever a foreign step raises
+            expected = f"a step that takes {examples(batch)} examples as {split}"
+            raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {_line(error)}") from error
+
+    def wide(self, split: Split, batch: Tree, **others: Any) -> Result:
+        """The same in float64.
+
+        Raises:
+          NotWide: where it cannot be.
+        """
+        try:
+            return self.run(split, batch, wide=True, **others)
+        except Exception as error:  # whatever a foreign step raises
+            if isinstance(error, NotWide):
+                raise
+            raise NotWide(f"it does not run in float64: {_line(error)}") from None
+
+    def read(self, made: Tree) -> Result:
+        """What is given in place of a result."""
+        return self._result(made, [_array(x) for x in self._params if _is_float(x)])
+
+    def rows(self, rows: Sequence[int]) -> Tree:
+        """A batch of these examples."""
+        leaves, structure = tree.flatten(OPERATION, self.batch)
+        return tree.unflatten(structure, [_taken(x, np.array(rows, np.int32)) for x in leaves])
+
+    def zeros(self) -> Tree:
+        """A batch of as many examples, all of them zeros: what padding is made of."""
+        leaves, structure = tree.flatten(OPERATION, self.batch)
+        return tree.unflatten(structure, [as_kind(np.zeros_like(_array(x)), x) if _shape(x) else x for x in leaves])
+
+    def _result(self, made: Tree, before: Sequence[np.ndarray]) -> Result:
+        leaves, structure = tree.flatten(OPERATION, made, is_leaf=_is_sparse)
+        self._compare(structure)
+        present = [(i, _array(x)) for i, x in enumerate(leaves) if not is_absent(x)]
+        floats = [(i, x) for i, x in present if _is_float_dtype(x.dtype)]
+        if not floats:
+            raise GradCombineError(OPERATION, "a step that returns float arrays", f"{len(leaves)} leaves, none of them")
+        paths = list(structure.paths())
+        self.names = tuple(paths[i] or "(root)" for i, _ in floats)
+        wide = [_widened(x) for _, x in floats]
+        if self.returns_params:
+            if [x.shape for x in wide] != [x.shape for x in before]:
+                raise GradCombineError(OPERATION, "new parameters of the shapes of the old", "others")
+            wide = [x - _widened(y) for x, y in zip(wide, before, strict=True)]
+        for name, x in zip(self.names, wide, strict=True):
+            if not np.isfinite(x).all():
+                raise NotFinite(name)
+        others = tuple(x for _, x in present if not _is_float_dtype(x.dtype))
+        return Result(tuple(map(_real, wide)), others, tuple(x.dtype for _, x in floats))
+
+    def _compare(self, structure: tree.Structure) -> None:
+        if self.returns_params and structure != self._params_structure:
+            raise tree.difference(OPERATION, self._params_structure, structure)
+        if self._structure is None:
+            self._structure = structure
+        elif structure != self._structure:
+            raise tree.difference(OPERATION, self._structure, structure)
+
+
+class NotFinite(GradCombineError):
+    """A result that holds NaN or infinity."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(OPERATION, "a step whose result is finite", "NaN or infinity", path)
+
+
+def examples(batch: Tree) -> int:
+    """How many examples a batch has: the length of the first axis, which all leaves but scalars share."""
+    leaves, structure = tree.flatten(OPERATION, batch)
+    found: tuple[str, int] | None = None
+    for path, leaf in zip(structure.paths(), leaves, strict=True):
+        shape = () if is_absent(leaf) else _shape(leaf)
+        if not shape:
+            continue
+        if found and shape[0] != found[1]:
+            expected = f"{found[1]} examples along the first axis, as in {found[0] or 'the first leaf'}"
+            raise GradCombineError(OPERATION, expected, shape[0], path)
+        found = found or (path, shape[0])
+    if found is None or found[1] < 2:
+        raise GradCombineError(OPERATION, "a batch of two examples or more", "none" if found is None else found[1])
+    return found[1]
+
+
+def as_kind(array: np.ndarray, like: Any) -> Any:
+    """A NumPy array as an array of the framework of another one, uncommitted to any device."""
+    backend = owner(like)
+    if backend is not None and backend.name == "jax":
+        made = sys.modules["jax"].numpy.array(array)
+        sharding = getattr(like, "sharding", None)
+        split = sharding is not None and len(sharding.device_set) > 1 and like.shape == array.shape
+        return sys.modules["jax"].device_put(made, sharding) if split else made
+    if backend is not None and backend.name == "tensorflow":
+        return sys.modules["tensorflow"].constant(array)
+    return array
+
+
+def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndarray], np.ndarray]:
+    """What changes each element by up to ``unit`` of itself, at random; of ``zero``, where it is 0."""
+    rng = np.random.default_rng(seed)
+
+    def changed(x: np.ndarray) -> np.ndarray:
+        wide = _widened(x)
+        return (wide + unit * rng.uniform(-1, 1, x.shape) * np.where(wide == 0, zero, wide)).astype(x.dtype)
+
+    return changed
+
+
+def _wide_contexts() -> list[AbstractContextManager[Any]]:
+    jax = sys.modules.get("jax")
+    return [] if jax is None else [jax.enable_x64(True), jax.numpy_dtype_promotion("standard")]
+
+
+def _copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
+    """An array that a step may donate, wide or changed where asked."""
+    if is_absent(x) or not _is_array(x):
+        return x
+    array = _array(x)
+    if not _is_float_dtype(array.dtype):
+        return as_kind(array.copy(), x)
+    array = _widened(array) if wide else array.copy()
+    return as_kind(array if noise is None else noise(array), x)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether NumPy can hold a leaf; a typed random key of JAX it can not."""
+    return not isinstance(x, (bool, int, float, complex)) and not _is_key(x)
+
+
+def _is_key(x: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_float(x: Any) -> bool:
+    return not is_absent(x) and _is_array(x) and _is_float_dtype(dtype_of(x))
+
+
+def _is_float_dtype(dtype: np.dtype) -> bool:
+    return kind_of(dtype) != "integer"
+
+
+def _widened(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.complex128 if kind_of(x.dtype) == "complex" else np.float64)
+
+
+def _real(x: np.ndarray) -> np.ndarray:
+    """Complex numbers as pairs."""
+    return x if x.dtype == np.float64 else x[..., None].view(np.float64)
+
+
+def _is_sparse(x: Any) -> bool:
+    """Whether a node is TensorFlow's gradient of some rows, which counts as a dense one."""
+    tf = sys.modules.get("tensorflow")
+    return tf is not None and isinstance(x, tf.IndexedSlices)
+
+
+def _array(x: Any) -> np.ndarray:
+    if _is_sparse(x):
+        x = sys.modules["tensorflow"].convert_to_tensor(x)
+    if _is_key(x):
+        x = sys.modules["jax"].random.key_data(x)
+    return np.asarray(x)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(getattr(x, "shape", ()))
+
+
+def _taken(x: Any, rows: np.ndarray) -> Any:
+    if is_absent(x) or not _shape(x):
+        return x
+    return x[rows] if _is_key(x) else as_kind(_array(x)[rows], x)
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
