@@ -7,6 +7,7 @@ from gradcombine.verify.laws import BrokenLaw, check_reduction
 from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.origin import Explanation, explain
 from gradcombine.verify.reference import Judgement
+from gradcombine.verify.steps import StepReport, check_step
 from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
 from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
@@ -23,11 +24,13 @@ __all__ = [
     "LeafDifference",
     "MicrobatchReport",
     "Recorder",
+    "StepReport",
     "assert_equal_bits",
     "assert_within_ulp",
     "audit",
     "check_microbatches",
     "check_reduction",
+    "check_step",
     "compare",
     "equal_bits",
     "explain",

@@ -44,6 +44,7 @@ class Cause(StrEnum):
     STATISTICS = "examples of a microbatch depend on each other, as by the statistics of batch normalization"
     SCATTER = "rows are overwritten where they should be added, as by a scatter that sets"
     STATE = "the same call gives something else the second time: a hidden state, or a side effect"
+    NOT_FINITE = "a result that is not finite, though one batch's is, as a mean over no tokens of a microbatch"
     INACCURATE = "one batch itself is further from float64 than its rounding noise explains"
     UNEXPLAINED = "no known cause accounts for the difference"
     UNKNOWN = "a gradient that is not the mean reaches the inner optimizer"

@@ -19,9 +19,10 @@ import numpy as np
 from gradcombine.verify.microbatches.causes import Cause
 from gradcombine.verify.microbatches.combination import NARROW
 from gradcombine.verify.steps.measure import SAME, Floats, Standard
-from gradcombine.verify.steps.running import WHOLE, NotWide, Result, Rows, Split
+from gradcombine.verify.steps.running import WHOLE, NotWide, Result, Rows, Split, as_floats, widened
 
 Answer: TypeAlias = "tuple[Cause, str]"
+
 
 class Case(NamedTuple):
     """A division that differs.
@@ -56,6 +57,7 @@ def _answers(standard: Standard, case: Case) -> Iterator[Answer]:
     yield from _microbatches(standard, case)
     yield from _linear(standard, case)
     yield from _moved(standard, case)
+    yield from _ignored(standard, case)
     yield from _scattered(standard, case)
     yield from _narrow(standard, case)
 
@@ -73,7 +75,7 @@ def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
     rows = np.arange(examples)
     made: dict[str, list[np.ndarray]] = {"neighbours": _chunks(rows, k)}
     if examples % k:
-        made["sizes that differ by one"] = np.array_split(rows, k)
+        made["as numpy.array_split divides"] = np.array_split(rows, k)
     if k > 1:
         made["every k-th"] = [rows[i::k] for i in range(k)]
     if devices > 1:
@@ -97,7 +99,9 @@ def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
     return [rows[i : i + size] for i in range(0, len(rows), size)]
 
 
-def _accounts(standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Sequence[int] | None = None) -> bool:
+def _accounts(
+    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Sequence[int] | None = None
+) -> bool:
     """Whether a prediction is within rounding of the result, and much nearer to it than one batch is.
 
     Args:
@@ -110,7 +114,7 @@ def _accounts(standard: Standard, case: Case, predicted: Floats, terms: float, l
     return bool(near.max(initial=0) <= 1 and far.max(initial=0) >= 4 * near.max(initial=0) and far.max(initial=0) > 1)
 
 
-# --- what needs no examples -----------------------------------------------------------------------------------------
+# --- what needs no examples ---
 
 
 def _counted(standard: Standard, case: Case) -> Iterator[Answer]:
@@ -135,7 +139,9 @@ def _random(standard: Standard, case: Case) -> Iterator[Answer]:
         except ValueError:
             continue
         if standard.shares(made.floats, copies.floats, wide=False).max() <= 1:
-            text = f"{k} copies of a microbatch give what {other.microbatches} give: no other numbers are drawn for them"
+            text = (
+                f"{k} copies of a microbatch give what {other.microbatches} give: no other numbers are drawn for them"
+            )
             yield Cause.KEY, text
             return
     yield Cause.RANDOM, "so divisions cannot be compared; keys that belong to the examples can be"
@@ -143,27 +149,25 @@ def _random(standard: Standard, case: Case) -> Iterator[Answer]:
 
 def _added(standard: Standard, case: Case) -> Iterator[Answer]:
     """The parameters themselves, as decay gives them."""
-    subject, names = standard.subject, standard.subject.names
-    params = {path: _as_floats(x) for path, x in subject.param_leaves}
-    off = [x - y for x, y in zip(case.result.floats, standard.best.floats, strict=True)]
-    shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
-    matched = [next((p for path, p in params.items() if name.endswith(path) and p.shape == x.shape), None)
-               for name, x in zip(names, off, strict=True)]
-    if len(params) == len(names) and all(a.shape == b.shape for a, b in zip(params.values(), off, strict=True)):
-        matched = list(params.values())
+    one, names = standard.best.floats, standard.subject.names
+    params = [(path, as_floats(x)) for path, x in standard.subject.param_leaves]
+    if [x.shape for x in one] == [x.shape for _, x in params]:
+        matched = dict(enumerate(x for _, x in params))
+    else:
+        matched = {
+            i: p
+            for i, (name, x) in enumerate(zip(names, one, strict=True))
+            for path, p in params
+            if name.endswith(path) and p.shape == x.shape
+        }
+    shares, allowed = standard.shares(case.result.floats, one, case.wide), standard.allowed(case.wide)
     differ = [i for i, share in enumerate(shares) if share > 1]
-    if any(matched[i] is None for i in differ):
+    if not all(i in matched and np.any(matched[i]) for i in differ):
         return
-    pairs = [(off[i].ravel() / a, matched[i].ravel() / a) for i in differ for a in [standard.allowed(case.wide)[i]]]
-    if not pairs:
-        return
-    d, p = (np.concatenate(x) for x in zip(*pairs, strict=True))
-    if not np.any(p):
-        return
-    factor = float(d @ p / (p @ p))
-    added = [
-        x + factor * matched[i] if i in differ else x for i, x in enumerate(standard.best.floats)
-    ]
+    off = np.concatenate([(case.result.floats[i] - one[i]).ravel() / allowed[i] for i in differ])
+    p = np.concatenate([matched[i].ravel() / allowed[i] for i in differ])
+    factor = float(off @ p / (p @ p))
+    added = [x + factor * matched[i] if i in differ else x for i, x in enumerate(one)]
     if _accounts(standard, case, added, 1):
         every = "" if len(differ) == len(names) else f", in {len(differ)} of {len(names)} leaves"
         yield Cause.ADDED, f"{factor:.6g} times the parameters{every}"
@@ -174,7 +178,7 @@ def _moved(standard: Standard, case: Case) -> Iterator[Answer]:
     subject = standard.subject
     if not subject.returns_params:
         return
-    start = [_as_complex(x) for _, x in subject.param_leaves]
+    start = [widened(x) for _, x in subject.param_leaves]
     for name, pieces in partitions(subject.examples, case.split).items():
         for factor, text in ((1.0, ""), (1 / len(pieces), " of a part of its length")):
             moved = [np.zeros_like(x) for x in standard.best.floats]
@@ -188,15 +192,15 @@ def _moved(standard: Standard, case: Case) -> Iterator[Answer]:
             except (NotWide, ValueError):
                 continue
             if _accounts(standard, case, moved, len(pieces)):
-                yield Cause.MOVED_EACH, f"{len(pieces)} updates{text}, one after the other, give it ({name})"
+                yield Cause.MOVED_EACH, f"{len(pieces)} updates{text}, one after the other, give it{_of(name)}"
                 return
 
 
-# --- what is a combination of microbatches ------------------------------------------------------------------------------
+# --- what is a combination of microbatches ---
 
 
 def _microbatches(standard: Standard, case: Case) -> Iterator[Answer]:
-    """The mean of what one batch makes of each microbatch, where that is not what it makes of all: clipping, statistics."""
+    """The mean of what one batch makes of each microbatch, where it makes something else of all."""
     n = standard.subject.examples
     if len(standard.combination[1]) == len(standard.subject.names):
         return
@@ -211,9 +215,9 @@ def _microbatches(standard: Standard, case: Case) -> Iterator[Answer]:
                 continue
             norm = _one_norm([standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)])
             if norm is not None:
-                yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm} ({name})"
+                yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}{_of(name)}"
             else:
-                text = f"the mean of what each microbatch gives by itself is exact, but is not what one batch gives ({name})"
+                text = f"it is the mean of what each microbatch gives by itself, as it should be{_of(name)}"
                 yield Cause.STATISTICS, text
             return
 
@@ -229,7 +233,7 @@ def _one_norm(results: Sequence[Floats]) -> str | None:
     return None
 
 
-# --- what is a combination of examples --------------------------------------------------------------------------------
+# --- what is a combination of examples ---
 
 
 def _linear(standard: Standard, case: Case) -> Iterator[Answer]:
@@ -254,29 +258,37 @@ def _linear(standard: Standard, case: Case) -> Iterator[Answer]:
 def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
     """What each known combination would make of the weights of the units."""
     units = standard.units()
-    whole = np.concatenate([standard.best.floats[i].ravel() / standard.allowed(False)[i] for i in standard.combination[1]])
-    result = np.concatenate([case.result.floats[i].ravel() / standard.allowed(False)[i] for i in standard.combination[1]])
+    whole = np.concatenate(
+        [standard.best.floats[i].ravel() / standard.allowed(False)[i] for i in standard.combination[1]]
+    )
+    result = np.concatenate(
+        [case.result.floats[i].ravel() / standard.allowed(False)[i] for i in standard.combination[1]]
+    )
     factor = float(result @ whole / (whole @ whole)) if whole.any() else 0.0
-    counts = {case.split.microbatches: "microbatches", case.split.devices: "devices",
-              case.split.microbatches * case.split.devices: "microbatches times devices"}
-    for count, name in counts.items():
-        if count > 1 and abs(factor / count - 1) < SAME:
+    k, devices = case.split
+    for count, name in ((k, "microbatches"), (devices, "devices"), (k * devices, "microbatches of all devices")):
+        if count > 1:
             yield Cause.SUM, f"{count} times the mean: the number of {name}", c * count
+    n = standard.subject.examples
+    for filled in {n + (-n % k), n + (-n % (k * devices))} - {n}:
+        yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
     yield Cause.SCALED, f"by {factor:.6g}", c * factor
-    divided = {name: [_in(units, rows) for rows in pieces]
-               for name, pieces in partitions(standard.subject.examples, case.split).items()}
+    divided = {
+        name: [_in(units, rows) for rows in pieces]
+        for name, pieces in partitions(standard.subject.examples, case.split).items()
+    }
     divided = {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
     for name, pieces in divided.items():
-        yield Cause.MEAN_OF_MEANS, _weights([float(c @ p) for p in pieces]) + f" ({name})", _mean_of_means(c, pieces)
+        yield Cause.MEAN_OF_MEANS, _weights([float(c @ p) for p in pieces]) + _of(name), _mean_of_means(c, pieces)
     for pieces in divided.values():
-        for i, piece in enumerate(pieces):
+        for piece in pieces:
             for kept in (1 - piece, piece):
                 if 0 < c @ kept < c.sum() and len(pieces) > 1:
                     lost = _named(units, kept == 0)
                     yield Cause.LOST, f"{lost}, divided by the rest", c * kept / (c @ kept)
                     yield Cause.LOST, f"{lost}, divided by all", c * kept
             more = 1 + piece
-            yield Cause.DOUBLED, f"{_named(units, piece > 0)} ({i})", c * more / (c @ more)
+            yield Cause.DOUBLED, _named(units, piece > 0), c * more / (c @ more)
     x = standard.fitted(case.result, case.wide)
     if x is not None:
         yield from _levels(standard, case, c, x, divided)
@@ -297,7 +309,14 @@ def _levels(
         return
     for unit in {float(np.median(kept)), float(kept.min())}:
         times = np.round(r / unit)
-        if np.all(np.abs(r / unit - times)[real] < SAME) and np.any(times[real] != 1) and np.all(times[real] >= 0):
+        # Divided by all, or by what is there.
+        by_all, by_these = abs(unit - 1) < SAME, abs(float(c[real] @ times[real]) * unit - 1) < SAME
+        if (
+            (by_all or by_these)
+            and np.all(np.abs(r / unit - times)[real] < SAME)
+            and np.any(times[real] != 1)
+            and np.all(times[real] >= 0)
+        ):
             lost, twice = _named(units, real & (times == 0)), _named(units, real & (times > 1))
             snapped = np.where(real, c * times * unit, 0)
             if lost:
@@ -309,11 +328,29 @@ def _levels(
             by_place = [float(np.mean(r[(p > 0) & real])) for p in pieces]
             snapped = np.where(real, c * sum(a * (p > 0) for a, p in zip(by_place, pieces, strict=True)), 0)
             places = ", ".join(f"{a:.4g}" for a in by_place)
-            weights = [float(c @ p) for p in pieces]
-            if np.ptp(weights) < SAME * max(weights):
-                yield Cause.BY_PLACE, f"microbatches count {places} times ({name})", x
-            yield Cause.COEFFICIENTS, f"{places} times theirs ({name})", snapped
+            if np.ptp(by_place) > SAME and _turned(standard, case, c, by_place, pieces):
+                yield Cause.BY_PLACE, f"microbatches count {places} times, in reverse order too{_of(name)}", snapped
+            yield Cause.COEFFICIENTS, f"{places} times theirs{_of(name)}", snapped
     yield Cause.COEFFICIENTS, f"from {r[real].min():.4g} to {r[real].max():.4g} times theirs", x
+
+
+def _turned(
+    standard: Standard, case: Case, c: np.ndarray, by_place: Sequence[float], pieces: Sequence[np.ndarray]
+) -> bool:
+    """Whether the examples in reverse order have the same factors, place by place."""
+    subject = standard.subject
+    if len(c) != subject.examples:
+        return False
+    batch = subject.rows(range(subject.examples - 1, -1, -1))
+    try:
+        result = standard.in_float64(case.split, batch) if case.wide else subject.divided(case.split, batch)
+    except NotWide:
+        return False
+    x = c * sum(a * (p > 0)[::-1] for a, p in zip(by_place, pieces, strict=True))
+    columns = [(a, y.floats) for a, y in zip(x, standard.columns(), strict=True) if y is not None]
+    predicted = _combined(np.array([a for a, _ in columns]), [y for _, y in columns])
+    turned = case._replace(result=result)
+    return _accounts(standard, turned, predicted, float(np.abs(x).sum()), standard.combination[1])
 
 
 def _padded(standard: Standard, case: Case, c: np.ndarray) -> Iterator[Answer]:
@@ -332,7 +369,23 @@ def _padded(standard: Standard, case: Case, c: np.ndarray) -> Iterator[Answer]:
         yield Cause.PLACEHOLDERS, f"{more} rows of zeros fill up the last microbatch, and count as examples"
 
 
-# --- what the elements tell -------------------------------------------------------------------------------------------
+def _ignored(standard: Standard, case: Case) -> Iterator[Answer]:
+    """Whether the division depends on an example that one batch ignores, whatever it holds."""
+    c, subject, n = standard.weights, standard.subject, standard.subject.examples
+    if c is None or len(c) != n or not np.any(c == 0):
+        return
+    real, ignored = int(np.argmax(c)), int(np.argmax(c == 0))
+    for batch in subject.with_row_of(ignored, real):
+        whole, other = standard.subject.divided(WHOLE, batch), standard.subject.divided(case.split, batch)
+        if (
+            standard.shares(whole.floats, standard.own.floats, wide=False).max() <= 1
+            and standard.shares(other.floats, case.own.floats, wide=False).max() > 1
+        ):
+            yield Cause.PLACEHOLDERS, f"one batch ignores what example {ignored} holds, this division does not"
+            return
+
+
+# --- what the elements tell ---
 
 
 def _scattered(standard: Standard, case: Case) -> Iterator[Answer]:
@@ -342,12 +395,19 @@ def _scattered(standard: Standard, case: Case) -> Iterator[Answer]:
     groups: list[tuple[str, list[Floats]]] = []
     columns = standard.columns()
     if all(x is not None for x in columns):
-        groups.append(("examples", [[a * y for y in x.floats] for a, x in zip(c, columns, strict=True) if x is not None]))
+        groups.append(
+            ("examples", [[a * y for y in x.floats] for a, x in zip(c, columns, strict=True) if x is not None])
+        )
     for name, pieces in partitions(standard.subject.examples, case.split).items():
         parts = [standard.one(rows) for rows in pieces]
         if all(x is not None for x in parts):
             sizes = [float(c @ _in(standard.units(), rows)) for rows in pieces]
-            groups.append((f"microbatches: {name}", [[a * y for y in x.floats] for a, x in zip(sizes, parts, strict=True) if x is not None]))
+            groups.append(
+                (
+                    f"microbatches: {name}",
+                    [[a * y for y in x.floats] for a, x in zip(sizes, parts, strict=True) if x is not None],
+                )
+            )
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     allowed = standard.allowed(case.wide)
     for name, terms in groups:
@@ -387,28 +447,43 @@ def _narrow(standard: Standard, case: Case) -> Iterator[Answer]:
         except ValueError:
             continue
         for dtype in NARROW:
-            for text, terms, divisor in _ways(pieces):
+            for text, terms, divisor in _ways(standard, pieces):
                 sums = [_chain([a * x[i] for a, x in zip(terms, parts, strict=True)], dtype) / divisor for i in far]
                 hits = sum(_near(made[i], x, allowed[i]) for i, x in zip(far, sums, strict=True))
                 total = sum(made[i].size for i in far)
                 if total >= TELLING and hits >= 0.99 * total:
-                    yield Cause.PRECISION, f"additions in {dtype} give it, {text} ({name})"
+                    yield Cause.PRECISION, f"additions in {dtype} give it, {text}{_of(name)}"
                     return
     for dtype in NARROW:
-        for times in (1, case.split.microbatches, subject.examples):
-            values = np.concatenate([np.float32(made[i] * times).ravel() for i in far] or [np.zeros(0, np.float32)])
+        for times in {1.0, float(case.split.microbatches), *_totals(standard)}:
+            values = np.concatenate([made[i].ravel() * times for i in far] or [np.zeros(0)])
             values = values[values != 0]
-            if len(values) >= TELLING and np.mean(values == values.astype(dtype).astype(np.float32)) > 0.999:
-                yield Cause.PRECISION, f"every element is a {dtype}" + (f" over {times}" if times > 1 else "")
+            rounded = values.astype(np.float32).astype(dtype).astype(np.float64)
+            if len(values) >= TELLING and np.mean(np.abs(values - rounded) <= 2**-22 * np.abs(values)) > 0.999:
+                yield Cause.PRECISION, f"every element is a {dtype}" + (f" over {times:g}" if times > 1 else "")
                 return
 
 
-def _ways(pieces: Sequence[Rows]) -> Iterator[tuple[str, np.ndarray, float]]:
+def _totals(standard: Standard) -> list[float]:
+    """Of how many tokens the examples' weights can be the parts: numbers that make integers of all of them."""
+    if standard.likely is None:
+        return []
+    totals = np.arange(1, 2049)
+    parts = totals[:, None] * standard.likely
+    return [float(x) for x in totals[np.abs(parts - np.round(parts)).max(axis=1) < 0.02][:3]]
+
+
+def _ways(standard: Standard, pieces: Sequence[Rows]) -> Iterator[tuple[str, np.ndarray, float]]:
     """Names, factors of the terms, and what their sum is divided by."""
     sizes = np.array([len(x) for x in pieces], np.float64)
     yield "divided at the end", np.ones(len(pieces)), float(len(pieces))
     yield "of parts of the mean", sizes / sizes.sum(), 1.0
     yield "of sums, divided at the end", sizes, float(sizes.sum())
+    if standard.likely is not None:
+        parts = np.array([standard.likely @ _in(standard.units(), rows) for rows in pieces])
+        yield "of parts of the mean", parts, 1.0
+        for total in _totals(standard):
+            yield "of sums, divided at the end", np.round(parts * total), total
 
 
 def _chain(terms: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
@@ -438,7 +513,12 @@ def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _weights(values: Sequence[float]) -> str:
-    return f"microbatches weigh from {min(values):.4g} to {max(values):.4g} in one batch"
+    return f"they weigh from {min(values):.4g} to {max(values):.4g} in one batch"
+
+
+def _of(partition: str) -> str:
+    """A partition in a detail, unless it is the usual one."""
+    return "" if partition == "neighbours" else f"; {partition}"
 
 
 def _named(units: Sequence[Rows], chosen: np.ndarray) -> str:
@@ -447,12 +527,3 @@ def _named(units: Sequence[Rows], chosen: np.ndarray) -> str:
         return ""
     shown = ", ".join(map(str, rows[:6])) + (f" and {len(rows) - 6} more" if len(rows) > 6 else "")
     return f"example{'s' if len(rows) > 1 else ''} {shown}"
-
-
-def _as_floats(x: np.ndarray) -> np.ndarray:
-    wide = _as_complex(x)
-    return wide[..., None].view(np.float64) if wide.dtype == np.complex128 else wide
-
-
-def _as_complex(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)

@@ -2,13 +2,12 @@
 
 The distance is the root of the mean square over a leaf. What rounding allows is measured on the step itself::
 
-    allowed = 16 * noise + gamma(2 n + 5) * max_e |g_e| + 4 u |p|
+    allowed = 16 * noise + gamma(2 n + 5) * max_e |g_e|
 
 - noise: how far the result on one batch moves if each parameter, and each number of the batch, moves by up to two
   units of rounding, at random; in float64 where the step runs in it, which leaves no other rounding in. The unit u is
-  that of the narrowest operands of its products of matrices.
+  that of the narrowest operands of its products of matrices. New parameters have u |p| more, as they are stored.
 - gamma(m) = m u / (1 - m u) bounds the sum of the n examples' gradients g_e in any order.
-- the last term, for new parameters alone, is the rounding of what is stored.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from functools import cached_property
 
 import numpy as np
 
+from gradcombine.types import Tree
 from gradcombine.verify.microbatches.combination import gamma
 from gradcombine.verify.steps import precision
-from gradcombine.verify.steps.running import WHOLE, NotFinite, NotWide, Result, Rows, Split, Subject, perturbation
+from gradcombine.verify.steps.running import WHOLE, NotFiniteError, NotWide, Result, Rows, Split, Subject, perturbation
 from gradcombine.verify.ulp import rounding_unit
 
 TIMES = 16
@@ -69,9 +69,11 @@ class Standard:
         sizes = np.array([_rms(x) for x in self.best.floats])
         # A leaf that is 0 in exact arithmetic, as the bias of an attention's keys, has no other noise than its own.
         self.noise = np.where(sizes > 2.0**-40 * sizes.max(initial=0), exact, own)
-        stored = [4 * _rms(x) for _, x in subject.param_leaves] if subject.returns_params else 0.0
+        if subject.returns_params:
+            stored = np.array([self.unit * _rms(x) for _, x in subject.param_leaves])
+            self.noise, exact = self.noise + stored, exact + stored
         largest = np.array([_rms(x) for x in self._largest()])
-        sums = gamma(2 * min(subject.examples, EACH) + 5, self.unit) * largest + self.unit * np.array(stored)
+        sums = gamma(2 * min(subject.examples, EACH) + 5, self.unit) * largest
         self._accurate = TIMES * self.noise + sums
         # What is no more accurate than its own noise is allowed to be no nearer to itself.
         self._allowed = TIMES * np.maximum(exact, own) + sums
@@ -88,7 +90,10 @@ class Standard:
     def accuracy(self, result: Result, reference: Floats) -> tuple[np.ndarray, np.ndarray]:
         """The distance of each leaf from a reference: over what is allowed, and over the noise."""
         far = [_rms(x - y) for x, y in zip(result.floats, reference, strict=True)]
-        return tuple(np.array([_over(*x) for x in zip(far, y, strict=True)]) for y in (self._accurate, self.noise))
+        of_bound, noises = (
+            np.array([_over(*x) for x in zip(far, y, strict=True)]) for y in (self._accurate, self.noise)
+        )
+        return of_bound, noises
 
     def shares(self, a: Floats, b: Floats, wide: bool, sides: float = 2) -> np.ndarray:
         """The distance of each leaf over what is allowed to so many results."""
@@ -101,7 +106,7 @@ class Standard:
             batch = self.subject.rows(rows)
             try:
                 made = self.subject.run(WHOLE, batch) if self.wide is None else self.subject.wide(WHOLE, batch)
-            except NotFinite:
+            except NotFiniteError:
                 made = None
             self._rows[key] = made
         return self._rows[key]
@@ -160,48 +165,62 @@ class Standard:
         made = [np.tensordot([a for a, _ in used], np.stack(x), 1) for x in zip(*(x for _, x in used), strict=True)]
         return self.shares(self.best.floats, made, self.wide is not None, 2 + float(np.abs(weights).sum()))
 
-    def _solved(self, floats: Floats, leaves: Sequence[int], wide: bool) -> np.ndarray | None:
+    @cached_property
+    def likely(self) -> np.ndarray | None:
+        """The weights, or where rounding leaves them open the nearest ones: for what proves itself in any case."""
+        return self._solved(self.best.floats, range(len(self.best.floats)), self.wide is not None, certain=0)
+
+    def _solved(self, floats: Floats, leaves: Sequence[int], wide: bool, certain: float = CERTAIN) -> np.ndarray | None:
         """The combination of the units that is nearest to a result; None where rounding leaves it open."""
-        columns, allowed = self.columns(), self.allowed(wide)
-        used = [i for i, x in enumerate(columns) if x is not None and any(np.any(x.floats[j]) for j in leaves)]
+        columns, allowed = dict(enumerate(self.columns())), self.allowed(wide)
+        shown = {i: x.floats for i, x in columns.items() if x is not None and any(np.any(x.floats[j]) for j in leaves)}
+        used = list(shown)
         scales = {j: 1 / (allowed[j] * np.sqrt(max(floats[j].size, 1))) for j in leaves if allowed[j] > 0}
         if not used or not scales:
             return None
-        matrix = np.stack([np.concatenate([columns[i].floats[j].ravel() * a for j, a in scales.items()]) for i in used])
+        matrix = np.stack([np.concatenate([x[j].ravel() * a for j, a in scales.items()]) for x in shown.values()])
         target = np.concatenate([floats[j].ravel() * a for j, a in scales.items()])
-        if matrix.shape[1] < len(used) or np.linalg.svd(matrix, compute_uv=False)[-1] < CERTAIN * np.sqrt(len(leaves)):
+        if matrix.shape[1] < len(used) or np.linalg.svd(matrix, compute_uv=False)[-1] < certain * np.sqrt(len(leaves)):
             return None
         weights = np.zeros(len(columns))
         weights[used] = np.linalg.lstsq(matrix.T, target, rcond=None)[0]
         return weights
 
+    def in_float64(self, split: Split, batch: Tree) -> Result:
+        """A division's result in float64.
+
+        Raises:
+          NotWide: for a step that does not run in float64, or rounds to something narrower inside: where parameters
+            move by little, its result moves by too much, or not at all.
+        """
+        subject = self.subject
+        wide = subject.wide(split, batch)
+        scales = 2.0**-44, 2.0**-24, 2.0**-6
+        moved = [subject.wide(split, batch, noise=perturbation(0, scale, 2.0**-6)) for scale in scales]
+        rounding = 2**6 * UNIT64 * max(_rms(x) for x in wide.floats)
+        for i, name in enumerate(subject.names):
+            distances = [_rms(x.floats[i] - wide.floats[i]) for x in moved]
+            for j in range(len(scales) - 1):
+                expected = distances[j + 1] * scales[j] / scales[j + 1]
+                if distances[j] > 2**10 * expected + rounding or (distances[j] == 0 and expected > rounding):
+                    raise NotWide(f"the step rounds to something narrower than float64 by itself, as {name} shows")
+        return wide
+
     def _in_float64(self, draws: bool) -> tuple[Result | None, str]:
         subject = self.subject
         try:
-            wide = subject.wide(WHOLE, subject.batch)
             if draws:
                 raise NotWide("the step draws random numbers, which are others in float64")
-            # A step that rounds to something narrower inside moves by too much, or not at all.
-            small, large = (
-                subject.wide(WHOLE, subject.batch, noise=perturbation(0, unit, 2.0**-6))
-                for unit in (2.0**-44, 2.0**-24)
-            )
+            return self.in_float64(WHOLE, subject.batch), ""
         except NotWide as reason:
             return None, str(reason)
-        highest = max(_rms(x) for x in wide.floats)
-        for name, x, a, b in zip(subject.names, wide.floats, small.floats, large.floats, strict=True):
-            # What is 0 but for rounding moves as that does.
-            moved, expected, rounding = _rms(a - x), _rms(b - x) * 2.0**-20, UNIT64 * 2**6 * highest
-            if moved > 2**10 * expected + rounding or (moved == 0 and expected > rounding):
-                return None, f"the step rounds to something narrower than float64 by itself, which shows in {name}"
-        return wide, ""
 
     def _noise(self, wide: bool) -> np.ndarray:
         subject, unit, still = self.subject, 2 * self.unit, self.best if wide else self.own
         worst = np.array([self.unit * _rms(x) for x in still.floats])
         for seed in range(SAMPLES):
-            change = {"noise": perturbation(seed, unit), "batch_noise": perturbation(seed + SAMPLES, unit)}
-            moved = subject.run(WHOLE, subject.batch, wide, **change)
+            of_params, of_batch = perturbation(seed, unit), perturbation(seed + SAMPLES, unit)
+            moved = subject.run(WHOLE, subject.batch, wide, of_params, of_batch)
             worst = np.maximum(worst, [_rms(x - y) for x, y in zip(moved.floats, still.floats, strict=True)])
         return worst
 
@@ -212,16 +231,6 @@ class Standard:
             if column is not None:
                 largest = [np.maximum(x, np.abs(y)) for x, y in zip(largest, column.floats, strict=True)]
         return largest
-
-
-def best(standard: Standard, split: Split, batch: object, own: Result) -> tuple[Result, bool]:
-    """A division's result in float64, where it and one batch have one; else the one in its own precision."""
-    if standard.wide is not None:
-        try:
-            return standard.subject.wide(split, batch), True
-        except NotWide:
-            pass
-    return own, False
 
 
 def _rms(x: np.ndarray) -> float:

@@ -33,7 +33,7 @@ def read(subject: Subject) -> Program:
         if framework in sys.modules and subject.framework in (framework, "numpy"):
             try:
                 return program(step, params, batch)
-            except Exception:  # noqa: S112 (a step of another framework, or one that cannot be traced)
+            except Exception:  # a step of another framework, or one that cannot be traced
                 continue
     return Program()
 

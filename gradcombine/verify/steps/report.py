@@ -46,7 +46,8 @@ class StepRun(NamedTuple):
         from_one = f"{self.invariance:.2g} of the bound from one batch"
         if self.accuracy is None:
             return f"{self.name}: {from_one}"
-        return f"{self.name}: {from_one}; {self.noises:.2g} times its rounding noise from the reference, {self.accuracy:.2g} of the bound"
+        from_reference = f"{self.noises:.2g} times its rounding noise from the reference"
+        return f"{self.name}: {from_one}; {from_reference}, {self.accuracy:.2g} of the bound"
 
 
 class StepReport(NamedTuple):

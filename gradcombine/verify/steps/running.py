@@ -1,9 +1,9 @@
-"""A step under test, run on chosen examples, in its own precision and in float64, with what it gives as NumPy arrays."""
+"""A step under test, run on chosen examples, in its own precision and in float64; what it gives, as NumPy arrays."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NamedTuple, TypeAlias
 
@@ -100,7 +100,13 @@ class Subject:
         """The step of a division, made once."""
         if split not in self._steps:
             others = {} if split.devices == 1 else {"devices": split.devices}
-            made = self._make(split.microbatches, **others)
+            try:
+                made = self._make(split.microbatches, **others)
+            except GradCombineError:
+                raise
+            except Exception as error:  # whatever a foreign function raises
+                received = f"{type(error).__name__}: {_line(error)}"
+                raise GradCombineError(OPERATION, f"a make_step for {split}", received) from error
             if not callable(made):
                 raise GradCombineError(OPERATION, "make_step to return a step(params, batch)", type(made).__name__)
             self._steps[split] = made
@@ -130,7 +136,7 @@ class Subject:
         if start is not None:
             given = iter(start)
             entered = [as_kind(next(given), x) if _is_float(x) else x for x in entered]
-        with ExitStack() as stack:
+        with ExitStack() as stack, np.errstate(all="ignore"):
             for context in _wide_contexts() if wide else ():
                 stack.enter_context(context)
             arguments = [_copied(x, wide, noise) for x in entered]
@@ -163,7 +169,7 @@ class Subject:
         try:
             return self.run(split, batch, wide=True, **others)
         except Exception as error:  # whatever a foreign step raises
-            if isinstance(error, NotWide):
+            if isinstance(error, (NotWide, NotFiniteError)):
                 raise
             raise NotWide(f"it does not run in float64: {_line(error)}") from None
 
@@ -175,6 +181,14 @@ class Subject:
         """A batch of these examples."""
         leaves, structure = tree.flatten(OPERATION, self.batch)
         return tree.unflatten(structure, [_taken(x, np.array(rows, np.int32)) for x in leaves])
+
+    def with_row_of(self, row: int, other: int) -> Iterator[Tree]:
+        """The batch, one leaf after the other with another example's values in a row."""
+        leaves, structure = tree.flatten(OPERATION, self.batch)
+        rows = np.arange(self.examples, dtype=np.int32)
+        rows[row] = other
+        for i, leaf in enumerate(leaves):
+            yield tree.unflatten(structure, [*leaves[:i], _taken(leaf, rows), *leaves[i + 1 :]])
 
     def zeros(self) -> Tree:
         """A batch of as many examples, all of them zeros: what padding is made of."""
@@ -190,16 +204,16 @@ class Subject:
             raise GradCombineError(OPERATION, "a step that returns float arrays", f"{len(leaves)} leaves, none of them")
         paths = list(structure.paths())
         self.names = tuple(paths[i] or "(root)" for i, _ in floats)
-        wide = [_widened(x) for _, x in floats]
+        wide = [widened(x) for _, x in floats]
         if self.returns_params:
             if [x.shape for x in wide] != [x.shape for x in before]:
                 raise GradCombineError(OPERATION, "new parameters of the shapes of the old", "others")
-            wide = [x - _widened(y) for x, y in zip(wide, before, strict=True)]
+            wide = [x - widened(y) for x, y in zip(wide, before, strict=True)]
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
-                raise NotFinite(name)
+                raise NotFiniteError(name)
         others = tuple(x for _, x in present if not _is_float_dtype(x.dtype))
-        return Result(tuple(map(_real, wide)), others, tuple(x.dtype for _, x in floats))
+        return Result(tuple(map(as_floats, wide)), others, tuple(x.dtype for _, x in floats))
 
     def _compare(self, structure: tree.Structure) -> None:
         if self.returns_params and structure != self._params_structure:
@@ -210,7 +224,7 @@ class Subject:
             raise tree.difference(OPERATION, self._structure, structure)
 
 
-class NotFinite(GradCombineError):
+class NotFiniteError(GradCombineError):
     """A result that holds NaN or infinity."""
 
     def __init__(self, path: str) -> None:
@@ -252,7 +266,7 @@ def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndar
     rng = np.random.default_rng(seed)
 
     def changed(x: np.ndarray) -> np.ndarray:
-        wide = _widened(x)
+        wide = widened(x)
         return (wide + unit * rng.uniform(-1, 1, x.shape) * np.where(wide == 0, zero, wide)).astype(x.dtype)
 
     return changed
@@ -270,7 +284,7 @@ def _copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None
     array = _array(x)
     if not _is_float_dtype(array.dtype):
         return as_kind(array.copy(), x)
-    array = _widened(array) if wide else array.copy()
+    array = widened(array) if wide else array.copy()
     return as_kind(array if noise is None else noise(array), x)
 
 
@@ -292,13 +306,15 @@ def _is_float_dtype(dtype: np.dtype) -> bool:
     return kind_of(dtype) != "integer"
 
 
-def _widened(x: np.ndarray) -> np.ndarray:
+def widened(x: np.ndarray) -> np.ndarray:
+    """In float64, or complex128."""
     return x.astype(np.complex128 if kind_of(x.dtype) == "complex" else np.float64)
 
 
-def _real(x: np.ndarray) -> np.ndarray:
-    """Complex numbers as pairs."""
-    return x if x.dtype == np.float64 else x[..., None].view(np.float64)
+def as_floats(x: np.ndarray) -> np.ndarray:
+    """In float64, complex numbers as pairs."""
+    wide = widened(x)
+    return wide if wide.dtype == np.float64 else wide[..., None].view(np.float64)
 
 
 def _is_sparse(x: Any) -> bool:

@@ -1,0 +1,134 @@
+"""Each defect of a division is planted in a step by hand, and named; what is harmless is not accused."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify import Cause, StepReport, check_step
+from tests.verify.steps import by_hand, defects
+
+PARAMS = by_hand.params()
+
+
+def check(make: Any, examples: int = 8, **options: Any) -> StepReport:
+    batch = options.pop("batch", None) or by_hand.batch(examples)
+    return check_step(partial(make, by_hand.sums), PARAMS, batch, **options)
+
+
+UNEVEN: dict[str, Any] = {"examples": 10, "microbatches": (4,)}
+REAL = by_hand.batch()
+WITH_PLACEHOLDERS = REAL | {"mask": REAL["mask"] * (np.arange(8) < 6)[:, None].astype(np.float32)}
+
+DEFECTS: dict[str, tuple[Any, dict[str, Any], Cause, str]] = {
+    "mean of means": (defects.mean_of_means, {}, Cause.MEAN_OF_MEANS, "they weigh from 0.24 to 0.76"),
+    "sum of means": (defects.sum_of_means, {}, Cause.SUM, "2 times the mean"),
+    "the rest dropped": (defects.drops_the_rest, UNEVEN, Cause.LOST, "examples 8, 9, divided by the rest"),
+    "the last dropped": (defects.drops_the_last, {"microbatches": (4,)}, Cause.LOST, "examples 6, 7, divided by all"),
+    "only the last": (defects.only_the_last, {}, Cause.LOST, "examples 0, 1, 2, 3, divided by the rest"),
+    "doubled": (defects.doubles, {}, Cause.DOUBLED, "example 3"),
+    "zeros counted": (defects.pads_with_zeros, UNEVEN, Cause.PLACEHOLDERS, "2 rows that fill up"),
+    "trained on padding": (
+        defects.trains_on_padding, {"batch": WITH_PLACEHOLDERS}, Cause.PLACEHOLDERS, "ignores what example 6 holds",
+    ),
+    "clipped each": (defects.clips_each, {}, Cause.CHANGED_BEFORE, "a norm of 0.05"),
+    "decay each": (defects.decays_each, {}, Cause.ADDED, "0.001 times the parameters"),
+    "little decay each": (partial(defects.decays_each, rate=1e-5), {}, Cause.ADDED, "1e-05 times the parameters"),
+    "schedule each": (defects.scheduled_each, {}, Cause.BY_PLACE, "1, 0.5 times"),
+    "updates each": (defects.updates_each, {"returns": "params"}, Cause.MOVED_EACH, "2 updates"),
+    "float16": (defects.narrow, {}, Cause.PRECISION, "additions in float16"),
+    "bfloat16": (partial(defects.narrow, dtype=ml_dtypes.bfloat16), UNEVEN, Cause.PRECISION, "additions in bfloat16"),
+    "rows set": (defects.overwrites_rows, {}, Cause.SCATTER, "rows keep one contribution"),
+    "a microbatch without tokens": (
+        defects.weighted_means, {"batch": WITH_PLACEHOLDERS, "microbatches": (4,)}, Cause.NOT_FINITE, "[0]",
+    ),
+    "hidden state": (defects.Stateful, {}, Cause.STATE, ""),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_planted_defect_is_named(name: str) -> None:
+    make, options, cause, detail = DEFECTS[name]
+    report = check(make, **options)
+    assert not report.passes
+    assert report.cause is cause, str(report)
+    assert detail in report.faults[0].detail
+    assert str(cause) in str(report)
+
+
+HARMLESS = (
+    *((make, options) for make in (defects.right, defects.backwards, defects.in_a_tree) for options in ({}, UNEVEN)),
+    (defects.right, {"batch": WITH_PLACEHOLDERS}),
+    (defects.weighted_means, UNEVEN),
+)
+
+
+@pytest.mark.parametrize(("make", "options"), HARMLESS)
+def test_orders_of_additions_are_not_accused(make: Any, options: dict[str, Any]) -> None:
+    report = check(make, **options)
+    assert report.passes, str(report)
+    assert all(run.accuracy is not None and run.accuracy < 0.5 for run in report.runs)
+
+
+def broken(sums: Any, k: int) -> Any:
+    if k > 1:
+        raise TypeError("no microbatches")
+    return defects.right(sums, k)
+
+
+def reshapes(sums: Any, k: int) -> Any:
+    def step(p: Any, batch: Any) -> Any:
+        np.reshape(batch["tokens"], (k, len(batch["tokens"]) // k, -1, 6))
+        return defects.right(sums, k)(p, batch) if k == 1 else np.reshape(p[0], (k, 7))
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "message"),
+    [
+        (defects.right, {"batch": {"a": np.ones((4, 2)), "b": np.ones(3)}}, "4 examples along the first axis"),
+        (defects.right, {"batch": {"a": np.float32(1)}}, "a batch of two examples or more, received none"),
+        (defects.right, {"microbatches": ()}, "numbers of microbatches"),
+        (defects.right, {"microbatches": (0,)}, "a number of microbatches"),
+        (defects.right, {"microbatches": (9,)}, "at least as many examples as parts"),
+        (defects.right, {"returns": "loss"}, "returns to be 'gradients' or 'params'"),
+        (lambda sums, k: 3, {}, "make_step to return a step"),
+        (lambda sums, k: lambda p, batch: [], {}, "a step that returns float arrays"),
+        (lambda sums, k: lambda p, batch: [p[0] * np.float32("nan")], {}, "a step whose result is finite"),
+        (lambda sums, k: lambda p, batch: p[:2], {"returns": "params"}, "the structure to have"),
+        (lambda sums, k: lambda p, batch: p[:k], {}, "the structure to have"),
+        (reshapes, {"microbatches": (3,)}, "takes 8 examples as 3 microbatches, received ValueError: cannot reshape"),
+        (broken, {}, "make_step for 2 microbatches, received TypeError: no microbatches"),
+    ],
+)
+def test_is_refused(make: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(GradCombineError, match=message):
+        check(make, **options)
+
+
+def test_a_given_reference_tells_which_side_is_off() -> None:
+    exact = defects.right(by_hand.sums, 1)([x.astype(np.float64) for x in PARAMS], by_hand.batch())
+    report = check(lambda sums, k: defects.right(sums, k) if k > 1 else defects.only_the_last(sums, 2), reference=exact)
+    one, *others = report.runs
+    assert one.noises is not None and one.noises > 1e4
+    assert all(run.noises is not None and run.noises < 8 for run in others)
+    assert report.cause is Cause.INACCURATE
+
+
+def test_a_step_that_is_worse_than_its_rounding_noise_is_inaccurate() -> None:
+    """It adds a large number and subtracts it again: the same in every division, and far from float64."""
+
+    def make_step(k: int) -> Any:
+        del k
+        large = np.float32(1e3)
+        return lambda p, batch: batch.mean() * p + large - large
+
+    report = check_step(make_step, np.linspace(0.5, 1, 64, dtype=np.float32), np.linspace(0, 1, 8, dtype=np.float32))
+    assert report.cause is Cause.INACCURATE, str(report)
