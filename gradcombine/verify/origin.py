@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from itertools import compress
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
-import gradcombine as gc
 from gradcombine import tree
-from gradcombine.backends.registry import is_absent, load
+from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
-from gradcombine.foreign_orders import (
-    addn_blocks,
-    hierarchical_copy,
-    left_chain,
-    mean_of_means,
-    multiply_add,
-    ring,
-    welford,
-)
-from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
+from gradcombine.verify.candidates import Candidate, candidates
+from gradcombine.verify.nccl import nccl_candidates, pieces
 from gradcombine.verify.pytorch import converted
 from gradcombine.verify.ulp import NAN_DISTANCE, ulp_distance
 
@@ -64,8 +53,12 @@ class Explanation(NamedTuple):
 
     @property
     def matches(self) -> tuple[Verdict, ...]:
-        """The candidates that give the result to the bit; none if all of them do, which says nothing."""
-        return tuple(verdict for verdict in self.verdicts if verdict.equal and self.elements)
+        """The candidates that give the result to the bit; none if all of them do, which says nothing.
+
+        Those whose chunks are chosen by the result are among them only if no other one gives it.
+        """
+        equal = [verdict for verdict in self.verdicts if verdict.equal and self.elements]
+        return tuple(verdict for verdict in equal if not verdict.candidate.others) or tuple(equal)
 
     def __str__(self) -> str:
         matches = self.matches
@@ -97,9 +90,10 @@ def explain(
     """Finds the order of additions, the precision and the scaling that made a result of its contributions.
 
     It tries left chains, the canonical tree, TensorFlow's AddN, rings, psum and hierarchical copies over several
-    numbers of ranks, Welford's mean (optax.MultiSteps) and means of means; with accumulators of float32, bfloat16,
-    float16 and float64, compensated and exact; as a sum, or a mean that divides, multiplies by the reciprocal, or
-    scales each contribution first; with the weights, and without them.
+    numbers of ranks, NCCL's rings, trees and NVLS with DDP's mean (`gradcombine.verify.nccl`), Welford's mean
+    (optax.MultiSteps) and means of means; with accumulators of float32, bfloat16, float16 and float64, compensated and
+    exact; as a sum, or a mean that divides, multiplies by the reciprocal, or scales each contribution first; with the
+    weights, and without them.
 
     Args:
       contributions: trees of float arrays (float8 and float64 too), of any framework, in the order of their numbers.
@@ -139,7 +133,8 @@ def explain(
     if ranks is None:
         ranks = [number for number in range(2, len(trees) + 1) if len(trees) % number == 0]
     measured: list[tuple[Candidate, list[_Leaf]]] = []
-    for tried, candidate in enumerate(candidates(trees, weights, ranks)):
+    known = chain(candidates(trees, weights, ranks), nccl_candidates(trees, weights, ranks))
+    for tried, candidate in enumerate(known):
         progress(tried, str(candidate))
         measured.append((candidate, _measured(candidate, structure, wanted)))
     informative = [any(leaves[i].equal < size for _, leaves in measured) for i, size in enumerate(sizes)]
@@ -176,17 +171,21 @@ class _Leaf(NamedTuple):
 
 def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Any]) -> list[_Leaf]:
     with np.errstate(all="ignore"):
-        made = tree.flatten_as("explain", structure, candidate.run())
+        made = [tree.flatten_as("explain", structure, run()) for run in (candidate.run, *candidate.others)]
     measured: list[_Leaf] = []
-    for x, expected in zip(made, wanted, strict=True):
+    for *columns, expected in zip(*made, wanted, strict=True):
         if expected is None:
             measured.append(_Leaf(0, 0))
             continue
         with np.errstate(all="ignore"):
-            own = np.asarray(x).astype(expected.dtype)
-        distances = ulp_distance(own, expected)
+            own = np.stack([np.asarray(x).astype(expected.dtype).reshape(-1) for x in columns])
+        flat = expected.reshape(-1)
         # The sign of a zero is a bit, though not a distance; the payload of NaN does not count.
-        same = (distances == 0) & ((np.signbit(own) == np.signbit(expected)) | np.isnan(expected))
+        same = ((own == flat) & (np.signbit(own) == np.signbit(flat))) | (np.isnan(own) & np.isnan(flat))
+        if len(columns) > 1:
+            of_chunk = pieces(same)[None]
+            own, same = (np.take_along_axis(x, of_chunk, axis=0) for x in (own, same))
+        distances = ulp_distance(own.reshape(-1), flat)
         measured.append(_Leaf(int(np.count_nonzero(same)), int(distances.max(initial=0))))
     return measured
 
@@ -200,220 +199,3 @@ def _verdict(candidate: Candidate, leaves: Sequence[_Leaf], elements: int) -> Ve
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return ", ".join(name or "(root)" for name in names[:LISTED]) + more
-
-
-Order: TypeAlias = Callable[[Sequence[Tree]], Tree]
-Split: TypeAlias = Callable[[Sequence[Tree], int], list[Sequence[Tree]]]
-
-
-def orders(count: int, ranks: Sequence[int]) -> Iterator[tuple[str, Order]]:
-    """Every order for this many contributions, with its name; orders that are the same for so few are given once.
-
-    Args:
-      count: of contributions.
-      ranks: numbers of replicas that may have held them.
-    """
-    yield "one after another", left_chain
-    if count < 3:
-        return
-    yield "one after another, from the last to the first", lambda trees: left_chain(trees[::-1])
-    if count > 3:
-        yield "canonical tree (order='tree')", canonical
-    if count > 9:
-        yield "AddN (tf.add_n on CPU)", addn_blocks
-    if count > 10:
-        names = [f"x_{i}" for i in range(count)]
-        yield "AddN, terms sorted by name (tf.function)", partial(addn_blocks, names=names)
-    for number in ranks:
-        if number < 2 or count % number:
-            continue
-        whole = number == count
-        for how, split in (("in blocks", blocks), ("in turn", turns)) if not whole else (("", blocks),):
-            over = f"over {number} ranks" + (f", dealt {how}" if how else "")
-            if not whole or number > 9:
-                yield f"psum by rank {over}", partial(_twice, split, number, left_chain)
-            if number > 3 and not whole:
-                yield f"tree by rank {over}", partial(_twice, split, number, canonical)
-            if number > 2:
-                yield f"ring {over}", partial(_twice, split, number, ring)
-                yield f"ring, a leaf at a time, {over}", partial(_twice, split, number, partial(ring, packed=False))
-            if number > 3:
-                yield f"HierarchicalCopyAllReduce {over}", partial(_twice, split, number, hierarchical_copy)
-
-
-def blocks(trees: Sequence[Tree], ranks: int) -> list[Sequence[Tree]]:
-    """The first rank has the first contributions, and so on."""
-    each = len(trees) // ranks
-    return [trees[i : i + each] for i in range(0, len(trees), each)]
-
-
-def turns(trees: Sequence[Tree], ranks: int) -> list[Sequence[Tree]]:
-    """Contribution i is on rank i modulo their number."""
-    return [trees[rank::ranks] for rank in range(ranks)]
-
-
-def canonical(trees: Sequence[Tree]) -> Tree:
-    """The binary tree over the contributions' numbers."""
-    return fold_pairwise(lambda a, b: left_chain([a, b]), trees)
-
-
-def _twice(split: Split, ranks: int, over: Order, trees: Sequence[Tree]) -> Tree:
-    """Each rank adds its contributions one after another; the ranks' sums are added by ``over``."""
-    return over([left_chain(part) for part in split(trees, ranks)])
-
-
-ACCUMULATORS: tuple[Any, ...] = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
-
-
-class Candidate(NamedTuple):
-    """One way to combine the contributions.
-
-    Attributes:
-      order: of the additions.
-      accumulator: the dtype that they are rounded to.
-      scaling: how weights and the number of contributions enter.
-      run: the result, in the accumulator's dtype or in the contributions' own.
-    """
-
-    order: str
-    accumulator: str
-    scaling: str
-    run: Callable[[], Tree]
-
-    def __str__(self) -> str:
-        return f"{self.scaling}, added {self.order}, in {self.accumulator}"
-
-
-def candidates(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]) -> Iterator[Candidate]:
-    """All candidates for float contributions; the likely ones first.
-
-    Args:
-      trees: NumPy trees of one structure, in their order.
-      weights: one for each tree, if there were any.
-      ranks: numbers of replicas that may have held them.
-    """
-    present = {x.dtype for value in trees for x in tree.flatten("explain", value)[0] if x is not None}
-    known = dict(orders(len(trees), ranks))
-    common = [np.dtype(x) for x in ACCUMULATORS]
-    for dtype in [*common, *sorted(present - set(common), key=str)]:
-        cast = [as_dtype(x, dtype) for x in trees]
-        for name, order in known.items():
-            if dtype not in common and name.startswith("ring"):
-                continue  # TensorFlow's ring does not take such a dtype
-            for scaling, run in _scaled(order, cast, weights, dtype):
-                yield Candidate(name, str(dtype), scaling, run)
-    wide = np.dtype(np.float64) in present
-    if not present <= set(common):
-        # Narrower dtypes are exact in float32.
-        trees = [as_dtype(x, np.dtype(np.float64 if wide else np.float32)) for x in trees]
-    yield from _precise(trees, weights)
-    yield from _means(trees, weights, ranks, wide)
-
-
-def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
-    """The tree in another dtype."""
-
-    def cast(x: np.ndarray) -> np.ndarray:
-        with np.errstate(over="ignore"):
-            return x.astype(dtype)
-
-    return mapped(cast, value)
-
-
-def mapped(function: Callable[..., Any], *trees: Tree) -> Tree:
-    """The function of every leaf; None stays."""
-    leaves, structure = tree.flatten("explain", trees[0])
-    others = [tree.flatten_as("explain", structure, other) for other in trees[1:]]
-    rows = zip(leaves, *others, strict=True)
-    return tree.unflatten(structure, [None if row[0] is None else np.asarray(function(*row)) for row in rows])
-
-
-def _scaled(
-    order: Order, trees: Sequence[Tree], weights: Sequence[float] | None, dtype: np.dtype
-) -> Iterator[tuple[str, Callable[[], Tree]]]:
-    count, one = dtype.type(len(trees)), dtype.type(1)
-
-    def scaled(factors: Sequence[Any]) -> list[Tree]:
-        return [mapped(partial(np.multiply, factor), x) for factor, x in zip(factors, trees, strict=True)]
-
-    total = cache(lambda: order(trees))
-    yield "sum", total
-    yield "sum / n", lambda: _quiet(np.true_divide, total(), count)
-    yield "sum * (1 / n)", lambda: _quiet(np.multiply, total(), one / count)
-    yield "sum of each / n", lambda: order([_quiet(np.true_divide, x, count) for x in trees])
-    yield "sum of each * (1 / n)", lambda: order(scaled([one / count] * len(trees)))
-    if weights is None:
-        return
-    rounded = [dtype.type(w) for w in weights]
-    units = dtype.type(sum(weights))
-    weighted = cache(lambda: order(scaled(rounded)))
-    yield "weighted sum", weighted
-    yield "weighted sum / total weight", lambda: _quiet(np.true_divide, weighted(), units)
-    yield "weighted sum * (1 / total weight)", lambda: _quiet(np.multiply, weighted(), one / units)
-    yield "sum of each * (weight / total weight)", lambda: order(scaled([w / units for w in rounded]))
-    yield "weighted sum / n", lambda: _quiet(np.true_divide, weighted(), count)
-    if dtype == np.float32 and order is left_chain:
-        yield "weighted sum, fused multiply-adds", lambda: _fused(trees, rounded)
-        fused = "weighted sum, fused multiply-adds, / total weight"
-        yield fused, lambda: _quiet(np.true_divide, _fused(trees, rounded), units)
-
-
-def _precise(trees: Sequence[Tree], weights: Sequence[float] | None) -> Iterator[Candidate]:
-    """The compensated and the exact precision of gradcombine."""
-    for precision in ("compensated", "exact"):
-        for scaling, reduction, used in (
-            ("sum", gc.reductions.sum(precision), None),
-            ("sum / n", gc.reductions.mean(precision), None),
-            ("weighted sum", gc.reductions.sum(precision), weights),
-            ("weighted sum / total weight", gc.reductions.mean(precision), weights),
-        ):
-            if used is not None or not scaling.startswith("weighted"):
-                run = partial(gc.combine, reduction, list(trees), used)
-                yield Candidate(
-                    "in any order" if precision == "exact" else "one after another", precision, scaling, run
-                )
-
-
-def _means(
-    trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int], wide: bool
-) -> Iterator[Candidate]:
-    """Means that are not scaled sums."""
-    fused, plain = "Welford's mean (optax.MultiSteps)", "Welford's mean, no fused multiply-adds"
-    if not wide:
-        for dtype in (np.dtype(x) for x in ACCUMULATORS[:3]):
-            run = partial(welford, list(trees), accumulator=dtype)
-            yield Candidate("one after another", str(dtype), fused, run)
-        yield Candidate("one after another", "float32", plain, partial(welford, list(trees), fused=False))
-    accumulator = "float64" if wide else "float32"
-    for number in ranks:
-        if number < 2 or len(trees) % number or number == len(trees):
-            continue
-        for how, split in (("in blocks", blocks), ("in turn", turns)):
-            dealt = [x for part in split(trees, number) for x in part]
-            name = f"by rank over {number} ranks, dealt {how}"
-            yield Candidate(name, accumulator, "mean of means", partial(mean_of_means, dealt, number))
-            if weights is not None:
-                scales = [w for part in split(list(weights), number) for w in part]
-                run = partial(mean_of_means, dealt, number, scales)
-                yield Candidate(name, accumulator, "mean of weighted means", run)
-
-
-def _quiet(operation: Any, value: Tree, scalar: Any) -> Tree:
-    def apply(x: np.ndarray) -> np.ndarray:
-        with np.errstate(all="ignore"):
-            return operation(x, scalar)
-
-    return mapped(apply, value)
-
-
-def _fused(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
-    """``acc = w * x + acc`` with one rounding, as XLA contracts it."""
-    backend = load("numpy")
-    total = mapped(np.zeros_like, trees[0])
-    for x, weight in zip(trees, weights, strict=True):
-
-        def add(a: np.ndarray, b: np.ndarray, w: np.float32 = weight) -> Any:
-            return multiply_add(backend, a, w, b)
-
-        total = mapped(add, x, total)
-    return total

@@ -22,8 +22,9 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from gradcombine.verify.candidates import Candidate
 from gradcombine.verify.microbatches.subject import Leaves, Step
-from gradcombine.verify.origin import Candidate, explain
+from gradcombine.verify.origin import explain
 from gradcombine.verify.ulp import finfo, rounding_unit
 
 FLOAT32 = np.dtype(np.float32)

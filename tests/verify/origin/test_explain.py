@@ -16,7 +16,7 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine import GradCombineError, foreign_orders
 from gradcombine.verify import explain
-from gradcombine.verify.origin import candidates
+from gradcombine.verify.candidates import candidates
 
 RNG = np.random.default_rng(11)
 TREES = [
@@ -40,7 +40,7 @@ def is_found_again(trees: Sequence[Any], weights: Any, every: int) -> None:
         found = explain(trees, results[name], weights, ranks=RANKS)
         matches = [str(verdict.candidate) for verdict in found.matches]
         assert name in matches
-        for other in matches:
+        for other in filter(results.__contains__, matches):
             wanted = results[name]["kernel"]
             np.testing.assert_array_equal(results[other]["kernel"].astype(wanted.dtype), wanted)
 

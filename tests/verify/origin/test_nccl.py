@@ -1,0 +1,164 @@
+"""The orders of PyTorch's processes, against what NCCL's chunks are by hand, and sums in fractions."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gradcombine import GradCombineError
+from gradcombine.verify import explain
+from gradcombine.verify.nccl import ddp_buckets, nvls, pieces, tree_chunk
+
+RNG = np.random.default_rng(4)
+
+
+def parts(ranks: int, dtype: Any = np.float32, size: int = 700) -> list[dict[str, np.ndarray]]:
+    return [{"b": RNG.normal(size=50).astype(dtype), "w": RNG.normal(size=size).astype(dtype)} for _ in range(ranks)]
+
+
+def rounded(value: Fraction, like: Any) -> Fraction:
+    """To the nearest number of a dtype, by exact distances; the significand's last bit decides a tie."""
+    near = like.type(float(value))
+    around = [near, np.nextafter(near, like.type(np.inf)), np.nextafter(near, like.type(-np.inf))]
+    best = min(around, key=lambda x: (abs(Fraction(float(x)) - value), int(x.view(f"u{like.itemsize}")) & 1))
+    return Fraction(float(best))
+
+
+def added(terms: list[Fraction], like: np.dtype) -> Fraction:
+    """A chain from the left, each addition rounded."""
+    total = terms[0]
+    for term in terms[1:]:
+        total = rounded(total + term, like)
+    return total
+
+
+def exactly(trees: list[dict[str, np.ndarray]], leaf: str, i: int) -> list[Fraction]:
+    return [Fraction(float(tree[leaf].reshape(-1)[i])) for tree in trees]
+
+
+def test_a_ring_is_found_whatever_its_chunks() -> None:
+    """Where they begin depends on the channels, and these on the machine."""
+    trees = parts(4)
+    starts = {"b": np.full(50, 2), "w": np.repeat([2, 3, 0, 1, 3, 2], [11, 200, 64, 300, 100, 25])}
+    result = {}
+    for leaf, first in starts.items():
+        terms = [exactly(trees, leaf, i) for i in range(len(first))]
+        chains = [added(x[s:] + x[:s], np.dtype(np.float32)) for x, s in zip(terms, first, strict=True)]
+        result[leaf] = np.float32([float(x) for x in chains])
+    found = [str(x.candidate) for x in explain(trees, result).matches]
+    assert found == ["sum, added NCCL's or gloo's ring over 4 ranks, in float32"]
+    found = [str(x.candidate) for x in explain(trees[::-1], result).matches]
+    assert found == ["sum, added NCCL's or gloo's ring, backwards, over 4 ranks, in float32"]
+    result["w"][300:310] = result["w"][300:310][::-1]
+    assert not explain(trees, result).matches
+
+
+def test_an_order_that_is_no_ring_is_not_taken_for_one() -> None:
+    """Where each element may have any of the ring's orders, nearly every sum would be one."""
+    trees = parts(4, size=3000)
+    halves = {leaf: (trees[0][leaf] + trees[3][leaf]) + (trees[1][leaf] + trees[2][leaf]) for leaf in trees[0]}
+    assert not explain(trees, halves).matches
+
+
+@pytest.mark.parametrize(
+    ("machines", "second", "expected"),
+    [
+        (1, False, lambda x: ((x[3] + x[2]) + x[1]) + x[0]),
+        (2, False, lambda x: (x[1] + x[0]) + (x[3] + x[2])),
+        (4, False, lambda x: x[0] + ((x[2] + x[1]) + x[3])),
+        (4, True, lambda x: x[3] + ((x[1] + x[2]) + x[0])),
+    ],
+)
+def test_the_trees_of_four_ranks(machines: int, second: bool, expected: Any) -> None:
+    """As trees.cc draws them."""
+    trees = parts(4)
+    found = tree_chunk(trees, machines, second)
+    for leaf in trees[0]:
+        np.testing.assert_array_equal(found[leaf], expected([tree[leaf] for tree in trees]))
+
+
+def test_a_second_tree_of_an_odd_number_is_shifted() -> None:
+    """0 - (2 - 1), then the same of ranks 1, 2, 0."""
+    trees = parts(3)
+    a, b, c = (tree["w"] for tree in trees)
+    np.testing.assert_array_equal(tree_chunk(trees, 3)["w"], a + (c + b))
+    np.testing.assert_array_equal(tree_chunk(trees, 3, True)["w"], b + (a + c))
+
+
+def test_the_mean_of_ddp_is_told_from_others() -> None:
+    """Two microbatches a rank, added in .grad; then 1 / ranks; then the exchange: no mean over all of them."""
+    trees = parts(6)
+    third = np.float32(1 / 3)
+    result = {}
+    for leaf in trees[0]:
+        x = [tree[leaf] for tree in trees]
+        ranks = [(x[i] + x[i + 1]) * third for i in (0, 2, 4)]
+        first = {"b": 1, "w": 2}[leaf]
+        result[leaf] = (ranks[first] + ranks[(first + 1) % 3]) + ranks[first - 1]
+    expected = (
+        "mean over ranks, each scaled by 1 / ranks first (DDP), added NCCL's or gloo's ring over 3 ranks, dealt in"
+    )
+    assert str(explain(trees, result).matches[0].candidate).startswith(expected)
+
+
+def test_an_nvlink_switch_adds_float32_exactly() -> None:
+    trees = parts(4, size=200)
+    for leaf in trees[0]:  # two of four cancel, in any places: no order in float32 or float64 is right everywhere
+        terms = np.stack([trees[0][leaf] * 2.0**40, trees[0][leaf] * -(2.0**40), trees[1][leaf], trees[2][leaf]])
+        for tree, x in zip(trees, RNG.permuted(terms.astype(np.float32), axis=0), strict=True):
+            tree[leaf] = x
+    result = {
+        leaf: np.float32([float(rounded(sum(exactly(trees, leaf, i)), np.dtype(np.float32))) for i in range(x.size)])
+        for leaf, x in trees[0].items()
+    }
+    found = {match.candidate.order for match in explain(trees, result).matches}
+    assert "in any order, by NVLS over 4 ranks" in found
+    assert not [order for order in found if "ring" in order or "tree" in order]
+    trees = parts(3, size=300)
+    scaled = [{k: x * np.float32(1 / 3) for k, x in tree.items()} for tree in trees]
+    result = {
+        leaf: np.float32([float(rounded(sum(exactly(scaled, leaf, i)), np.dtype(np.float32))) for i in range(x.size)])
+        for leaf, x in trees[0].items()
+    }
+    expected = "sum of each * (1 / n), added in any order, by NVLS over 3 ranks, in float32"
+    assert expected in [str(match.candidate) for match in explain(trees, result).matches]
+
+
+def test_an_nvlink_switch_truncates_bfloat16() -> None:
+    """Towards zero, also where rounding to float32 would reach a number of bfloat16 from below."""
+    bfloat16 = np.dtype(ml_dtypes.bfloat16)
+    trees = [
+        {"w": np.concatenate([RNG.normal(size=300), [1, -1, 1, 0, np.inf, 3]]).astype(bfloat16)},
+        {"w": np.concatenate([RNG.normal(size=300), [-(2.0**-60), 2.0**-60, 1, 0, 1, -3]]).astype(bfloat16)},
+        {"w": np.concatenate([RNG.normal(size=300), [0, 0, 2.0**-60, 0, 1, 0]]).astype(bfloat16)},
+    ]
+    found = nvls(trees)["w"]
+    assert np.isinf(found[304])
+    for i in [*range(304), 305]:
+        total = sum(exactly(trees, "w", i))
+        magnitude = abs(Fraction(float(found[i])))
+        above = np.nextafter(np.abs(found[i]), bfloat16.type(np.inf))
+        assert magnitude <= abs(total) < Fraction(float(above)) and total * Fraction(float(found[i])) >= 0
+    result = {"w": found}
+    (first, *_) = explain(trees, result).matches
+    assert str(first.candidate) == "sum, added in any order, by NVLS over 3 ranks, in bfloat16"
+
+
+def test_pieces_are_long_or_at_an_end() -> None:
+    same = np.zeros((2, 100), bool)
+    same[0, :10] = same[1, 10:50] = same[0, 48:] = True
+    assert pieces(same).tolist() == [0] * 10 + [1] * 40 + [0] * 50
+    same[1, 20] = False  # 10 elements in the middle are no chunk
+    assert pieces(same)[30:].tolist() == [1] * 70
+
+
+def test_buckets_are_closed_as_they_are_full() -> None:
+    layers = {f"{i}.{name}": (size, "float32") for i in range(3) for name, size in (("weight", 200_000), ("bias", 100))}
+    found = ddp_buckets({"embed": (9_000_000, "float32"), **layers, "scale": (8, "bfloat16")})
+    assert found == [["2.bias", "2.weight", "1.bias", "1.weight"], ["0.bias", "0.weight", "embed"], ["scale"]]
+    with pytest.raises(GradCombineError, match="leaf w: expected a number of elements, received -1"):
+        ddp_buckets({"w": (-1, "float32")})
