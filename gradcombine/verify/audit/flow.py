@@ -6,9 +6,11 @@ Every array is a node: one leaf of one operation's result. A computation counts 
 from __future__ import annotations
 
 import re
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
+from itertools import chain, product, starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -57,6 +59,22 @@ class Place(NamedTuple):
         return self.x.shapes[self.leaf]
 
 
+class Edges:
+    """Lists of nodes, one for each node, in two arrays.
+
+    Args:
+      starts, ends: of the edges.
+      nodes: how many there are.
+    """
+
+    def __init__(self, starts: np.ndarray, ends: np.ndarray, nodes: int) -> None:
+        self._ends = ends[np.argsort(starts, kind="stable")]
+        self._first = np.searchsorted(np.sort(starts), np.arange(nodes + 1)).astype(np.intc)
+
+    def __getitem__(self, node: Node) -> list[Node]:
+        return self._ends[self._first[node] : self._first[node + 1]].tolist()
+
+
 class Flow:
     """The arrays of a program, what each is made of and what is made of it.
 
@@ -67,27 +85,26 @@ class Flow:
     def __init__(self, module: Module) -> None:
         self.module = module
         self.places: list[Place] = []
-        self._first: dict[tuple[str, str], Node] = {}
+        self._first: dict[str, dict[str, Node]] = {}
         for name, instructions in module.computations.items():
+            first = self._first[name] = {}
             for x in instructions.values():
-                self._first[name, x.name] = len(self.places)
+                first[x.name] = len(self.places)
                 self.places += [Place(name, x, leaf) for leaf in range(max(1, len(x.shapes)))]
-        self.sources: list[list[Node]] = [[] for _ in self.places]
         self._parameters = {
             (name, int(x.inside)): x
             for name, instructions in module.computations.items()
             for x in instructions.values()
             if x.opcode == "parameter"
         }
-        for node in range(len(self.places)):
-            self._connect(node)
-        self.uses: list[list[Node]] = [[] for _ in self.places]
-        for node, sources in enumerate(self.sources):
-            for source in sources:
-                self.uses[source].append(node)
+        every = ((name, x) for name, instructions in module.computations.items() for x in instructions.values())
+        edges = array("i", chain.from_iterable(chain.from_iterable(starmap(self._connections, every))))
+        pairs = np.frombuffer(edges, np.intc).reshape(-1, 2)
+        self.sources = Edges(pairs[:, 1], pairs[:, 0], len(self.places))
+        self.uses = Edges(pairs[:, 0], pairs[:, 1], len(self.places))
 
     def node(self, computation: str, x: Instruction, leaf: int = 0) -> Node:
-        return self._first[computation, x.name] + leaf
+        return self._first[computation][x.name] + leaf
 
     def results(self, computation: str) -> list[Node]:
         """The arrays that a computation gives."""
@@ -129,63 +146,63 @@ class Flow:
                 found.update(called)
         return found
 
-    def _connect(self, node: Node) -> None:
-        name, x, leaf = self.places[node]
-        sources = self.sources[node]
-        operands = [self.module.computations[name][operand] for operand in x.operands]
+    def _leaves(self, name: str, x: Instruction) -> range:
+        first = self.node(name, x)
+        return range(first, first + max(1, len(x.shapes)))
 
-        def leaves(of: Instruction) -> list[Node]:
-            return [self.node(name, of, i) for i in range(max(1, len(of.shapes)))]
-
+    def _connections(self, name: str, x: Instruction) -> Iterator[tuple[Node, Node]]:
+        """Pairs of a node and one that is made of it."""
+        of = self.module.computations[name]
+        operands = [of[operand] for operand in x.operands]
+        nodes, given = self._leaves(name, x), [self._leaves(name, operand) for operand in operands]
         if x.opcode == "get-tuple-element":
-            sources.append(self.node(name, operands[0], operands[0].leaf(x.number("index") or 0) + leaf))
+            yield from zip(given[0][operands[0].leaf(x.number("index") or 0) :], nodes, strict=False)
         elif x.opcode in ("tuple", "optimization-barrier"):
-            sources.append([n for operand in operands for n in leaves(operand)][leaf])
+            yield from zip(chain.from_iterable(given), nodes, strict=False)
         elif x.opcode == "while":
             body, condition = x.called("body")[0], x.called("condition")[0]
-            start = self.node(name, operands[0], leaf)
-            sources += [start, self.results(body)[leaf], *self.results(condition)]
-            for inner in (body, condition):
-                carried = self.node(inner, self._parameters[inner, 0], leaf)
-                self.sources[carried] += [start, self.results(body)[leaf]]
+            results = self.results(body)
+            yield from product(self.results(condition), nodes)
+            for taken in (nodes, *(self._leaves(inner, self._parameters[inner, 0]) for inner in (body, condition))):
+                yield from zip(given[0], taken, strict=False)
+                yield from zip(results, taken, strict=False)
         elif x.opcode == "conditional":
-            sources += leaves(operands[0])
+            yield from product(given[0], nodes)
             for i, branch in enumerate(self.module.bodies(x)):
-                sources.append(self.results(branch)[leaf])
+                yield from zip(self.results(branch), nodes, strict=False)
                 # A predicate's operands name the true branch first.
                 at = i + 1 if "branch_computations" in x.attributes else 2 - i
-                self._bind(name, branch, [operands[at]], leaf == 0)
+                yield from self._bound(branch, [given[at]])
         elif x.opcode in ("fusion", "call") or (x.opcode == "async-start" and "calls=" in x.attributes):
             inner = self.module.bodies(x)[0]
-            results = self.results(inner)
             # An asynchronous call gives its operands, its results, and a context.
-            at = leaf if x.opcode != "async-start" else leaf - sum(max(1, len(y.shapes)) for y in operands)
-            sources += [results[at]] if 0 <= at < len(results) else []
-            self._bind(name, inner, operands, leaf == 0)
+            before = sum(map(len, given)) if x.opcode == "async-start" else 0
+            yield from zip(self.results(inner), nodes[before:], strict=False)
+            yield from self._bound(inner, given)
         elif x.opcode.endswith("-done"):
-            sources += self._done(operands[0], leaf, leaves)
+            yield from self._done(of, operands[0], given[0], nodes)
         elif x.collective and len(operands) > 1:
-            sources += leaves(operands[leaf % len(operands)])
+            for i, node in enumerate(nodes):
+                yield from product(given[i % len(operands)], (node,))
         else:
-            sources += [n for operand in operands for n in leaves(operand)]
+            yield from product(chain.from_iterable(given), nodes)
 
-    def _done(self, start: Instruction, leaf: int, leaves: Callable[[Instruction], list[Node]]) -> list[Node]:
-        nodes = leaves(start)
+    def _done(
+        self, of: dict[str, Instruction], start: Instruction, given: range, nodes: range
+    ) -> Iterator[tuple[Node, Node]]:
         if start.opcode == "async-start":
-            operands = sum(max(1, len(y.shapes)) for y in (self._of(start, name) for name in start.operands))
-            return nodes[operands + leaf : operands + leaf + 1] or nodes
-        return nodes[leaf : leaf + 1] if start.collective else nodes[:1]
+            given = given[sum(max(1, len(of[name].shapes)) for name in start.operands) :] or given
+            yield from zip(given, nodes, strict=False)
+        elif start.collective:
+            yield from zip(given, nodes, strict=False)
+        else:
+            yield from product(given[:1], nodes)
 
-    def _of(self, x: Instruction, operand: str) -> Instruction:
-        return next(of[operand] for of in self.module.computations.values() if of.get(x.name) is x)
-
-    def _bind(self, name: str, inner: str, operands: Sequence[Instruction], wanted: bool) -> None:
-        """What a computation's parameters are given, once for a caller."""
-        for i, operand in enumerate(operands if wanted else ()):
-            parameter = self._parameters.get((inner, i))
-            for leaf in range(len(parameter.shapes) if parameter else 0):
-                assert parameter is not None
-                self.sources[self.node(inner, parameter, leaf)].append(self.node(name, operand, leaf))
+    def _bound(self, inner: str, given: Sequence[range]) -> Iterator[tuple[Node, Node]]:
+        """What a computation's parameters are given."""
+        for i, nodes in enumerate(given):
+            if parameter := self._parameters.get((inner, i)):
+                yield from zip(nodes, self._leaves(inner, parameter), strict=False)
 
     @cached_property
     def equality(self) -> Equality:

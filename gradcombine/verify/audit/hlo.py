@@ -82,7 +82,7 @@ class Instruction(NamedTuple):
       starts: where in them the elements of the outermost tuple begin.
       opcode: as HLO names it.
       operands: names of instructions of the same computation.
-      inside: what stands in the parentheses behind the opcode.
+      inside: what stands in the parentheses behind the opcode of a constant or a parameter.
       attributes: what stands behind them.
       root: whether it gives the computation's result.
     """
@@ -169,20 +169,20 @@ class Module:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.roots: dict[str, str] = {}
         self.entry = ""
-        header, _, rest = text.partition("\n")
+        header, _, _ = text.partition("\n")
         if not header.startswith("HloModule"):
             raise GradCombineError("audit", "text of HLO, which begins with HloModule", header[:80] or "nothing")
         self.name = header.split(",")[0].removeprefix("HloModule ").strip()
         self._header = header
         self._queues = '"operation_queue_id"' in text
         self._tables: dict[str, dict[int, str]] = {}
-        inside, table, instructions = "", "", dict[str, Instruction]()
-        for line in rest.splitlines():
-            line = re.sub(r"/\*.*?\*/", "", line) if "/*" in line else line
+        inside, table, instructions, reader = "", "", dict[str, Instruction](), _Reader()
+        for found in re.finditer(r".+", text):  # one line at a time: a list of them is the text once more
+            line = re.sub(r"/\*.*?\*/", "", found[0]) if "/*" in found[0] else found[0]
             if inside and line == "}":
                 inside = ""
             elif inside and " = " in line:
-                one = _instruction(line)
+                one = reader.instruction(line)
                 instructions[one.name] = one
                 if one.root:
                     self.roots[inside] = one.name
@@ -197,11 +197,11 @@ class Module:
         if inside or self.entry not in self.roots:
             raise GradCombineError("audit", "HLO with a whole ENTRY computation", f"{self.name}, cut off")
 
-    @property
+    @cached_property
     def partitions(self) -> int:
         return self._count("num_partitions")
 
-    @property
+    @cached_property
     def replicas(self) -> int:
         return self._count("replica_count")
 
@@ -416,16 +416,32 @@ def groups(attributes: str) -> list[Device]:
     return []
 
 
-def _instruction(line: str) -> Instruction:
-    head, rest = line.strip().split(" = ", 1)
-    root, name = head.startswith("ROOT "), head.removeprefix("ROOT ").removeprefix("%")
-    shape, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
-    opcode, rest = rest.strip().split("(", 1)
-    inside, attributes = _balanced("(" + rest)
-    inside = inside[1:-1]
-    # Constants hold values; all else names operands, with their shapes or without.
-    operands = () if opcode in ("constant", "parameter") else tuple(re.findall(r"%([\w.\-]+)", inside))
-    return Instruction(name, *_shapes(shape), opcode, operands, inside, attributes, root)
+class _Reader:
+    """Reads instructions, of which many share names and shapes: each is kept once."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, str] = {}
+        self._shapes: dict[str, tuple[tuple[Shape, ...], tuple[int, ...]]] = {}
+
+    def instruction(self, line: str) -> Instruction:
+        head, rest = line.strip().split(" = ", 1)
+        root, name = head.startswith("ROOT "), head.removeprefix("ROOT ").removeprefix("%")
+        shape, rest = _balanced(rest) if rest.startswith("(") else rest.split(" ", 1)
+        opcode, rest = rest.strip().split("(", 1)
+        inside, attributes = _balanced("(" + rest)
+        if shape not in self._shapes:
+            self._shapes[shape] = _shapes(shape)
+        if opcode in ("constant", "parameter"):  # these hold values; all else names operands, with their shapes or not
+            operands = ()
+        else:
+            operands = tuple(self._name(operand) for operand in re.findall(r"%([\w.\-]+)", inside))
+            inside = "()"
+        return Instruction(
+            self._name(name), *self._shapes[shape], self._name(opcode), operands, inside[1:-1], attributes, root
+        )
+
+    def _name(self, name: str) -> str:
+        return self._names.setdefault(name, name)
 
 
 def _shapes(text: str) -> tuple[tuple[Shape, ...], tuple[int, ...]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import NamedTuple
 
-from gradcombine.verify.audit.flow import Flow
 from gradcombine.verify.audit.hlo import Frame, Instruction, Loops, Module, Shape
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
@@ -116,6 +115,15 @@ def own_line(frames: Sequence[Frame]) -> str:
     return "".join(f"{frame.file}:{frame.line}" for frame in (own or frames)[:1] if frame.file)
 
 
+def short(source: str) -> str:
+    """A line of source as a screen shows it: from the working directory, or the file's name alone."""
+    path, _, line = source.rpartition(":")
+    if not path:
+        return source
+    file = Path(path)
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{line}"
+
+
 class Program(Module):
     """A compiled program, and what can be counted in it.
 
@@ -123,42 +131,9 @@ class Program(Module):
       text: as XLA prints it, for instance ``compiled.as_text()``.
     """
 
-    @cached_property
-    def flow(self) -> Flow:
-        return Flow(self)
-
     def source(self, x: Instruction) -> str:
         """The line that an operation came from, "file:line": the innermost one that is no library's."""
         return own_line(self.frames(x))
-
-    def bytes_moved(self, due: bool) -> int:
-        """Read and written by one call; an operation that reads a part of an array counts as reading all of it.
-
-        Args:
-          due: whether conditionals take their second branch, and loops of an unknown number of turns turn once.
-        """
-        return self._moved(self.entry, due)
-
-    def bytes_of_turn(self) -> int:
-        """Read and written by one turn of each loop of the entry that turns more than once."""
-        entry = self.computations[self.entry].values()
-        loops = (x for x in entry if self.repeats(self.entry, x))
-        return sum(self._moved(body, True) for x in loops for body in x.called("body"))
-
-    def copies(self, least: int = 1024) -> int:
-        """Copies of arrays from so many bytes on."""
-        return sum(x.opcode in ("copy", "copy-start") and x.bytes >= least for _, x, _ in self.executed())
-
-    def collectives(self, least: int = 0) -> tuple[Counter[str], Counter[str]]:
-        """Those inside of loops that turn more than once, and all others; of results from so many bytes on."""
-        found: tuple[Counter[str], Counter[str]] = Counter(), Counter()
-        for _, x, loops in self.executed():
-            if x.collective and x.bytes >= least:
-                found[not loops][x.collective] += 1
-        return found
-
-    def conditionals(self) -> int:
-        return sum(x.opcode == "conditional" for _, x, _ in self.executed())
 
     def chosen_whole(self, of: dict[str, Instruction], x: Instruction) -> bool:
         """Whether one flag selects between two whole arrays."""
@@ -256,21 +231,6 @@ class Program(Module):
             origin = self.origin(body, result.name)
             written = body[origin.operands[1]].bytes if origin.opcode == "dynamic-update-slice" else shape.bytes
             total += 0 if shape.space else written
-        return total
-
-    def _moved(self, name: str, due: bool) -> int:
-        instructions = self.computations[name]
-        total = 0
-        for x in instructions.values():
-            if x.opcode == "conditional":
-                total += self._moved(self.bodies(x)[due], due)
-            elif x.opcode == "while":
-                trips = self.trips(name, x)
-                total += (int(due) if trips is None else trips) * self._moved(x.called("body")[0], due)
-            elif x.opcode == "call":
-                total += sum(self._moved(body, due) for body in self.bodies(x))
-            elif x.opcode not in FREE and not x.opcode.endswith("-done"):
-                total += x.bytes + sum(instructions[operand].bytes for operand in x.operands)
         return total
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 from gradcombine.verify.audit.flow import LINEAR, MOVING, Flow, Node
 from gradcombine.verify.audit.hlo import Instruction, Loop
@@ -17,12 +18,30 @@ SCALES = {"multiply", "divide"}
 REDUCING = {"all-reduce", "reduce-scatter"}
 
 
+class Product(NamedTuple):
+    """A matrix product or convolution.
+
+    Attributes:
+      computation: it stands in.
+      x: the operation.
+      classes: how many different results devices have.
+      source: its line.
+      flops: its operations in a call.
+    """
+
+    computation: str
+    x: Instruction
+    classes: int
+    source: str
+    flops: float
+
+
 class Search:
     """A program, and what several findings ask of it."""
 
     def __init__(self, program: Program, donated: frozenset[int]) -> None:
         self.program, self.donated = program, donated
-        self.flow: Flow = program.flow
+        self.flow = Flow(program)
         self.source = program.source
         self._insides: dict[str, set[str]] = {}
         self._accumulators: dict[str, frozenset[int]] = {}
@@ -77,18 +96,17 @@ class Search:
     def nodes(self, computation: str, x: Instruction) -> list[Node]:
         return [self.flow.node(computation, x, leaf) for leaf in range(max(1, len(x.shapes)))]
 
-    def repeated(self) -> list[tuple[str, Instruction, int, str, float]]:
-        """Products that are equal on several devices: where, which, how many differ, their line, their operations."""
-        return [product for product in self.products if product[2] < self.program.devices]
+    def repeated(self) -> list[Product]:
+        """Those that are equal on several devices."""
+        return [product for product in self.products if product.classes < self.program.devices]
 
     @cached_property
-    def products(self) -> list[tuple[str, Instruction, int, str, float]]:
-        """All products: where, which, how many devices' results differ, their line, their operations in a call."""
-        found = list[tuple[str, Instruction, int, str, float]]()
+    def products(self) -> list[Product]:
+        found = list[Product]()
         for name, x, loops in self.program.executed():
             for inner, y, flops, _ in self.program.products(name, x):
                 classes = self.flow.equality.classes(self.flow.node(inner, y)) if self.program.devices > 1 else 1
-                found.append((inner, y, classes, self.source(y) or self.source(x), times(loops) * flops))
+                found.append(Product(inner, y, classes, self.source(y) or self.source(x), times(loops) * flops))
         return found
 
     @cached_property
@@ -107,7 +125,7 @@ class Search:
 
     @property
     def flops(self) -> float:
-        return sum(product[4] for product in self.products)
+        return sum(product.flops for product in self.products)
 
     def _only_added_to(self, body: str, index: int, node: Node) -> bool:
         if self.flow.places[node].shape.kind in ("token", "pred"):

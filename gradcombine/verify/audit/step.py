@@ -22,6 +22,8 @@ from gradcombine.verify.audit.tensorflow.findings import find as find_in_graph
 from gradcombine.verify.audit.tensorflow.graph import Graph
 from gradcombine.verify.audit.tensorflow.read import Compiled, is_function, read_function, read_saved
 
+KNOWN = "HLO in a form that is known"
+
 
 class OutOfMemoryError(GradCombineError):
     """A step needs more memory than a device of the target has."""
@@ -172,11 +174,10 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
         step = _guarded(found, step.compile)
     if not hasattr(step, "as_text") or not hasattr(step, "memory_analysis"):
         raise GradCombineError("audit", "a jitted function, or one lowered or compiled", shown(step))
-    text, sizes = _foreign(
-        "audit", "a compiled function that can be read", step, lambda: (step.as_text(), step.memory_analysis())
+    program: Program = _foreign(
+        "audit", "a compiled function whose HLO can be read", step, lambda: Program(step.as_text())
     )
-    if not isinstance(text, str):
-        raise GradCombineError("audit", "a compiled function whose HLO can be read", shown(text))
+    sizes = _foreign("audit", "a compiled function that tells its memory", step, lambda: step.memory_analysis())
     memory = None
     if sizes is not None:
         names = ("argument", "output", "alias", "temp")
@@ -185,7 +186,7 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
         lacking = memory.peak - found.figures.memory
         expected = f"at most {found.figures.memory:,} bytes on a device of {found.name}"
         raise OutOfMemoryError("audit", expected, f"{memory.peak:,}, {lacking:,} too many")
-    return _audited(text, found, memory, step)
+    return _audited(program, found, memory, _donated(step, len(program.parameters)))
 
 
 def audit_file(path: str | Path, target: str | Target | None = None) -> list[Audit]:
@@ -212,13 +213,18 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
         files = texts or sorted((*folder.glob("*after_optimizations*.pb"), *folder.glob("*.hlo.pb")))
         if not files:
             raise GradCombineError("audit", "a folder with files *after_optimizations.txt or .pb", str(path))
-    reports = list[Audit]()
-    for file in files:
-        text = read(file)
-        if "is_scheduled=true" not in text.partition("\n")[0]:
-            raise GradCombineError("audit", "optimized HLO, as XLA has it after all passes", f"{file}, not scheduled")
-        reports.append(_audited(text, found, None, None))
-    return reports
+    return [_audited(_optimized(file), found, None, ()) for file in files]
+
+
+def _optimized(path: Path) -> Program:
+    text = read(path)
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise GradCombineError("audit", "optimized HLO, as XLA has it after all passes", f"{path}, not scheduled")
+    return _program(text, str(path))
+
+
+def _program(text: str, where: str) -> Program:
+    return _foreign("audit", KNOWN, where, lambda: Program(text))
 
 
 def read(path: str | Path) -> str:
@@ -369,7 +375,7 @@ def _of_tensorflow(step: Any, args: Sequence[Any], target: str | Target | None) 
     expected = "a tf.function that is traced, and compiled where it asks for that, for its arguments"
     read = _foreign("audit", expected, step, lambda: read_function(step, args))
     if isinstance(read, Compiled):
-        return _audited(parsed(read.hlo, read.name), found, None, None)._replace(name=read.name)
+        return _audited(_program(parsed(read.hlo, read.name), read.name), found, None, ())._replace(name=read.name)
     return _of_graph(read, found)
 
 
@@ -377,20 +383,18 @@ def _of_graph(graph: Graph, target: Target) -> Audit:
     return Audit(graph.name, target, graph, None, find_in_graph(graph), None, None, None)
 
 
-def _audited(text: str, target: Target, memory: Memory | None, compiled: Any) -> Audit:
-    """What this HLO does; whatever form of it is not known becomes the library's error."""
+def _audited(program: Program, target: Target, memory: Memory | None, donated: Sequence[int]) -> Audit:
+    """What this program does; whatever form of HLO is not known becomes the library's error."""
 
-    def read() -> Audit:
-        program = Program(text)
+    def counted() -> Audit:
         flops, moved = dict[int, float](), [0, 0]
         for name, x, loops in program.executed():
             moved[not loops] += times(loops) * program.traffic(name, x)
             for _, _, count, width in program.products(name, x):
                 flops[width] = flops.get(width, 0.0) + times(loops) * count
-        donated = _donated(compiled, len(program.parameters))
         return Audit(program.name, target, program, memory, find(program, donated), moved[0], moved[1], flops)
 
-    return _foreign("audit", "HLO in a form that is known", text.partition(",")[0], read)
+    return _foreign("audit", KNOWN, program.name, counted)
 
 
 def _guarded(target: Target, make: Callable[[], Any]) -> Any:
