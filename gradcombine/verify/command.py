@@ -254,18 +254,20 @@ def audit_command(
         Path | None, typer.Option(help="An earlier --json: fail only on what got worse since.", metavar="FILE")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a timeline.", metavar="FILE")] = None,
 ) -> None:
     """Tells what a compiled step does, before it runs: what it moves, copies, exchanges and repeats.
 
     Exit status: 0 if there is nothing to fail on, 1 for findings of the names in --fail-on, or, with --baseline, for
     what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory.
     """
-    if lacking := missing(("jax",)):
+    if lacking := missing(("jax", *(("jinja2", "matplotlib") if html is not None else ()))):
         raise typer.BadParameter(hint(lacking))
     console = Console()
     try:
-        if json is not None and not json.resolve().parent.is_dir():
-            raise GradCombineError("audit", "a path in an existing folder for --json", str(json))
+        for option, path in (("--json", json), ("--html", html)):
+            if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+                raise GradCombineError("audit", f"a path in an existing folder for {option}", str(path))
         chosen, before = report.names(fail_on), None if baseline is None else report.read_baseline(baseline)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             bar.add_task("compiling")
@@ -277,17 +279,22 @@ def audit_command(
             # Of many programs, those are shown in which there is something to see.
             shown = report.sections(one) if one.findings or len(reports) == 1 else ()
             show(console, report.verdict(one, chosen), clean, shown)
-        if before is None:
-            failed = any(x.name in chosen for one in reports for x in one.findings)
-        else:
-            lines = report.worse(reports, before, chosen)
-            failed = bool(lines)
-            answer = "\n".join(("worse than before:", *lines)) if lines else "no worse than before"
-            console.print(Text(answer, "bold red" if failed else "green"), soft_wrap=True)
+        verdict, clean = report.verdict_of_all(reports, chosen)
+        lines = None if before is None else report.worse(reports, before, chosen)
+        if lines is not None:
+            clean = not lines
+            answer = "worse than before" if lines else "no worse than before"
+            verdict = f"{answer}; {verdict}"
+            console.print(Text("\n".join((answer, *lines)), "green" if clean else "bold red"), soft_wrap=True)
+        if html is not None:
+            from gradcombine.verify import page  # needs matplotlib, which takes a second to import
+
+            title = f"gradcombine audit {what}" + (f" for {target}" if target else "")
+            page.write(html, title, verdict, clean, report.page_sections(reports, chosen, lines))
     except (GradCombineError, OSError, MemoryError) as error:
         Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
-    raise typer.Exit(1 if failed else 0)
+    raise typer.Exit(0 if clean else 1)
 
 
 def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:

@@ -11,13 +11,18 @@ from typing import Any, NamedTuple
 
 import jinja2
 import numpy as np
+from markdown_it import MarkdownIt
+from markupsafe import Markup
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from gradcombine.verify.report import Chart, Curves, Dots, HeatMap, Histogram, Section
+from gradcombine.verify.report import Band, Chart, Curves, Dots, HeatMap, Histogram, Section, Timeline
 
 FOLDED = 20
 """Longer tables are folded away, unless one of their rows failed."""
+
+LABEL = 0.07
+"""Of a timeline's width: the room that a label takes on a phone."""
 
 BLUE, GREEN, RED = "#3b6ea5", "#2e7d32", "#c62828"
 _LINES = ("-", "--", ":")
@@ -32,18 +37,62 @@ def write(path: Path, title: str, verdict: str, passes: bool, sections: Sequence
       passes: whether the answer is a good one.
       sections: what follows.
     """
-    template = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    templates = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=templates
+    )
+    timeline, markdown = environment.get_template("timeline.html"), MarkdownIt()
+
+    def drawn(chart: Chart) -> _Drawing | Markup:
+        if isinstance(chart, Timeline):
+            labelled, named = _labelled([mark.at for mark in chart.marks]), _named(chart.bands)
+            return Markup(timeline.render(chart=chart, lanes=_outlines(chart), labelled=labelled, named=named))
+        return _Drawing(_draw(chart), chart.alt)
+
     parts = [
         (
             section,
-            [_Drawing(_draw(chart), chart.alt) for chart in section.charts],
+            [drawn(chart) for chart in section.charts],
+            section.used(),
             section.folded or (len(section.rows) > FOLDED and all(row.passes for row in section.rows)),
+            Markup(markdown.render(section.text)),
         )
         for section in sections
     ]
-    text = environment.from_string(template).render(title=title, verdict=verdict, passes=passes, parts=parts)
+    page = environment.get_template(Path(__file__).with_suffix(".html").name)
+    text = page.render(title=title, verdict=verdict, passes=passes, parts=parts)
     path.write_text(text, encoding="utf-8")
+
+
+def _outlines(chart: Timeline) -> dict[str, str]:
+    """The outline of each lane as an SVG path in a square of 1,000."""
+    outlines = dict[str, str]()
+    for name, heights in chart.lanes.items():
+        steps, last = list[str](), -1
+        for i, height in enumerate(heights):
+            top = 1000 - round(1000 * height)
+            if top != last:
+                steps.append(f"H{1000 * i / len(heights):g}V{top}")
+                last = top
+        outlines[name] = f"M0 1000{''.join(steps)}H1000V1000Z"
+    return outlines
+
+
+def _labelled(places: Sequence[float]) -> list[int]:
+    """Those of these places, from left to right, that have room for a label."""
+    chosen, last = list[int](), -1.0
+    for i, place in enumerate(places):
+        if place - last >= LABEL:
+            chosen.append(i)
+            last = place
+    return chosen
+
+
+def _named(bands: Sequence[Band]) -> set[int]:
+    """The bands that have room for their label, among those of their depth."""
+    depths = ([i for i, band in enumerate(bands) if band.depth == depth] for depth in {x.depth for x in bands})
+    rows = ((row, _labelled([bands[i].start for i in row])) for row in depths)
+    return {row[i] for row, chosen in rows for i in chosen if bands[row[i]].start <= 1 - LABEL}
 
 
 class _Drawing(NamedTuple):
@@ -53,7 +102,7 @@ class _Drawing(NamedTuple):
     alt: str
 
 
-def _draw(chart: Chart) -> str:
+def _draw(chart: Histogram | HeatMap | Dots | Curves) -> str:
     """The same chart gives the same bytes."""
     match chart:
         case Histogram():

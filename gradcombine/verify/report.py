@@ -12,10 +12,15 @@ from rich.text import Text
 
 
 class Cells(NamedTuple):
-    """One row of a table."""
+    """One row of a table.
+
+    Attributes:
+      link: to which section of a page the row leads.
+    """
 
     cells: Sequence[str]
     passes: bool = True
+    link: str = ""
 
 
 class Histogram(NamedTuple):
@@ -73,7 +78,50 @@ class Curves(NamedTuple):
     alt: str
 
 
-Chart: TypeAlias = Histogram | HeatMap | Dots | Curves
+class Band(NamedTuple):
+    """A part of a timeline that is repeated.
+
+    Attributes:
+      start, width: parts of the timeline.
+      depth: how many bands are around it.
+      label: how often.
+      words: what it is.
+    """
+
+    start: float
+    width: float
+    depth: int
+    label: str
+    words: str
+
+
+class Mark(NamedTuple):
+    """A place of a timeline, its label, and what is there."""
+
+    at: float
+    label: str
+    words: str
+
+
+class Timeline(NamedTuple):
+    """What happens one after another.
+
+    Attributes:
+      lanes: by name, heights from 0 to 1 of equally wide parts.
+      marks: in the last lane, from left to right.
+      length: of all, in words.
+      note: how to read it.
+    """
+
+    lanes: Mapping[str, Sequence[float]]
+    bands: Sequence[Band]
+    marks: Sequence[Mark]
+    length: str
+    note: str
+    alt: str
+
+
+Chart: TypeAlias = Histogram | HeatMap | Dots | Curves | Timeline
 
 
 class Section(NamedTuple):
@@ -83,6 +131,8 @@ class Section(NamedTuple):
       charts: shown on a page only.
       folded: whether the table is closed until it is clicked; on a screen, its rows are counted.
       whole: whether a screen shows all rows of the table.
+      anchor: the name that links have.
+      text: an explanation in Markdown; shown on a page only.
     """
 
     title: str
@@ -92,6 +142,12 @@ class Section(NamedTuple):
     rows: Sequence[Cells] = ()
     folded: bool = False
     whole: bool = False
+    anchor: str = ""
+    text: str = ""
+
+    def used(self, shown: int | None = None) -> list[int]:
+        """The columns that are not empty in the first rows, and the first one."""
+        return [i for i in range(len(self.columns)) if i == 0 or any(row.cells[i] for row in self.rows[:shown])]
 
 
 SHOWN = 12
@@ -126,8 +182,7 @@ def show(console: Console, verdict: str, passes: bool, sections: Sequence[Sectio
 def _table(section: Section, shown: int, width: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rows = section.rows[:shown]
-    # Empty columns are left out; two spaces are between the others.
-    used = [i for i in range(len(section.columns)) if i == 0 or any(row.cells[i] for row in rows)]
+    used = section.used(shown)  # two spaces are between them
     widths = _widths([[section.columns[i], *(row.cells[i] for row in rows)] for i in used], width - 2 * len(used) + 1)
     for i, fixed in zip(used, widths, strict=True):
         justify = "left" if i == 0 else "right"

@@ -30,7 +30,7 @@ class Finding(NamedTuple):
     """One defect.
 
     Attributes:
-      name: of the kind, a section of ``docs/audit.md``.
+      name: of the kind, a section of ``findings.md``.
       what: where and what in this program.
       source: the line of source, "file:line"; empty where the program does not tell.
       times: how often it happens in a call.
@@ -79,7 +79,7 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
         sharded = flow.equality.classes(node) > 1
         if number not in aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in results:
             batch.add(node)
-    repeated = {flow.node(name, y) for name, y, _, _, _ in search.repeated()}
+    repeated = {flow.node(product.computation, product.x) for product in search.repeated()}
 
     def repeats(exchange: Exchange) -> bool:
         """Whether devices compute the same of what was gathered."""
@@ -111,9 +111,8 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
 
 def repeated_work(search: Search) -> Iterator[Finding]:
     program, wasted = search.program, defaultdict[tuple[str, int, str], list[float]](list)
-    for name, y, classes, where, flops in search.repeated():
-        del name
-        wasted[str(y.shapes[0]), classes, where].append(flops * (1 - classes / program.devices))
+    for x in search.repeated():
+        wasted[str(x.x.shapes[0]), x.classes, x.source].append(x.flops * (1 - x.classes / program.devices))
     if sum(map(sum, wasted.values())) <= SHARE * search.flops:
         return
     for (shape, classes, where), flops in wasted.items():
@@ -158,6 +157,7 @@ def donation_lost(search: Search) -> Iterator[Finding]:
     program = search.program
     taken = {alias.output[0] if alias.output else 0 for alias in program.aliases}
     free = [shape for i, shape in enumerate(program.results) if i not in taken]
+    lost = defaultdict[tuple[str, str, str], list[Instruction]](list)
     for number in sorted(search.donated - {alias.parameter for alias in program.aliases}):
         if number >= len(program.parameters):
             continue
@@ -165,8 +165,12 @@ def donation_lost(search: Search) -> Iterator[Finding]:
         like = next((shape for shape in free if _resembles(shape, x.shapes[0])), None)
         if like is not None and x.bytes >= FEW_SCALARS:
             free.remove(like)
-            what = f"{x.op_name or x.name}, {x.shapes[0]}, is donated, but the result like it is {like} elsewhere"
-            yield Finding("donation-lost", what, search.source(x), moved=x.bytes)
+            lost[str(x.shapes[0]), str(like), search.source(x)].append(x)
+    for (shape, like, source), arguments in lost.items():
+        first, more = arguments[0].op_name or arguments[0].name, len(arguments) - 1
+        which = f"{first} and {more} more, {shape}, are donated" if more else f"{first}, {shape}, is donated"
+        what = f"{which}, but the result like it is {like} elsewhere"
+        yield Finding("donation-lost", what, source, len(arguments), moved=sum(x.bytes for x in arguments))
 
 
 def copies_at_boundary(search: Search) -> Iterator[Finding]:
@@ -328,7 +332,7 @@ RULES: dict[str, Callable[[Search], Iterator[Finding]]] = {
     "repeated-collective": repeated_collective,
     "unknown-trip-count": unknown_trip_count,
 }
-"""By the names that findings have; each is a section of ``docs/audit.md``."""
+"""By the names that findings have; each is a section of ``findings.md``."""
 
 
 def _counts(search: Search, predicate: Node) -> bool:

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.audit.findings import RULES, Finding
 from gradcombine.verify.audit.hlo import Loops
-from gradcombine.verify.audit.program import Program, size_text, times
+from gradcombine.verify.audit.program import Program, short, size_text, times
 from gradcombine.verify.audit.step import Audit
 from gradcombine.verify.audit.tensorflow.graph import Graph
+from gradcombine.verify.audit.timeline import timeline
 from gradcombine.verify.report import Cells, Section
 
 VERSION = 1
@@ -28,14 +29,56 @@ NO_COST = (0.0,) * 5
 
 def sections(report: Audit) -> list[Section]:
     """All that an audit tells; the findings are last, where a reader of a terminal looks."""
-    found = [
-        Section(f"{report.name} on {_target(report)}", columns=("", "in loops", "beside"), rows=_figures(report)),
-        _bound(report),
-    ]
-    exchanges = [
+    parts = [_totals(report), _bound(report), _collectives(report), *_branches(report)]
+    return [*parts, *_unread(report), *_found(report)]
+
+
+def page_sections(
+    reports: Sequence[Audit], fail_on: Iterable[str], worse: Sequence[str] | None = None
+) -> list[Section]:
+    """What a page tells: what `worse` gave, all programs, and in full those in which there is something to see."""
+    counted = frozenset(fail_on)
+    parts, told = list[Section](), [one for one in reports if one.findings or len(reports) == 1]
+    if worse:
+        parts.append(Section("Worse than before", columns=("what",), rows=[Cells((x,), False) for x in worse]))
+    if len(reports) > 1:
+        rows = [Cells((one.name, _sum_up(one)), not any(x.name in counted for x in one.findings)) for one in reports]
+        parts.append(Section("Programs", columns=("program", ""), rows=rows))
+    for one in told:
+        drawing = timeline(one)
+        parts += [
+            _bound(one),
+            Section(
+                f"One call of {one.name}",
+                "" if drawing else _undrawn(one),
+                charts=[drawing] if drawing else (),
+            ),
+            *_found(one),
+            _collectives(one),
+            *_branches(one),
+            _totals(one),
+            *_unread(one),
+        ]
+    names = {x.name for one in told for x in one.findings}
+    return parts + [Section(name, anchor=name, text=text) for name, text in explanations().items() if name in names]
+
+
+def _undrawn(report: Audit) -> str:
+    graph = isinstance(report.program, Graph)
+    return "a graph does not tell what takes how long" if graph else "nothing is computed, moved or exchanged"
+
+
+def explanations() -> dict[str, str]:
+    """What each finding means, how it looks and what to do, in Markdown."""
+    _, *parts = (Path(__file__).parent / "findings.md").read_text(encoding="utf-8").split("\n## ")
+    return {name: text.strip() for name, _, text in (part.partition("\n") for part in parts)}
+
+
+def _collectives(report: Audit) -> Section:
+    rows = [
         Cells(
             (
-                x.kind,
+                f"{i}. {x.kind}",
                 size_text(x.size) if x.exact else "unknown",
                 f"{len(x.groups)} of {x.members}" if x.groups else "unknown",
                 f"{_loops(x.loops)}",
@@ -43,38 +86,47 @@ def sections(report: Audit) -> list[Section]:
                 short(report.program.source(x.x)),
             )
         )
-        for x in sorted(report.exchanges, key=lambda x: -x.times * x.sent())
+        for i, x in sorted(enumerate(report.exchanges, 1), key=lambda at: -at[1].times * at[1].sent())
     ]
     columns = ("collective", "size", "groups", "in loops of", "times", "source")
-    found.append(
-        Section("Collectives", "" if exchanges else "none", columns=columns if exchanges else (), rows=exchanges)
-    )
-    if rows := _branches(report.program):
-        found.append(Section("Loops and branches", columns=("what", "how often", "source"), rows=rows))
-    if report.unread:
-        found.append(Section("Not read", "; ".join(report.unread)))
-    if report.findings:
-        found.append(
-            Section(
-                "Findings",
-                columns=("finding", "times", "cost", "at the bound"),
-                rows=[_finding(report, x) for x in report.findings],
-                whole=True,
-            )
-        )
-    return found
+    return Section("Collectives", "" if rows else "none", columns=columns if rows else (), rows=rows)
+
+
+def _unread(report: Audit) -> list[Section]:
+    return [Section("Not read", "; ".join(report.unread))] if report.unread else []
+
+
+def _found(report: Audit) -> list[Section]:
+    if not report.findings:
+        return []
+    rows = [_finding(report, *alike) for alike in _alike(report.findings)]
+    return [Section("Findings", columns=("finding", "times", "cost", "at the bound"), rows=rows, whole=True)]
 
 
 def verdict(report: Audit, fail_on: Iterable[str]) -> str:
     """One line."""
+    if not report.findings:
+        return f"{report.name}: {_sum_up(report)}"
+    counted = set(fail_on)
+    total, failing = len(report.findings), sum(x.name in counted for x in report.findings)
+    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {_sum_up(report)}"
+
+
+def verdict_of_all(reports: Sequence[Audit], fail_on: Iterable[str]) -> tuple[str, bool]:
+    """One line, and whether there is nothing to fail on."""
+    counted = frozenset(fail_on)
+    failing = sum(any(x.name in counted for x in one.findings) for one in reports)
+    if len(reports) == 1:
+        return verdict(reports[0], counted), not failing
+    return f"{len(reports)} programs, {failing} with findings to fail on", not failing
+
+
+def _sum_up(report: Audit) -> str:
     counts = Counter(x.name for x in report.findings)
     if not counts:
         left = "" if len(report.judged) == len(RULES) else f" of {len(RULES)}"
-        return f"{report.name}: clean; {len(report.judged)}{left} defects looked for"
-    named = ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
-    failing = sum(n for name, n in counts.items() if name in set(fail_on))
-    total = sum(counts.values())
-    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {named}"
+        return f"clean; {len(report.judged)}{left} defects looked for"
+    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
 
 
 def names(text: str | None) -> frozenset[str]:
@@ -153,15 +205,6 @@ def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) 
     return lines
 
 
-def short(source: str) -> str:
-    """A line of source as a screen shows it: from the working directory, or the file's name alone."""
-    path, _, line = source.rpartition(":")
-    if not path:
-        return source
-    file = Path(path)
-    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{line}"
-
-
 def _one(report: Audit) -> dict[str, Any]:
     memory = report.memory
     return {
@@ -232,6 +275,10 @@ def _target(report: Audit) -> str:
     return f"{report.target.name}, {devices} device{'s' * (devices > 1)}"
 
 
+def _totals(report: Audit) -> Section:
+    return Section(f"{report.name} on {_target(report)}", columns=("", "in loops", "beside"), rows=_figures(report))
+
+
 def _figures(report: Audit) -> list[Cells]:
     sent = [sum(x.times * x.sent() for x in report.exchanges if bool(x.loops) is looped) for looped in (True, False)]
     rows = [
@@ -260,7 +307,12 @@ def _bound(report: Audit) -> Section:
     return Section(title, note, columns=("", "seconds", "arithmetic"), rows=rows)
 
 
-def _branches(program: Program | Graph) -> list[Cells]:
+def _branches(report: Audit) -> list[Section]:
+    rows = _controls(report.program)
+    return [Section("Loops and branches", columns=("what", "how often", "source"), rows=rows)] if rows else []
+
+
+def _controls(program: Program | Graph) -> list[Cells]:
     if isinstance(program, Graph):
         return [Cells((what, count, short(source))) for what, count, source in program.controls()]
     rows = list[Cells]()
@@ -284,11 +336,21 @@ def _branches(program: Program | Graph) -> list[Cells]:
     return rows
 
 
-def _finding(report: Audit, x: Finding) -> Cells:
+def _alike(findings: Sequence[Finding]) -> Iterator[tuple[Finding, int]]:
+    """Findings of which the same is to be said as one with all their costs, and how many they are."""
+    grouped = defaultdict[tuple[str, str, str], list[Finding]](list)
+    for x in findings:
+        grouped[x.name, x.what, x.source].append(x)
+    for key, group in grouped.items():
+        costs = zip(*(x[len(key) :] for x in group), strict=True)
+        yield Finding(*key, *map(sum, costs)), len(group)
+
+
+def _finding(report: Audit, x: Finding, count: int) -> Cells:
     seconds = report.seconds(x)
     parts = [size_text(x.moved + x.sent)] * bool(x.moved or x.sent) + [f"{x.flops:.2g} flops"] * bool(x.flops)
-    what = f"{x.name}: {x.what}" + f" ({short(x.source)})" * bool(x.source)
-    return Cells((what, f"{x.times:,}", " ".join(parts), "" if seconds is None else f"{seconds:.2g} s"), False)
+    what = f"{x.name}: " + f"{count} x " * (count > 1) + x.what + f" ({short(x.source)})" * bool(x.source)
+    return Cells((what, f"{x.times:,}", " ".join(parts), "" if seconds is None else f"{seconds:.2g} s"), False, x.name)
 
 
 def _loops(loops: Loops) -> str:
