@@ -6,6 +6,7 @@ from gradcombine.verify.flight import FlightRecorder
 from gradcombine.verify.laws import BrokenLaw, check_reduction
 from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.origin import Explanation, explain
+from gradcombine.verify.plan import Plan, plan
 from gradcombine.verify.reference import Judgement
 from gradcombine.verify.steps import StepReport, check_step
 from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
@@ -23,6 +24,7 @@ __all__ = [
     "Judgement",
     "LeafDifference",
     "MicrobatchReport",
+    "Plan",
     "Recorder",
     "StepReport",
     "assert_equal_bits",
@@ -35,6 +37,7 @@ __all__ = [
     "equal_bits",
     "explain",
     "first_divergence",
+    "plan",
     "record",
     "ulp_distance",
 ]

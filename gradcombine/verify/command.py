@@ -31,6 +31,8 @@ from gradcombine.verify.dumps import Dump, open_dump
 from gradcombine.verify.main import hint, missing
 from gradcombine.verify.mapping import Rules, read_rules
 from gradcombine.verify.origin import explain
+from gradcombine.verify.plan import plan_named
+from gradcombine.verify.plan import report as plan_report
 from gradcombine.verify.report import show
 from gradcombine.verify.suite import findings, places
 
@@ -295,6 +297,57 @@ def audit_command(
         Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
     raise typer.Exit(0 if clean else 1)
+
+
+@app.command("plan")
+def plan_command(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="module:callable that returns a dict of the arguments of gradcombine.verify.plan: loss, params, "
+            "batch, optimizer, microbatches."
+        ),
+    ],
+    target: Annotated[
+        str | None,
+        typer.Option(help="A machine that need not be here, as for audit. By default, this machine."),
+    ] = None,
+    ways: Annotated[
+        str | None,
+        typer.Option(help="Names of ways, with commas between, for instance window,every+zero1,window+bfloat16."),
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
+) -> None:
+    """Compiles a window of microbatches in several ways, side by side, and tells which is the best, and why.
+
+    Exit status: 0 if a way fits, 1 if the audit of the best one has findings, 2 for what cannot be read or compiled, 3
+    if no way fits the target's memory.
+    """
+    if lacking := missing(("jax", "optax")):
+        raise typer.BadParameter(hint(lacking))
+    console = Console()
+    try:
+        if json is not None and not json.resolve().parent.is_dir():
+            raise GradCombineError("plan", "a path in an existing folder for --json", str(json))
+        columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("importing", total=None)
+
+            def progress(name: str, done: int, total: int) -> None:
+                bar.update(task, description=name, completed=done, total=total)
+
+            made = plan_named(what, target, None if ways is None else ways.split(","), progress)
+        best = made.best
+        show(console, plan_report.verdict(made), best is not None, plan_report.sections(made))
+        if best is not None:
+            console.print(Text(f"\n{best.name}:\n", "bold"))
+            console.print(Text(best.code), soft_wrap=True)
+        if json is not None:
+            json.write_text(json_format.dumps(plan_report.as_json(made), indent=1, allow_nan=False) + "\n")
+    except (GradCombineError, OSError, MemoryError) as error:
+        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
+        raise typer.Exit(2) from None
+    raise typer.Exit(plan_report.status(made))
 
 
 def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:

@@ -18,6 +18,7 @@ from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.sums import MeanState, SumState
+from gradcombine.replicas import LOCAL
 from gradcombine.types import Array, Order, State, Tree
 
 
@@ -85,7 +86,7 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
         return reduction.merge(state, summed)
 
     def all_merge(state: State, collective: Collective, order: Order) -> State:
-        if set(axis.names) & set(getattr(collective, "names", axis.names)):
+        if collective is not LOCAL and set(axis.names) & set(getattr(collective, "names", axis.names)):
             raise GradCombineError(reduction.name, f"another axis than {axis!r}, summed already", repr(collective))
         return reduction.all_merge(state, collective, order)
 

@@ -466,7 +466,7 @@ def _donated(compiled: Any, parameters: int) -> list[int]:
     return [first + i for i, n in enumerate(numbers) if n < len(information) and information[n].donated]
 
 
-def bounds(target: Target, flops: dict[int, float], moved: int, exchanges: Sequence[Exchange]) -> dict[str, Bound]:
+def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Sequence[Exchange]) -> dict[str, Bound]:
     """Of compute, memory and exchange.
 
     Args:
@@ -496,9 +496,9 @@ def _compute(flops: dict[int, float], figures: Figures) -> Bound:
     return Bound(seconds, f"{words} = {seconds:.3g} s")
 
 
-def _memory(moved: int, figures: Figures) -> Bound:
+def _memory(moved: float, figures: Figures) -> Bound:
     seconds = moved / figures.bandwidth
-    return Bound(seconds, f"{moved:,} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
+    return Bound(seconds, f"{moved:,.0f} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
 
 
 def _exchange(exchanges: Sequence[Exchange], per_host: int, figures: Figures) -> Bound:

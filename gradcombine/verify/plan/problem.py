@@ -1,0 +1,171 @@
+"""What a plan is made for: a loss, an optimizer, and specs of parameters and batch on a mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.errors import GradCombineError, renamed, require_integer, shown
+from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.microbatches import examples
+from gradcombine.verify.audit import Target
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be trained, and on which mesh.
+
+    Attributes:
+      loss, optimizer, settings: as for `train_step`.
+      params: specs on the mesh, the same on all replicas.
+      batch: the arguments of the loss behind the parameters, for a whole window of all replicas, as specs on the mesh.
+      rows: which of them are divided.
+      microbatches: of a window.
+      mesh, axis: the axis along which the replicas are.
+      here: whether the mesh is of this machine, whose compiler options are then `train_step`'s own.
+    """
+
+    loss: Callable[..., Any]
+    optimizer: optax.GradientTransformation
+    params: Any
+    batch: tuple[Any, ...]
+    rows: tuple[bool, ...]
+    microbatches: int
+    mesh: Mesh
+    axis: str
+    settings: dict[str, Any]
+    here: bool
+
+    @property
+    def replicas(self) -> int:
+        return self.mesh.shape[self.axis]
+
+    def spec(self, x: Any, where: P) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, where))
+
+    def part(self, parts: int) -> tuple[Any, ...]:
+        """The batch of one of so many equal parts of a window."""
+
+        def one(x: Any) -> Any:
+            return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype, sharding=x.sharding)
+
+        return tuple(jax.tree.map(one, x) if divided else x for x, divided in zip(self.batch, self.rows, strict=True))
+
+    @cached_property
+    def paths(self) -> dict[tuple[Any, ...], Any]:
+        return dict(jax.tree_util.tree_leaves_with_path(self.params))
+
+    def beside(self, values: Any, first: bool = False) -> Any:
+        """Specs of a state, each array split as the parameter is that it belongs to.
+
+        Args:
+          values: shapes and dtypes.
+          first: whether each replica has its own, along a first axis that is added.
+        """
+
+        def one(path: tuple[Any, ...], x: Any) -> Any:
+            of = [self.paths.get(path[i:j]) for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
+            where = next((p.sharding.spec for p in of if p is not None and p.shape == x.shape), P())
+            if not first:
+                return self.spec(x, where)
+            return self.spec(jax.ShapeDtypeStruct((self.replicas, *x.shape), x.dtype), P(self.axis, *where))
+
+        return jax.tree_util.tree_map_with_path(one, values)
+
+
+def problem_of(
+    loss: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    optimizer: Any,
+    microbatches: int,
+    target: Target,
+    mesh: Any,
+    axis: str,
+    settings: dict[str, Any],
+) -> Problem:
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise GradCombineError("plan", "an optax.GradientTransformation", shown(optimizer))
+    k = require_integer("plan", "microbatches as an integer of 1 or more", microbatches)
+    args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    over = _mesh(target, mesh, axis, (params, args))
+    roles: dict[str, Any] = dict.fromkeys(("batch_argnums", "rng_argnum", "carry_argnum", "weight", "aux_reduction"))
+    roles |= {"argnums": 0, "has_aux": False, "reduction": reductions.mean(), "over": gc.LOCAL, "order": "sequential"}
+    with renamed("plan"):
+        objective = Objective("plan", loss, **roles | settings)
+        positions = objective.batch_positions([params, *args])
+    rows = tuple(i + 1 in positions for i in range(len(args)))
+
+    def placed(path: Any, x: Any, first: str | None = None) -> Any:
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            x = np.asarray(x)
+        sharding = getattr(x, "sharding", None)
+        entries = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
+        for name in {name for entry in entries for name in _axes(entry)} - set(over.shape):
+            where = jax.tree_util.keystr(path)
+            raise GradCombineError("plan", f"shardings over {', '.join(over.shape)}, the mesh's axes", name, where)
+        # Where the replicas' axis splits an array is the ways' to say.
+        entries = [tuple(name for name in _axes(entry) if name != axis) or None for entry in entries]
+        if first is not None:
+            entries = [first if not entries or entries[0] is None else (first, *_axes(entries[0])), *entries[1:]]
+        where = P(*(entry[0] if isinstance(entry, tuple) and len(entry) == 1 else entry for entry in entries))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(over, where))
+
+    if not jax.tree.leaves(params):
+        raise GradCombineError("plan", "parameters: a tree with an array", shown(params))
+    with renamed("plan"):
+        n = examples("plan", tuple(x for x, divided in zip(args, rows, strict=True) if divided))
+    parts = k * over.shape[axis]
+    if n == 0 or n % parts:
+        expected = f"a number of examples that {over.shape[axis]} replicas with {k} microbatches each can share"
+        raise GradCombineError("plan", expected, n)
+    specs = [
+        jax.tree_util.tree_map_with_path(lambda path, y, d=divided: placed(path, y, axis if d else None), x)
+        for x, divided in zip(args, rows, strict=True)
+    ]
+    whole = jax.tree_util.tree_map_with_path(placed, params)
+    here = target.figures is None or target.name == "this machine"
+    return Problem(loss, optimizer, whole, tuple(specs), rows, k, over, axis, settings, here)
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _mesh(target: Target, mesh: Any, axis: str, values: Any) -> Any:
+    """A mesh of the target's devices."""
+    if mesh is None:
+        shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(values))
+        found = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+        mesh = next(found, {axis: len(target.devices)})
+    if isinstance(mesh, Mapping):
+        sizes = {str(name): require_integer("plan", f"a size of mesh axis {name}", n) for name, n in mesh.items()}
+        kinds = (AxisType.Auto,) * len(sizes)
+    elif hasattr(mesh, "axis_types"):
+        sizes, kinds = dict(mesh.shape), mesh.axis_types
+    else:
+        raise GradCombineError("plan", "a mesh, or a mapping of its axes to their sizes", shown(mesh))
+    count = math.prod(sizes.values())
+    if count > len(target.devices):
+        expected = f"a mesh of at most {len(target.devices)} devices, which {target.name} has"
+        raise GradCombineError("plan", expected, f"one of {count}")
+    if axis not in sizes:
+        raise GradCombineError("plan", f"an axis of the mesh, {', '.join(sizes)}", shown(axis))
+    devices = np.array(target.devices[:count]).reshape(tuple(sizes.values()))
+    return Mesh(devices, tuple(sizes), axis_types=kinds)
+
+
+def plain(values: Any) -> Any:
+    """Shapes and dtypes alone."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)

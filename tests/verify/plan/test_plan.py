@@ -1,0 +1,278 @@
+"""Ways to run a window, side by side: what they compute, what is predicted of them, and what is said of bad input."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from typer.testing import CliRunner
+
+import gradcombine as gc
+from gradcombine.integrations.jax import LossOutput
+from gradcombine.verify.audit import Target
+from gradcombine.verify.audit.target import Figures as Published
+from gradcombine.verify.command import app
+from gradcombine.verify.plan import Plan, plan
+from gradcombine.verify.plan.ways import CALLS, DEFAULT, NUMBERS, PLACES, way_of
+
+K, N, ROWS, WIDTH = 4, 8, 2, 16
+"""Microbatches, replicas, rows of a microbatch of one replica, and of a layer."""
+
+
+def linear(params: Any, x: Any) -> Any:
+    """Its gradient is the mean of the rows, whatever the parameters."""
+    return jnp.mean(jnp.sum(x * params["w"][:, 0][None], axis=1)) + params["b"]
+
+
+LIKE = {"w": jax.ShapeDtypeStruct((WIDTH, 2), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.float32)}
+OPTIMIZER = optax.sgd(0.5, momentum=0.5)
+
+
+@pytest.fixture(autouse=True)
+def standard_promotion() -> Any:
+    """Optax's optimizers need it."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def planned(names: list[str], **changed: Any) -> Plan:
+    batch = jax.ShapeDtypeStruct((K * N * ROWS, WIDTH), jnp.float32)
+    arguments = {"loss": linear, "params": LIKE, "batch": batch, "optimizer": OPTIMIZER, "microbatches": K}
+    return plan(**arguments | {"names": names} | changed)
+
+
+def run(code: str, loss: Callable[..., Any], window: np.ndarray, *others: Any) -> Any:
+    """The parameters after one window, by the code that a plan shows."""
+    mesh = jax.make_mesh((N,), ("data",))
+    whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    params = jax.device_put({"w": jnp.zeros((WIDTH, 2)), "b": jnp.zeros(())}, whole)
+    # Each replica's rows together, as they lie on it; a microbatch has a part of each replica's.
+    parts = window.reshape(N, K, ROWS, WIDTH).swapaxes(0, 1).reshape(K, N * ROWS, WIDTH)
+    names = {
+        "loss": loss,
+        "optimizer": OPTIMIZER,
+        "mesh": mesh,
+        "params": params,
+        "batch": (jax.device_put(window, rows), *others),
+        "microbatches": [(jax.device_put(part, rows), *others) for part in parts],
+    }
+    exec(compile(code, "<plan>", "exec"), names)
+    return jax.tree.map(np.asarray, names["params"])
+
+
+QUICK = ("flush+zero2", "every+zero1", "accumulate")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if way_of(name).name in QUICK else pytest.mark.full) for name in DEFAULT]
+)
+def test_the_code_of_a_way_computes_the_step_of_the_whole_batch(name: str) -> None:
+    """Sums of small integers and powers of two are exact in every type and order."""
+    window = np.random.default_rng(0).integers(-4, 5, (K * N * ROWS, WIDTH)).astype(np.float32)
+    (row,) = planned([name], mesh=jax.make_mesh((N,), ("data",))).rows
+    assert row.compiled is not None, row.refused
+    got = run(row.code, linear, window)
+    np.testing.assert_array_equal(got["w"][:, 0], -0.5 * window.mean(0))
+    assert (got["w"][:, 1] == 0).all() and got["b"] == -0.5
+
+
+def test_the_predicted_exchange_is_the_compiled_one_and_what_holds_less_memory_is_seen() -> None:
+    wide = {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(2)}
+
+    def loss(params: Any, x: Any) -> Any:
+        for w in params.values():
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    batch = jax.ShapeDtypeStruct((K * N * ROWS, 256), jnp.float32)
+    found = planned(["window", "window+zero2", "window+compensated"], loss=loss, params=wide, batch=batch)
+    rows = {row.name: row for row in found.rows}
+    size = 2 * 256 * 256 * 4
+    sent = {"window": 2 * 7 * size // 8, "window+zero2": (K + 1) * 7 * size // 8, "window+compensated": 7 * 2 * size}
+    for name, row in rows.items():
+        assert row.compiled is not None and row.predicted is not None
+        assert abs(row.compiled.sent - sent[name]) < 500 and abs(row.predicted.sent - sent[name]) < 500
+        assert 0.5 < row.compiled.moved / row.predicted.moved < 1.5
+    assert (
+        rows["window+zero2"].compiled.memory
+        < rows["window"].compiled.memory
+        < rows["window+compensated"].compiled.memory
+    )  # pyright: ignore[reportOptionalMemberAccess]
+    assert [row.compiled.moved + row.compiled.sent for row in found.rows if row.compiled] == sorted(  # by the bytes
+        row.compiled.moved + row.compiled.sent for row in found.rows if row.compiled
+    )
+
+
+def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
+    """ZeRO-2 is not expressible with an optimizer that clips by the norm of all, nor with another type on the wire."""
+    clipping = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
+    small = Target("a small card", tuple(jax.devices()), N, Published({32: 1e12}, 1e12, 1000, 1e11))
+    names = ["window", "zero2", "zero2+bfloat16", "accumulate+zero1", "zero2+exact"]
+    found = planned(names, optimizer=clipping, target=small)
+    assert found.best is None
+    first, *others = found.rows
+    assert (first.name, first.fits, first.refused) == ("window", False, "")
+    assert first.compiled is not None and first.lacking == first.compiled.memory - 1000 > 0
+    assert "more than a device has" in first.why
+    words = {
+        "window+zero2": "an elementwise optimizer for zero2",
+        "window+zero2+bfloat16": "another type than bfloat16",
+        "accumulate+zero1": "replicated parameters with accumulate",
+        "window+zero2+exact": "precision 'fast'",
+    }
+    assert {row.name for row in others} == set(words)
+    assert all(words[row.name] in row.refused and row.compiled is None for row in others)
+
+
+@pytest.mark.full
+def test_a_loss_with_weights_metrics_and_random_numbers() -> None:
+    def loss(params: Any, key: Any, x: Any) -> Any:
+        kept = jnp.sum(x[:, 0] > 0).astype(jnp.float32)
+        noise = jax.random.uniform(key, ())
+        return LossOutput(linear(params, x) + 0 * noise, weight=kept, aux={"kept": kept})
+
+    x = jax.ShapeDtypeStruct((K * N * ROWS, WIDTH), jnp.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    names = ["window", "every", "zero2", "accumulate"]
+    found = planned(names, loss=loss, batch=(key, x), rng_argnum=1)
+    assert {row.name: row.refused for row in found.rows} == dict.fromkeys(
+        ("window", "every", "window+zero2", "accumulate"), ""
+    )
+    # The functions that give each replica random numbers of its own are part of what is shown.
+    assert {row.name for row in found.rows if "def own_key(" in row.code} == {"window+zero2", "accumulate"}
+
+
+def test_ways_have_names() -> None:
+    for name in DEFAULT:
+        assert way_of(way_of(name).name) == way_of(name)
+    words = {word for name in DEFAULT for word in name.split("+")}
+    assert words == {*CALLS, *PLACES, *NUMBERS}
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"names": ["zero3"]}, "plan: expected a way of the words window, every.*received zero3"),
+        ({"names": ["window+every"]}, "one word of each kind, received window.every"),
+        ({"names": ["exact+compensated"]}, "one word of each kind"),
+        ({"names": []}, "names of ways, for instance window"),
+        ({"microbatches": 0}, "microbatches as an integer of 1 or more, received 0"),
+        ({"microbatches": 3}, "examples that 8 replicas with 3 microbatches each can share, received 64"),
+        ({"axis": "replica", "mesh": {"data": 8}}, "an axis of the mesh, data, received 'replica'"),
+        ({"mesh": {"model": 8}}, "an axis of the mesh, model, received 'data'"),
+        ({"mesh": {"data": 16}}, "a mesh of at most 8 devices.*received one of 16"),
+        ({"mesh": {"data": 0}}, "a size of mesh axis data"),
+        ({"mesh": 8}, "a mesh, or a mapping of its axes"),
+        ({"target": "h1000:8"}, "a target: h100:8"),
+        ({"optimizer": 0.1}, "an optax.GradientTransformation"),
+        ({"params": {}}, "parameters: a tree with an array"),
+        ({"batch": ()}, "2 positional arguments|a batch argument"),
+        ({"loss": None}, "plan: expected a function as loss"),
+        ({"loss": lambda params, x: x}, "plan: expected a loss whose gradients compile"),
+        ({"has_aux": True}, "plan: expected a loss whose gradients compile.*value, aux"),
+    ],
+)
+def test_bad_input_is_refused(changed: dict[str, Any], match: str) -> None:
+    with pytest.raises(gc.GradCombineError, match=match):
+        planned(**{"names": ["window"]} | changed)
+
+
+def test_shardings_over_an_axis_that_the_mesh_lacks_are_refused() -> None:
+    there = jax.make_mesh((4, 2), ("data", "model"))
+    w = jax.ShapeDtypeStruct((WIDTH, 2), jnp.float32, sharding=NamedSharding(there, P(None, "model")))
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected shardings over data, .* received model"):
+        planned(["window"], params=LIKE | {"w": w}, mesh={"data": 8})
+
+
+PROBLEMS = """
+import jax, jax.numpy as jnp, optax
+
+def problem():
+    return {
+        "loss": lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2),
+        "params": jax.ShapeDtypeStruct((16, 16), jnp.float32),
+        "batch": jax.ShapeDtypeStruct((64, 16), jnp.float32),
+        "optimizer": optax.adam(1e-3),
+        "microbatches": 4,
+    }
+
+def on(devices):
+    return problem() | {"mesh": {"data": len(devices)}}
+
+def number():
+    return 3
+
+def lacking():
+    return {"loss": len}
+
+def more():
+    return problem() | {"every": 4}
+
+def fails():
+    raise RuntimeError("no data")
+
+def seven():
+    return problem() | {"microbatches": 7}
+
+def elsewhere():
+    return problem() | {"axis": "replica", "mesh": {"data": 8}}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a module of problems, as the working directory."""
+    (tmp_path / "problems.py").write_text(PROBLEMS)
+    (tmp_path / "broken.py").write_text("import nothing_of_this_name")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("problems", "broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield tmp_path
+    sys.modules.pop("problems", None)
+
+
+def test_the_command_shows_the_ways_and_the_code_of_the_best(here: Path) -> None:
+    done = CliRunner().invoke(app, ["plan", "problems:on", "--ways", "window,zero2+bfloat16", "--json", "plan.json"])
+    assert done.exit_code == 0, done.output
+    table, _, code = done.output.partition("window:\n\n")
+    assert max(map(len, table.splitlines())) <= 80
+    assert "window is the best of 2 ways, of which 1 fit" in table and "Refused" in table
+    written: Any = json.loads((here / "plan.json").read_text())
+    assert [way["name"] for way in written["ways"]] == ["window", "window+zero2+bfloat16"]
+    assert written["ways"][0]["code"].strip() == code.strip()
+    assert written["ways"][0]["programs"][0]["moved"] == written["ways"][0]["compiled"]["moved"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("broken:problem",), "No module named 'nothing_of_this_name'"),
+        (("problems",), "expected module:callable"),
+        (("problems:none",), "a callable none in problems"),
+        (("problems:number",), "to return a dict of loss, params"),
+        (("problems:lacking",), "none of params, batch, optimizer, microbatches"),
+        (("problems:more",), "received also every"),
+        (("problems:fails",), "RuntimeError: no data"),
+        (("problems:seven",), "8 replicas with 7 microbatches each can share, received 64"),
+        (("problems:elsewhere",), "an axis of the mesh, data, received 'replica'"),
+        (("problems:problem", "--ways", "window,zero3"), "a way of the words"),
+        (("problems:problem", "--target", "h1000:8"), "a target: h100:8"),
+        (("problems:problem", "--json", "no/such/folder.json"), "a path in an existing folder"),
+    ],
+)
+def test_bad_input_of_the_command_is_an_error_of_one_line(here: Path, arguments: tuple[str, ...], words: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *arguments])
+    assert done.exit_code == 2, done.output
+    assert words in done.stderr and "Traceback" not in done.output and not done.stdout.strip()
