@@ -55,7 +55,7 @@ class Terms:
         Raises:
           GradCombineError: for others, which names the term.
         """
-        values = self._named("a value of each term", self.over, received)
+        values = _named(self.operation, "a value of each term", self.over, received)
         for term, value in values.items():
             backend = owner(value)
             if backend is None:
@@ -72,7 +72,7 @@ class Terms:
         Raises:
           GradCombineError: for others, and for one that is no weight; names the denominator.
         """
-        weights = self._named(what, self.denominators, received)
+        weights = self.named(what, received)
         for name, weight in weights.items():
             with renamed(self.operation, f"[{name!r}]"):
                 parse(self.operation, resolve(self.operation, [] if owner(weight) is None else [weight]), weight)
@@ -132,17 +132,25 @@ class Terms:
             return 1
         return reduce(backend.maximum, [x for x in found if not isinstance(x, int)] or [0])
 
-    def _named(self, what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
-        if not isinstance(received, Mapping):
-            raise self.error(f"{what}, as a dict of {list(names)}", type(received).__name__)
-        found = cast("Mapping[Any, Any]", received)
-        missing = [name for name in names if name not in found]
-        if missing:
-            raise self.error(f"{what}, as a dict of {list(names)}", "none", f"[{missing[0]!r}]")
-        others = [name for name in found if name not in names]
-        if others:
-            raise self.error(f"{what}, as a dict of {list(names)} alone", "one more", f"[{others[0]!r}]")
-        return {name: found[name] for name in names}
+    def named(self, what: str, received: Any) -> dict[str, Any]:
+        """What there is one of for each denominator.
+
+        Raises:
+          GradCombineError: for a dict of other names, or none.
+        """
+        return _named(self.operation, what, self.denominators, received)
+
+
+def _named(operation: str, what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
+    expected = f"{what}, as a dict of {list(names)}"
+    if not isinstance(received, Mapping):
+        raise GradCombineError(operation, expected, type(received).__name__)
+    found = cast("Mapping[Any, Any]", received)
+    if missing := [name for name in names if name not in found]:
+        raise GradCombineError(operation, expected, "none", f"[{missing[0]!r}]")
+    if others := [name for name in found if name not in names]:
+        raise GradCombineError(operation, f"{expected} alone", "one more", f"[{others[0]!r}]")
+    return {name: found[name] for name in names}
 
 
 def require_totals(operation: str, totals: Any) -> None:

@@ -3,6 +3,7 @@
 from gradcombine.integrations.jax import zero
 from gradcombine.integrations.jax.arrays import detect_lost_peers
 from gradcombine.integrations.jax.contribution import LossOutput
+from gradcombine.integrations.jax.several_terms import grads_by_denominator
 from gradcombine.integrations.jax.step import TrainStep, train_step
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.value_and_grad import value_and_grad
@@ -15,6 +16,7 @@ __all__ = [
     "TrainState",
     "TrainStep",
     "detect_lost_peers",
+    "grads_by_denominator",
     "train_step",
     "value_and_grad",
     "zero",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from gradcombine.integrations.jax.on_replicas import mark_own
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios
 from gradcombine.reductions.weights import parse
+from gradcombine.replicas import LOCAL
 from gradcombine.terms import Terms, Totals, require_totals
 from gradcombine.types import Array, Tree
 
@@ -56,6 +58,51 @@ def with_terms(
         "differentiate": totals is not None,
     }
     return ObjectiveOfTerms(**settings, terms=several, totals=totals)
+
+
+def grads_by_denominator(
+    loss: Callable[..., Any],
+    terms: Mapping[str, str],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., tuple[LossOutput, dict[str, Tree]]]:
+    """The gradients of a loss of several terms, one for each denominator: for `integrations.optax.accumulate`.
+
+    Args:
+      loss, argnums, has_aux: as for jax.value_and_grad; returns terms and weights as for `value_and_grad`.
+      terms: likewise.
+
+    Returns:
+      A function of the arguments of ``loss``. It returns the `LossOutput` of the loss, and by denominator the gradient
+      of the sum of its terms, neither divided nor multiplied: one linearization, and one backward pass for each
+      denominator through what its terms depend on.
+
+    Raises:
+      GradCombineError: as `value_and_grad`.
+
+    >>> import jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import LossOutput, grads_by_denominator
+    >>> def loss(w, x):
+    ...     return LossOutput({"fit": jnp.sum(w * x), "decay": w * w}, weight={"tokens": x.size, "microbatches": 1})
+    >>> function = grads_by_denominator(loss, {"fit": "tokens", "decay": "microbatches"})
+    >>> output, grads = function(jnp.float32(10), jnp.float32([1, 2]))
+    >>> {name: float(grad) for name, grad in grads.items()}, output.weight
+    ({'microbatches': 20.0, 'tokens': 3.0}, {'microbatches': 1, 'tokens': 2})
+    """
+    operation, mean = "grads_by_denominator", reductions.mean()
+    roles = argnums, None, None, None, has_aux, None, mean, None, LOCAL, "sequential"
+    objective = ObjectiveOfTerms(operation, loss, *roles, terms=Terms(operation, terms), totals=None)
+
+    @wraps(loss)
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[LossOutput, dict[str, Tree]]:
+        output, _, grads = objective.differentiated(args, kwargs)
+        values = {term: part.numerator for term, part in output.aux["terms"].items()}
+        weights = {name: part.denominator for name, part in grads.items()}
+        told = LossOutput(values, weights, output.aux["aux"], output.carry)
+        return told, {name: part.numerator for name, part in grads.items()}
+
+    return differentiated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +145,33 @@ class ObjectiveOfTerms(Objective):
         told |= {"aux": aux["aux"]} if jax.tree.leaves(aux["aux"]) else {}
         return told | {"total": self.terms.total(aux["terms"])}
 
+    def differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form, dict[str, Ratio]]:
+        """What `_run` returns, and by denominator the gradient of its terms and its weight, where totals are not known.
+
+        One linearization, and one backward pass for each denominator.
+        """
+        positions = list(self.argnums) if isinstance(self.argnums, Sequence) else [self.argnums]
+
+        def summed(*params: Any) -> Any:
+            called = list(args)
+            for i, x in zip(positions, params, strict=True):
+                called[i] = x
+            output, form = self._run(called, kwargs)
+            sums = self.terms.summed({term: part.numerator for term, part in output.aux["terms"].items()})
+            return sums, (output, form)
+
+        sums, pull_back, (output, form) = jax.vjp(summed, *(args[i] for i in positions), has_aux=True)
+        weights = {self.terms.over[term]: part.denominator for term, part in output.aux["terms"].items()}
+
+        def gradient(name: str) -> Tree:
+            # Symbolic zeros: what belongs to other denominators alone is not run through, and no NaN there comes here.
+            zeros = {other: ad.Zero(jax.typeof(x).to_ct_aval()) for other, x in sums.items()}
+            seeds = zeros | {name: lax.full_like(sums[name], 1)}
+            grads = pull_back(seeds)
+            return grads if isinstance(self.argnums, Sequence) else grads[0]
+
+        return output, form, {name: Ratio(gradient(name), weights[name]) for name in self.terms.denominators}
+
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
         kwargs = dict(kwargs)
         if self.totals is not None and "totals" not in kwargs:
@@ -117,27 +191,7 @@ class ObjectiveOfTerms(Objective):
     ) -> tuple[tuple[Any, LossOutput, Form], Tree]:
         if self.totals is not None:
             return super()._differentiated(args, kwargs, scale)
-        positions = list(self.argnums) if isinstance(self.argnums, Sequence) else [self.argnums]
-
-        def summed(*params: Any) -> Any:
-            called = list(args)
-            for i, x in zip(positions, params, strict=True):
-                called[i] = x
-            output, form = self._run(called, kwargs)
-            sums = self.terms.summed({term: part.numerator for term, part in output.aux["terms"].items()})
-            return sums, (jax.tree.map(lax.stop_gradient, output), form)
-
-        sums, pull_back, (output, form) = jax.vjp(summed, *(args[i] for i in positions), has_aux=True)
-        weights = {self.terms.over[term]: part.denominator for term, part in output.aux["terms"].items()}
-
-        def gradient(name: str) -> Tree:
-            # Symbolic zeros: what belongs to other denominators alone is not run through, and no NaN there comes here.
-            zeros = {other: ad.Zero(jax.typeof(x).to_ct_aval()) for other, x in sums.items()}
-            seeds = zeros | {name: lax.full_like(sums[name], 1)}
-            grads = pull_back(seeds)
-            return grads if isinstance(self.argnums, Sequence) else grads[0]
-
-        grads = {name: Ratio(gradient(name), weights[name]) for name in self.terms.denominators}
+        output, form, grads = self.differentiated(args, kwargs)
         return (output.value, output, form), grads
 
     def _terms_of(

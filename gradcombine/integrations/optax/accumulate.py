@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,13 +14,15 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, renamed
 from gradcombine.integrations.jax.arrays import as_arrays, place_beside
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.ratios import Ratio, ratios
 from gradcombine.reductions.treewise import TreewiseState
+from gradcombine.terms import Terms
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
 from gradcombine.window import Window, require_flag, widened
 
@@ -52,6 +54,7 @@ def accumulate(
     skip: Skip | None = None,
     order: Order = "sequential",
     max_every: int | None = None,
+    denominators: Sequence[str] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Runs a transformation once a window, on the gradients combined over its microbatches and over the replicas.
 
@@ -72,6 +75,11 @@ def accumulate(
         microbatches as without ``skip``, and schedules stay in step with the data, while the mean is over what was
         kept. If nothing of a window was kept, ``inner`` does not run: neither momentum nor decay acts on a gradient
         that was not there. (`MultiSteps` waits for ``every`` good ones instead.)
+      denominators: for a loss of several terms whose denominators' totals are not known before, their names.
+        ``updates`` is then a dict of gradients by denominator, of sums that are not divided, as
+        `gradcombine.integrations.jax.grads_by_denominator` computes them, and ``weight`` a dict of what each is over;
+        ``reduction`` is a mean. ``inner`` gets the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)``. (Where the totals
+        are known, accumulate the gradients of ``sum_j L_ij / W_j`` by ``reductions.sum()``.)
 
     Returns:
       A transformation. Its ``init(params)`` makes an `AccumulateUpdatesState`; a parameter that never has a gradient is
@@ -112,8 +120,13 @@ def accumulate(
     >>> updates, state = tx.update({"w": jnp.float32([3, 4])}, state, params, weight=3)
     >>> updates["w"].tolist(), bool(state.applied)
     ([-2.5, -3.5], True)
+    >>> tx = accumulate(optax.sgd(1.0), every=1, denominators=["tokens", "sequences"])
+    >>> grads = {"tokens": {"w": jnp.float32([8, 4])}, "sequences": {"w": jnp.float32([2, 2])}}
+    >>> updates, state = tx.update(grads, tx.init(params), params, weight={"tokens": 4, "sequences": 2})
+    >>> updates["w"].tolist()
+    [-3.0, -2.0]
     """
-    microbatches = Accumulation("accumulate", inner, every, reduction, over, skip, order, max_every)
+    microbatches = Accumulation("accumulate", inner, every, reduction, over, skip, order, max_every, denominators)
     # On one replica the branches are elementwise, and GPUs fuse them with what reads the updates: a loop would have to
     # write these.
     branch = conditional if microbatches.window.over is gc.LOCAL else run_if
@@ -162,6 +175,7 @@ def accumulate_and_apply(
     skip: Skip | None = None,
     order: Order = "sequential",
     max_every: int | None = None,
+    denominators: Sequence[str] | None = None,
 ) -> ApplyingTransformation:
     """`accumulate` and ``optax.apply_updates`` in one: parameters in, parameters out.
 
@@ -170,7 +184,7 @@ def accumulate_and_apply(
     costs the addition of its gradients in place, and the optimizer's cost arises once a window.
 
     Args:
-      inner, every, reduction, over, skip, order, max_every: as for `accumulate`.
+      inner, every, reduction, over, skip, order, max_every, denominators: as for `accumulate`.
 
     Returns:
       An `ApplyingTransformation`. Where a window ends, its ``apply`` returns ``optax.apply_updates(params, updates)``,
@@ -194,7 +208,8 @@ def accumulate_and_apply(
     >>> params["w"].tolist(), bool(state.applied)
     ([-2.0, -3.0], True)
     """
-    microbatches = Accumulation("accumulate_and_apply", inner, every, reduction, over, skip, order, max_every)
+    settings = every, reduction, over, skip, order, max_every, denominators
+    microbatches = Accumulation("accumulate_and_apply", inner, *settings)
 
     def apply(
         updates: optax.Updates,
@@ -235,7 +250,13 @@ class Accumulation:
         skip: Skip | None,
         order: Order,
         max_every: int | None,
+        denominators: Sequence[str] | None = None,
     ) -> None:
+        self._terms = None
+        if denominators is not None:
+            with renamed(operation):
+                reduction = ratios(denominators, reduction)
+            self._terms = Terms(operation, {name: name for name in denominators})
         reduction = gc.reductions.mean() if reduction is None else reduction
         self.window = ReplicatedWindow(
             operation, reduction, every, gc.LOCAL if over is None else over, order, max_every
@@ -251,10 +272,10 @@ class Accumulation:
         """No window begun."""
         params = as_arrays(params)
         like = gradients_like(params)
-        window = jax.tree.map(jnp.asarray, init_for(self.window.init, like))
+        window = jax.tree.map(jnp.asarray, init_for(lambda like: self.window.init(self._each(like, Ratio, 1)), like))
         skipped: Any = ()
         if self._skip is not None:
-            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._operation, self._skip, like))
+            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._operation, self._skip, self._each(like)))
         # Outside of the mapped function the axis is not bound, and there is nothing to mark.
         with contextlib.suppress(GradCombineError):
             window, skipped = self.window.own(window), self._varying(skipped)
@@ -272,7 +293,12 @@ class Accumulation:
         """
         self._require_state(state)
         updates = as_arrays(updates)
-        contribution, dtypes = in_dtypes_of_window(self.window, updates, state.window)
+        entering = updates
+        if self._terms is not None:
+            weights = self._terms.weights(weight)
+            gradients = self._terms.named("gradients of each denominator", updates)
+            entering, weight = {name: Ratio(gradients[name], weights[name]) for name in weights}, 1
+        contribution, dtypes = in_dtypes_of_window(self.window, entering, state.window)
         left_out: Any = False
         detail: Any = ()
         if self._skip is not None:
@@ -284,6 +310,10 @@ class Accumulation:
         in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
         window, due = self.window.due(window, flush=flush, left_out_in_a_row=in_a_row)
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
+
+    def _each(self, like: Tree, of: Callable[..., Any] = lambda like: like, *more: Any) -> Tree:
+        """The like of the contributions, where that of one gradient is given."""
+        return like if self._terms is None else {name: of(like, *more) for name in self._terms.denominators}
 
     def _varying(self, skipped: Any) -> Any:
         return skipped._replace(detail=mark_own(self.window.over, skipped.detail)) if self._skip is not None else ()
@@ -316,13 +346,12 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
     Raises:
       GradCombineError: for updates of another structure, and for ones that are combined over the replicas already.
     """
-    _require_unreduced(window, updates)
+    _require_unreduced(window, numerators(updates))
     begun = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
     made_for_such = jax.eval_shape(window.reduction.init, updates)
     if jax.tree.structure(made_for_such) == jax.tree.structure(begun) and _dtypes(made_for_such) == _dtypes(begun):
         return updates, None
     specs, structure = tree.flatten(window.operation, jax.eval_shape(window.accumulator.value, state))
-    leaves = tree.flatten_as(window.operation, structure, updates)
     results = jax.eval_shape(window.reduction.finalize, made_for_such)
     outputs = tree.flatten_as(window.operation, structure, results)
     # Results of one dtype are of updates that the window takes as they are.
@@ -330,7 +359,23 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
         spec if spec is not None and output is not None and output.dtype != spec.dtype else None
         for spec, output in zip(specs, outputs, strict=True)
     ]
-    return tree.unflatten(structure, map(widened, leaves, targets)), results
+
+    def wide(gradients: Tree) -> Tree:
+        leaves = tree.flatten_as(window.operation, structure, gradients)
+        return tree.unflatten(structure, map(widened, leaves, targets))
+
+    if not isinstance(updates, dict) or not any(isinstance(x, Ratio) for x in updates.values()):
+        return wide(updates), results
+    return {name: x._replace(numerator=wide(x.numerator)) for name, x in updates.items()}, results
+
+
+def numerators(updates: Tree) -> Tree:
+    """The gradients, without what they are over where they are several."""
+
+    def is_ratio(node: Any) -> bool:
+        return isinstance(node, Ratio)
+
+    return jax.tree.map(lambda x: x.numerator if is_ratio(x) else x, updates, is_leaf=is_ratio)
 
 
 def _require_unreduced(window: Window, updates: Tree) -> None:

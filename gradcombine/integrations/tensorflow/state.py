@@ -166,7 +166,7 @@ class ReplicaState:
         return AccumulateState(levels=tree.unflatten(self._structure, list(leaves)), **position)
 
 
-def in_local_variables(window: Window, specs: Sequence[Any]) -> ReplicaState:
+def in_local_variables(window: Window, specs: Any) -> ReplicaState:
     """A state in variables of its own, in the scope of its strategy.
 
     ON_READ variables are written in replica context and stay each replica's own. Their containers are kept out of
@@ -176,9 +176,9 @@ def in_local_variables(window: Window, specs: Sequence[Any]) -> ReplicaState:
 
     Args:
       window: whose state it is.
-      specs: the shapes and dtypes of the gradients.
+      specs: the shapes and dtypes of the gradients, a list or another tree.
     """
-    empty = window.init(list(specs))
+    empty = window.init(specs)
     leaves, structure = tree.flatten(window.operation, empty.levels)
     position = {"step": _local_variable(empty.step), "index": _local_variable(empty.index)}
     return ReplicaState(window, structure, [_local_variable(x) for x in leaves], position)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,10 +10,12 @@ import tensorflow as tf
 
 from gradcombine import reductions, tree
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
+from gradcombine.integrations.tensorflow.several_terms import LossOfTerms, WindowMetrics
 from gradcombine.integrations.tensorflow.sparse import dense
 from gradcombine.integrations.tensorflow.state import (
     Pending,
+    ReplicaState,
     converted,
     effects_since,
     graph_size,
@@ -22,6 +24,7 @@ from gradcombine.integrations.tensorflow.state import (
 )
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.replicas import tf_replicas
+from gradcombine.terms import Totals
 from gradcombine.types import AccumulateState, Order
 from gradcombine.window import Window
 
@@ -56,6 +59,15 @@ class AccumulatedStep(tf.Module):
       reduction: from `gradcombine.reductions`.
       order: as for `gradcombine.accumulate` over time, and for `gradcombine.merge_replicas` over replicas.
       max_every: as for `gradcombine.accumulate`.
+      terms: for a loss of several terms, the name of each one's denominator: ``{"ce": "tokens", "balance":
+        "microbatches"}``. In the place of ``gradients`` is then a loss, which the step differentiates:
+        ``loss(*batch) -> (values, weights)`` or ``(values, weights, outputs)``, the values a dict of the terms by name,
+        each a *sum*, a floating scalar, and the weights a dict of the denominators by name, each the number that the
+        microbatch adds to it. What is applied is the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all
+        microbatches i of all replicas: see `docs/losses.md`. ``reduction`` is a mean (with ``totals``, a sum).
+      totals: None: the denominators' totals are not known before the window ends, and each denominator has accumulators
+        and a backward pass of its own. ``"given"``: each call is given them as ``totals={...}``, the same in all calls
+        of a window, and one accumulator and one backward pass do; a flush divides by these.
 
     Raises:
       GradCombineError: for variables or an optimizer of another strategy, a call inside ``strategy.run`` or under
@@ -100,12 +112,20 @@ class AccumulatedStep(tf.Module):
         reduction: Reduction | None = None,
         order: Order = "sequential",
         max_every: int | None = None,
+        terms: Mapping[str, str] | None = None,
+        totals: Totals | None = None,
     ) -> None:
         super().__init__()
         self._strategy = tf.distribute.get_strategy()
         self._require_cross_replica()
         require_synchronous("AccumulatedStep", self._strategy)
         self._gradients, self._apply, self._optimizer = gradients, apply, keras_optimizer(apply)
+        self._terms: LossOfTerms | None = None
+        if terms is not None:
+            self._terms = LossOfTerms("AccumulatedStep", terms, totals, reduction)
+            reduction = self._terms.reduction
+        elif totals is not None:
+            raise error("terms, for totals", "none")
         reduction = reductions.mean() if reduction is None else reduction
         self._window = Window("AccumulatedStep", reduction, every, tf_replicas(), order, max_every)
         require_same_length(self._strategy, every)
@@ -119,28 +139,33 @@ class AccumulatedStep(tf.Module):
             if not self._optimizer.built:
                 self._optimizer.build(targets)
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
-        self._state = in_local_variables(self._window, specs)
+        self._state = in_local_variables(self._window, specs if self._terms is None else self._terms.like(specs))
         self.position, self.windows = self._state.position, self._state.windows
+        self._metrics = None if self._terms is None else self._terms.metrics(self._window, specs)
+        if self._metrics is not None:
+            self.metrics_position, self.metrics_windows = self._metrics.position, self._metrics.windows
         self._with_gradient: set[int] = set()
         self._left_out: set[int] = set()
 
-    def __call__(self, *batch: Any) -> tuple[tf.Tensor, Any]:
+    def __call__(self, *batch: Any, totals: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
         """One microbatch on each replica.
 
         Args:
           *batch: what ``gradients`` takes; under a strategy, tf.distribute's per-replica values.
+          totals: with ``totals="given"``, by denominator the total of the window over its microbatches and replicas.
 
         Returns:
           Whether the window was full and has been applied, a boolean scalar; and the ``outputs`` of ``gradients``, per
-          replica under a strategy (None where there are none).
+          replica under a strategy (None where there are none). With ``terms``, `WindowMetrics` as a third.
         """
-        return self._step(tf.__internal__.autograph.control_status_ctx(), batch)
+        return self._step(tf.__internal__.autograph.control_status_ctx(), batch, totals)
 
-    def flush(self) -> tf.Tensor:
+    def flush(self) -> Any:
         """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
 
         Returns:
-          Whether there was one, a boolean scalar. A window that is empty or has been applied changes nothing.
+          Whether there was one, a boolean scalar. A window that is empty or has been applied changes nothing. With
+          ``terms``, a pair of that and `WindowMetrics`.
         """
         return self._flush(tf.__internal__.autograph.control_status_ctx())
 
@@ -184,52 +209,72 @@ class AccumulatedStep(tf.Module):
     # AutoGraph would take seconds to convert the library's code, which does not need it. The caller's functions are
     # converted if the tf.function around uses AutoGraph, which ``status`` says.
     @tf.autograph.experimental.do_not_convert
-    def _step(self, status: Any, batch: tuple[Any, ...]) -> tuple[tf.Tensor, Any]:
+    def _step(self, status: Any, batch: tuple[Any, ...], totals: Any) -> tuple[Any, ...]:
         self._require_cross_replica()
+        if (totals is None) == (self._terms is not None and self._terms.is_given):
+            raise error("totals={...} in each call, with totals='given' and not else", shown(totals))
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
         compute, begun = converted(self._gradients, status), graph_size()
-        pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, *batch))
+        pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, totals, *batch))
         full = self._agreed(ready)
         tensors = [x for x in tf.nest.flatten(self._local((pending, full)), expand_composites=True) if tf.is_tensor(x)]
         with run_after([*effects_since(begun), *tensors]):
             computed = tf.no_op()
 
-        def write(pending: Pending) -> None:
+        def write(pending: list[Pending]) -> None:
             with run_after([computed]):
-                self._state.write(pending)
+                for state, one in zip(self._held(), pending, strict=True):
+                    state.write(one)
 
         self._strategy.run(write, args=(pending,))
-        return self._apply_if(full, status), outputs
+        told = self._apply_if(full, status)
+        return (full, outputs) if self._terms is None else (full, outputs, told)
 
     @tf.autograph.experimental.do_not_convert
-    def _flush(self, status: Any) -> tf.Tensor:
+    def _flush(self, status: Any) -> Any:
         self._require_cross_replica()
         is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
-        applied = self._apply_if(self._agreed(is_partial), status)
+        applied = self._agreed(is_partial)
+        told = self._apply_if(applied, status)
         self._strategy.run(self._end)
-        return applied
+        return applied if self._terms is None else (applied, told)
 
-    def _accumulated(self, compute: Callable[..., Any], *batch: Any) -> tuple[Any, tf.Tensor, Any]:
-        gradients, weight, *outputs = checked_result(compute(*batch), self._targets())
-        pending, ready = self._state.contributed(gradients, weight)
+    def _accumulated(self, compute: Callable[..., Any], totals: Any, *batch: Any) -> tuple[Any, tf.Tensor, Any]:
+        targets = self._targets()
+        if self._terms is None:
+            gradients, weight, *outputs = checked_result(compute(*batch), targets)
+            columns, entering = [gradients], [gradients]
+        else:
+            several, weights, weight, told, outputs = self._terms.computed(compute, batch, totals, targets)
+            dense = {name: [*map(dense_gradient, grads, targets)] for name, grads in several.items()}
+            columns, entering = list(dense.values()), [self._terms.contribution(dense, weights), told]
+        contributed = [state.contributed(x, weight) for state, x in zip(self._held(), entering, strict=True)]
+        pending, (ready, *_) = zip(*contributed, strict=True)
         # Which variables have a gradient is known while tracing, and only then.
-        present = {i for i, gradient in enumerate(gradients) if gradient is not None}
+        present = {i for column in columns for i, gradient in enumerate(column) if gradient is not None}
         for i in sorted(present & self._left_out):
             raise error("no gradient, as in a tf.function that was traced before", "one", f"[{i}]")
         self._with_gradient |= present
-        return pending, ready, outputs[0] if outputs else None
+        return list(pending), ready, outputs[0] if outputs else None
+
+    def _held(self) -> list[ReplicaState]:
+        """What each replica holds: the window, and what is to be told of it."""
+        return [self._state] if self._metrics is None else [self._state, self._metrics]
 
     def _end(self) -> None:
-        state = self._state.unread()
-        self._state.write_step(self._window.end(state, self._window.is_partial(state)).step)
+        for held in self._held():
+            state = held.unread()
+            held.write_step(self._window.end(state, self._window.is_partial(state)).step)
 
-    def _apply_if(self, condition: tf.Tensor, status: Any) -> tf.Tensor:
+    def _apply_if(self, condition: tf.Tensor, status: Any) -> Any:
         # The branch is taken here, in cross-replica context: tf.distribute allows no collective in a conditional inside
         # of a replica.
-        tf.cond(condition, lambda: self._merge_and_apply(status), lambda: None)
-        return condition
+        terms = self._terms
+        return tf.cond(
+            condition, lambda: self._merge_and_apply(status), lambda: None if terms is None else terms.nothing()
+        )
 
-    def _merge_and_apply(self, status: Any) -> None:
+    def _merge_and_apply(self, status: Any) -> WindowMetrics | None:
         indices = sorted(self._with_gradient)
         if not indices:
             raise error("a call before, with a gradient for one variable or more", "none")
@@ -247,6 +292,10 @@ class AccumulatedStep(tf.Module):
                 converted(self._apply, status)(gradients, targets)
         else:
             self._strategy.run(lambda: self._optimizer.apply(_from_first_replica(merged()), targets))
+        if self._terms is None or self._metrics is None:
+            return None
+        told = self._strategy.run(self._metrics.value)
+        return self._terms.opened(tf.nest.map_structure(lambda x: self._local(x)[0], told))
 
     def _agreed(self, condition: Any) -> tf.Tensor:
         """The condition, which is the same on all replicas unless their windows' lengths differ."""

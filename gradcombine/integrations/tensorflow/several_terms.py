@@ -1,0 +1,150 @@
+"""A loss of several terms over variables: what a microbatch contributes, and what is told of a window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from gradcombine import reductions
+from gradcombine.backends.tensorflow_backend import BACKEND
+from gradcombine.errors import renamed
+from gradcombine.integrations.tensorflow.state import ReplicaState, in_local_variables
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.ratios import Ratio, ratios
+from gradcombine.reductions.weights import parse
+from gradcombine.terms import Terms, Totals, require_totals
+from gradcombine.window import Window
+
+
+class WindowMetrics(NamedTuple):
+    """What an `AccumulatedStep` with ``terms`` tells of the window that a call has applied; zeros where it has not.
+
+    Attributes:
+      value: by term, its sum over its denominator's total.
+      weight: by denominator, the total of what the microbatches have brought.
+
+    >>> import tensorflow as tf
+    >>> from gradcombine.integrations.tensorflow import AccumulatedStep
+    >>> w = tf.Variable(8.0)
+    >>> def loss(x):
+    ...     return {"fit": tf.reduce_sum(w * x), "decay": w * w}, {"tokens": tf.size(x), "microbatches": 1}
+    >>> def apply(gradients, variables):
+    ...     variables[0].assign_sub(gradients[0])
+    >>> terms = {"fit": "tokens", "decay": "microbatches"}
+    >>> step = AccumulatedStep(loss, [w], apply, every=2, terms=terms)
+    >>> _ = step(tf.constant([1.0, 2.0, 3.0]))
+    >>> applied, _, metrics = step(tf.constant([6.0]))
+    >>> float(metrics.value["fit"]), float(metrics.weight["tokens"]), float(w)  # 8 - 12 / 4 - 16
+    (24.0, 4.0, -11.0)
+    """
+
+    value: dict[str, tf.Tensor]
+    weight: dict[str, tf.Tensor]
+
+
+class LossOfTerms:
+    """A loss of several terms.
+
+    Args:
+      operation: for error messages.
+      terms, totals: as for `AccumulatedStep`.
+      reduction: as the caller has given it.
+
+    Attributes:
+      reduction: of the gradients.
+    """
+
+    def __init__(
+        self, operation: str, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None
+    ) -> None:
+        self._terms, self._known = Terms(operation, terms), totals is not None
+        require_totals(operation, totals)
+        if totals == "counted":
+            raise self._terms.error("totals that are given, as a call brings one microbatch", "counted")
+        if self._known:
+            self.reduction = reductions.sum() if reduction is None else reduction
+            if self.reduction.scales_by_weight:
+                raise self._terms.error("a sum, for terms that are divided by known totals", self.reduction.name)
+        else:
+            with renamed(operation):
+                self.reduction = ratios(self._terms.denominators, reduction)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether each call has to bring the totals."""
+        return self._known
+
+    def like(self, specs: Sequence[Any]) -> Any:
+        """What the contributions are like, for gradients of these shapes and dtypes."""
+        return specs if self._known else {name: Ratio(specs, 1) for name in self._terms.denominators}
+
+    def metrics(self, window: Window, specs: Sequence[Any]) -> ReplicaState:
+        """A state for what is told of such windows."""
+        self._dtype = dtypes.of_weights(BACKEND.dtype(spec) for spec in specs)
+        of_values = reductions.sum() if self._known else self._terms.reduction_of_values()
+        combined = reductions.per_leaf({"value": of_values, "weight": reductions.sum()})
+        number = tf.TensorSpec((), self._dtype)
+        values = {term: number if self._known else Ratio(number, 1) for term in self._terms.over}
+        weights = {name: tf.TensorSpec((), tf.float32) for name in self._terms.denominators}
+        return in_local_variables(replace(window, reduction=combined), {"value": values, "weight": weights})
+
+    def computed(
+        self, loss: Callable[..., Any], batch: Sequence[Any], totals: Any, targets: Sequence[Any]
+    ) -> tuple[dict[str, list[Any]], dict[str, Any], Any, dict[str, Any], list[Any]]:
+        """One microbatch.
+
+        Returns:
+          Its gradients by denominator, or the one of all under ""; the weights; whether it has any, 1 or 0; what is to
+          be told of it; and the outputs of the loss, at most one.
+        """
+        terms = self._terms
+        with tf.GradientTape(persistent=not self._known and len(terms.denominators) > 1) as tape:
+            result = loss(*batch)
+            if not isinstance(result, tuple) or len(result) not in (2, 3):
+                raise terms.error("(values, weights) or (values, weights, outputs), by name", type(result).__name__)
+            values = {term: tf.convert_to_tensor(x) for term, x in terms.values(result[0]).items()}
+            weights = {
+                name: tf.stop_gradient(x) if tf.is_tensor(x) else x for name, x in terms.weights(result[1]).items()
+            }
+            if self._known:
+                told: dict[str, Any] = terms.shares(
+                    values, weights, terms.weights(totals, "a total of each denominator")
+                )
+                sums = {"": terms.total(told)}
+            else:
+                told, sums = terms.ratios(values, weights), terms.summed(values)
+        grads = {name: tape.gradient(x, targets) for name, x in sums.items()}
+        return grads, weights, terms.present(weights), self._told(told, weights), list(result[2:])
+
+    def contribution(self, gradients: Mapping[str, list[Any]], weights: Mapping[str, Any]) -> Any:
+        """What enters the window, of dense gradients."""
+        return gradients[""] if self._known else {name: Ratio(x, weights[name]) for name, x in gradients.items()}
+
+    def opened(self, values: Mapping[str, Any]) -> WindowMetrics:
+        """What is told of a window, of its combined parts."""
+        return WindowMetrics(values["value"], values["weight"])
+
+    def nothing(self) -> WindowMetrics:
+        """What is told where no window was applied."""
+        value = {term: tf.zeros((), self._dtype) for term in self._terms.over}
+        return WindowMetrics(value, {name: tf.zeros(()) for name in self._terms.denominators})
+
+    def _told(self, told: dict[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+        def number(x: Any) -> Any:
+            return parse(self._terms.operation, BACKEND, x).cast(BACKEND, dtypes.FLOAT32)
+
+        def value(x: Any) -> Any:
+            return (
+                x._replace(numerator=tf.cast(x.numerator, self._dtype))
+                if isinstance(x, Ratio)
+                else tf.cast(x, self._dtype)
+            )
+
+        return {
+            "value": {term: value(x) for term, x in told.items()},
+            "weight": {name: number(x) for name, x in weights.items()},
+        }

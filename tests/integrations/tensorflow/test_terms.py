@@ -1,0 +1,197 @@
+"""Losses of several denominators over variables: against sums in float64, and with the bits of the other frameworks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.integrations.tensorflow import AccumulatedStep
+from gradcombine.reductions import Ratio
+from gradcombine.verify.ulp import equal_bits
+from tests.integrations.tensorflow.strategies import mirrored
+from tests.spec.selection import cases
+
+pytestmark = pytest.mark.needs("jax", "tensorflow")
+
+TERMS = {"ce": "tokens", "z": "tokens", "balance": "microbatches"}
+
+
+def subtract(gradients: Any, variables: Any) -> None:
+    for gradient, variable in zip(gradients, variables, strict=True):
+        variable.assign_sub(gradient)
+
+
+def loss_over(w: Any, b: Any) -> Any:
+    def loss(x: Any, mask: Any) -> Any:
+        values = {
+            "ce": tf.reduce_sum(w * x * mask + b * mask),
+            "z": tf.reduce_sum(b * x * x * mask),
+            "balance": w * b * tf.reduce_max(x),
+        }
+        return values, {"tokens": tf.reduce_sum(mask), "microbatches": 1}
+
+    return loss
+
+
+def data(parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """Integers, in microbatches of two rows; half of the tokens count."""
+    rng = np.random.default_rng(parts)
+    x = rng.integers(-8, 9, (parts, 2, 4)).astype(np.float32)
+    return x, rng.permutation(np.arange(8 * parts) % 2).reshape(x.shape).astype(np.float32)
+
+
+def of_each(strategy: Any, rows: np.ndarray) -> Any:
+    """A row a replica, as a step under the strategy takes it."""
+    if len(rows) == 1:
+        return rows[0]
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: tf.constant(rows[context.replica_id_in_sync_group])
+    )
+
+
+@pytest.mark.parametrize(
+    ("k", "replicas", "totals"), cases([(1, 1, None)], (1, 2, 4, 8, 16), (1, 2, 4, 8), (None, "given"))
+)
+def test_a_window_is_the_formula(k: int, replicas: int, totals: Any) -> None:
+    x, mask = (a.reshape(k, replicas, 2, 4) for a in data(k * replicas))
+    strategy = mirrored(replicas) if replicas > 1 else tf.distribute.get_strategy()
+    with strategy.scope():
+        w, b, unused = tf.Variable(2.0), tf.Variable(-3.0), tf.Variable(1.0)
+        step = AccumulatedStep(loss_over(w, b), [w, unused, b], subtract, every=k, terms=TERMS, totals=totals)
+    tokens, microbatches = mask.sum(dtype=np.float64), k * replicas
+    known = {"tokens": tf.constant(tokens, tf.float32), "microbatches": tf.constant(microbatches)}
+    given = {"totals": known} if totals else {}
+    run = tf.function(step) if replicas > 1 else step
+    for i in range(k):
+        rows = [of_each(strategy, a[i]) for a in (x, mask)]
+        applied, outputs, metrics = run(*rows, **given)
+        assert bool(applied) == (i == k - 1) and outputs is None
+    x, mask = x.astype(np.float64), mask.astype(np.float64)
+    sums, squares, top = (x * mask).sum() / tokens, (x * x * mask).sum() / tokens, x.max((2, 3)).sum() / microbatches
+    assert [v.numpy() for v in (w, unused, b)] == [2 - (sums - 3 * top), 1, -3 - (1 + squares + 2 * top)]
+    assert {name: float(value) for name, value in metrics.value.items()} == {
+        "ce": 2 * sums - 3,
+        "z": -3 * squares,
+        "balance": -6 * top,
+    }
+    assert {name: float(value) for name, value in metrics.weight.items()} == {
+        "tokens": tokens,
+        "microbatches": microbatches,
+    }
+
+
+PRECISIONS = {
+    "tree": (lambda: (reductions.mean(), reductions.sum()), "tree"),
+    "exact": (lambda: (reductions.mean("exact"), reductions.sum("exact")), "sequential"),
+}
+
+
+@pytest.mark.parametrize(("name", "totals"), cases([("tree", None)], PRECISIONS, (None, "given")))
+def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) -> None:
+    make, order = PRECISIONS[name]
+    mean, total = make()
+    rng = np.random.default_rng(5)
+    x, y = (rng.standard_normal((6, 1, 4)).astype(np.float32) for _ in range(2))
+    tokens, pairs = np.float32([3, 0, 7, 1, 5, 9]).reshape(6, 1), np.float32([1, 2, 0, 0, 1, 3]).reshape(6, 1)
+    terms, start = {"ce": "tokens", "preference": "pairs"}, np.zeros(4, np.float32)
+    given = {"totals": {"tokens": tokens.sum(), "pairs": pairs.sum()}} if totals else {}
+    settings: dict[str, Any] = {
+        "terms": terms,
+        "totals": totals,
+        "order": order,
+        "reduction": total if totals else mean,
+    }
+
+    # One row a microbatch, so that its gradient is a product in any framework.
+    def in_jax(w: Any, x: Any, y: Any, tokens: Any, pairs: Any) -> LossOutput:
+        values = {"ce": jnp.sum(w[None] * x), "preference": jnp.sum(w[None] * y)}
+        return LossOutput(values, {"tokens": tokens.sum(), "pairs": pairs.sum()})
+
+    flat = [a.reshape(6, *a.shape[2:]) for a in (x, y, tokens, pairs)]
+    _, received = jax.jit(value_and_grad(in_jax, 6, **settings))(start, *flat, **given)
+
+    w = tf.Variable(start)
+
+    def in_tensorflow(x: Any, y: Any, tokens: Any, pairs: Any) -> Any:
+        values = {"ce": tf.reduce_sum(w[None] * x), "preference": tf.reduce_sum(w[None] * y)}
+        return values, {"tokens": tf.reduce_sum(tokens), "pairs": tf.reduce_sum(pairs)}
+
+    step = AccumulatedStep(in_tensorflow, [w], lambda gradients, _: w.assign(gradients[0]), every=6, **settings)
+    for row in zip(x, y, tokens, pairs, strict=True):
+        step(*map(tf.constant, row), **given)
+    assert equal_bits(np.asarray(received), w.numpy())
+    if totals is None:
+        listed = [
+            {"tokens": Ratio(a[0], s.item()), "pairs": Ratio(b[0], p.item())}
+            for a, b, s, p in zip(x, y, tokens, pairs, strict=True)
+        ]
+        assert equal_bits(gc.combine(reductions.ratios(["tokens", "pairs"], mean), listed, order=order), w.numpy())
+    parts = [
+        (a[0].astype(np.float64) * (s > 0), b[0].astype(np.float64) * (p > 0))
+        for a, b, s, p in zip(x, y, tokens, pairs, strict=True)
+    ]
+    expected = sum(a for a, _ in parts) / tokens.sum() + sum(b for _, b in parts) / pairs.sum()
+    np.testing.assert_allclose(w.numpy(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("totals", [None, "given"])
+def test_a_partial_window_is_saved_flushed_and_divided(totals: Any, jit_compile: bool, tmp_path: Any) -> None:
+    x, mask = data(3)
+    given = {"totals": {"tokens": tf.constant(mask.sum()), "microbatches": tf.constant(3)}} if totals else {}
+
+    def made() -> Any:
+        w, b = tf.Variable(2.0), tf.Variable(-3.0)
+        return w, AccumulatedStep(loss_over(w, b), [w, b], subtract, every=9, terms=TERMS, totals=totals)
+
+    w, step = made()
+    run = tf.function(step, jit_compile=jit_compile)
+    for row in zip(x[:2], mask[:2], strict=True):
+        run(*map(tf.constant, row), **given)
+    path = tf.train.Checkpoint(step=step).save(str(tmp_path / "saved"))
+    w, step = made()
+    tf.train.Checkpoint(step=step).restore(path).assert_consumed()
+    applied, _, metrics = step(x[2], mask[2], **given)
+    assert not applied and float(metrics.value["ce"]) == 0
+    applied, metrics = step.flush()
+    x, mask = x.astype(np.float64), mask.astype(np.float64)
+    sums, top = (x * mask).sum() / mask.sum(), x.max((1, 2)).mean()
+    assert applied
+    np.testing.assert_allclose([w.numpy(), metrics.value["ce"]], [2 - sums + 3 * top, 2 * sums - 3], rtol=1e-6)
+
+
+def test_refused() -> None:
+    w, b = tf.Variable(2.0), tf.Variable(-3.0)
+
+    def step(loss: Any = None, **settings: Any) -> AccumulatedStep:
+        return AccumulatedStep(loss or loss_over(w, b), [w, b], subtract, every=2, **{"terms": TERMS, **settings})
+
+    x, mask = (a[0] for a in data(1))
+    refused = [
+        (lambda: step(totals="counted"), "totals that are given"),
+        (lambda: step(terms=None, totals="given"), "terms, for totals"),
+        (lambda: step(reduction=reductions.sum()), "a mean, as reductions.mean"),
+        (lambda: step(reduction=reductions.mean(), totals="given"), "a sum, for terms"),
+        (lambda: step(totals="given")(x, mask), "totals={...} in each call"),
+        (lambda: step()(x, mask, totals={"tokens": 1, "microbatches": 1}), "totals={...} in each call"),
+        (
+            lambda: step(totals="given")(x, mask, totals={"tokens": 1}),
+            "leaf ['microbatches']: expected a total of each",
+        ),
+        (lambda: step(lambda x, mask: ({"ce": w}, {}))(x, mask), "leaf ['z']: expected a value of each term"),
+        (lambda: step(lambda x, mask: {"ce": w})(x, mask), "(values, weights) or (values, weights, outputs)"),
+    ]
+    for call, message in refused:
+        with pytest.raises(gc.GradCombineError) as caught:
+            call()
+        assert message in str(caught.value)
+        assert str(caught.value).startswith("AccumulatedStep")
