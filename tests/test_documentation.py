@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/algebra.md")
+PAGES = ("README.md", "docs/algebra.md", "docs/losses.md")
 LISTINGS = [
     pytest.param(listing, id=f"{page} {i}")
     for page in PAGES
