@@ -1,7 +1,8 @@
-"""The one exception of the library, and what is asked of an argument, each check once."""
+"""The one exception of the library, and what is asked of an argument and of an installation, each check once."""
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -43,6 +44,57 @@ class GradCombineError(ValueError):
         self.path = path
         where = f"leaf {_short(path, 150)}: " if path else ""
         super().__init__(f"{operation}: {where}expected {expected}, received {_text(received, str)}")
+
+
+class MissingPackageError(GradCombineError, ImportError):
+    """A package that is not installed, with the one command that installs it.
+
+    Args:
+      operation: the door, function or command that needs it.
+      modules: those that were not found, by their names in ``import``.
+      extra: of this package, that has them all; by default the smallest one that has the first.
+
+    >>> print(MissingPackageError("train_step", ["optax"]))
+    train_step: expected what pip install 'gradcombine[optax]' installs, received no module optax
+    """
+
+    def __init__(self, operation: str, modules: Sequence[str], extra: str | None = None) -> None:
+        package = OTHERS.get(modules[0]) or f"'gradcombine[{extra or EXTRAS[modules[0]]}]'"
+        super().__init__(operation, f"what pip install {package} installs", f"no module {', '.join(modules)}")
+
+
+EXTRAS = {
+    **{name: name for name in ("jax", "keras", "optax", "tensorflow", "torch")},
+    **dict.fromkeys(("h5py", "rich", "typer"), "cli"),
+    **dict.fromkeys(("hypothesis", "jinja2", "matplotlib", "sklearn"), "verify"),
+}
+"""The smallest extra of this package with which a module is installed."""
+
+OTHERS = {"orbax": "orbax-checkpoint"}
+"""What is installed by itself, as it is used to read files that only its own users have."""
+
+
+def require_installed(operation: str, *modules: str, extra: str | None = None) -> None:
+    """Refuses to go on without modules, of which it imports none.
+
+    Raises:
+      MissingPackageError: names those that are not installed, and the command that installs them.
+    """
+    lacking = [name for name in modules if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise MissingPackageError(operation, lacking, extra)
+
+
+@contextmanager
+def importing(operation: str, extra: str | None = None) -> Generator[None, None, None]:
+    """Names the command that installs what an import inside did not find."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS and package not in OTHERS:
+            raise
+        raise MissingPackageError(operation, [package], extra) from error
 
 
 @contextmanager

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 import gradcombine as gc
+from gradcombine.errors import EXTRAS
 
 
 def test_importing_loads_no_framework() -> None:
@@ -24,6 +28,45 @@ def test_gradients_in_jax_need_no_optax() -> None:
     used = "print(value_and_grad(lambda w, x: (w * x).mean(), 2)(2.0, __import__('jax').numpy.arange(4.0)))"
     command = [sys.executable, "-c", f"{code}; {used}"]
     assert "Array(1.5" in subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+EXTRA = {
+    "gradcombine.integrations.jax": "jax",
+    "gradcombine.integrations.optax": "optax",
+    "gradcombine.integrations.tensorflow": "tensorflow",
+    "gradcombine.integrations.keras": "keras",
+    "gradcombine.integrations.horovod": "tensorflow",
+}
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
+    """By every door, and by the two ways to replicas that have none; what names it is an ImportError."""
+    code = """if True:
+    import importlib, sys
+    import gradcombine as gc
+    sys.modules.update(dict.fromkeys(("jax", "optax", "tensorflow", "keras")))
+    calls = {name: lambda name=name: importlib.import_module(name) for name in sys.argv[1:]}
+    for name, call in calls.items() | {"jax_axis": lambda: gc.jax_axis("data"), "tf_replicas": gc.tf_replicas}.items():
+        try:
+            call()
+        except ImportError as error:
+            assert isinstance(error, gc.GradCombineError)
+            print(name, error, sep="|")
+    """
+    command = [sys.executable, "-c", code, *EXTRA]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    told = dict(line.split("|") for line in done.stdout.splitlines())
+    extras = EXTRA | {"jax_axis": "jax", "tf_replicas": "tensorflow"}
+    assert told.keys() == extras.keys()
+    for name, extra in extras.items():
+        assert f"expected what pip install 'gradcombine[{extra}]' installs, received no module " in told[name]
+
+
+def test_each_module_is_of_the_extra_that_installs_it() -> None:
+    extras = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {"sklearn": "scikit-learn"}
+    for module, extra in EXTRAS.items():
+        assert any(re.match(rf"{packages.get(module, module)}\W", needed) for needed in extras[extra]), module
 
 
 PUBLIC = [getattr(gc, name) for name in gc.__all__ if inspect.isfunction(getattr(gc, name))]

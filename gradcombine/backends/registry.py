@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, importing, shown
 
 FRAMEWORKS = ("jax", "tensorflow")
 _NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
@@ -21,12 +21,14 @@ _PLAIN = np.dtype(np.bool_)
 @cache
 def load(name: str) -> Backend:
     """The backend called ``"numpy"``, ``"jax"`` or ``"tensorflow"``; imports its framework."""
-    return importlib.import_module(f"gradcombine.backends.{name}_backend").BACKEND
+    with importing(name):
+        return importlib.import_module(f"gradcombine.backends.{name}_backend").BACKEND
 
 
 def load_collective(name: str) -> Callable[..., Collective]:
     """What makes the collective of ``"jax"``, of axis names, or of ``"tensorflow"``; imports the framework."""
-    return importlib.import_module(f"gradcombine.backends.{name}_collective").COLLECTIVE
+    with importing(f"the replicas of {name}"):
+        return importlib.import_module(f"gradcombine.backends.{name}_collective").COLLECTIVE
 
 
 _LOADED: dict[str, Backend] = {}

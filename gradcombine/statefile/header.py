@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import numpy as np
 
+import gradcombine
 from gradcombine import binary_counter, tree
 from gradcombine.backends.registry import is_absent, load, owner
 from gradcombine.errors import GradCombineError
@@ -64,8 +64,8 @@ class Header(NamedTuple):
 
 
 def own_version() -> str:
-    """The version of this library, as installed."""
-    return version("gradcombine")
+    """The version of this library."""
+    return gradcombine.__version__
 
 
 def encode(header: Header) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json as json_format
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -23,12 +25,11 @@ from rich.progress import (
 from rich.text import Text
 
 import gradcombine
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_installed
 from gradcombine.verify import diff_report
 from gradcombine.verify.audit import OutOfMemoryError, audit_named, report
 from gradcombine.verify.diff import Allowed, diff, diff_steps, is_steps
 from gradcombine.verify.dumps import Dump, open_dump
-from gradcombine.verify.main import hint, missing
 from gradcombine.verify.mapping import Rules, read_rules
 from gradcombine.verify.origin import explain
 from gradcombine.verify.plan import plan_named
@@ -42,6 +43,19 @@ Number = TypeVar("Number", int, float)
 
 NEAREST = 8
 """How many candidates are shown if none gives the result."""
+
+VERIFIES, DRAWS = ("jax", "tensorflow", "sklearn"), ("jinja2", "matplotlib")
+"""What the run and the page need."""
+
+
+@contextmanager
+def _errors() -> Generator[None, None, None]:
+    """Says in one line what cannot be read, compiled or found, and ends with status 2; 3 for a target's memory."""
+    try:
+        yield
+    except (GradCombineError, OSError, MemoryError) as error:
+        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
+        raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
 
 
 def _show_version(wanted: bool) -> None:
@@ -78,9 +92,8 @@ def verify(
 
     Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
     """
-    lacking = missing(("jax", "tensorflow", "sklearn", *(("jinja2", "matplotlib") if html is not None else ())))
-    if lacking:
-        raise typer.BadParameter(hint(lacking))
+    with _errors():
+        require_installed("verify", *VERIFIES, *(() if html is None else DRAWS), extra="verify")
     for option, path in (("--json", json), ("--html", html)):
         if path is not None and not path.resolve().parent.is_dir():
             raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
@@ -139,7 +152,9 @@ def diff_command(
     may be compared with one of another. Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what
     cannot be read.
     """
-    try:
+    with _errors():
+        if html is not None:
+            require_installed("diff", *DRAWS)
         for option, path in (("--json", json), ("--html", html)):
             if path is not None and not path.resolve().parent.is_dir():
                 raise GradCombineError("diff", f"a path in an existing folder for {option}", str(path))
@@ -149,9 +164,6 @@ def diff_command(
             raise GradCombineError("diff", "--roundings with a --reference", "none")
         allowed, chosen = Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules()
         passes = _diffed((a, b), allowed, chosen, reference, roundings, json, html)
-    except (GradCombineError, OSError, MemoryError) as error:
-        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(0 if passes else 1)
 
 
@@ -211,7 +223,7 @@ def explain_command(
     all do, which explains nothing, 2 for what cannot be read.
     """
     console = Console()
-    try:
+    with _errors():
         dumps, wanted = [open_dump(path) for path in contributions], open_dump(result)
         trees = [_loaded(dump, path, wanted) for dump, path in zip(dumps, contributions, strict=True)]
         scales = None if weights is None else _numbers("weights", weights, float)
@@ -222,9 +234,6 @@ def explain_command(
             explanation = explain(
                 trees, whole, scales, ranks=counts, progress=lambda tried, name: bar.update(task, description=name)
             )
-    except (GradCombineError, OSError, MemoryError) as error:
-        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
-        raise typer.Exit(2) from None
     console.print(Text(str(explanation), "green" if explanation.matches else "red"), soft_wrap=True)
     if not explanation.matches and explanation.elements:
         for verdict in explanation.verdicts[:NEAREST]:
@@ -263,10 +272,11 @@ def audit_command(
     Exit status: 0 if there is nothing to fail on, 1 for findings of the names in --fail-on, or, with --baseline, for
     what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory.
     """
-    if lacking := missing(("jax", *(("jinja2", "matplotlib") if html is not None else ()))):
-        raise typer.BadParameter(hint(lacking))
     console = Console()
-    try:
+    with _errors():
+        require_installed("audit", "jax")
+        if html is not None:
+            require_installed("audit", *DRAWS)
         for option, path in (("--json", json), ("--html", html)):
             if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
                 raise GradCombineError("audit", f"a path in an existing folder for {option}", str(path))
@@ -293,9 +303,6 @@ def audit_command(
 
             title = f"gradcombine audit {what}" + (f" for {target}" if target else "")
             page.write(html, title, verdict, clean, report.page_sections(reports, chosen, lines))
-    except (GradCombineError, OSError, MemoryError) as error:
-        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
-        raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
     raise typer.Exit(0 if clean else 1)
 
 
@@ -323,10 +330,9 @@ def plan_command(
     Exit status: 0 if a way fits, 1 if the audit of the best one has findings, 2 for what cannot be read or compiled, 3
     if no way fits the target's memory.
     """
-    if lacking := missing(("jax", "optax")):
-        raise typer.BadParameter(hint(lacking))
     console = Console()
-    try:
+    with _errors():
+        require_installed("plan", "jax", "optax", extra="optax")
         if json is not None and not json.resolve().parent.is_dir():
             raise GradCombineError("plan", "a path in an existing folder for --json", str(json))
         columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
@@ -344,9 +350,6 @@ def plan_command(
             console.print(Text(best.code), soft_wrap=True)
         if json is not None:
             json.write_text(json_format.dumps(plan_report.as_json(made), indent=1, allow_nan=False) + "\n")
-    except (GradCombineError, OSError, MemoryError) as error:
-        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(plan_report.status(made))
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, importing
 from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safetensors, unread
 from gradcombine.formats.entry import first_line
 from gradcombine.verify import pytorch
@@ -24,9 +24,6 @@ EXPECTED = (
     "a .npz, .safetensors, .pt, .pth, .h5 or .weights.h5 file, shards with their index, a tf.train checkpoint or an "
     "Orbax checkpoint"
 )
-
-_PACKAGES = {"h5": "h5py", "orbax": "orbax-checkpoint", "torch": "'gradcombine[torch]'"}
-"""What installs the library that a format needs and gradcombine itself does not, where its name is not the format's."""
 
 
 def open_dump(path: str | Path) -> Dump:
@@ -47,10 +44,8 @@ def open_dump(path: str | Path) -> Dump:
         received = str(path) if path.exists() else f"{path}, which does not exist"
         raise GradCombineError("diff", EXPECTED, received)
     try:
-        return _READERS[kind](path)
-    except ModuleNotFoundError as error:
-        expected = f"what reads {path.name} to be installed: pip install {_PACKAGES.get(kind, kind)}"
-        raise GradCombineError("diff", expected, str(error)) from None
+        with importing(f"to read {path.name}"):
+            return _READERS[kind](path)
     except (GradCombineError, MemoryError):
         raise
     except Exception as error:

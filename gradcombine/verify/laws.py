@@ -11,7 +11,7 @@ from gradcombine import tree
 from gradcombine.accumulation import accumulate
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, require_integer, shown
+from gradcombine.errors import GradCombineError, require_installed, require_integer, shown
 from gradcombine.lists import combine
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, require_reduction
@@ -19,7 +19,6 @@ from gradcombine.reductions.guarded import GuardedState
 from gradcombine.replicas import all_reduce, merge_replicas
 from gradcombine.types import Order, State, Tree
 from gradcombine.verify.in_process import run_replicas
-from gradcombine.verify.main import hint, missing
 from gradcombine.verify.ulp import rounding_unit
 
 ELEMENTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5, 4.0, -4.0)
@@ -272,8 +271,7 @@ def check_reduction(
     require_reduction("check_reduction", reduction)
     require_integer("check_reduction", "ulps from 0 to 2**20", ulps, 0, 2**20)
     require_integer("check_reduction", "1 example or more", examples)
-    if lacking := missing(["hypothesis"]):
-        raise GradCombineError("check_reduction", "the packages that it needs", hint(lacking))
+    require_installed("check_reduction", "hypothesis")
     kinds = [dtypes.kind(np.asarray(x).dtype) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
     whole = "integer" in kinds
     usable = [weight for weight in weights if not whole or float(weight).is_integer()]

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import gradcombine
-from gradcombine.verify import main
+from gradcombine.verify.command import app
+from gradcombine.verify.main import main
 
 COUNTS = {1, 2, 4, 8}
 ALONE = [
@@ -97,13 +99,37 @@ def test_the_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"gradcombine {gradcombine.__version__}\n")
 
 
-def test_a_missing_extra_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(main, "NEEDED", ("rich", "no_such_package"))
-    with pytest.raises(SystemExit) as stopped:
-        main.main()
-    message = str(stopped.value)
-    assert message.startswith("gradcombine: no_such_package not found; install gradcombine[verify]")
-    assert "\n" not in message
+@pytest.mark.parametrize(
+    ("arguments", "absent", "extra"),
+    [
+        ("diff a.npz b.npz --html page.html", "matplotlib", "verify"),
+        ("diff a.h5 b.h5", "h5py", "cli"),
+        ("explain a.h5 b.h5 --result c.h5", "h5py", "cli"),
+        ("audit module:step", "jax", "jax"),
+        ("plan module:run", "optax", "optax"),
+        ("verify", "sklearn", "verify"),
+    ],
+)
+def test_a_missing_package_is_named_in_one_line_with_its_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, absent: str, extra: str
+) -> None:
+    (tmp_path / "a.h5").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, absent, None)
+    done = CliRunner().invoke(app, arguments.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.endswith(f"pip install 'gradcombine[{extra}]' installs, received no module {absent}\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_without_its_own_packages_the_command_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    expected = "gradcombine: expected what pip install 'gradcombine[cli]' installs, received no module typer\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_importing_the_package_loads_no_framework() -> None:

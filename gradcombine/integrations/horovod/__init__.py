@@ -1,6 +1,9 @@
 """For programs written for Horovod: its local gradient aggregation, and its all-reduce over gradcombine's replicas."""
 
-from gradcombine.integrations.horovod.aggregation import LocalGradientAggregation
-from gradcombine.integrations.horovod.all_reduce import AllReduce
+from gradcombine.errors import importing
+
+with importing("gradcombine.integrations.horovod"):
+    from gradcombine.integrations.horovod.aggregation import LocalGradientAggregation
+    from gradcombine.integrations.horovod.all_reduce import AllReduce
 
 __all__ = ["AllReduce", "LocalGradientAggregation"]

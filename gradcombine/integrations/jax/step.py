@@ -13,6 +13,7 @@ from jax.core import eval_context
 import gradcombine as gc
 from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
+from gradcombine.errors import importing
 from gradcombine.integrations.jax.arrays import usable
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import require_count
@@ -202,7 +203,8 @@ def train_step(
         differentiate,
     )
     objective = with_terms(plain, reduction, terms, totals)
-    import optax  # which gradients alone do not need
+    with importing("train_step"):
+        import optax  # which gradients alone do not need
 
     if not isinstance(optimizer, optax.GradientTransformation):
         raise objective.error("an optax.GradientTransformation", type(optimizer).__name__)

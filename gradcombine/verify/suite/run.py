@@ -54,7 +54,10 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
     curves, trained = _train(examples)
     settings = {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
-        "versions": {name: importlib.metadata.version(name) for name in ("gradcombine", "numpy", "jax", "tensorflow")},
+        "versions": {
+            "gradcombine": gc.__version__,
+            **{name: importlib.metadata.version(name) for name in ("numpy", "jax", "tensorflow")},
+        },
         "microbatches": list(problem.SIZES),
         "replicas": counts,
         "inject_fault": inject_fault,

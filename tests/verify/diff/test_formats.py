@@ -122,13 +122,24 @@ def test_a_flipped_bit_shows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module", "command"),
-    [("w.pt", "torch", r"pip install 'gradcombine\[torch\]'"), ("w.h5", "h5py", "pip install h5py")],
+    ("name", "module", "package"),
+    [
+        ("w.pt", "torch", "'gradcombine[torch]'"),
+        ("w.h5", "h5py", "'gradcombine[cli]'"),
+        ("w.index", "tensorflow", "'gradcombine[tensorflow]'"),
+        ("orbax/_METADATA", "orbax", "orbax-checkpoint"),
+    ],
 )
 def test_a_missing_library_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, command: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, package: str
 ) -> None:
-    (tmp_path / name).write_bytes(b"")
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(GradCombineError, match=f"what reads {name} to be installed: {command}"):
-        open_dump(tmp_path / name)
+    opened = path.parent if name == "orbax/_METADATA" else path
+    with pytest.raises(GradCombineError) as raised:
+        open_dump(opened)
+    assert str(raised.value) == (
+        f"to read {opened.name}: expected what pip install {package} installs, received no module {module}"
+    )
