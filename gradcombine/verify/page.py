@@ -16,7 +16,7 @@ from markupsafe import Markup
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from gradcombine.verify.report import Band, Chart, Curves, Dots, HeatMap, Histogram, Section, Timeline
+from gradcombine.verify.report import Band, Chart, Curves, HeatMap, Histogram, Section, Timeline
 
 FOLDED = 20
 """Longer tables are folded away, unless one of their rows failed."""
@@ -24,7 +24,7 @@ FOLDED = 20
 LABEL = 0.07
 """Of a timeline's width: the room that a label takes on a phone."""
 
-BLUE, GREEN, RED = "#3b6ea5", "#2e7d32", "#c62828"
+BLUE = "#3b6ea5"
 _LINES = ("-", "--", ":")
 
 
@@ -102,15 +102,13 @@ class _Drawing(NamedTuple):
     alt: str
 
 
-def _draw(chart: Histogram | HeatMap | Dots | Curves) -> str:
+def _draw(chart: Histogram | HeatMap | Curves) -> str:
     """The same chart gives the same bytes."""
     match chart:
         case Histogram():
             figure = _histogram(chart)
         case HeatMap():
             figure = _heat_map(chart)
-        case Dots():
-            figure = _dots(chart)
         case Curves():
             figure = _curves(chart)
     buffer = io.BytesIO()
@@ -150,25 +148,6 @@ def _heat_map(chart: HeatMap) -> Figure:
     axes.set_xlabel("step", fontsize=7)
     bar = figure.colorbar(image, ax=axes, ticks=list(chart.ticks))
     bar.ax.set_yticklabels(list(chart.ticks.values()), fontsize=6)
-    return figure
-
-
-def _dots(chart: Dots) -> Figure:
-    figure, axes = _plot(10, 0.9 + 0.19 * len(chart.lines))
-    for (label, dots), colour in zip(chart.series.items(), (GREEN, BLUE, RED), strict=False):
-        look: dict[str, Any] = {"s": 14, "alpha": 0.7, "zorder": 2}
-        if label == chart.failed:
-            look = {"s": 40, "marker": "x", "zorder": 3}
-        if dots:
-            axes.scatter(*zip(*dots, strict=True), c=colour, label=label, **look)
-    axes.set_xscale("symlog", linthresh=1)
-    axes.set_xlim(left=-0.3)
-    axes.set_yticks(range(len(chart.lines)), chart.lines, fontsize=7)
-    axes.set_ylim(len(chart.lines) - 0.5, -0.5)
-    axes.grid(axis="y", linewidth=0.3)
-    axes.set_xlabel(chart.xlabel, fontsize=7)
-    axes.tick_params(axis="x", labelsize=7)
-    axes.legend(fontsize=7, loc="lower right")
     return figure
 
 

@@ -49,22 +49,6 @@ class HeatMap(NamedTuple):
     alt: str
 
 
-class Dots(NamedTuple):
-    """Several numbers on each line.
-
-    Attributes:
-      lines: their names, from top to bottom.
-      series: by label, pairs of a number and the index of its line.
-      failed: the label of those that are marked as failures.
-    """
-
-    lines: Sequence[str]
-    series: Mapping[str, Sequence[tuple[float, int]]]
-    failed: str
-    xlabel: str
-    alt: str
-
-
 class Curves(NamedTuple):
     """Curves over the same windows.
 
@@ -121,7 +105,7 @@ class Timeline(NamedTuple):
     alt: str
 
 
-Chart: TypeAlias = Histogram | HeatMap | Dots | Curves | Timeline
+Chart: TypeAlias = Histogram | HeatMap | Curves | Timeline
 
 
 class Section(NamedTuple):

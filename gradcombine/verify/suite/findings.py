@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple, cast
 
-from gradcombine.verify.report import Cells, Curves, Dots, Section
+from gradcombine.verify.report import Cells, Curves, Section
+from gradcombine.verify.suite import places
 from gradcombine.verify.ulp import NAN_DISTANCE
 
 BITS, BOUND, DIFFERS = "bits", "bound", "differs"
@@ -75,16 +76,21 @@ _TITLES = {
 }
 
 _NOTES = {
-    "combine": "The same gradients give the same mean in every framework, mode and place.\n"
-    "found: the largest distance from NumPy's list in the same order, over all elements and replicas.\n"
-    "promise: the same bits, or a rounding bound where the framework's own all-reduce chooses the order.\n"
-    "of bound: the largest distance from the exact mean, over what rounding may do.",
+    "combine": "=: the bits of NumPy's list in the same order, for every number of replicas.\n"
+    "A number: where the framework's own all-reduce chooses the order, the largest distance from the exact mean,\n"
+    "over what rounding may do; up to 1 it holds. An empty cell: there is no such place in this mode.\n"
+    "both: over time, and then over replicas. tree: the canonical order; without it, from left to right.",
     "full batch": "found: the largest distance from the whole batch's gradient, computed in one pass.\n"
     "relative: to the leaf's largest element. of bound: over what rounding may do in both computations.\n"
     "The mean of means is a contrast: it has to differ by more than rounding.",
     "kernels": "Nothing is combined here. In the combine above, one framework's gradients are the input of all rows.",
     "training": "ratio: what was found over what is allowed. The windows' losses are below.",
 }
+
+_DISTANCES = (
+    "found: the largest distance from NumPy's list in the same order, over all elements and replicas.\n"
+    "of bound: the largest distance from the exact mean, over what rounding may do."
+)
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -106,7 +112,8 @@ def sections(report: Report) -> list[Section]:
     failed = [Cells((row.name, row.promise, found(row)), False) for row in report.failed]
     return [
         *([Section("Not kept", columns=("row", "promise", "found"), rows=failed, whole=True)] if failed else []),
-        Section(_TITLES["combine"], _NOTES["combine"], [_distances(report)]),
+        Section("What was done", _done(report)),
+        _grid(report),
         *(_section(*key, list(rows)) for key, rows in groupby(report.findings, key=table)),
         *_losses(report.curves),
         Section("Versions and settings", columns=("", ""), rows=settings, folded=True),
@@ -154,12 +161,26 @@ def blocks(values: Sequence[float], low: float, high: float) -> str:
     return "".join(_block(value, low, high) for value in values)
 
 
+def _done(report: Report) -> str:
+    """What ran, when, of which versions, and what follows from it if all promises are kept."""
+    settings = report.settings
+    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
+    return (
+        "The gradients of one classifier on real images, in microbatches of different sizes, were combined by NumPy,\n"
+        "JAX and TensorFlow in lists, over time, over replicas and both, eager and compiled, and compared bit by bit\n"
+        "with one reference; then both frameworks trained with them. If all promises are kept, then on this machine\n"
+        "the place, the mode and the framework do not change the answer.\n"
+        + "\n".join(text for text in (settings.get("date"), settings.get("command"), versions) if text)
+    )
+
+
 def _section(name: str, framework: str, findings: Sequence[Finding]) -> Section:
     measured = ("ratio",) if name == "training" else ("found", "relative", "of bound")
     labels = [label for label in findings[0].labels if not (framework and label == "framework")]
-    title, note = (f"Combine in {framework}", "") if framework else (_TITLES[name], _NOTES[name])
+    title, note = (f"Combine in {framework}", _DISTANCES) if framework else (_TITLES[name], _NOTES[name])
     cells = [_cells(row, labels) for row in findings]
-    return Section(title, note, columns=(*labels, "promise", *measured, ""), rows=cells, whole=True)
+    folded = bool(framework) and all(row.holds for row in findings)
+    return Section(title, note, columns=(*labels, "promise", *measured, ""), rows=cells, whole=True, folded=folded)
 
 
 def _cells(row: Finding, labels: Sequence[str]) -> Cells:
@@ -170,29 +191,30 @@ def _cells(row: Finding, labels: Sequence[str]) -> Cells:
     return Cells((*texts, row.promise, *measured, _number(row.share), mark), row.holds)
 
 
-def _distances(report: Report) -> Dots:
-    """A line for the rows that differ only in their number of replicas, a dot for each such number."""
-    lines: dict[str, int] = {}
-    series: dict[str, list[tuple[float, int]]] = {f"promised: {BITS}": [], f"promised: {BOUND}": [], "not kept": []}
+def _grid(report: Report) -> Section:
+    """A line for each mode, a column for each place and order; a cell tells of all numbers of replicas."""
+    cells: dict[tuple[str, str], list[Finding]] = {}
     for row in report.findings:
         if row.section == "combine":
-            others = "  ".join(str(value) for name, value in row.labels.items() if name != "replicas")
-            dot = _position(row), lines.setdefault(others, len(lines))
-            series[f"promised: {row.promise}" if row.holds else "not kept"].append(dot)
-    return Dots(
-        list(lines),
-        series,
-        "not kept",
-        "largest distance from the reference, in ulp; a dot for each number of replicas",
-        "Distance in ulp of every row of the combine from NumPy's list in the same order",
-    )
+            labels = row.labels
+            place = "both" if labels["place"] == places.TIME_AND_REPLICAS else labels["place"]
+            column = f"{place} tree" if labels["order"] == "tree" else place
+            cells.setdefault((f"{labels['framework']} {labels['mode']}", column), []).append(row)
+    modes, columns = (list(dict.fromkeys(key[side] for key in cells)) for side in (0, 1))
+    rows: list[Cells] = []
+    for mode in modes:
+        found = [cells.get((mode, column), []) for column in columns]
+        rows.append(Cells((mode, *map(_mark, found)), all(row.holds for inner in found for row in inner)))
+    return Section(_TITLES["combine"], _NOTES["combine"], columns=("", *columns), rows=rows, whole=True)
 
 
-def _position(row: Finding) -> float:
-    """On a logarithmic axis: NaN at the end of float32, two signs of zero as less than one ulp."""
-    if row.ulps is None or row.equal:
-        return 0.0
-    return 2.0**32 if row.ulps == NAN_DISTANCE else max(float(row.ulps), 0.5)
+def _mark(rows: Sequence[Finding]) -> str:
+    """What rows found that differ in their number of replicas: the worst of them."""
+    if not rows:
+        return ""
+    if not all(row.holds for row in rows):
+        return "no"
+    return "=" if all(row.equal for row in rows) else _number(max(row.share or 0.0 for row in rows))
 
 
 def _merged(findings: Iterable[Finding]) -> Iterator[Finding]:

@@ -53,6 +53,7 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
     started("training", steps)
     curves, trained = _train(examples)
     settings = {
+        "command": f"gradcombine verify --replicas {replicas}{' --inject-fault' if inject_fault else ''}",
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "versions": {
             "gradcombine": gc.__version__,
