@@ -30,6 +30,9 @@ SHOWS = {
     r"mean of means +gradient off by 7\.\de-01\n",
     "tf_strategies.py": r"none +loss 0\.775\d +accuracy 0\.\d+",
     "tf_function_step.py": r"epoch 1: loss 2\.\d+ -> .*\n(.*\n)*epoch 5: .* -> 0\.[0-4]\d+\n.* steps, 1 trace",
+    "ways_over_jax.py": r"MultiSteps +1e-01 +\de-08\n.*same numbers +1e-01 +1e-01\noptax.microbatch +4e-02 +\de-08\n"
+    r"a scan by hand +1e-01 +\de-08\nnum_items_in_batch +\de.0[08] +\de-08\nMaxText +\de-08 +\de-08\n",
+    "ways_over_tensorflow.py": r"(.* +1e-01 +\de-08\n){3}",
 }
 
 
