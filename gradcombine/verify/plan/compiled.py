@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax import run_if
@@ -85,7 +85,7 @@ def _compiled(parts: Sequence[Part], target: Target) -> _Window:
     audits = [(audit(part.step, *part.args, target=roomy)._replace(target=target), part.calls) for part in parts]
     flops, moved, exchanges = dict[int, float](), 0, list[Exchange]()
     for report, calls in audits:
-        program = report.program
+        program = cast("Program", report.program)  # of a function of JAX
         rare = set(_ends(program))
         for name, x, loops in program.executed():
             often = 1 if name in rare else calls
