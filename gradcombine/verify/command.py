@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -26,15 +26,16 @@ from rich.text import Text
 
 import gradcombine
 from gradcombine.errors import GradCombineError, require_installed
-from gradcombine.verify import diff_report
+from gradcombine.verify import diff_report, flight_diff
 from gradcombine.verify.audit import OutOfMemoryError, audit_named, report
 from gradcombine.verify.diff import Allowed, diff, diff_steps, is_steps
 from gradcombine.verify.dumps import Dump, open_dump
+from gradcombine.verify.flight import is_log, read_log
 from gradcombine.verify.mapping import Rules, read_rules
 from gradcombine.verify.origin import explain
 from gradcombine.verify.plan import plan_named
 from gradcombine.verify.plan import report as plan_report
-from gradcombine.verify.report import show
+from gradcombine.verify.report import Section, show
 from gradcombine.verify.suite import findings, places
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
@@ -146,7 +147,7 @@ def diff_command(
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.", metavar="FILE")] = None,
 ) -> None:
-    """Compares two dumps of gradients, parameters or states, leaf by leaf, to the bit.
+    """Compares two dumps of gradients, parameters or states, leaf by leaf, to the bit; or two logs of digests.
 
     Reads .npz, .safetensors, .pt, .h5 and .weights.h5 files, tf.train and Orbax checkpoints; a dump of one framework
     may be compared with one of another. Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what
@@ -163,7 +164,13 @@ def diff_command(
         if reference is None and roundings is not None:
             raise GradCombineError("diff", "--roundings with a --reference", "none")
         allowed, chosen = Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules()
-        passes = _diffed((a, b), allowed, chosen, reference, roundings, json, html)
+        if is_log(a) or is_log(b):
+            if reference is not None or allowed != Allowed():
+                expected = "no --max-ulp, --rtol or --reference with logs of digests, which are equal or not"
+                raise GradCombineError("diff", expected, "one")
+            passes = _diffed_logs((a, b), chosen, json, html)
+        else:
+            passes = _diffed((a, b), allowed, chosen, reference, roundings, json, html)
     raise typer.Exit(0 if passes else 1)
 
 
@@ -194,15 +201,33 @@ def _diffed(
             dumps = open_dump(paths[0]), open_dump(paths[1])
             report = diff(*dumps, allowed=allowed, rules=rules, reference=third, roundings=roundings, progress=progress)
     verdict, sections = diff_report.verdict(report), diff_report.sections(report)
-    show(Console(), verdict, report.passes, sections)
+    _tell(paths, verdict, report.passes, sections, diff_report.as_json(report), json, html)
+    return report.passes
+
+
+def _diffed_logs(paths: tuple[str, str], rules: Rules, json: Path | None, html: Path | None) -> bool:
+    report = flight_diff.diff_logs(read_log(paths[0]), read_log(paths[1]), rules)
+    verdict, sections = flight_diff.verdict(report), flight_diff.sections(report)
+    _tell(paths, verdict, report.passes, sections, flight_diff.as_json(report), json, html)
+    return report.passes
+
+
+def _tell(
+    paths: tuple[str, str],
+    verdict: str,
+    passes: bool,
+    sections: Sequence[Section],
+    content: object,
+    json: Path | None,
+    html: Path | None,
+) -> None:
+    show(Console(), verdict, passes, sections)
     if json is not None:
-        content = diff_report.as_json(report)
         json.write_text(json_format.dumps(content, indent=1, allow_nan=False) + "\n")
     if html is not None:
         from gradcombine.verify import page  # needs matplotlib, which takes a second to import
 
-        page.write(html, f"{paths[0]} against {paths[1]}", verdict, report.passes, sections)
-    return report.passes
+        page.write(html, f"{paths[0]} against {paths[1]}", verdict, passes, sections)
 
 
 @app.command("explain")

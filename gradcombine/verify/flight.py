@@ -16,6 +16,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Sequence
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -200,7 +201,7 @@ def _by_replica(digests: Any) -> dict[int, Any]:
     if isinstance(digests, dict):
         return digests
     shards = getattr(digests, "addressable_shards", None)
-    if shards is not None and len(shards) > 1:
+    if shards is not None and (len(shards) > 1 or not digests.is_fully_addressable):
         if digests.is_fully_replicated:
             return {shard.device.id: shard.data for shard in shards} if digests.ndim == 2 else dict(enumerate(digests))
         return {
@@ -222,14 +223,14 @@ class Log(NamedTuple):
     """A log that was read.
 
     Attributes:
-      path: of the file.
+      content: the file.
       leaves: in the order of their digests.
       twins: whether each is the same on all replicas.
       rows: by step and replica, where the rows are in the file: the later ones are of runs that have resumed.
       damaged: the numbers of lines that cannot be read, from 1 on; the last one if a crash has cut it off.
     """
 
-    path: Path
+    content: mmap
     leaves: tuple[Leaf, ...]
     twins: tuple[bool, ...]
     rows: dict[tuple[int, int], list[int]]
@@ -245,9 +246,7 @@ class Log(NamedTuple):
 
     def digests(self, offset: int) -> list[str]:
         """The digests of a row, in hexadecimal."""
-        with open(self.path, "rb") as file:
-            file.seek(offset)
-            digits = file.readline().split()[2].decode()
+        digits = self.content[offset : self.content.find(b"\n", offset)].split(b" ")[2].decode()
         return [digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS)]
 
 
@@ -272,8 +271,13 @@ def read_log(path: str | os.PathLike[str]) -> Log:
     damaged: list[int] = []
     offset = 0
     with open(path, "rb") as file:
+        if not path.stat().st_size:
+            raise GradCombineError("diff", "a log of digests", f"{path}, which is empty")
+        whole = mmap(file.fileno(), 0, access=ACCESS_READ)
         for number, line in enumerate(file, 1):
             content = _checked(line)
+            if number == 1 and not line.startswith(_BEGIN):
+                raise GradCombineError("diff", "two logs of digests", f"{path}, which is none")
             if content is None and header is None:
                 raise GradCombineError("diff", "a log that begins with its leaves", f"{path}: line {number} is damaged")
             if content is None:
@@ -288,17 +292,16 @@ def read_log(path: str | os.PathLike[str]) -> Log:
                     raise GradCombineError("diff", f"{len(header['leaves'])} digests in line {number}", str(path))
                 rows.setdefault((int(step), EVERY if replica == b"*" else int(replica)), []).append(offset)
             offset += len(line)
-    if header is None:
-        raise GradCombineError("diff", "a log of digests", f"{path}, which is empty")
+    assert header is not None  # the first line is whole
     leaves = tuple(Leaf(name, dtype, tuple(shape)) for name, dtype, shape in header["leaves"])
     twins = tuple(any(_within(leaf.name, twin) for twin in header["twins"]) for leaf in leaves)
-    return Log(path, leaves, twins, rows, tuple(damaged))
+    return Log(whole, leaves, twins, rows, tuple(damaged))
 
 
 def _checked(line: bytes) -> bytes | None:
     """What a line says; None if it is not whole."""
     content, _, check = line.rpartition(b" ")
-    return content if line.endswith(b"\n") and check == b"%08x\n" % zlib.crc32(content) else None
+    return content if check.rstrip(b"\n") == b"%08x" % zlib.crc32(content) else None
 
 
 def _header(path: Path, content: bytes, before: dict[str, Any] | None) -> dict[str, Any]:

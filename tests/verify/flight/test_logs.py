@@ -1,0 +1,270 @@
+"""The flight recorder: what it writes in every kind of step, and what two of its logs say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import gradcombine as gc
+from gradcombine import GradCombineError
+from gradcombine.verify import FlightRecorder
+from gradcombine.verify.command import app
+from gradcombine.verify.flight import EVERY, read_log
+from gradcombine.verify.flight_diff import LogReport, diff_logs
+from gradcombine.verify.mapping import Rule, Rules
+
+STEPS, REPLICAS = 4, 3
+SHAPES = {"w": ((4, 3), "f4"), "b": ((3,), ml_dtypes.bfloat16), "count": ((), "i4"), "wide": ((2,), "f8")}
+
+
+def state(step: int, replica: int) -> dict[str, Any]:
+    """Gradients of each replica, and parameters that all of them share."""
+    own, shared = np.random.default_rng((step, replica)), np.random.default_rng(step)
+    make = lambda rng: {name: (9 * rng.standard_normal(shape)).astype(dtype) for name, (shape, dtype) in SHAPES.items()}  # noqa: E731
+    return {"gradients": make(own), "params": make(shared)}
+
+
+STATES = {(step, replica): state(step, replica) for step in range(STEPS) for replica in range(REPLICAS)}
+CLEAN = {key: gc.digest(value) for key, value in STATES.items()}
+LIKE = state(0, 0)
+
+
+def write(path: Path, rows: dict[tuple[int, int], Any], like: Any = LIKE, twins: Any = ("params",)) -> Path:
+    with FlightRecorder(path, like, twins=twins) as recorder:
+        for (step, replica), digests in rows.items():
+            recorder(step, digests, replica)
+    return path
+
+
+def compared(a: Path, b: Path, *rules: Any) -> LogReport:
+    return diff_logs(read_log(a), read_log(b), *rules)
+
+
+def run(*arguments: Any) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["diff", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def test_a_thousand_flipped_bits_are_found_and_located(tmp_path: Path) -> None:
+    clean, rng = write(tmp_path / "a.log", CLEAN).read_bytes().splitlines(True), np.random.default_rng(0)
+    paths = [f"{stage}/{name}" for stage in sorted(LIKE) for name in sorted(SHAPES)]
+    found = 0
+    for _ in range(1000):
+        step, replica, path = int(rng.integers(STEPS)), int(rng.integers(REPLICAS)), str(rng.choice(paths))
+        stage, name = path.split("/")
+        array = np.atleast_1d(STATES[step, replica][stage][name]).copy()
+        bit = int(rng.integers(8 * array.nbytes))
+        array.view(np.uint8).reshape(-1)[bit // 8] ^= np.uint8(1 << bit % 8)
+        flipped = CLEAN[step, replica].copy()
+        flipped[paths.index(path)] = gc.digest(array)[0]
+        (tmp_path / "row.log").unlink(missing_ok=True)
+        row = write(tmp_path / "row.log", {(step, replica): flipped}).read_bytes().splitlines(True)[-1]
+        lines = clean[:]
+        lines[1 + REPLICAS * step + replica] = row
+        (tmp_path / "b.log").write_bytes(b"".join(lines))
+        report = compared(tmp_path / "a.log", tmp_path / "b.log")
+        assert report.first is not None and report.parted == {step: 1} and not report.passes
+        found += report.first[:3] == (step, replica, path)
+        assert report.first.twins == (
+            f"the other replicas of B agree with A, replica {replica} of B does not" if stage == "params" else ""
+        )
+    assert found == 1000
+
+
+def test_equal_logs_pass_and_the_command_says_what_differs(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.log", CLEAN), write(tmp_path / "b.log", CLEAN)
+    assert compared(a, b) == LogReport(STEPS * REPLICAS * 8, None, {}, STEPS, ())
+    code, output = run(a, b)
+    assert (code, "All 96 digests of 4 steps are equal" in output) == (0, True), output
+    changed = CLEAN[2, 1].copy()
+    changed[3] += np.uint32(1)
+    c = write(tmp_path / "c.log", CLEAN | {(2, 1): changed, (3, 0): changed})
+    code, output = run(a, c, "--json", tmp_path / "out.json", "--html", tmp_path / "out.html")
+    assert code == 1 and "step 2, replica 1, leaf gradients/wide" in " ".join(output.split())
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert (content["passes"], content["first"]["step"], set(content["parted"])) == (False, 2, {"2", "3"})
+    assert "gradients/wide" in (tmp_path / "out.html").read_text()
+
+
+def test_the_odd_replica_is_named_where_all_should_agree(tmp_path: Path) -> None:
+    odd = {key: row.copy() for key, row in CLEAN.items()}
+    odd[1, 2][5] += np.uint32(7)  # of params/count
+    a = write(tmp_path / "a.log", odd)
+    report = compared(a, write(tmp_path / "b.log", odd))
+    assert report.problems == tuple(
+        f"in step 1 of {side}, replica 2 differs from its twins in params/count" for side in "AB"
+    )
+    assert not report.passes and report.first is None
+
+
+def test_what_was_not_compared_is_said_and_fails(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.log", CLEAN)
+    fewer = {key: row for key, row in CLEAN.items() if key[0] != 2}
+    assert compared(a, write(tmp_path / "steps.log", fewer)).problems == ("only A has steps 2",)
+    fewer = {key: row for key, row in CLEAN.items() if key[1] != 1}
+    assert compared(write(tmp_path / "replicas.log", fewer), a).problems == ("only B has replica 1, in 4 steps",)
+    like = LIKE | {"params": {"w": LIKE["params"]["w"].astype("f2"), "new": np.zeros(2)}}
+    rows = {key: gc.digest(like) for key in CLEAN}
+    report = compared(a, write(tmp_path / "leaves.log", rows, like))
+    assert report.problems == (
+        "only A has the leaves params/b, params/count, params/wide",
+        "only B has the leaves params/new",
+        "params/w is float32 (4, 3) in A, float16 (4, 3) in B",
+    )
+    other = write(tmp_path / "other.log", {(7, 0): gc.digest({"x": np.ones(2)})}, {"x": np.ones(2)}, ())
+    report = compared(a, other)
+    assert report.compared == 0 and not report.passes and run(a, other)[0] == 1
+
+
+@pytest.mark.parametrize(("cut", "lost"), [(1, 0), (2, 1), (30, 1), (200, 2)])
+def test_a_log_that_is_cut_off_is_read_up_to_there(tmp_path: Path, cut: int, lost: int) -> None:
+    a, b = write(tmp_path / "a.log", CLEAN), write(tmp_path / "b.log", CLEAN)
+    b.write_bytes(b.read_bytes()[:-cut])
+    kept, line = len(CLEAN) - lost, len(CLEAN) - lost + 2
+    assert (list(read_log(b).rows), read_log(b).damaged) == (list(CLEAN)[:kept], (line,) if lost else ())
+    report = compared(a, b)
+    assert report.passes == (lost == 0) and report.first is None
+    assert any(f"B is cut off or damaged in line {line}" in problem for problem in report.problems) == (lost > 0)
+    # The run goes on, and the whole is there again: the line that was cut is still named.
+    write(b, dict(list(CLEAN.items())[kept:]))
+    again = compared(a, b)
+    assert again.compared == STEPS * REPLICAS * 8 and again.first is None and len(again.problems) == (lost > 0)
+
+
+def test_a_step_that_a_resumed_run_repeats(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a.log", CLEAN), write(tmp_path / "b.log", CLEAN)
+    write(b, {(3, 0): CLEAN[3, 0]})
+    assert compared(a, b).passes
+    write(b, {(3, 0): CLEAN[2, 0]})
+    assert (report := compared(a, b)).first is not None and (report.first.step, report.first.replica) == (3, 0)
+    at_odds = "B has step 3 of replica 0 3 times, and not with the same digests: of gradients/b first"
+    assert at_odds in report.problems
+    write(b, {(3, 0): CLEAN[3, 0]})
+    assert (report := compared(a, b)).first is None and len(report.problems) == 1
+
+
+def test_damage_and_other_files_are_refused(tmp_path: Path) -> None:
+    a = write(tmp_path / "a.log", CLEAN)
+    content = a.read_bytes()
+    for name, damaged in {
+        "header": content.replace(b'"version": 1', b'"version": 2', 1),
+        "later": b'{"gradcombine": "digests", "version": 2} ',
+        "half": content[:40],
+        "other": b"hello\n",
+        "empty": b"",
+    }.items():
+        (tmp_path / name).write_bytes(damaged)
+        assert run(a, tmp_path / name)[0] == 2, name
+    assert run(a, tmp_path / "missing.log")[0] == 2
+    assert run(a, a, "--rtol", 1)[0] == 2
+    # A digit that has changed.
+    at = content.rindex(b" ") - 5
+    (tmp_path / "digit").write_bytes(
+        content[:at] + (b"1" if content[at : at + 1] != b"1" else b"2") + content[at + 1 :]
+    )
+    assert compared(a, tmp_path / "digit").problems != ()
+    for expected, make in {
+        "a log of the same leaves": lambda: FlightRecorder(a, {"x": np.ones(2)}),
+        "a log that begins|two logs": lambda: FlightRecorder(tmp_path / "other", LIKE),
+        "twins among": lambda: FlightRecorder(tmp_path / "new.log", LIKE, twins=["parms"]),
+        "of shape": lambda: write(tmp_path / "new.log", {(0, 0): gc.digest(LIKE)[:2]}),
+        "steps from 0 on": lambda: write(tmp_path / "new.log", {(-1, 0): gc.digest(LIKE)}),
+    }.items():
+        with pytest.raises(GradCombineError, match=expected):
+            make()
+
+
+def test_names_of_two_frameworks_and_rules(tmp_path: Path) -> None:
+    x, y = np.float32([1, 2]), np.float32([[3]])
+    a = write(
+        tmp_path / "a.log",
+        {(0, 0): gc.digest({"params": {"Dense_0": {"kernel": x}, "odd": y}})},
+        {"params": {"Dense_0": {"kernel": x}, "odd": y}},
+        (),
+    )
+    like = {"model": {"dense.0": {"weight": x}}, "strange": y}
+    b = write(tmp_path / "b.log", {(0, 0): gc.digest(like)}, like, ())
+    assert compared(a, b).compared == 1
+    import re
+
+    rules = Rules((Rule(re.compile("params/odd"), "strange", None),))
+    assert (compared(a, b, rules).compared, compared(a, b, rules).passes) == (2, True)
+
+
+@pytest.mark.needs("jax", "tensorflow")
+def test_logs_of_every_kind_of_step_are_the_same(tmp_path: Path) -> None:
+    """Returned from jit, on one device and on four; from shard_map, tf.function and MirroredStrategy; by callbacks."""
+    import jax
+    import tensorflow as tf
+    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    values = [{"w": np.random.default_rng(step).standard_normal((8, 2)).astype("f4")} for step in range(3)]
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    split = NamedSharding(mesh, P("data"))
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice())
+
+    def one(recorder: Any) -> None:
+        for step, value in enumerate(values):
+            recorder(step, jax.jit(gc.digest)(value))
+
+    def four(recorder: Any) -> None:
+        for step, value in enumerate(values):
+            recorder(step, jax.jit(gc.digest)(jax.device_put(value, split)))
+
+    def manual(recorder: Any) -> None:
+        block = jax.shard_map(lambda x: gc.digest(x)[None], mesh=mesh, in_specs=P(), out_specs=P("data"))
+        for step, value in enumerate(values):
+            recorder(step, jax.jit(block)(value))
+
+    def called(recorder: Any) -> None:
+        @jax.jit
+        def step_of(step: Any, value: Any) -> Any:
+            recorder(step, gc.digest(value))
+            return step + 1
+
+        for step, value in enumerate(values):
+            step_of(step, value)
+
+    def function(recorder: Any) -> None:
+        compiled = tf.function(gc.digest)
+        for step, value in enumerate(values):
+            recorder(tf.constant(step), compiled({"w": tf.constant(value["w"])}))
+
+    def called_tf(recorder: Any) -> None:
+        @tf.function
+        def step_of(step: Any, value: Any) -> None:
+            recorder(step, gc.digest(value))
+
+        for step, value in enumerate(values):
+            step_of(tf.constant(step), {"w": tf.constant(value["w"])})
+
+    def mirrored(recorder: Any) -> None:
+        run_all = tf.function(lambda value: strategy.run(gc.digest, (value,)))
+        for step, value in enumerate(values):
+            recorder(step, run_all({"w": tf.constant(value["w"])}))
+
+    expected = None
+    for kind in (one, four, manual, called, function, called_tf, mirrored):
+        with FlightRecorder(tmp_path / f"{kind.__name__}.log", values[0]) as recorder:
+            kind(recorder)
+        content = (tmp_path / f"{kind.__name__}.log").read_bytes()
+        expected = expected or content
+        assert content == expected, kind.__name__
+    assert set(read_log(tmp_path / "one.log").rows) == {(step, EVERY) for step in range(3)}
+
+    # Copies that differ are recorded one by one, and compared with a row for all.
+    digest = jax.jit(gc.digest)(jax.device_put(values[0], NamedSharding(mesh, P())))
+    copies = [np.asarray(shard.data) + np.uint32(shard.device.id == 2) for shard in digest.addressable_shards]
+    placed = [jax.device_put(copy, device) for copy, device in zip(copies, mesh.devices, strict=True)]
+    torn = jax.make_array_from_single_device_arrays((1, 2), NamedSharding(mesh, P()), placed)
+    with FlightRecorder(tmp_path / "torn.log", values[0], twins=["w"]) as recorder:
+        recorder(0, torn)
+    report = compared(tmp_path / "one.log", tmp_path / "torn.log")
+    assert report.first is not None and report.first.replica == 2 and "replica 2 differs" in report.problems[0]
