@@ -20,6 +20,7 @@ MENDED = {
     "reduced by explicit axes": set[str](),
     "batch gathered": {"batch-gathered", "repeated-work"},
     "exchanged leaf by leaf": set[str](),
+    "reshaped and constrained": set[str](),
 }
 """What these compilers leave of a defect: they move sums of what is only added out of loops, and join collectives."""
 

@@ -217,13 +217,15 @@ def many_small_collectives(search: Search) -> Iterator[Finding]:
             if reached is None or not reached <= search.accumulators(body) | _stacked(search, body):
                 break
             count *= loop.trips or 1
-        before = search.flow.reached(nodes, False, lambda _: True, {exchange.computation})
+        before = search.flow.reached(nodes, False, lambda _: True, search.inside(exchange.computation))
         depth = sum(
             bool(before.intersection(search.nodes(other.computation, other.x)))
             for other in search.program.exchanges
             if other.computation == exchange.computation and other.x is not exchange.x and other.kind == exchange.kind
         )
-        alike[exchange.computation, exchange.kind, str(exchange.groups), depth].append((exchange, count))
+        # On CPUs XLA leaves sums apart that it exchanges together elsewhere.
+        if count > 1 or exchange.kind not in REDUCING or not search.program.for_cpu:
+            alike[exchange.computation, exchange.kind, str(exchange.groups), depth].append((exchange, count))
     for exchanges in alike.values():
         count = sum(n for _, n in exchanges)
         if count >= MANY:

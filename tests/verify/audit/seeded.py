@@ -31,10 +31,14 @@ def spec(mesh: Mesh, where: P, *shape: int, dtype: Any = jnp.float32) -> jax.Sha
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, where))
 
 
-def loss(params: Any, x: Any) -> Any:
+def forward(params: Any, x: Any) -> Any:
     for w in params:
         x = jnp.tanh(x @ w)
-    return jnp.mean(x.astype(jnp.float32) ** 2)
+    return x.astype(jnp.float32)
+
+
+def loss(params: Any, x: Any) -> Any:
+    return jnp.mean(forward(params, x) ** 2)
 
 
 WHOLE = P()
@@ -307,6 +311,52 @@ def pmapped(devices: Devices, defect: bool) -> Case:
     return Case(step, ([jnp.ones((WIDTH, WIDTH))] * LAYERS, jnp.ones((8, 32, WIDTH))))
 
 
+def reshaped_and_constrained(devices: Devices, defect: bool) -> Case:
+    """As MaxText accumulates: the batch as microbatches in a scan, sums of losses and weights, one division after it.
+
+    The constraint keeps each microbatch on all devices; where the sums are formed is the compiler's choice.
+    """
+    mesh = data(devices)
+
+    def total(w: Any, x: Any) -> Any:
+        mask = (jnp.sum(x, -1) > 0).astype(jnp.float32)
+        return jnp.sum(jnp.mean(forward(w, x) ** 2, -1) * mask), jnp.sum(mask)
+
+    def accumulated(params: Any, rows: Any) -> Any:
+        def body(sums: Any, x: Any) -> Any:
+            (value, weight), grads = jax.value_and_grad(total, has_aux=True)(params, x)
+            return jax.tree.map(jnp.add, sums, (grads, value, weight)), None
+
+        start = jax.tree.map(jnp.zeros_like, params), jnp.float32(0), jnp.float32(0)
+        return jax.lax.scan(body, start, rows)[0]
+
+    def step(params: Any, batch: Any) -> Any:
+        if defect:
+            rows = batch.reshape(K, -1, WIDTH)
+            rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, P(None, "data")))
+            grads, value, weight = accumulated(params, rows)
+        else:
+            own = mapped(lambda w, x: jax.lax.psum(accumulated(w, x.reshape(K, -1, WIDTH)), "data"), mesh)
+            grads, value, weight = own(params, batch)
+        return jax.tree.map(lambda w, g: w - 0.1 * g / weight, params, grads), value / weight
+
+    return window(step, mesh)
+
+
+def example_of_optax(devices: Devices, defect: bool) -> Case:
+    """As its documentation accumulates: MultiSteps around the optimizer of an ordinary step, for each microbatch."""
+    mesh, tx = data(devices), optax.adam(1e-3)
+    chosen: Any = optax.MultiSteps(tx, every_k_schedule=K) if defect else tx
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, state = chosen.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = jax.tree.map(lambda x: spec(mesh, P(), *x.shape, dtype=x.dtype), jax.eval_shape(chosen.init, params(mesh)))
+    return Case(jax.jit(step, donate_argnums=(0, 1)), (params(mesh), state, spec(mesh, P("data"), ROWS, WIDTH)))
+
+
 CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "reduced in a shard_map": (reduced_in_shard_map, {"reduced-in-loop"}),
     "reduced, or clipped": (reduced_with_a_metric, {"reduced-in-loop"}),
@@ -324,6 +374,8 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "exchanged leaf by leaf": (exchanged_leaf_by_leaf, {"many-small-collectives"}),
     "until converged": (until_converged, {"unknown-trip-count"}),
     "optax.MultiSteps": (accumulated_by_optax, {"optimizer-every-microbatch"}),
+    "reshaped and constrained": (reshaped_and_constrained, {"reduced-in-loop"}),
+    "an example of optax": (example_of_optax, {"optimizer-every-microbatch"}),
     "read after the loop": (read_after_the_loop, {"copies-at-boundary"}),
     "decided by select": (decided_by_select, {"optimizer-every-microbatch"}),
 }
