@@ -40,6 +40,7 @@ NEEDED_AT_IMPORT = {
     "tests/targets": {"jax", "optax"},
     "tests/verify/pytorch": {"torch"},
     "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "safetensors", "sklearn"},
+    "examples/port_torch_to_flax.py": {"torch"},
     "examples": {"jax", "tensorflow", "optax", "keras", "flax", "sklearn"},
 }
 """Files that import a framework as they are collected, by the beginnings of their paths."""

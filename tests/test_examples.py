@@ -20,6 +20,10 @@ SHOWS = {
     "optax_chain.py": r"before +loss 2\.\d+\n(.*\n)*epoch 4 +loss 0\.[0-4]\d+ +\d+ updates",
     "port_tf_to_jax.py": r"as ported: step 0: introduced by the combine.*\nwith the microbatches' weights: "
     r"step 0: introduced by the optimizer.*\nwith the epsilon of Keras: 6 windows agree\n",
+    "port_torch_to_flax.py": r"as ported: 9 of 11 leaves have the same bits\n"
+    r" +attention\.q_proj_weight is like params/attention/key/kernel\n"
+    r" +attention\.k_proj_weight is like params/attention/query/kernel\n +step 0: introduced by the gradients.*\n"
+    r"mended: 11 of 11 leaves have the same bits\n +3 steps agree\n",
     "resume_across_frameworks.py": r"saved: states of 'mean' on 4 replicas.*\n10 more calls on two replicas; "
     r"the window is full: True\nequal bits: True",
     "scan_text.py": r"sentences of 2 to 64 words\nmean over tokens +gradient off by \d\.\de-0[5-9], .*\n"
@@ -42,7 +46,13 @@ ARGUMENTS = {"tf_strategies.py": ["none"]}
 
 @pytest.mark.full
 @pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
-@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "examples").glob("*.py")))
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(path.name, marks=[pytest.mark.needs("torch")] if "torch" in path.name else [])
+        for path in sorted((ROOT / "examples").glob("*.py"))
+    ],
+)
 def test_an_example_runs(name: str) -> None:
     script = [sys.executable, str(ROOT / "examples" / name), *ARGUMENTS.get(name, [])]
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)

@@ -12,9 +12,10 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.comparison import LeafDifference, Meter, badness
 from gradcombine.verify.dumps import Dump, Entry, detect, open_dump
-from gradcombine.verify.mapping import NO_RULES, Pair, Rules, match
+from gradcombine.verify.layouts import common
+from gradcombine.verify.mapping import NO_RULES, Pair, Rules, canonical, conventional, match
 from gradcombine.verify.reference import Errors, Judgement, errors, judge, unfit
-from gradcombine.verify.similarity import Axes
+from gradcombine.verify.similarity import ALIKE, Axes, closest
 from gradcombine.verify.ulp import comparable
 
 
@@ -52,10 +53,13 @@ class Row(NamedTuple):
     def transposed(self) -> bool:
         """Whether the second leaf is like the first only with its axes in another order, though the shapes agree.
 
-        A kernel that is transposed by mistake looks like that; if it is meant, a rule can say so.
+        A kernel that is transposed by mistake looks like that; if it is meant, a rule can say so, or the names do: a
+        ``weight`` of PyTorch has the axes of a ``kernel`` of flax or Keras in another order.
         """
         axes, shape = self.pair.axes, self.difference.shape
-        return axes is not None and self.pair.reason != "rule" and tuple(shape[i] for i in axes) == shape
+        if axes is None or self.pair.reason == "rule" or conventional(self.pair):
+            return False
+        return tuple(shape[i] for i in axes) == shape
 
 
 class LeftOut(NamedTuple):
@@ -73,6 +77,8 @@ class DiffReport(NamedTuple):
       only_a, only_b: leaves without a counterpart.
       elements: how many were compared.
       left_out: leaves that could not be compared, since they hold no numbers, or numbers of two kinds.
+      mixed_up: leaves of A whose own counterpart is not like them, each with the leaf of B that is: names that were
+        swapped, where the shapes fit.
     """
 
     rows: tuple[Row, ...]
@@ -80,6 +86,7 @@ class DiffReport(NamedTuple):
     only_b: tuple[str, ...]
     elements: int
     left_out: tuple[LeftOut, ...] = ()
+    mixed_up: tuple[tuple[str, str], ...] = ()
 
     @property
     def passes(self) -> bool:
@@ -122,6 +129,7 @@ def diff(
     >>> report.passes, report.rows[0].pair.axes
     (True, (1, 0))
     """
+    a, b = common(a, b, canonical, lambda name: rules.find(name) is not None or rules.ignores(name))
     everything = sum(entry.size for entry in a.values())
     matching = match(a, b, rules, lambda name: progress(f"matching {name}", 0, everything))
     total, done = sum(a[pair.a].size for pair in matching.pairs), 0
@@ -147,7 +155,14 @@ def diff(
         rows, unjudged = _judged(rows, a, b, reference, roundings)
         left_out += unjudged
     rows.sort(key=lambda row: (row.passes, *badness(row.difference)))
-    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out))
+    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows))
+
+
+def _mixed_up(a: Dump, b: Dump, rows: list[Row]) -> tuple[tuple[str, str], ...]:
+    unlike = [row.pair for row in rows if not row.passes and not row.difference.cosine >= ALIKE]
+    left, right = {pair.a: a[pair.a] for pair in unlike}, {pair.b: b[pair.b] for pair in unlike}
+    own = {pair.a: pair.b for pair in unlike}
+    return tuple((x, y) for x, y, _ in closest(left, right) if own[x] != y and a[x].size > 1)
 
 
 def _name(pair: Pair) -> str:

@@ -69,6 +69,7 @@ def as_json(report: DiffReport | StepReport) -> dict[str, Any]:
         "only_a": list(report.only_a),
         "only_b": list(report.only_b),
         "left_out": [each._asdict() for each in report.left_out],
+        "mixed_up": [list(each) for each in report.mixed_up],
         "leaves": [
             {"a": row.pair.a, "b": row.pair.b, "matched_by": row.pair.reason, "axes": row.pair.axes}
             | {"passes": row.passes}
@@ -111,6 +112,12 @@ def _of_dumps(report: DiffReport) -> list[Section]:
                 for each in (row.judgement for row in report.rows)
                 if each is not None
             ],
+        ),
+        Section(
+            "Leaves that are like another one",
+            "Not like the leaf that their names pair them with: two that were swapped look like that.",
+            columns=("leaf of A", "is like that of B"),
+            rows=[Cells(each, False) for each in report.mixed_up],
         ),
         Section(
             "Leaves that differ",

@@ -118,8 +118,9 @@ def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
 
 WRAPPERS = frozenset(
     (
-        *("params", "param", "parameters", "weights", "vars", "variables", "value", "values", "trainable"),
+        *("params", "param", "parameters", "weights", "vars", "variables", "trainable"),
         *("model", "module", "layers", "optimizer", "opt", "state", "dict", "raw", "target", "item"),
+        *("batch", "stats", "running", "moving", "proj"),
     )
 )
 """Words that do not tell one leaf from another."""
@@ -133,8 +134,12 @@ SYNONYMS = {
     "b": "bias",
     "beta": "bias",
     "gamma": "scale",
-    "moving": "running",
     "variance": "var",
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "attn": "attention",
+    "output": "out",
 }
 
 
@@ -209,6 +214,8 @@ def match(a: Dump, b: Dump, rules: Rules = NO_RULES, reading: Callable[[str], No
 
     by(lambda dump, name: name, "name")
     by(lambda dump, name: canonical(name), "similar name")
+    # PyTorch calls the scale of a normalization its weight.
+    by(lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)), "similar name")
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
     for left, right, axes in list(closest(rest_a, rest_b, reading)):
@@ -229,7 +236,14 @@ def canonical(name: str) -> tuple[str, ...]:
     """
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
     words: list[str] = re.findall(r"[a-z]+|\d+", spaced.lower())
+    while words and words[-1] in ("value", "values"):  # elsewhere it is the value of an attention
+        words.pop()
     return tuple(SYNONYMS.get(word, word) for word in words if word not in WRAPPERS)
+
+
+def conventional(pair: Pair) -> bool:
+    """Whether the names say that the axes are in two orders: a ``weight`` of PyTorch, a ``kernel`` of flax or Keras."""
+    return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)} == {"weight", "kernel"}
 
 
 def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes | None:

@@ -298,6 +298,7 @@ class Divergence(NamedTuple):
       unrecorded: stages before this one that a run lacks, so that they may be the cause.
       unmatched: leaves of this stage that only one run has.
       left_out: leaves of this stage that could not be compared, and why.
+      mixed_up: leaves of this stage that are like another leaf of the other run than that of their name.
     """
 
     step: int
@@ -307,6 +308,7 @@ class Divergence(NamedTuple):
     unrecorded: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
     left_out: tuple[LeftOut, ...] = ()
+    mixed_up: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         text = f"step {self.step}: introduced by {self.introduced_by}"
@@ -315,6 +317,8 @@ class Divergence(NamedTuple):
             text += f"; worst leaf {leaf.name}, {describe_ulp(leaf)}, {leaf.relative:.1e} relative"
             if self.row.transposed:
                 text += f", with its axes in the order {self.row.pair.axes}, which no rule asks for"
+        if self.mixed_up:
+            text += f"; names mixed up: {', '.join(f'{x} is like {y}' for x, y in self.mixed_up[:4])}"
         if self.left_out:
             text += f"; not compared: {', '.join(map(' '.join, self.left_out[:3]))}"
         if self.unmatched:
@@ -400,7 +404,7 @@ def _in_step(
         if apart or not report.passes:
             unmatched = (*report.only_a, *report.only_b)
             row = apart[0] if apart else None
-            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, report.left_out)
+            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:])
         unrecorded = []
     return None
 

@@ -1,0 +1,131 @@
+"""Ports a small transformer from PyTorch to flax with a bug, query and key swapped, and finds it: their shapes fit."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import torch
+
+from gradcombine.verify import first_divergence, record
+from gradcombine.verify.diff import Allowed, diff
+from gradcombine.verify.dumps import open_dump
+
+VOCABULARY, DIM, HEADS, LENGTH, STEPS, RATE = 32, 16, 4, 12, 3, 0.1
+
+ALLOWED = {"gradients": Allowed(relative=1e-4), "params": Allowed(relative=1e-4)}
+"""Kernels round differently, by some 1e-6 of a leaf's largest element."""
+
+
+def batches() -> list[np.ndarray]:
+    """Sequences that count up, each by its own step: the next token follows from the last two."""
+    rng = np.random.default_rng(0)
+    starts, strides = rng.integers(0, VOCABULARY, (STEPS, 8, 1)), rng.integers(1, 4, (STEPS, 8, 1))
+    return list((starts + strides * np.arange(LENGTH + 1)) % VOCABULARY)
+
+
+class Block(torch.nn.Module):
+    """The old model: embedding, causal attention, a layer of its own, logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, DIM)
+        self.norm = torch.nn.LayerNorm(DIM)
+        # Without biases: that of the keys changes nothing, so its gradient is rounding errors alone in any framework.
+        self.attention = torch.nn.MultiheadAttention(DIM, HEADS, bias=False, batch_first=True)
+        self.mlp = torch.nn.Linear(DIM, DIM)
+        self.logits = torch.nn.Linear(DIM, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        later = torch.triu(torch.ones(LENGTH, LENGTH, dtype=torch.bool), 1)
+        x = self.embed(tokens)
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, attn_mask=later, need_weights=False)[0]
+        return self.logits(x + torch.relu(self.mlp(x)))
+
+
+class Port(nn.Module):
+    """The new one."""
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = nn.Embed(VOCABULARY, DIM, name="embed")(tokens)
+        y = nn.LayerNorm(epsilon=1e-5, name="norm")(x)
+        attention = nn.MultiHeadDotProductAttention(HEADS, use_bias=False, name="attention")
+        x = x + attention(y, mask=nn.make_causal_mask(tokens))
+        return nn.Dense(VOCABULARY, name="logits")(x + nn.relu(nn.Dense(DIM, name="mlp")(x)))
+
+
+def ported(old: dict[str, np.ndarray], parts: tuple[str, str, str]) -> Any:
+    """The old model's weights for the new one; ``parts`` says what the three blocks of in_proj are taken for."""
+    attention: Any = {"out": {"kernel": old["attention.out_proj.weight"].T.reshape(HEADS, -1, DIM)}}
+    for part, kernel in zip(parts, np.split(old["attention.in_proj_weight"], 3), strict=True):
+        attention[part] = {"kernel": kernel.T.reshape(DIM, HEADS, -1)}
+    dense = {name: {"kernel": old[f"{name}.weight"].T, "bias": old[f"{name}.bias"]} for name in ("mlp", "logits")}
+    norm = {"scale": old["norm.weight"], "bias": old["norm.bias"]}
+    embed = {"embedding": old["embed.weight"]}
+    return jax.tree.map(jnp.asarray, {"embed": embed, "norm": norm, "attention": attention, **dense})
+
+
+def torch_run(trace: Path, model: Block) -> None:
+    """The old run, which is right."""
+    optimizer = torch.optim.SGD(model.parameters(), RATE)
+    with record(trace) as recorder:
+        for step, rows in enumerate(batches()):
+            tokens = torch.tensor(rows)
+            optimizer.zero_grad()
+            logits = model(tokens[:, :-1])
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            recorder(step, gradients={name: p.grad for name, p in model.named_parameters()})
+            optimizer.step()
+            recorder(step, params=dict(model.named_parameters()))
+
+
+def flax_run(trace: Path, params: Any) -> None:
+    """The port."""
+
+    @jax.jit
+    def gradients(params: Any, tokens: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            logits: Any = Port().apply({"params": params}, tokens[:, :-1])
+            return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+        return jax.grad(loss)(params)
+
+    with record(trace) as recorder:
+        for step, rows in enumerate(batches()):
+            grads = gradients(params, jnp.asarray(rows))
+            params = jax.tree.map(lambda p, g: p - RATE * g, params, grads)
+            recorder(step, gradients=grads, params=params)
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    model = Block()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.pt"
+        torch.save(model.state_dict(), file)
+        old = {name: entry.whole() for name, entry in open_dump(file).items()}
+        torch_run(Path(folder) / "torch", model)
+        for name, parts in (("as ported", ("key", "query", "value")), ("mended", ("query", "key", "value"))):
+            params = ported(old, parts)
+            place = Path(folder) / name.replace(" ", "_")
+            with record(place / "weights") as recorder:
+                recorder(0, params=params)
+            report = diff(open_dump(file), open_dump(place / "weights" / "step_00000000.npz"))
+            print(f"{name}: {sum(row.passes for row in report.rows)} of {len(report.rows)} leaves have the same bits")
+            for a, b in report.mixed_up:
+                print(f"  {a} is like {b}")
+            flax_run(place / "run", params)
+            found = first_divergence(Path(folder) / "torch", place / "run", allowed=ALLOWED)
+            print(f"  {found or f'{STEPS} steps agree'}")
+
+
+if __name__ == "__main__":
+    main()

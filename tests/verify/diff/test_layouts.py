@@ -1,0 +1,101 @@
+"""The same parameters in other shapes and under other names; and names that were mixed up."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcombine.verify.diff import diff
+from gradcombine.verify.mapping import Rules, canonical, read_rules
+from tests.verify.diff.test_command import run
+from tests.verify.diff.test_mapping import dump
+
+RNG = np.random.default_rng(8)
+PACKED = {"attn.in_proj_weight": RNG.normal(size=(24, 8)), "attn.in_proj_bias": RNG.normal(size=24)}
+SPLIT = {
+    f"attn/{name}/{leaf}": part
+    for packed, leaf in (("attn.in_proj_weight", "kernel"), ("attn.in_proj_bias", "bias"))
+    for name, part in zip(("query", "key", "value"), np.split(PACKED[packed], 3), strict=True)
+}
+
+
+def turned(heads: int) -> dict[str, Any]:
+    """With an axis of heads, as flax has it."""
+    return {name: (x.T if x.ndim == 2 else x).reshape(*x.shape[1:], heads, -1) for name, x in SPLIT.items()}
+
+
+@pytest.mark.parametrize("other", [SPLIT, turned(2), turned(4)], ids=["split", "2 heads", "4 heads"])
+def test_packed_attention_is_split(other: dict[str, Any]) -> None:
+    report = diff(dump(PACKED), dump(other))
+    assert report.passes and len(report.rows) == 6
+    assert {row.pair.a: row.pair.b for row in report.rows}["attn.k_proj_weight"] == "attn/key/kernel"
+    assert {row.pair.reason for row in report.rows} == {"similar name"}
+    assert diff(dump(other), dump(PACKED)).passes
+
+
+def test_what_both_pack_stays_packed(tmp_path: Path) -> None:
+    assert len(diff(dump(PACKED), dump(PACKED)).rows) == 2
+    (tmp_path / "rules.toml").write_text("[[rule]]\na = 'attn.in_proj_(.*)'\nb = 'x_\\1'")
+    other = {"x_weight": PACKED["attn.in_proj_weight"].T, "x_bias": PACKED["attn.in_proj_bias"]}
+    report = diff(dump(PACKED), dump(other), rules=read_rules(tmp_path / "rules.toml"))
+    assert report.passes and len(report.rows) == 2
+    assert diff(dump({"in_proj_weight": np.ones((5, 8))}), dump({"w": np.ones((8, 5))}), rules=Rules()).passes
+
+
+def test_a_transposed_kernel_has_no_heads() -> None:
+    """Axes become one only where nothing else fits."""
+    x = RNG.normal(size=(4, 2, 8))
+    assert [row.difference.shape for row in diff(dump({"w": x}), dump({"w": x.T})).rows] == [(4, 2, 8)]
+    report = diff(dump({"w": x}), dump({"v": np.ones(3)}))
+    assert report.only_a == ("w",)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        ("layers.0.self_attn.q_proj.weight", "params/layers_0/self_attention/query/kernel"),
+        ("attn.v_proj.bias", "attention/value/bias/value"),
+        ("bn.running_var", "batch_stats/bn/var"),
+        ("bn/moving_variance", "bn.running_var"),
+        ("attn.out_proj.weight", "attn/output_proj/weight"),
+    ],
+)
+def test_names_of_frameworks_are_alike(a: str, b: str) -> None:
+    assert canonical(a) == canonical(b)
+
+
+def test_a_normalization_and_a_kernel_of_one_module_stay_apart() -> None:
+    x = {"m/kernel": RNG.normal(size=3), "m/scale": RNG.normal(size=3)}
+    report = diff(dump(x), dump({"m.weight": x["m/kernel"], "m.scale": x["m/scale"]}))
+    assert {row.pair.a: row.pair.b for row in report.rows} == {"m/kernel": "m.weight", "m/scale": "m.scale"}
+
+
+@pytest.mark.parametrize(
+    ("names", "noted"),
+    [
+        (("fc.weight", "fc/kernel"), False),
+        (("fc/kernel/value", "fc.weight"), False),
+        (("fc.weight", "fc.weight"), True),
+        (("fc/kernel", "fc/kernel"), True),
+    ],
+)
+def test_a_weight_is_a_kernel_transposed(names: tuple[str, str], noted: bool) -> None:
+    """A square one, too: the names say that it is meant, where they are those of two frameworks."""
+    x = RNG.normal(size=(5, 5))
+    (row,) = diff(dump({names[0]: x}), dump({names[1]: x.T})).rows
+    assert row.passes and row.transposed is noted
+
+
+def test_swapped_names_are_said(tmp_path: Path) -> None:
+    a, b, c = (RNG.normal(size=(6, 6)) for _ in range(3))
+    np.savez(tmp_path / "a.npz", q=a, k=b, other=c, gain=1.0)
+    np.savez(tmp_path / "b.npz", q=b.T, k=a * 1.001, other=c, gain=2.0)
+    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert code == 1
+    assert "Leaves that are like another one" in output
+    assert re.search(r"\bq +k\b", output) and re.search(r"\bk +q\b", output)
+    assert not diff(dump({"q": a, "k": b}), dump({"q": a * 1.1, "k": c})).mixed_up
