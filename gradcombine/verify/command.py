@@ -86,7 +86,10 @@ def verify(
         int, typer.Option(help="The largest number of replicas; 1, 2, 4 and 8 are run.", min=1, max=places.DEVICES)
     ] = places.DEVICES,
     inject_fault: Annotated[
-        bool, typer.Option("--inject-fault", help="Flip one bit of one row's input: that row has to fail.")
+        bool,
+        typer.Option(
+            "--inject-fault", help="Flip one bit of one row's input, and audit a step with a defect: both have to fail."
+        ),
     ] = False,
 ) -> None:
     """Combines the gradients of a real model on real images in NumPy, JAX and TensorFlow, and compares them bit by bit.

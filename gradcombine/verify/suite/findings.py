@@ -13,8 +13,10 @@ from gradcombine.verify.report import Cells, Curves, Section
 from gradcombine.verify.suite import places
 from gradcombine.verify.ulp import NAN_DISTANCE
 
-BITS, BOUND, DIFFERS = "bits", "bound", "differs"
-"""What a row may promise: the reference's bits; a distance within the rounding bound; as a contrast, one beyond it."""
+BITS, BOUND, DIFFERS, CLEAN = "bits", "bound", "differs", "clean"
+"""What a row may promise: the reference's bits; a distance within the rounding bound; as a contrast, one beyond it; no
+defect in what is compiled.
+"""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ _TITLES = {
     "full batch": "Full batch: microbatches of different sizes against one batch",
     "kernels": "Kernels: one batch's gradient by JAX and by TensorFlow",
     "training": "Training with accumulated gradients, in both frameworks",
+    "audit": "Audit: what the library's own steps do when they are compiled",
 }
 
 _NOTES = {
@@ -85,6 +88,7 @@ _NOTES = {
     "The mean of means is a contrast: it has to differ by more than rounding.",
     "kernels": "Nothing is combined here. In the combine above, one framework's gradients are the input of all rows.",
     "training": "ratio: what was found over what is allowed. The windows' losses are below.",
+    "audit": "Exchanges once a window, no work or copy in vain; `gradcombine audit` tells the same of any step.",
 }
 
 _DISTANCES = (
@@ -145,6 +149,8 @@ def found(finding: Finding) -> str:
         return "equal bits"
     if finding.promise == DIFFERS and finding.holds:
         return "differs"
+    if finding.promise == CLEAN:
+        return "clean" if finding.holds else "defects"
     if finding.ulps == NAN_DISTANCE:
         return "NaN"
     if finding.ulps is None:

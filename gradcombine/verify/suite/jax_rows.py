@@ -121,7 +121,7 @@ def _numpy(result: Tree) -> Tree:
     return jax.tree.map(np.asarray, result)
 
 
-def _loss(parameters: dict[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:
+def loss(parameters: dict[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:
     hidden = jnp.tanh(images @ parameters["w1"] + parameters["b1"])
     logits = hidden @ parameters["w2"] + parameters["b2"]
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean()
@@ -130,8 +130,8 @@ def _loss(parameters: dict[str, Any], images: jax.Array, labels: jax.Array) -> j
 @jax.jit
 def measure(parameters: dict[str, Any], batch: Batch) -> dict[str, jax.Array]:
     """The mean loss over a batch and its gradient, as one flat tree."""
-    loss, gradients = jax.value_and_grad(_loss)(parameters, *batch)
-    return gradients | {"loss": loss}
+    value, gradients = jax.value_and_grad(loss)(parameters, *batch)
+    return gradients | {"loss": value}
 
 
 def exported(tree: dict[str, jax.Array]) -> dict[str, np.ndarray]:

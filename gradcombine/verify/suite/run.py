@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.types import Tree
-from gradcombine.verify.suite import jax_rows, laws, places, problem, tensorflow_rows
+from gradcombine.verify.suite import jax_rows, laws, own_steps, places, problem, tensorflow_rows
 from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
 from gradcombine.verify.suite.laws import Gradients, Measure
 from gradcombine.verify.suite.places import Case, Contributions
@@ -34,24 +34,27 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
 
     Args:
       replicas: the largest number of replicas.
-      inject_fault: whether one bit of one row's input is flipped: the last of those that promise bits.
+      inject_fault: whether one bit of one row's input is flipped, the last of those that promise bits, and the audit
+        gets a step with a defect.
       started: called as each step begins, with its name and the number of all the steps.
     """
     begun = time.perf_counter()
     counts = [count for count in COUNTS if count <= replicas]
     cases = [*places.numpy_cases(), *jax_rows.cases(counts), *tensorflow_rows.cases(counts)]
-    steps = len(cases) + 3
+    count = len(cases) + 4
     examples, parameters = problem.load(), problem.initial_parameters()
     batches = list(problem.cut(examples, problem.SIZES))
 
-    started("gradients of the microbatches", steps)
+    started("gradients of the microbatches", count)
     contributions = {name: laws.contributions(measure, parameters, batches) for name, measure in _MEASURES.items()}
     # One source for every row: what differs then is the combine.
-    findings = _combine(cases, contributions["jax"], inject_fault, lambda name: started(name, steps))
-    started("full batch and kernels", steps)
+    findings = _combine(cases, contributions["jax"], inject_fault, lambda name: started(name, count))
+    started("full batch and kernels", count)
     findings += _models(contributions, parameters, batches)
-    started("training", steps)
+    started("training", count)
     curves, trained = _train(examples)
+    started("audit", count)
+    trained.append(own_steps.audited(min(2, max(counts)), inject_fault))
     settings = {
         "command": f"gradcombine verify --replicas {replicas}{' --inject-fault' if inject_fault else ''}",
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),

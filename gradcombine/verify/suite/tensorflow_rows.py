@@ -53,19 +53,19 @@ def _over_time_and_replicas(count: int, order: Order, contributions: Contributio
 
 
 def _every_replica(run: Callable[..., Any], count: int, dealt: Any) -> list[Tree]:
-    strategy = _strategy(count)
+    replicas = strategy(count)
 
     def block_of(context: tf.distribute.ReplicaContext) -> Any:
         return tf.nest.map_structure(lambda block: tf.constant(block[context.replica_id_in_sync_group]), dealt)
 
-    arguments = strategy.experimental_distribute_values_from_function(block_of)
-    results = tf.function(lambda contributions: strategy.run(run, args=contributions))(arguments)
-    local = {name: strategy.experimental_local_results(result) for name, result in results.items()}
+    arguments = replicas.experimental_distribute_values_from_function(block_of)
+    results = tf.function(lambda contributions: replicas.run(run, args=contributions))(arguments)
+    local = {name: replicas.experimental_local_results(result) for name, result in results.items()}
     return [_numpy({name: result[rank] for name, result in local.items()}) for rank in range(count)]
 
 
 @cache
-def _strategy(count: int) -> tf.distribute.Strategy:
+def strategy(count: int) -> tf.distribute.Strategy:
     # The default collective ops of two strategies in one process disturb each other.
     return tf.distribute.MirroredStrategy(
         [f"CPU:{rank}" for rank in range(count)], cross_device_ops=tf.distribute.ReductionToOneDevice()
@@ -92,7 +92,7 @@ _IMAGES, _LABELS = tf.TensorSpec([None, PIXELS], tf.float32), tf.TensorSpec([Non
 
 
 @tf.function(reduce_retracing=True)
-def _measure(parameters: dict[str, Any], images: tf.Tensor, labels: tf.Tensor) -> dict[str, Any]:
+def measured(parameters: dict[str, Any], images: tf.Tensor, labels: tf.Tensor) -> dict[str, Any]:
     with tf.GradientTape() as tape:
         tape.watch(parameters)
         hidden = tf.tanh(images @ parameters["w1"] + parameters["b1"])
@@ -104,7 +104,7 @@ def _measure(parameters: dict[str, Any], images: tf.Tensor, labels: tf.Tensor) -
 def measure(parameters: dict[str, Any], batch: Batch) -> dict[str, tf.Tensor]:
     """The mean loss over a batch and its gradient, as one flat tree."""
     tensors = {name: tf.convert_to_tensor(leaf) for name, leaf in parameters.items()}
-    return _measure(tensors, tf.constant(batch.images), tf.constant(batch.labels))
+    return measured(tensors, tf.constant(batch.images), tf.constant(batch.labels))
 
 
 def exported(tree: dict[str, tf.Tensor]) -> dict[str, np.ndarray]:

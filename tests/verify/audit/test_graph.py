@@ -246,9 +246,13 @@ def test_sums_of_what_lies_on_several_devices_are_exchanges() -> None:
     def doubled(x: Any) -> Any:
         return mean(2.0 * x)
 
-    step = tf.function(lambda x: replicas.run(doubled, args=(x,)))
-    (exchange,) = audit(step, X).exchanges
-    assert (exchange.kind, exchange.size, exchange.members) == ("all-reduce", 4 * ROWS * WIDTH, 3)
+    with replicas.scope():
+        w = tf.Variable(tf.zeros([ROWS, WIDTH]))
+    # What is read of a variable lies where the variable does.
+    for function in (doubled, lambda x: mean(w.read_value())):
+        step = tf.function(lambda x, f: replicas.run(f, args=(x,)))
+        (exchange,) = audit(step, X, function).exchanges
+        assert (exchange.kind, exchange.size, exchange.members) == ("all-reduce", 4 * ROWS * WIDTH, 3)
 
 
 LOOPS: dict[str, tuple[Callable[[Any], Any], int | None]] = {

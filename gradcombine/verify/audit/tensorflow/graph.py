@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from gradcombine.verify.audit.hlo import Frame, Instruction
+from gradcombine.verify.audit.hlo import Instruction
 from gradcombine.verify.audit.program import Exchange, times
 from gradcombine.verify.audit.tensorflow.constants import constant, turns
 from gradcombine.verify.audit.tensorflow.inlined import (
@@ -67,14 +67,8 @@ class Sums:
 class Graph(Inlined):
     """A graph, and what a report and findings ask of it; see `Inlined`."""
 
-    def __init__(
-        self,
-        name: str,
-        proto: Any,
-        results: Iterable[str] | None = None,
-        frames: Callable[[str, str], Sequence[Frame]] = lambda function, operation: (),
-    ) -> None:
-        super().__init__(name, proto, results, frames)
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
         for turning in reversed(self.turnings):  # the innermost first
             turning.trips = turns(self, turning)
 
@@ -304,7 +298,7 @@ class Graph(Inlined):
         several = x.op in SUMS_OF_DEVICES
         if not several and x.op not in COLLECTIVES:
             return None
-        if several and len({*self._places(x)}) < max(2, len(x.inputs)):
+        if several and not self._sums_devices(x):
             return None
         taken = [self.arrays[v] for v in x.outputs]
         given = [self.arrays[v] for v in self.given(x)] or taken
@@ -314,9 +308,7 @@ class Graph(Inlined):
         where = x.site.function or self.name
         return Exchange(where, instruction(x, kind, self.line(x)), x.loops, self.group(x), operand, result, exact)
 
-    def _places(self, x: Operation) -> Iterator[str]:
-        """The devices on which an operation's inputs are made, where that is one for each."""
-        for v in x.inputs:
-            found = {made.device for origin in self.origins(v) if (made := self.producers.get(origin))} - {""}
-            if len(found) == 1:
-                yield found.pop()
+    def _sums_devices(self, x: Operation) -> bool:
+        """Whether each of an operation's inputs is made on a device of its own."""
+        places = [self.places(v) - {""} for v in x.inputs]
+        return len(places) > 1 and all(len(x) == 1 for x in places) and len(set.union(*places)) == len(places)

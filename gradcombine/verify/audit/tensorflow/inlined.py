@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from gradcombine.errors import GradCombineError
@@ -161,6 +162,7 @@ class Inlined:
       proto: a ``GraphDef`` with the shapes of what operations give (``as_graph_def(add_shapes=True)``).
       results: the values that it returns, as "operation:number". None: those that nothing takes.
       frames: of a function ("" for the graph) and the name of an operation, the lines of source, the innermost first.
+      devices: of variables that the graph captures, by the names of their placeholders.
 
     Raises:
       GradCombineError: control flow of version 1, a function that is missing, or more operations than can be read.
@@ -172,8 +174,9 @@ class Inlined:
         proto: Any,
         results: Iterable[str] | None = None,
         frames: Callable[[str, str], Sequence[Frame]] = lambda function, operation: (),
+        devices: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.name, self._frames = name, frames
+        self.name, self._frames, self._devices = name, frames, devices
         self._library = {x.signature.name: x for x in proto.library.function}
         self._definitions = dict[str, Any]()
         self._acts = dict[str, bool]()
@@ -218,6 +221,14 @@ class Inlined:
                 waiting.append(x.inputs[x.outputs.index(one)])
             else:
                 found.add(one)
+        return found
+
+    def places(self, v: Value) -> set[str]:
+        """The devices on which a value is made; what is read of a variable lies with the variable."""
+        found = set[str]()
+        for x in (self.producers[o] for o in self.origins(v) if o in self.producers):
+            known = x.device or ("" if x.site.function else self._devices.get(x.node.name, ""))
+            found |= {known} if known or x.op != "ReadVariableOp" else self.places(x.inputs[0])
         return found
 
     def variable(self, x: Operation) -> Value | None:

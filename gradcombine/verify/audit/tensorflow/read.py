@@ -56,7 +56,8 @@ def read_function(step: Any, args: Sequence[Any]) -> Graph | Compiled:
 
 def of_concrete(concrete: Any) -> Graph:
     name, results = _name(concrete), [x.name for x in concrete.outputs]
-    return Graph(_short(name), concrete.graph.as_graph_def(add_shapes=True), results, _frames(name))
+    captured = {inner.op.name: getattr(outer, "device", "") for outer, inner in concrete.graph.captures}
+    return Graph(_short(name), concrete.graph.as_graph_def(add_shapes=True), results, _frames(name), captured)
 
 
 def _name(concrete: Any) -> str:
