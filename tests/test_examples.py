@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +61,46 @@ def test_an_example_runs(name: str) -> None:
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert re.search(SHOWS[name], done.stdout), done.stdout
+
+
+AUDITED: dict[str, Callable[[Any], object]] = {
+    "jax_multi_process.py": lambda example: example.train(1, 0),
+    "keras_fit.py": lambda example: example.main(),
+    "optax_chain.py": lambda example: example.main(),
+    "port_tf_to_jax.py": lambda example: example.main(),
+    "resume_across_frameworks.py": lambda example: example.main(),
+    "scan_text.py": lambda example: example.main(),
+    "tf_function_step.py": lambda example: example.main(epochs=1),
+    "tf_strategies.py": lambda example: example.replicated(example.made("mirrored_2")),
+}
+"""Those that compile a step."""
+
+
+@pytest.mark.full
+@pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
+@pytest.mark.parametrize("name", AUDITED)
+def test_what_an_example_compiles_is_clean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+    import tensorflow as tf
+
+    from gradcombine.verify.audit import audit
+    from tests.recorded_steps import recording, shapes
+
+    spec: Any = importlib.util.spec_from_file_location(f"example_{name[:-3]}", ROOT / "examples" / name)
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, example)
+    spec.loader.exec_module(example)
+    monkeypatch.setattr(example, "EPOCHS", 1, raising=False)
+    # The tests' own settings of JAX are stricter than a script's.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        with recording(jax, "jit", shapes) as jitted, recording(tf, "function", lambda args: args) as traced:
+            AUDITED[name](example)
+        reports = [audit(x.function, *x.args) for x in (*jitted, *traced) if x.args is not None]
+    assert reports
+    assert [finding for report in reports for finding in report.findings] == []
+    if name.startswith("tf_"):
+        # Once a window, and nothing beside it: the kernel and the bias of two layers, and what the metrics need.
+        assert sum(len(report.exchanges) for report in reports) >= 4
 
 
 @pytest.mark.slow
