@@ -66,6 +66,13 @@ class Terms:
         return values
 
     @no_autograph
+    def widened(self, values: Mapping[str, Array]) -> dict[str, Array]:
+        """The values in one dtype, the widest of theirs and at least float32."""
+        backend = resolve(self.operation, values.values())
+        widest = dtypes.of_weights(backend.dtype(x) for x in values.values())
+        return {term: backend.cast(x, widest) for term, x in values.items()}
+
+    @no_autograph
     def weights(self, received: Any, what: str = "a weight of each denominator") -> dict[str, Any]:
         """The weights of one microbatch, or the totals of a window, by denominator.
 
@@ -82,9 +89,8 @@ class Terms:
     def summed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """By denominator, the sum of the terms that share it."""
         backend = resolve(self.operation, values.values())
-        wide = {term: backend.cast(x, dtypes.working(backend.dtype(x))) for term, x in values.items()}
         return {
-            name: reduce(backend.add, (x for term, x in wide.items() if self.over[term] == name))
+            name: reduce(backend.add, (x for term, x in values.items() if self.over[term] == name))
             for name in self.denominators
         }
 

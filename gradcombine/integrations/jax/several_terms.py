@@ -204,6 +204,7 @@ class ObjectiveOfTerms(Objective):
         if self.weight is not None:
             weights = self.weight(*(args[i] for i in self.batch_positions(args)))
         values = {term: jnp.asarray(x) for term, x in self.terms.values(output.value).items()}
+        values = self.terms.widened(values)
         # Python's numbers stay known.
         stopped = {
             name: lax.stop_gradient(x) if isinstance(x, jax.Array) else x

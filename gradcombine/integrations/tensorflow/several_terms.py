@@ -107,6 +107,7 @@ class LossOfTerms:
             if not isinstance(result, tuple) or len(result) not in (2, 3):
                 raise terms.error("(values, weights) or (values, weights, outputs), by name", type(result).__name__)
             values = {term: tf.convert_to_tensor(x) for term, x in terms.values(result[0]).items()}
+            values = terms.widened(values)
             weights = {
                 name: tf.stop_gradient(x) if tf.is_tensor(x) else x for name, x in terms.weights(result[1]).items()
             }
