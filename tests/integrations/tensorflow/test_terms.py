@@ -101,7 +101,7 @@ def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) ->
     rng = np.random.default_rng(5)
     x, y = (rng.standard_normal((6, 1, 4)).astype(np.float32) for _ in range(2))
     tokens, pairs = np.float32([3, 0, 7, 1, 5, 9]).reshape(6, 1), np.float32([1, 2, 0, 0, 1, 3]).reshape(6, 1)
-    terms, start = {"ce": "tokens", "preference": "pairs"}, np.zeros(4, np.float32)
+    terms, start = {"ce": "tokens", "preference": "pairs"}, np.zeros((2, 4), np.float32)
     given = {"totals": {"tokens": tokens.sum(), "pairs": pairs.sum()}} if totals else {}
     settings: dict[str, Any] = {
         "terms": terms,
@@ -110,9 +110,9 @@ def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) ->
         "reduction": total if totals else mean,
     }
 
-    # One row a microbatch, so that its gradient is a product in any framework.
+    # One row a microbatch, and parameters of its own for each term: a gradient is a product then, in any framework.
     def in_jax(w: Any, x: Any, y: Any, tokens: Any, pairs: Any) -> LossOutput:
-        values = {"ce": jnp.sum(w[None] * x), "preference": jnp.sum(w[None] * y)}
+        values = {"ce": jnp.sum(w[:1] * x), "preference": jnp.sum(w[1:] * y)}
         return LossOutput(values, {"tokens": tokens.sum(), "pairs": pairs.sum()})
 
     flat = [a.reshape(6, *a.shape[2:]) for a in (x, y, tokens, pairs)]
@@ -121,24 +121,22 @@ def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) ->
     w = tf.Variable(start)
 
     def in_tensorflow(x: Any, y: Any, tokens: Any, pairs: Any) -> Any:
-        values = {"ce": tf.reduce_sum(w[None] * x), "preference": tf.reduce_sum(w[None] * y)}
+        values = {"ce": tf.reduce_sum(w[:1] * x), "preference": tf.reduce_sum(w[1:] * y)}
         return values, {"tokens": tf.reduce_sum(tokens), "pairs": tf.reduce_sum(pairs)}
 
     step = AccumulatedStep(in_tensorflow, [w], lambda gradients, _: w.assign(gradients[0]), every=6, **settings)
     for row in zip(x, y, tokens, pairs, strict=True):
         step(*map(tf.constant, row), **given)
     assert equal_bits(np.asarray(received), w.numpy())
+    none = np.zeros_like(x[0])
     if totals is None:
         listed = [
-            {"tokens": Ratio(a[0], s.item()), "pairs": Ratio(b[0], p.item())}
+            {"tokens": Ratio(np.concatenate([a, none]), s.item()), "pairs": Ratio(np.concatenate([none, b]), p.item())}
             for a, b, s, p in zip(x, y, tokens, pairs, strict=True)
         ]
         assert equal_bits(gc.combine(reductions.ratios(["tokens", "pairs"], mean), listed, order=order), w.numpy())
-    parts = [
-        (a[0].astype(np.float64) * (s > 0), b[0].astype(np.float64) * (p > 0))
-        for a, b, s, p in zip(x, y, tokens, pairs, strict=True)
-    ]
-    expected = sum(a for a, _ in parts) / tokens.sum() + sum(b for _, b in parts) / pairs.sum()
+    rows = [(x[:, 0], tokens), (y[:, 0], pairs)]
+    expected = [(a.astype(np.float64) * (n > 0)).sum(0) / n.sum(dtype=np.float64) for a, n in rows]
     np.testing.assert_allclose(w.numpy(), expected, rtol=1e-5, atol=1e-7)
 
 
