@@ -60,9 +60,22 @@ def _reason(error: Exception) -> str:
 
 
 def _exceeded(message: str) -> int | None:
-    """Bytes, as far as the compiler's words tell."""
-    found = re.search(r"[Ee]xceeded \w+ capacity by ([\d.]+)([KMGT]?)", message)
-    return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else None
+    """Bytes, as far as the compiler's words tell.
+
+    >>> _exceeded("Used 17.50G of 15.75G hbm. Exceeded hbm capacity by 1.75G.") == 7 * 2**28
+    True
+    >>> _exceeded("required for HLO temporaries (29.75G) exceeds available HBM (15.75G).") == 14 * 2**30
+    True
+    """
+    size = r"([\d.]+)([KMGT]?)"
+    if found := re.search(rf"xceeded \w+ capacity by {size}", message):
+        return _bytes(*found.groups())
+    found = re.search(rf"\({size}\) exceeds available \w+ \({size}\)", message)
+    return None if found is None else _bytes(*found.groups()[:2]) - _bytes(*found.groups()[2:])
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
 
 
 RUN_IF = run_if.__file__
