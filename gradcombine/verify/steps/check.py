@@ -14,6 +14,7 @@ from gradcombine.verify.steps.hypotheses import Case, explain
 from gradcombine.verify.steps.measure import Standard
 from gradcombine.verify.steps.report import StepFault, StepReport, StepRun
 from gradcombine.verify.steps.running import OPERATION, WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
+from gradcombine.verify.steps.terms import Terms, require_right
 from gradcombine.verify.ulp import rounding_unit
 
 
@@ -26,6 +27,7 @@ def check_step(
     devices: Sequence[int] = (1,),
     returns: Literal["gradients", "params"] = "gradients",
     pad: Callable[[Any, int], Any] | None = None,
+    terms: Terms | None = None,
     reference: Tree | Step | None = None,
     unit: float | None = None,
 ) -> StepReport:
@@ -50,6 +52,9 @@ def check_step(
       returns: ``"gradients"``: whatever tree the step returns, a loss and metrics too, is a mean over the examples.
         ``"params"``: it returns a tree like ``params``, and its distance from them is compared.
       pad: ``(batch, n) -> batch``, with n placeholder rows after the examples, which must not count. None: not checked.
+      terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
+        the gradient of the term's sum over these examples, and the weight that the sum is divided by. None: a term that
+        is divided by another's count stays unexplained.
       reference: what one batch gives, in float64 for instance: a tree, or ``(params, batch) -> tree``. None: the step
         itself runs in float64, on one batch.
       unit: the unit roundoff that the step computes in, 2**-24 for float32. None: that of the narrowest operands of its
@@ -97,6 +102,8 @@ def check_step(
     if _changes(first, second):
         return StepReport((StepFault(Cause.STATE, str(WHOLE)),), (), "", ("anything else",))
     standard = Standard(subject, unit)
+    if terms is not None:
+        require_right(standard, terms)
     exact, source = _reference(standard, reference)
     faults: list[StepFault] = []
     runs: list[StepRun] = []
@@ -133,7 +140,7 @@ def check_step(
         if split != WHOLE:
             found = note(str(split), own)
             if found.invariance > 1 or _differ(own, standard.own):
-                cause, detail = explain(standard, _case(standard, split, own))
+                cause, detail = explain(standard, _case(standard, split, own, terms))
                 add(cause, str(split), detail)
                 continue
         if pad is not None:
@@ -156,14 +163,14 @@ def check_step(
     return StepReport(tuple(faults), tuple(runs), source, tuple(not_checked))
 
 
-def _case(standard: Standard, split: Split, own: Result) -> Case:
+def _case(standard: Standard, split: Split, own: Result, terms: Terms | None) -> Case:
     """In float64, where the division and one batch run in it."""
     if standard.wide is not None:
         try:
-            return Case(split, standard.in_float64(split, standard.subject.batch), own, wide=True)
+            return Case(split, standard.in_float64(split, standard.subject.batch), own, wide=True, terms=terms)
         except NotWide:
             pass
-    return Case(split, own, own, wide=False)
+    return Case(split, own, own, wide=False, terms=terms)
 
 
 REPEATED = 64

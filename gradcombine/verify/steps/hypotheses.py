@@ -12,32 +12,22 @@ add up to the same in each microbatch, and so on.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from gradcombine.verify.microbatches.causes import Cause
-from gradcombine.verify.microbatches.combination import NARROW
+from gradcombine.verify.steps import elements, terms
+from gradcombine.verify.steps.case import (
+    Answer,
+    Case,
+    accounts_for,
+    combined,
+    partitions,
+    share_in,
+    split_by,
+)
 from gradcombine.verify.steps.measure import SAME, Floats, Standard
-from gradcombine.verify.steps.running import WHOLE, NotWide, Result, Rows, Split, as_floats, widened
-
-Answer: TypeAlias = "tuple[Cause, str]"
-
-
-class Case(NamedTuple):
-    """A division that differs.
-
-    Attributes:
-      split: the division.
-      result: what it gave, in float64 where there is such a result.
-      own: the same in its own precision.
-      wide: whether the result is in float64.
-    """
-
-    split: Split
-    result: Result
-    own: Result
-    wide: bool
+from gradcombine.verify.steps.running import WHOLE, NotWide, Rows, Split, as_floats, widened
 
 
 def explain(standard: Standard, case: Case) -> Answer:
@@ -54,12 +44,13 @@ def _answers(standard: Standard, case: Case) -> Iterator[Answer]:
         yield from _random(standard, case)
         return
     yield from _added(standard, case)
+    yield from _divided(standard, case)
     yield from _microbatches(standard, case)
     yield from _linear(standard, case)
     yield from _moved(standard, case)
     yield from _ignored(standard, case)
-    yield from _scattered(standard, case)
-    yield from _narrow(standard, case)
+    yield from elements.scattered(standard, case)
+    yield from elements.narrow(standard, case)
 
 
 def _far(standard: Standard, case: Case) -> str:
@@ -67,51 +58,6 @@ def _far(standard: Standard, case: Case) -> str:
     worst = int(shares.argmax())
     kind = "float64" if case.wide else "its own precision"
     return f"{shares[worst]:.3g} times what rounding allows, in {kind}, in {standard.subject.names[worst]}"
-
-
-def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
-    """The ways to divide examples that steps use, by what they are called."""
-    k, devices = split
-    rows = np.arange(examples)
-    made: dict[str, list[np.ndarray]] = {"neighbours": _chunks(rows, k)}
-    if examples % k:
-        made["as numpy.array_split divides"] = np.array_split(rows, k)
-    if k > 1:
-        made["every k-th"] = [rows[i::k] for i in range(k)]
-    if devices > 1:
-        on_each = _chunks(rows, devices)
-        made["devices"] = on_each
-        made["microbatches of devices"] = [x for block in on_each for x in _chunks(block, k)]
-        made["microbatches over devices"] = [
-            np.concatenate(x) for x in zip(*(_chunks(block, k) for block in on_each), strict=False)
-        ]
-        made["devices in microbatches"] = [x for block in _chunks(rows, k) for x in _chunks(block, devices)]
-    found: dict[str, list[Rows]] = {}
-    for name, pieces in made.items():
-        tuples = [tuple(x.tolist()) for x in pieces if len(x)]
-        if len(tuples) > 1 and tuples not in found.values():
-            found[name] = tuples
-    return found
-
-
-def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
-    size = -(-len(rows) // count)
-    return [rows[i : i + size] for i in range(0, len(rows), size)]
-
-
-def _accounts(
-    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Sequence[int] | None = None
-) -> bool:
-    """Whether a prediction is within rounding of the result, and much nearer to it than one batch is.
-
-    Args:
-      terms: how many results it is made of, by the sum of their coefficients.
-      leaves: those that it is about; None: all.
-    """
-    chosen = np.arange(len(predicted)) if leaves is None else np.array(leaves)
-    near = standard.shares(case.result.floats, predicted, case.wide, 2 + terms)[chosen]
-    far = standard.shares(case.result.floats, standard.best.floats, case.wide, 2 + terms)[chosen]
-    return bool(near.max(initial=0) <= 1 and far.max(initial=0) >= 4 * near.max(initial=0) and far.max(initial=0) > 1)
 
 
 # --- what needs no examples ---
@@ -168,7 +114,7 @@ def _added(standard: Standard, case: Case) -> Iterator[Answer]:
     p = np.concatenate([matched[i].ravel() / allowed[i] for i in differ])
     factor = float(off @ p / (p @ p))
     added = [x + factor * matched[i] if i in differ else x for i, x in enumerate(one)]
-    if _accounts(standard, case, added, 1):
+    if accounts_for(standard, case, added, 1):
         every = "" if len(differ) == len(names) else f", in {len(differ)} of {len(names)} leaves"
         yield Cause.ADDED, f"{factor:.6g} times the parameters{every}"
 
@@ -191,8 +137,22 @@ def _moved(standard: Standard, case: Case) -> Iterator[Answer]:
                     at = [x + y.reshape(x.shape) for x, y in zip(start, moved, strict=True)]
             except (NotWide, ValueError):
                 continue
-            if _accounts(standard, case, moved, len(pieces)):
-                yield Cause.MOVED_EACH, f"{len(pieces)} updates{text}, one after the other, give it{_of(name)}"
+            if accounts_for(standard, case, moved, len(pieces)):
+                yield (
+                    Cause.MOVED_EACH,
+                    f"{len(pieces)} updates{text}, one after the other, give it{split_by(name)}",
+                )
+                return
+
+
+def _divided(standard: Standard, case: Case) -> Iterator[Answer]:
+    """The terms of the loss, each divided by something that is known."""
+    if case.terms is None:
+        return
+    for name, pieces in partitions(standard.subject.examples, case.split).items():
+        for way in terms.ways([terms.measured(standard, case.terms, rows) for rows in pieces]):
+            if way.text and accounts_for(standard, case, way.floats, len(pieces)):
+                yield Cause.DENOMINATOR, way.text + split_by(name)
                 return
 
 
@@ -210,14 +170,16 @@ def _microbatches(standard: Standard, case: Case) -> Iterator[Answer]:
             continue
         floats = [part.floats for part in parts if part is not None]
         sizes = np.array([len(rows) for rows in pieces]) / n
-        for weights in (np.full(len(pieces), 1 / len(pieces)), sizes, np.ones(len(pieces))):
-            if not _accounts(standard, case, _combined(weights, floats), float(weights.sum())):
+        equal = np.full(len(pieces), 1 / len(pieces))
+        free = standard.nearest(case.result.floats, floats, case.wide)
+        for weights in (equal, sizes, *([free] if free is not None and abs(free.sum() - 1) < SAME else [])):
+            if not accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
                 continue
             norm = _one_norm([standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)])
             if norm is not None:
-                yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}{_of(name)}"
+                yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}{split_by(name)}"
             else:
-                text = f"it is the mean of what each microbatch gives by itself, as it should be{_of(name)}"
+                text = f"it is the mean of what each microbatch gives by itself, as it should be{split_by(name)}"
                 yield Cause.STATISTICS, text
             return
 
@@ -244,8 +206,8 @@ def _linear(standard: Standard, case: Case) -> Iterator[Answer]:
 
     def accounts(x: np.ndarray) -> bool:
         used = [(a, floats) for a, floats in zip(x, columns, strict=True) if floats is not None]
-        predicted = _combined(np.array([a for a, _ in used]), [floats for _, floats in used])
-        return _accounts(standard, case, predicted, float(np.abs(x).sum()), leaves)
+        predicted = combined(np.array([a for a, _ in used]), [floats for _, floats in used])
+        return accounts_for(standard, case, predicted, float(np.abs(x).sum()), leaves)
 
     some = "" if len(leaves) == len(standard.subject.names) else f"; seen in {len(leaves)} leaves that are means"
     for cause, detail, x in _combinations(standard, case, c):
@@ -274,12 +236,16 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
         yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
     yield Cause.SCALED, f"by {factor:.6g}", c * factor
     divided = {
-        name: [_in(units, rows) for rows in pieces]
+        name: [share_in(units, rows) for rows in pieces]
         for name, pieces in partitions(standard.subject.examples, case.split).items()
     }
     divided = {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
     for name, pieces in divided.items():
-        yield Cause.MEAN_OF_MEANS, _weights([float(c @ p) for p in pieces]) + _of(name), _mean_of_means(c, pieces)
+        yield (
+            Cause.MEAN_OF_MEANS,
+            _weights([float(c @ p) for p in pieces]) + split_by(name),
+            _mean_of_means(c, pieces),
+        )
     for pieces in divided.values():
         for piece in pieces:
             for kept in (1 - piece, piece):
@@ -329,9 +295,14 @@ def _levels(
             snapped = np.where(real, c * sum(a * (p > 0) for a, p in zip(by_place, pieces, strict=True)), 0)
             places = ", ".join(f"{a:.4g}" for a in by_place)
             if np.ptp(by_place) > SAME and _turned(standard, case, c, by_place, pieces):
-                yield Cause.BY_PLACE, f"microbatches count {places} times, in reverse order too{_of(name)}", snapped
-            yield Cause.COEFFICIENTS, f"{places} times theirs{_of(name)}", snapped
-    yield Cause.COEFFICIENTS, f"from {r[real].min():.4g} to {r[real].max():.4g} times theirs", x
+                yield (
+                    Cause.BY_PLACE,
+                    f"microbatches count {places} times, in reverse order too{split_by(name)}",
+                    snapped,
+                )
+            yield Cause.COEFFICIENTS, f"{places} times theirs{split_by(name)}", snapped
+    if len(standard.combination[1]) == len(standard.subject.names):
+        yield Cause.COEFFICIENTS, f"from {r[real].min():.4g} to {r[real].max():.4g} times theirs", x
 
 
 def _turned(
@@ -348,9 +319,9 @@ def _turned(
         return False
     x = c * sum(a * (p > 0)[::-1] for a, p in zip(by_place, pieces, strict=True))
     columns = [(a, y.floats) for a, y in zip(x, standard.columns(), strict=True) if y is not None]
-    predicted = _combined(np.array([a for a, _ in columns]), [y for _, y in columns])
+    predicted = combined(np.array([a for a, _ in columns]), [y for _, y in columns])
     turned = case._replace(result=result)
-    return _accounts(standard, turned, predicted, float(np.abs(x).sum()), standard.combination[1])
+    return accounts_for(standard, turned, predicted, float(np.abs(x).sum()), standard.combination[1])
 
 
 def _padded(standard: Standard, case: Case, c: np.ndarray) -> Iterator[Answer]:
@@ -365,7 +336,7 @@ def _padded(standard: Standard, case: Case, c: np.ndarray) -> Iterator[Answer]:
     except (NotWide, ValueError):
         return
     predicted = [(n * x + more * z) / (n + more) for x, z in zip(standard.best.floats, zeros.floats, strict=True)]
-    if _accounts(standard, case, predicted, 2, standard.combination[1]):
+    if accounts_for(standard, case, predicted, 2, standard.combination[1]):
         yield Cause.PLACEHOLDERS, f"{more} rows of zeros fill up the last microbatch, and count as examples"
 
 
@@ -385,128 +356,6 @@ def _ignored(standard: Standard, case: Case) -> Iterator[Answer]:
             return
 
 
-# --- what the elements tell ---
-
-
-def _scattered(standard: Standard, case: Case) -> Iterator[Answer]:
-    """Rows of a leaf that keep one contribution of several."""
-    units = len(standard.units())
-    c = np.full(units, 1 / units) if standard.weights is None else standard.weights
-    groups: list[tuple[str, list[Floats]]] = []
-    columns = standard.columns()
-    if all(x is not None for x in columns):
-        groups.append(
-            ("examples", [[a * y for y in x.floats] for a, x in zip(c, columns, strict=True) if x is not None])
-        )
-    for name, pieces in partitions(standard.subject.examples, case.split).items():
-        parts = [standard.one(rows) for rows in pieces]
-        if all(x is not None for x in parts):
-            sizes = [float(c @ _in(standard.units(), rows)) for rows in pieces]
-            groups.append(
-                (
-                    f"microbatches: {name}",
-                    [[a * y for y in x.floats] for a, x in zip(sizes, parts, strict=True) if x is not None],
-                )
-            )
-    shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
-    allowed = standard.allowed(case.wide)
-    for name, terms in groups:
-        found = 0
-        for i, share in enumerate(shares):
-            if share <= 1:
-                continue
-            whole, made = standard.best.floats[i], case.result.floats[i]
-            if whole.ndim < 2:
-                break
-            stack = np.stack([term[i] for term in terms]).reshape(len(terms), len(whole), -1)
-            off = np.sqrt(np.mean(np.square(made.reshape(len(whole), -1) - whole.reshape(len(whole), -1)), axis=1))
-            wrong = off > 4 * allowed[i]
-            each = np.sqrt(np.mean(np.square(stack - made.reshape(1, len(whole), -1)), axis=2)).min(axis=0)
-            several = (np.abs(stack).max(axis=2) > 0).sum(axis=0) > 1
-            if not wrong.any() or wrong.all() or np.any(each[wrong] > 4 * allowed[i]) or not several[wrong].all():
-                break
-            found += int(wrong.sum())
-        else:
-            if found:
-                yield Cause.SCATTER, f"{found} rows keep one contribution of those of several {name}"
-                return
-
-
-TELLING = 32
-"""How many elements have to agree before an accumulator is blamed."""
-
-
-def _narrow(standard: Standard, case: Case) -> Iterator[Answer]:
-    """Additions in a narrow accumulator, by the bits that they leave: in 99 of 100 elements those of the result."""
-    subject, allowed = standard.subject, standard.allowed(wide=False)
-    made, whole = case.own.floats, standard.best.floats
-    far = [i for i, x in enumerate(standard.shares(made, whole, wide=False)) if x > 1]
-    for name, pieces in partitions(subject.examples, case.split).items():
-        try:
-            parts = [subject.run(WHOLE, subject.rows(rows)).floats for rows in pieces]
-        except ValueError:
-            continue
-        for dtype in NARROW:
-            for text, terms, divisor in _ways(standard, pieces):
-                sums = [_chain([a * x[i] for a, x in zip(terms, parts, strict=True)], dtype) / divisor for i in far]
-                hits = sum(_near(made[i], x, allowed[i]) for i, x in zip(far, sums, strict=True))
-                total = sum(made[i].size for i in far)
-                if total >= TELLING and hits >= 0.99 * total:
-                    yield Cause.PRECISION, f"additions in {dtype} give it, {text}{_of(name)}"
-                    return
-    for dtype in NARROW:
-        for times in {1.0, float(case.split.microbatches), *_totals(standard)}:
-            values = np.concatenate([made[i].ravel() * times for i in far] or [np.zeros(0)])
-            values = values[values != 0]
-            rounded = values.astype(np.float32).astype(dtype).astype(np.float64)
-            if len(values) >= TELLING and np.mean(np.abs(values - rounded) <= 2**-22 * np.abs(values)) > 0.999:
-                yield Cause.PRECISION, f"every element is a {dtype}" + (f" over {times:g}" if times > 1 else "")
-                return
-
-
-def _totals(standard: Standard) -> list[float]:
-    """Of how many tokens the examples' weights can be the parts: numbers that make integers of all of them."""
-    if standard.likely is None:
-        return []
-    totals = np.arange(1, 2049)
-    parts = totals[:, None] * standard.likely
-    return [float(x) for x in totals[np.abs(parts - np.round(parts)).max(axis=1) < 0.02][:3]]
-
-
-def _ways(standard: Standard, pieces: Sequence[Rows]) -> Iterator[tuple[str, np.ndarray, float]]:
-    """Names, factors of the terms, and what their sum is divided by."""
-    sizes = np.array([len(x) for x in pieces], np.float64)
-    yield "divided at the end", np.ones(len(pieces)), float(len(pieces))
-    yield "of parts of the mean", sizes / sizes.sum(), 1.0
-    yield "of sums, divided at the end", sizes, float(sizes.sum())
-    if standard.likely is not None:
-        parts = np.array([standard.likely @ _in(standard.units(), rows) for rows in pieces])
-        yield "of parts of the mean", parts, 1.0
-        for total in _totals(standard):
-            yield "of sums, divided at the end", np.round(parts * total), total
-
-
-def _chain(terms: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    total = terms[0].astype(np.float32).astype(dtype)
-    for term in terms[1:]:
-        total = total + term.astype(np.float32).astype(dtype)
-    return total.astype(np.float64)
-
-
-def _near(x: np.ndarray, y: np.ndarray, allowed: float) -> int:
-    return int(np.count_nonzero(np.abs(x - y) <= 2 * allowed))
-
-
-def _combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]:
-    return [np.tensordot(weights, np.stack(column), 1) for column in zip(*results, strict=True)]
-
-
-def _in(units: Sequence[Rows], rows: Rows) -> np.ndarray:
-    """The part of each unit that is among these rows."""
-    chosen = set(rows)
-    return np.array([len(chosen.intersection(unit)) / len(unit) for unit in units])
-
-
 def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
     weights = [float(c @ p) for p in pieces]
     return sum((c * p / w for p, w in zip(pieces, weights, strict=True) if w), np.zeros_like(c)) / len(pieces)
@@ -514,11 +363,6 @@ def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
 
 def _weights(values: Sequence[float]) -> str:
     return f"they weigh from {min(values):.4g} to {max(values):.4g} in one batch"
-
-
-def _of(partition: str) -> str:
-    """A partition in a detail, unless it is the usual one."""
-    return "" if partition == "neighbours" else f"; {partition}"
 
 
 def _named(units: Sequence[Rows], chosen: np.ndarray) -> str:

@@ -42,6 +42,9 @@ SAME = 0.01
 CERTAIN = 1e3
 """By how many times rounding an example has to show in the gradient for its coefficient to be fitted."""
 
+OVERDETERMINED = 2
+"""At least so many elements have to agree for each coefficient that is fitted to them."""
+
 Floats = Sequence[np.ndarray]
 
 
@@ -172,19 +175,36 @@ class Standard:
 
     def _solved(self, floats: Floats, leaves: Sequence[int], wide: bool, certain: float = CERTAIN) -> np.ndarray | None:
         """The combination of the units that is nearest to a result; None where rounding leaves it open."""
-        columns, allowed = dict(enumerate(self.columns())), self.allowed(wide)
+        columns = dict(enumerate(self.columns()))
         shown = {i: x.floats for i, x in columns.items() if x is not None and any(np.any(x.floats[j]) for j in leaves)}
-        used = list(shown)
-        scales = {j: 1 / (allowed[j] * np.sqrt(max(floats[j].size, 1))) for j in leaves if allowed[j] > 0}
-        if not used or not scales:
-            return None
-        matrix = np.stack([np.concatenate([x[j].ravel() * a for j, a in scales.items()]) for x in shown.values()])
-        target = np.concatenate([floats[j].ravel() * a for j, a in scales.items()])
-        if matrix.shape[1] < len(used) or np.linalg.svd(matrix, compute_uv=False)[-1] < certain * np.sqrt(len(leaves)):
+        solved = self.nearest(floats, list(shown.values()), wide, leaves, certain)
+        if solved is None:
             return None
         weights = np.zeros(len(columns))
-        weights[used] = np.linalg.lstsq(matrix.T, target, rcond=None)[0]
+        weights[list(shown)] = solved
         return weights
+
+    def nearest(
+        self,
+        floats: Floats,
+        terms: Sequence[Floats],
+        wide: bool,
+        leaves: Sequence[int] | None = None,
+        certain: float = CERTAIN,
+    ) -> np.ndarray | None:
+        """The coefficients of least squares that make a result of terms; None where rounding leaves them open."""
+        leaves, allowed = range(len(floats)) if leaves is None else leaves, self.allowed(wide)
+        scales = {j: 1 / (allowed[j] * np.sqrt(max(floats[j].size, 1))) for j in leaves if allowed[j] > 0}
+        if not terms or not scales:
+            return None
+        matrix = np.stack([np.concatenate([x[j].ravel() * a for j, a in scales.items()]) for x in terms])
+        target = np.concatenate([floats[j].ravel() * a for j, a in scales.items()])
+        equations = int(np.count_nonzero(np.any(matrix != 0, axis=0)))
+        if equations < OVERDETERMINED * len(terms):
+            return None
+        if np.linalg.svd(matrix, compute_uv=False)[-1] < certain * np.sqrt(len(leaves)):
+            return None
+        return np.linalg.lstsq(matrix.T, target, rcond=None)[0]
 
     def in_float64(self, split: Split, batch: Tree) -> Result:
         """A division's result in float64.

@@ -131,7 +131,29 @@ class Subject:
           start: float64 parameters to take in place of the subject's own, one a float leaf; the result is still the
             distance from these.
         """
-        step = self.step(split)
+        made, before = self._called(self.step(split), batch, wide, noise, batch_noise, start)
+        result = self._result(made, before)
+        narrow = next((x for x in result.dtypes if rounding_unit(x) > rounding_unit(np.dtype(np.float64))), None)
+        if wide and narrow is not None:
+            raise NotWide(f"it returns {narrow} whatever it is given")
+        return result
+
+    def of(self, function: Step, batch: Tree, wide: bool) -> list[np.ndarray]:
+        """The float leaves that another function of parameters and batch gives, in float64."""
+        leaves = tree.flatten(OPERATION, self._called(function, batch, wide)[0], is_leaf=_is_sparse)[0]
+        arrays = [_array(x) for x in leaves if not is_absent(x)]
+        return [as_floats(x) for x in arrays if _is_float_dtype(x.dtype)]
+
+    def _called(
+        self,
+        function: Step,
+        batch: Tree,
+        wide: bool,
+        noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        start: Sequence[np.ndarray] | None = None,
+    ) -> tuple[Tree, list[np.ndarray]]:
+        """What a function returns, as NumPy arrays, and the float parameters that it got."""
         entered = list(self._params)
         if start is not None:
             given = iter(start)
@@ -143,12 +165,7 @@ class Subject:
             leaves, structure = tree.flatten(OPERATION, batch)
             rows = tree.unflatten(structure, [_copied(x, wide, batch_noise) for x in leaves])
             before = [_array(x) for x in arguments if _is_float(x)]
-            made = step(tree.unflatten(self._params_structure, arguments), rows)
-            result = self._result(made, before)
-        narrow = next((x for x in result.dtypes if rounding_unit(x) > rounding_unit(np.dtype(np.float64))), None)
-        if wide and narrow is not None:
-            raise NotWide(f"it returns {narrow} whatever it is given")
-        return result
+            return function(tree.unflatten(self._params_structure, arguments), rows), before
 
     def divided(self, split: Split, batch: Tree) -> Result:
         """The same; where the step cannot divide the batch, an error that says so."""

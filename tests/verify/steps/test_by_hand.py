@@ -132,3 +132,69 @@ def test_a_step_that_is_worse_than_its_rounding_noise_is_inaccurate() -> None:
 
     report = check_step(make_step, np.linspace(0.5, 1, 64, dtype=np.float32), np.linspace(0, 1, 8, dtype=np.float32))
     assert report.cause is Cause.INACCURATE, str(report)
+
+
+def of_terms(params: Any, part: Any) -> dict[str, Any]:
+    """Cross entropy over tokens, and a distance of the first words' embeddings from 0 over examples."""
+    rows = part["tokens"][:, 0]
+    of_rows = np.zeros_like(params[0])
+    np.add.at(of_rows, rows, params[0][rows] / 8)
+    zeros = [np.zeros_like(x) for x in params[1:]]
+    return {"words": by_hand.sums(params, part), "near": ([of_rows, *zeros], len(rows))}
+
+
+def with_terms(divide: Any) -> Any:
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> Any:
+            made = [of_terms(params, part) for part in defects.pieces(batch, k)]
+            return divide(made) if k > 1 else divide_rightly(made)
+
+        return step
+
+    return make_step
+
+
+def divide_rightly(made: list[Any], near_by: str = "near") -> Any:
+    def mean(name: str, by: str) -> Any:
+        return defects.over(defects.added([m[name][0] for m in made]), sum(m[by][1] for m in made))
+
+    return defects.added([mean("words", "words"), mean("near", near_by)])
+
+
+def divide_each(made: list[Any]) -> Any:
+    return defects.over(defects.added([divide_rightly([m]) for m in made]), len(made))
+
+
+def divide_near_each(made: list[Any]) -> Any:
+    words = divide_rightly([m | {"near": ([0 * x for x in m["near"][0]], m["near"][1])} for m in made])
+    near = [defects.over(m["near"][0], m["words"][1]) for m in made]
+    return defects.added([words, defects.over(defects.added(near), len(made))])
+
+
+@pytest.mark.parametrize(
+    ("divide", "detail"),
+    [
+        (partial(divide_rightly, near_by="words"), "near by the weight of words"),
+        (divide_each, "words by the weight of words in each microbatch"),
+        (divide_near_each, "near by the weight of words in each microbatch"),
+        (divide_rightly, None),
+    ],
+)
+def test_a_term_divided_by_what_does_not_count_it(divide: Any, detail: str | None) -> None:
+    report = check_step(with_terms(divide), PARAMS, by_hand.batch(), terms=of_terms)
+    assert report.cause is (None if detail is None else Cause.DENOMINATOR), str(report)
+    assert detail is None or report.faults[0].detail == detail
+
+
+@pytest.mark.parametrize(
+    ("terms", "message"),
+    [
+        (lambda params, part: {"words": by_hand.sums(params, part)}, "terms that add up to one batch"),
+        (lambda params, part: [1.0], "received AttributeError"),
+        (lambda params, part: {"words": 3.0}, "received TypeError"),
+        (lambda params, part: {"words": (params[:1], 1)}, "gradients of terms like those of the step"),
+    ],
+)
+def test_terms_that_are_none_are_refused(terms: Any, message: str) -> None:
+    with pytest.raises(GradCombineError, match=message):
+        check_step(with_terms(divide_rightly), PARAMS, by_hand.batch(), terms=terms)

@@ -1,0 +1,94 @@
+"""A division that differs from one batch, and what a hypothesis about it has to account for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from gradcombine.verify.microbatches.causes import Cause
+from gradcombine.verify.steps.measure import Floats, Standard
+from gradcombine.verify.steps.running import Result, Rows, Split
+from gradcombine.verify.steps.terms import Terms
+
+Answer: TypeAlias = tuple[Cause, str]
+"""A cause, and figures."""
+
+
+class Case(NamedTuple):
+    """A division that differs.
+
+    Attributes:
+      split: the division.
+      result: what it gave, in float64 where there is such a result.
+      own: the same in its own precision.
+      wide: whether the result is in float64.
+      terms: of the loss, if they are known.
+    """
+
+    split: Split
+    result: Result
+    own: Result
+    wide: bool
+    terms: Terms | None = None
+
+
+def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
+    """The ways to divide examples that steps use, by what they are called."""
+    k, devices = split
+    rows = np.arange(examples)
+    made: dict[str, list[np.ndarray]] = {"neighbours": _chunks(rows, k)}
+    if examples % k:
+        made["as numpy.array_split divides"] = np.array_split(rows, k)
+    if k > 1:
+        made["every k-th"] = [rows[i::k] for i in range(k)]
+    if devices > 1:
+        on_each = _chunks(rows, devices)
+        made["devices"] = on_each
+        made["microbatches of devices"] = [x for block in on_each for x in _chunks(block, k)]
+        made["microbatches over devices"] = [
+            np.concatenate(x) for x in zip(*(_chunks(block, k) for block in on_each), strict=False)
+        ]
+        made["devices in microbatches"] = [x for block in _chunks(rows, k) for x in _chunks(block, devices)]
+    found: dict[str, list[Rows]] = {}
+    for name, pieces in made.items():
+        tuples = [tuple(x.tolist()) for x in pieces if len(x)]
+        if len(tuples) > 1 and tuples not in found.values():
+            found[name] = tuples
+    return found
+
+
+def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
+    size = -(-len(rows) // count)
+    return [rows[i : i + size] for i in range(0, len(rows), size)]
+
+
+def accounts_for(
+    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Sequence[int] | None = None
+) -> bool:
+    """Whether a prediction is within rounding of the result, and much nearer to it than one batch is.
+
+    Args:
+      terms: how many results it is made of, by the sum of their coefficients.
+      leaves: those that it is about; None: all.
+    """
+    chosen = np.arange(len(predicted)) if leaves is None else np.array(leaves)
+    near = standard.shares(case.result.floats, predicted, case.wide, 2 + terms)[chosen]
+    far = standard.shares(case.result.floats, standard.best.floats, case.wide, 2 + terms)[chosen]
+    return bool(near.max(initial=0) <= 1 and far.max(initial=0) >= 4 * near.max(initial=0) and far.max(initial=0) > 1)
+
+
+def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]:
+    return [np.tensordot(weights, np.stack(column), 1) for column in zip(*results, strict=True)]
+
+
+def share_in(units: Sequence[Rows], rows: Rows) -> np.ndarray:
+    """The part of each unit that is among these rows."""
+    chosen = set(rows)
+    return np.array([len(chosen.intersection(unit)) / len(unit) for unit in units])
+
+
+def split_by(partition: str) -> str:
+    """A partition in a detail, unless it is the usual one."""
+    return "" if partition == "neighbours" else f"; {partition}"

@@ -1,0 +1,102 @@
+"""Losses of several terms, each a sum with a denominator of its own: which is divided by what does not count it?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from gradcombine.errors import GradCombineError
+from gradcombine.types import Tree
+from gradcombine.verify.steps.measure import Floats, Standard
+from gradcombine.verify.steps.running import OPERATION, NotWide, Rows
+
+Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
+"""From parameters and examples to the gradient of each term's sum over them, and the weight that the sum is over."""
+
+
+class Part(NamedTuple):
+    """The terms of some examples, by their names.
+
+    Attributes:
+      sums: the gradient of each.
+      weights: what each is divided by.
+    """
+
+    sums: dict[str, Floats]
+    weights: dict[str, float]
+
+
+class Divided(NamedTuple):
+    """One way to divide the terms.
+
+    Attributes:
+      text: what each is divided by, where it is not what it should be.
+      floats: the gradient.
+    """
+
+    text: str
+    floats: list[np.ndarray]
+
+
+def measured(standard: Standard, terms: Terms, rows: Rows) -> Part:
+    """The terms of some examples, in float64 where one batch has been run in it.
+
+    Raises:
+      GradCombineError: for anything else than pairs by name, and gradients unlike what the step returns.
+    """
+    subject, weights = standard.subject, dict[str, float]()
+
+    def gradients(params: Any, batch: Any) -> list[Tree]:
+        made = terms(params, batch)
+        weights.update({name: float(pair[1]) for name, pair in made.items()})
+        return [pair[0] for pair in made.values()]
+
+    try:
+        made = subject.of(gradients, subject.rows(rows), wide=standard.wide is not None)
+    except (AttributeError, TypeError, IndexError, NotWide) as error:
+        expected = "terms(params, batch) -> {name: (gradient of the sum, weight)}"
+        raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {error}") from error
+    count = len(standard.best.floats)
+    if len(made) != count * len(weights) or [x.shape for x in made[:count]] != [x.shape for x in standard.best.floats]:
+        raise GradCombineError(OPERATION, "gradients of terms like those of the step", "others")
+    pairs = zip(weights, range(0, len(made), count), strict=True)
+    return Part({name: made[i : i + count] for name, i in pairs}, weights)
+
+
+def ways(parts: Sequence[Part]) -> Iterator[Divided]:
+    """All ways to divide the terms, the right one first."""
+    names, k = list(parts[0].weights), len(parts)
+
+    def total(name: str) -> float:
+        return sum(part.weights[name] for part in parts)
+
+    def summed(name: str, divisors: Sequence[float]) -> list[np.ndarray]:
+        columns = [list(column) for column in zip(*(part.sums[name] for part in parts), strict=True)]
+        return [np.sum([x / d if d else 0 * x for x, d in zip(c, divisors, strict=True)], axis=0) for c in columns]
+
+    def choices(name: str) -> Iterator[Divided]:
+        yield Divided("", summed(name, [total(name)] * k))
+        for other in names:
+            if other != name:
+                yield Divided(f"{name} by the weight of {other}", summed(name, [total(other)] * k))
+        for other in [name, *(other for other in names if other != name)]:
+            by_each = [k * part.weights[other] for part in parts]
+            yield Divided(f"{name} by the weight of {other} in each microbatch", summed(name, by_each))
+        yield Divided(f"{name} by the number of microbatches", summed(name, [float(k)] * k))
+        yield Divided(f"{name} by nothing", summed(name, [1.0] * k))
+
+    for chosen in product(*(list(choices(name)) for name in names)):
+        columns = zip(*(x.floats for x in chosen), strict=True)
+        yield Divided("; ".join(x.text for x in chosen if x.text), [np.sum(column, axis=0) for column in columns])
+
+
+def require_right(standard: Standard, terms: Terms) -> None:
+    """Refuses terms whose sum is not what one batch gives."""
+    rows = tuple(range(standard.subject.examples))
+    whole = next(ways([measured(standard, terms, rows)])).floats
+    share = float(standard.shares(standard.best.floats, whole, standard.wide is not None, 4).max())
+    if share > 1:
+        raise GradCombineError(OPERATION, "terms that add up to one batch", f"{share:.3g} times what rounding allows")

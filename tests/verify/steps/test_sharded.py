@@ -1,0 +1,99 @@
+"""Steps over one to eight devices, and what the division over devices gets wrong."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify import Cause, StepReport, check_step
+
+P = jax.sharding.PartitionSpec
+RNG = np.random.default_rng(0)
+PARAMS = {"w": RNG.normal(size=(5, 7)).astype(np.float32), "b": np.zeros(7, np.float32)}
+BATCH = {
+    "x": RNG.normal(size=(16, 5)).astype(np.float32),
+    "y": RNG.normal(size=(16, 7)).astype(np.float32),
+    "mask": np.resize(np.float32([1, 1, 1, 0, 1, 0, 1]), 16),
+}
+
+
+def summed(params: Any, batch: Any) -> Any:
+    errors = (batch["x"] @ params["w"] + params["b"][None] - batch["y"]) ** 2 * batch["mask"][:, None]
+    return errors.sum(), batch["mask"].sum()
+
+
+def make_step(microbatches: int, devices: int = 1, *, combine: str = "psum") -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+
+    def on_each(params: Any, batch: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+        grads, tokens = jax.lax.map(lambda part: jax.grad(summed, has_aux=True)(params, part), parts)
+        grads, tokens = jax.tree.map(lambda x: x.sum(0), (grads, tokens))
+        if combine == "pmean of means":
+            return jax.lax.pmean(jax.tree.map(lambda x: x / tokens, grads), "data")
+        total = jax.lax.psum(tokens, "data") if combine == "psum" else jax.lax.pmean(tokens, "data")
+        return jax.tree.map(lambda x: x / total, jax.lax.psum(grads, "data"))
+
+    return jax.jit(jax.shard_map(on_each, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False))
+
+
+def by_the_compiler(microbatches: int, devices: int = 1) -> Any:
+    """The batch is split over the mesh, all else is left to the compiler."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+    split = jax.sharding.NamedSharding(mesh, P("data"))
+
+    @jax.jit
+    def step(params: Any, batch: Any) -> Any:
+        parts = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+        made = [
+            jax.grad(summed, has_aux=True)(params, jax.tree.map(lambda x, i=i: x[i], parts))
+            for i in range(microbatches)
+        ]
+        tokens = sum(t for _, t in made)
+        return jax.tree.map(lambda *x: sum(x) / tokens, *(g for g, _ in made))
+
+    return lambda params, batch: step(params, jax.device_put(batch, split))
+
+
+def check(make: Any, **options: Any) -> StepReport:
+    with jax.numpy_dtype_promotion("standard"):
+        return check_step(make, PARAMS, BATCH, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "devices"),
+    [
+        pytest.param(make_step, (8,), marks=pytest.mark.full),
+        pytest.param(make_step, (1, 2, 4), marks=pytest.mark.full),
+        pytest.param(by_the_compiler, (1, 2, 8), marks=pytest.mark.full),
+    ],
+)
+def test_devices_are_not_accused(make: Any, devices: tuple[int, ...]) -> None:
+    report = check(make, microbatches=(1, 2), devices=devices)
+    assert report.passes, str(report)
+    assert len(report.runs) > len(devices)
+    assert all(run.accuracy is not None for run in report.runs)
+
+
+@pytest.mark.parametrize(
+    ("combine", "cause", "detail"),
+    [
+        ("pmean of means", Cause.MEAN_OF_MEANS, "they weigh from"),
+        pytest.param(*("mean of tokens", Cause.SUM, "8 times the mean: the number of devices"), marks=pytest.mark.full),
+    ],
+)
+def test_a_defect_of_the_exchange_is_named(combine: str, cause: Cause, detail: str) -> None:
+    report = check(partial(make_step, combine=combine), microbatches=(1,), devices=(8,))
+    assert report.cause is cause, str(report)
+    assert detail in report.faults[0].detail
+    assert report.faults[0].run == "one batch on 8 devices"
+
+
+def test_a_step_for_one_device_alone_is_refused() -> None:
+    with pytest.raises(GradCombineError, match="a make_step for one batch on 2 devices, received TypeError"):
+        check(lambda k: make_step(k), microbatches=(1,), devices=(2,))
