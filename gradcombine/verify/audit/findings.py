@@ -315,8 +315,10 @@ def unknown_trip_count(search: Search) -> Iterator[Finding]:
     for loop, loops in search.loops():
         if loop.trips is None:
             body = loop.instruction.called("body")[0]
-            moved = sum(search.program.traffic(name, x) for name, x, _ in search.program.executed(body))
-            if moved >= COPIED:
+            inner = list(search.program.executed(body))
+            moved = sum(search.program.traffic(name, x) for name, x, _ in inner)
+            # What lies in a TPU's fast memory moves nothing.
+            if moved >= COPIED or any(True for name, x, _ in inner for _ in search.program.products(name, x)):
                 what = f"{_loop(loop)} is counted as one turn, of {size_text(moved)}"
                 yield Finding("unknown-trip-count", what, search.source(loop.instruction), times(loops))
 
