@@ -7,6 +7,7 @@ import io
 import itertools
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
+from gradcombine.reductions.wrappers import on_contributions
 from gradcombine.verify import BrokenLaw, check_reduction
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -37,6 +39,18 @@ UNWEIGHTED = {"weighted": False}
 AMAX = reductions.elementwise(
     "amax", empty=0, update=lambda xp, a, x, w: xp.maximum(a, abs(x)), merge=lambda xp, a, b: xp.maximum(a, b)
 )
+PAIR = {"numerator": np.zeros(2, np.float32), "denominator": np.float32(0)}
+
+
+def _of_ratios(reduction: gc.Reduction, made: Callable[[Any], Any]) -> gc.Reduction:
+    """Of arrays of any numbers, which are made denominators by squaring."""
+
+    def opened(x: Any) -> Any:
+        return made(reductions.Ratio(x["numerator"], np.square(np.nan_to_num(x["denominator"]))))
+
+    return on_contributions(reduction, lambda value, weight: (opened(value), weight), opened)
+
+
 OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
     "checked": [(reductions.checked(MEAN), ROUNDED)],
     "clipped": [(reductions.clipped(reductions.sum(), 100), {})],
@@ -60,6 +74,8 @@ OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
         )
     ],
     "product": [(reductions.product(), UNWEIGHTED)],
+    "ratio": [(_of_ratios(reductions.ratio(), lambda ratio: ratio), {"like": PAIR} | UNWEIGHTED)],
+    "ratios": [(_of_ratios(reductions.ratios(["a"]), lambda ratio: {"a": ratio}), {"like": PAIR} | UNWEIGHTED)],
     "sparse_as_dense": [(reductions.sparse_as_dense(reductions.sum("compensated")), {})],
     "sum": [
         (reductions.sum(), {"like": {"w": np.float32([[0, 0]]), "none": None, "n": np.int8(0)}}),
@@ -69,7 +85,7 @@ OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
 }
 
 
-SLOW = ("measured", "per_leaf", "differentiable")
+SLOW = ("measured", "per_leaf", "differentiable", "ratios")
 """Those that hold another reduction, which is checked on its own."""
 
 
@@ -87,7 +103,7 @@ def test_an_adaptive_sum_depends_on_the_grouping() -> None:
 
 def test_all_public_reductions_are_among_them() -> None:
     """But those of rows, whose contributions are not arrays of any numbers."""
-    assert {*OBEYED, "adasum", "row_sum", "row_mean"} == set(reductions.__all__)
+    assert {*OBEYED, "adasum", "row_sum", "row_mean"} == {x for x in reductions.__all__ if x.islower()}
 
 
 def _summed(**changed: Any) -> gc.Reduction:
