@@ -1,12 +1,14 @@
 """Trains a small network on scikit-learn's digits, with microbatches of different sizes, in an optax chain."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
-from gradcombine.integrations.optax import accumulate
+from gradcombine.integrations.optax import accumulate_and_apply
 
 SIZES = (5, 17, 10, 32)
 """The microbatches of a window: 64 examples, as a batch of variable-length data might fall apart."""
@@ -33,14 +35,13 @@ def main() -> None:
 
     # quickstart: begin
     # Clipping and Adam run once a window of four microbatches, on the gradient of all its examples.
-    tx = accumulate(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3)), every=4)
+    tx = accumulate_and_apply(optax.chain(optax.clip_by_global_norm(1.0), optax.adam(3e-3)), every=4)
     state = tx.init(params)
 
-    @jax.jit
+    @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, images, labels, last):
         grads = jax.grad(loss)(params, images, labels)
-        updates, state = tx.update(grads, state, params, weight=len(images), flush=last)
-        return optax.apply_updates(params, updates), state
+        return tx.apply(grads, state, params, weight=len(images), flush=last)
 
     # quickstart: end
     print(f"before      loss {loss(params, images, labels):.3f}")

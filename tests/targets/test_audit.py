@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +15,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradcombine.verify.audit import OutOfMemoryError, audit, find_target
+from tests.recorded_steps import recording, shapes
 from tests.verify.audit.seeded import CASES, OURS
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 pytestmark = pytest.mark.targets
 
@@ -97,3 +103,17 @@ def test_arguments_that_are_nowhere_go_where_the_step_runs(axes: bool, static: A
     report = audit(jax.jit(of, static_argnums=2), rows, jnp.float32(2), static, target=found)
     assert report.program.devices == 8
     assert {x.kind for x in report.exchanges} == (set() if axes else {"all-reduce"})
+
+
+@pytest.mark.parametrize("target", ["h100:8", "v5e:4x4"])
+@pytest.mark.parametrize("name", ["optax_chain", "scan_text"])
+def test_what_an_example_compiles_is_clean(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec: Any = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, example)
+    spec.loader.exec_module(example)
+    with recording(jax, "jit", shapes) as jitted:
+        example.main()
+    reports = [audit(x.function, *x.args, target=target) for x in jitted if x.args is not None]
+    assert reports
+    assert [finding for report in reports for finding in report.findings] == []
