@@ -94,7 +94,8 @@ def test_skipped_flushed_narrow_and_over_replicas(apply: bool) -> None:
     bad = np.full(4, np.nan, np.float32)
     rows = [np.stack([np.stack([*X[:3], bad]), np.stack([*X[3:], X[0]])])]
     rows += [np.stack([[*a[:3], 1], [*a[3:], 1]]).astype(np.float32) for a in (TOKENS, SEQUENCES)]
-    result, applied = jax.vmap(window, axis_name="d")(rows)
+    with jax.numpy_dtype_promotion("standard"):  # optax adds narrow updates to wide parameters
+        result, applied = jax.vmap(window, axis_name="d")(rows)
     assert applied.all()
     moved = result["w"] - PARAMS["w"] if apply else result["w"]
     for replica in np.asarray(moved, np.float64):
