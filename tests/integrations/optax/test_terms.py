@@ -97,8 +97,8 @@ def test_skipped_flushed_narrow_and_over_replicas(apply: bool) -> None:
     with jax.numpy_dtype_promotion("standard"):  # optax adds narrow updates to wide parameters
         result, applied = jax.vmap(window, axis_name="d")(rows)
     assert applied.all()
-    moved = result["w"] - PARAMS["w"] if apply else result["w"]
-    for replica in np.asarray(moved, np.float64):
+    moved = np.asarray(result["w"]) - (np.asarray(PARAMS["w"]) if apply else 0)
+    for replica in moved.astype(np.float64):
         np.testing.assert_allclose(-replica, formula(), rtol=3e-2)
 
 
