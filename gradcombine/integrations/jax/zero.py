@@ -31,7 +31,8 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
 
     Args:
       reduction: ``reductions.sum`` or ``reductions.mean`` in precision ``"fast"``. A mean sums numerators and weights
-        over replicas and microbatches, and divides once.
+        over replicas and microbatches, and divides once. Its ``wire_dtype`` is not used: each reduce-scatter sends the
+        accumulators' dtype.
       over: `gradcombine.jax_axis`. All replicas have to call ``update``, with a weight of 0 where they have no data.
 
     Returns:

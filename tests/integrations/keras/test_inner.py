@@ -72,13 +72,6 @@ def test_excluded_from_weight_decay_is_excluded(wrap: Any) -> None:
     assert [float(x.numpy().max()) for x in variables] == [0.5, 1.0]
 
 
-@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer")
-def test_settings_of_one_optimizer_among_several_are_refused() -> None:
-    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(keras.optimizers.SGD(1.0)))
-    with pytest.raises(GradCombineError, match="exclude_from_weight_decay on one of MultiOptimizer"):
-        Accumulate(several, 2).exclude_from_weight_decay(var_names=["bias"])
-
-
 def test_what_has_no_meaning_is_refused() -> None:
     with pytest.raises(GradCombineError, match="update_step"):
         Accumulate("sgd", 2).update_step(None, None, 1.0)
