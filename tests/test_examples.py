@@ -72,6 +72,7 @@ AUDITED: dict[str, Callable[[Any], object]] = {
     "scan_text.py": lambda example: example.main(),
     "tf_function_step.py": lambda example: example.main(epochs=1),
     "tf_strategies.py": lambda example: example.replicated(example.made("mirrored_2")),
+    "ways_over_jax.py": lambda example: example.main(),
 }
 """Those that compile a step."""
 

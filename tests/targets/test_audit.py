@@ -106,7 +106,7 @@ def test_arguments_that_are_nowhere_go_where_the_step_runs(axes: bool, static: A
 
 
 @pytest.mark.parametrize("target", ["h100:8", "v5e:4x4"])
-@pytest.mark.parametrize("name", ["optax_chain", "scan_text"])
+@pytest.mark.parametrize("name", ["optax_chain", "scan_text", "ways_over_jax"])
 def test_what_an_example_compiles_is_clean(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec: Any = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     example = importlib.util.module_from_spec(spec)

@@ -74,7 +74,7 @@ def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: in
     if depth > DEEPEST:
         return None
     if value in graph.sources:
-        origins = _behind(graph, value, known)
+        origins = graph.origins(value, known)
         return constant(graph, origins.pop(), known, depth + 1) if len(origins) == 1 else None
     x = graph.producers.get(value)
     if x is None:
@@ -179,26 +179,6 @@ def _needed(graph: Inlined, turning: Turning) -> tuple[list[int], set[str]]:
             operations.add(x.op)
             waiting += x.inputs
     return sorted(needed), operations
-
-
-def _behind(graph: Inlined, value: Value, known: Mapping[Value, Any]) -> set[Value]:
-    """As `Inlined.origins`, but no further than what is known."""
-    found, seen, waiting = set[Value](), set[Value](), [value]
-    while waiting:
-        v = waiting.pop()
-        if v in seen:
-            continue
-        seen.add(v)
-        x = graph.producers.get(v)
-        if v in known:
-            found.add(v)
-        elif v in graph.sources:
-            waiting += graph.sources[v]
-        elif x is not None and x.op == "Identity":
-            waiting.append(x.inputs[0])
-        else:
-            found.add(v)
-    return found
 
 
 def _told(x: Operation) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -206,8 +206,8 @@ class Inlined:
         """The same of an operation of the graph."""
         return own_line(self._frames(x.site.function, x.node.name))
 
-    def origins(self, value: Value) -> set[Value]:
-        """Where a value is made: behind functions, loops, branches and copies."""
+    def origins(self, value: Value, known: Container[Value] = ()) -> set[Value]:
+        """Where a value is made: behind functions, loops, branches and copies; no further than what is known."""
         found, seen, waiting = set[Value](), set[Value](), [value]
         while waiting:
             one = waiting.pop()
@@ -215,7 +215,9 @@ class Inlined:
                 continue
             seen.add(one)
             x = self.producers.get(one)
-            if one in self.sources:
+            if one in known:
+                found.add(one)
+            elif one in self.sources:
                 waiting += self.sources[one]
             elif x is not None and x.op in ("Identity", "IdentityN"):
                 waiting.append(x.inputs[x.outputs.index(one)])
