@@ -6,6 +6,7 @@ versions, ``nox -s distributions`` builds, checks and installs what is released.
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import nox
@@ -19,21 +20,84 @@ VERSIONS = {
     # The floors of pyproject.toml, with what the tests need beside them as new as it goes together with these.
     "lowest": ("3.11", ("jax==0.9.1", "optax==0.2.8", "tensorflow==2.19.0", "keras==3.12.0", "numpy==2.0.2")),
     "default": ("3.11", ()),
+    "newest, Python 3.12": ("3.12", ()),
     "newest": ("3.13", ()),
 }
 """By name: the Python, and what is pinned."""
 
-IMPORTS = {
-    "": ("gradcombine", "gradcombine.statefile", "gradcombine.verify"),
-    "jax": ("gradcombine.integrations.jax",),
-    "optax": ("gradcombine.integrations.jax", "gradcombine.integrations.optax"),
-    "tensorflow": ("gradcombine.integrations.tensorflow", "gradcombine.integrations.horovod"),
-    "keras,tensorflow": ("gradcombine.integrations.keras",),
-    "cli": ("gradcombine.verify.command",),
+ALONE = {
+    "": ("numpy", ("jax", "tensorflow", "typer")),
+    "jax": ("jax", ("tensorflow", "keras", "optax", "typer")),
+    "optax": ("optax", ("tensorflow", "keras", "typer")),
+    "tensorflow": ("tensorflow", ("jax", "optax", "typer")),
+    "keras,tensorflow": ("keras", ("jax", "optax", "typer")),
+    "cli": ("cli", ("jax", "tensorflow", "keras", "optax")),
 }
-"""What has to be importable with an extra alone."""
+"""By extra: the program below that has to run with it alone, and what may not be there."""
 
-DOORS = tuple(f"gradcombine.integrations.{name}" for name in ("horovod", "jax", "keras", "optax", "tensorflow"))
+PROGRAMS = {
+    "numpy": """
+        import numpy as np
+        import gradcombine.statefile, gradcombine.verify
+        gradients = [np.float32([1, 2]), np.float32([4, 8])]
+        exact = gc.reductions.mean("exact")
+        acc = gc.accumulate(exact, every=2)
+        gc.statefile.save("half.npz", exact, acc.update(gradients[0], acc.init(gradients[0]), 30))
+        half = gc.statefile.load("half.npz", exact, gradients[0])
+        full = acc.update(gradients[1], half, weight=10)
+        assert (acc.value(full) == [1.75, 3.5]).all()
+    """,
+    "jax": """
+        import jax.numpy as jnp
+        from gradcombine.integrations.jax import value_and_grad
+        assert value_and_grad(lambda w, x: (w * x).mean(), 2)(jnp.float32(2), jnp.arange(4.0))[1] == 1.5
+    """,
+    "optax": """
+        import jax.numpy as jnp, optax
+        from gradcombine.integrations.jax import train_step
+        from gradcombine.integrations.optax import accumulate
+        step = train_step(lambda w, x: ((w - x) ** 2).mean(), optax.sgd(0.5), microbatches=2)
+        w = jnp.zeros(())
+        assert step(w, step.init(w), jnp.arange(4.0))[0] == 1.5
+        assert accumulate(optax.sgd(0.5), every=2)
+    """,
+    "tensorflow": """
+        import tensorflow as tf
+        from gradcombine.integrations.horovod import AllReduce
+        from gradcombine.integrations.tensorflow import AccumulatedStep
+        w = tf.Variable([0.0])
+        step = AccumulatedStep(lambda x: ([x], 1), [w], lambda g, v: v[0].assign_sub(g[0]), every=2)
+        for x in (1.0, 3.0):
+            tf.function(step)(tf.constant([x]))
+        assert w.numpy() == -2
+    """,
+    "keras": """
+        import keras, numpy as np
+        from gradcombine.integrations.keras import Accumulate
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile(Accumulate(keras.optimizers.SGD(0.1), every=2), "mse")
+        model.fit(np.ones((8, 1)), np.ones(8), batch_size=2, verbose=0)
+        assert model.optimizer.iterations == 2
+    """,
+    "cli": """
+        import numpy as np, subprocess
+        np.savez("a.npz", w=np.float32([1, 2])), np.savez("b.npz", w=np.float32([1, 3]))
+        command = [os.path.join(os.path.dirname(sys.executable), "gradcombine"), "diff", "a.npz"]
+        assert [subprocess.run([*command, f"{b}.npz"]).returncode for b in "ab"] == [0, 1]
+    """,
+}
+
+LACKING = """
+import importlib, importlib.util, os, sys
+import gradcombine as gc
+assert not [name for name in {absent!r} if importlib.util.find_spec(name)]
+for door in ("horovod", "jax", "keras", "optax", "tensorflow"):
+    try:
+        importlib.import_module("gradcombine.integrations." + door)
+    except ImportError as error:
+        extra = {{"horovod": "tensorflow"}}.get(door, door)
+        assert door not in {extras!r} and f"pip install 'gradcombine[{{extra}}]'" in str(error), error
+"""
 
 
 @nox.session(python=False)
@@ -51,32 +115,20 @@ def versions(session: nox.Session, name: str) -> None:
 
 @nox.session
 def distributions(session: nox.Session) -> None:
-    """Builds wheel and sdist, checks them, and imports what each extra alone has to give from an empty environment."""
+    """Builds wheel and sdist, checks them, and runs a program of each extra in an environment that has it alone."""
     folder = Path(session.create_tmp()) / "dist"
     session.install("build", "twine")
     session.run("python", "-m", "build", "--outdir", str(folder), ".")
     wheel, archive = next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
     session.run("twine", "check", "--strict", str(wheel), str(archive))
-    for extra, modules in IMPORTS.items():
+    for extra, (program, absent) in ALONE.items():
         environment = Path(session.create_tmp()) / (extra.replace(",", "-") or "none")
-        interpreter = str(environment / "bin" / "python")
+        interpreter = str((environment / "bin" / "python").absolute())
         package = f"{wheel}[{extra}]" if extra else str(archive)
         session.run("uv", "venv", "-q", "--clear", str(environment), external=True)
         session.run("uv", "pip", "install", "-q", "--python", interpreter, package, external=True)
-        _imports(session, interpreter, modules)
-
-
-def _imports(session: nox.Session, interpreter: str, modules: tuple[str, ...]) -> None:
-    """Imports what has to be there; every other door names the command that installs what it lacks."""
-    code = f"""if True:
-    import importlib, os, sys
-    os.chdir("/")
-    for name in {modules!r}:
-        importlib.import_module(name)
-    for name in {DOORS!r}:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            assert name not in {modules!r} and "pip install 'gradcombine[" in str(error), (name, error)
-    """
-    session.run(interpreter, "-c", code, external=True)
+        lacking = LACKING.format(absent=absent, extras=tuple(extra.split(",")))
+        with session.chdir(environment):  # the package that is imported is the installed one
+            code = f"{lacking}{textwrap.dedent(PROGRAMS[program])}"
+            session.run(interpreter, "-c", code, external=True, log=False)
+        session.log(f"{extra or 'no extra'}: ran, without {', '.join(absent)}")

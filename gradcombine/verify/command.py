@@ -38,7 +38,7 @@ from gradcombine.verify.plan import report as plan_report
 from gradcombine.verify.report import Section, show
 from gradcombine.verify.suite import findings, places
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich")
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 Number = TypeVar("Number", int, float)
 
@@ -71,64 +71,10 @@ def gradcombine_command(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Combines gradients over lists, time and replicas: one algebra, the same answer in JAX and TensorFlow."""
+    """Combines gradients over lists, time and replicas: one algebra, the same answer in JAX and TensorFlow.
 
-
-@app.command()
-def verify(
-    json: Annotated[
-        Path | None, typer.Option(help="Write all rows to this file.", dir_okay=False, metavar="FILE")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page with plots to this file.", dir_okay=False, metavar="FILE")
-    ] = None,
-    replicas: Annotated[
-        int, typer.Option(help="The largest number of replicas; 1, 2, 4 and 8 are run.", min=1, max=places.DEVICES)
-    ] = places.DEVICES,
-    inject_fault: Annotated[
-        bool,
-        typer.Option(
-            "--inject-fault", help="Flip one bit of one row's input, and audit a step with a defect: both have to fail."
-        ),
-    ] = False,
-) -> None:
-    """Combines the gradients of a real model on real images in NumPy, JAX and TensorFlow, and compares them bit by bit.
-
-    Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
+    To begin: `gradcombine diff before.npz after.npz`
     """
-    with _errors():
-        require_installed("verify", *VERIFIES, *(() if html is None else DRAWS), extra="verify")
-    for option, path in (("--json", json), ("--html", html)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
-    console = Console()
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("loading JAX and TensorFlow", total=None)
-        places.prepare_devices()
-        from gradcombine.verify.suite import run  # imports JAX, which reads what was prepared
-
-        def started(step: str, steps: int) -> None:
-            begun = progress.tasks[0].total is not None
-            progress.update(task, description=step, total=steps, advance=1 if begun else 0)
-
-        report = run.verify(replicas, inject_fault, started)
-
-    verdict, passes = findings.verdict(report), not report.failed
-    show(console, f"{verdict} ({report.seconds:.0f} s)", passes, findings.sections(findings.summary(report)))
-    for finding in report.failed:
-        # By name at the end, where a reader of a long output looks.
-        console.print(
-            Text(f"  {finding.name}: promised {finding.promise}, found {findings.found(finding)}", "bold red")
-        )
-    if json is not None:
-        json.write_text(json_format.dumps(findings.as_json(report), indent=1, allow_nan=False) + "\n")
-    if html is not None:
-        from gradcombine.verify import page  # needs matplotlib, which takes a second to import
-
-        page.write(html, "gradcombine verify", verdict, passes, findings.sections(report))
-    if not passes:
-        raise typer.Exit(1)
 
 
 @app.command("diff")
@@ -150,11 +96,12 @@ def diff_command(
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.", metavar="FILE")] = None,
 ) -> None:
-    """Compares two dumps of gradients, parameters or states, leaf by leaf, to the bit; or two logs of digests.
+    """Where do two dumps differ? Leaf by leaf, to the bit: gradients, parameters, states, or two runs' logs of digests.
 
     Reads .npz, .safetensors, .pt, .h5 and .weights.h5 files, tf.train and Orbax checkpoints; a dump of one framework
-    may be compared with one of another. Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what
-    cannot be read.
+    may be compared with one of another.
+
+    Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what cannot be read.
     """
     with _errors():
         if html is not None:
@@ -245,10 +192,12 @@ def explain_command(
         ),
     ] = None,
 ) -> None:
-    """Finds the order of additions, the precision and the scaling that made a result of its contributions, to the bit.
+    """What made a result of its contributions? The order of additions, the precision and the scaling, to the bit.
 
-    Leaves that the result lacks are ignored. Exit status: 0 if a known order gives the result, 1 if none does, or if
-    all do, which explains nothing, 2 for what cannot be read.
+    Leaves that the result lacks are ignored.
+
+    Exit status: 0 if a known order gives the result, 1 if none does, or if all do, which explains nothing, 2 for what
+    cannot be read.
     """
     console = Console()
     with _errors():
@@ -295,7 +244,7 @@ def audit_command(
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with a timeline.", metavar="FILE")] = None,
 ) -> None:
-    """Tells what a compiled step does, before it runs: what it moves, copies, exchanges and repeats.
+    """What does a compiled step do, before it runs? What it moves, copies, exchanges and repeats.
 
     Exit status: 0 if there is nothing to fail on, 1 for findings of the names in --fail-on, or, with --baseline, for
     what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory.
@@ -353,7 +302,7 @@ def plan_command(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
 ) -> None:
-    """Compiles a window of microbatches in several ways, side by side, and tells which is the best, and why.
+    """Which way of running a window of microbatches is the cheapest? Compiled side by side, with the code of the best.
 
     Exit status: 0 if a way fits, 1 if the audit of the best one has findings, 2 for what cannot be read or compiled, 3
     if no way fits the target's memory.
@@ -379,6 +328,63 @@ def plan_command(
         if json is not None:
             json.write_text(json_format.dumps(plan_report.as_json(made), indent=1, allow_nan=False) + "\n")
     raise typer.Exit(plan_report.status(made))
+
+
+@app.command()
+def verify(
+    json: Annotated[
+        Path | None, typer.Option(help="Write all rows to this file.", dir_okay=False, metavar="FILE")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with plots to this file.", dir_okay=False, metavar="FILE")
+    ] = None,
+    replicas: Annotated[
+        int, typer.Option(help="The largest number of replicas; 1, 2, 4 and 8 are run.", min=1, max=places.DEVICES)
+    ] = places.DEVICES,
+    inject_fault: Annotated[
+        bool,
+        typer.Option(
+            "--inject-fault", help="Flip one bit of one row's input, and audit a step with a defect: both have to fail."
+        ),
+    ] = False,
+) -> None:
+    """Does all of it hold on this machine? Gradients of a real model in NumPy, JAX and TensorFlow, compared bit by bit.
+
+    Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
+    """
+    with _errors():
+        require_installed("verify", *VERIFIES, *(() if html is None else DRAWS), extra="verify")
+    for option, path in (("--json", json), ("--html", html)):
+        if path is not None and not path.resolve().parent.is_dir():
+            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+    console = Console()
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("loading JAX and TensorFlow", total=None)
+        places.prepare_devices()
+        from gradcombine.verify.suite import run  # imports JAX, which reads what was prepared
+
+        def started(step: str, steps: int) -> None:
+            begun = progress.tasks[0].total is not None
+            progress.update(task, description=step, total=steps, advance=1 if begun else 0)
+
+        report = run.verify(replicas, inject_fault, started)
+
+    verdict, passes = findings.verdict(report), not report.failed
+    show(console, f"{verdict} ({report.seconds:.0f} s)", passes, findings.sections(findings.summary(report)))
+    for finding in report.failed:
+        # By name at the end, where a reader of a long output looks.
+        console.print(
+            Text(f"  {finding.name}: promised {finding.promise}, found {findings.found(finding)}", "bold red")
+        )
+    if json is not None:
+        json.write_text(json_format.dumps(findings.as_json(report), indent=1, allow_nan=False) + "\n")
+    if html is not None:
+        from gradcombine.verify import page  # needs matplotlib, which takes a second to import
+
+        page.write(html, "gradcombine verify", verdict, passes, findings.sections(report))
+    if not passes:
+        raise typer.Exit(1)
 
 
 def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:

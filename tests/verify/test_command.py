@@ -101,6 +101,19 @@ def test_the_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"gradcombine {gradcombine.__version__}\n")
 
 
+def test_the_help_leads_to_a_verb_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the order in which users come to need them; each paragraph of a command's help is filled as one."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = CliRunner().invoke(app, ["--help"]).stdout
+    assert max(map(len, text.splitlines())) <= 80
+    verbs = [line.split()[1] for line in text.partition("Commands")[2].splitlines()[1:] if line[2:3].isalpha()]
+    assert verbs == ["diff", "explain", "audit", "plan", "verify"]
+    for verb in verbs:
+        _, found, rest = CliRunner().invoke(app, [verb, "--help"]).stdout.partition("Exit status")
+        paragraph = f"{found}{rest.partition('╭')[0]}".strip().splitlines()
+        assert paragraph and all(len(line.strip()) > 60 for line in paragraph[:-1])
+
+
 @pytest.mark.parametrize(
     ("arguments", "absent", "extra"),
     [
