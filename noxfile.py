@@ -1,7 +1,8 @@
 """Environments of their own, made by uv: the suites on other versions, each extra alone, and the distributions.
 
 ``nox -l`` lists the sessions; ``nox -s versions`` runs the quick suite on the lowest, the default and the newest
-versions, ``nox -s distributions`` builds, checks and installs what is released. What follows ``--`` goes to pytest.
+versions, ``nox -s distributions`` builds, checks and installs what is released, ``nox -s ratios`` measures benchmarks
+again. What follows ``--`` goes to pytest, or to the gate.
 """
 
 from __future__ import annotations
@@ -111,6 +112,12 @@ def versions(session: nox.Session, name: str) -> None:
     session.run("uv", "pip", "install", "-q", "--python", str(interpreter), "-e", ".[test]", *pins, external=True)
     command = [str(interpreter), "-m", "pytest", "-q", *session.posargs]
     session.run(*command, env={"GRADCOMBINE_REQUIRE": FRAMEWORKS}, external=True)
+
+
+@nox.session(python=False)
+def ratios(session: nox.Session) -> None:
+    """Fails if a ratio of benchmarks/ratios.json became worse, in the environment that is active; minutes, best alone."""
+    session.run("python", "benchmarks/gate.py", *session.posargs)
 
 
 @nox.session

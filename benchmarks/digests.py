@@ -57,6 +57,12 @@ def pairs(arrays: list[np.ndarray]) -> dict[str, Pair]:
     return found
 
 
+def leaves(megabytes: int, dtype: Any = np.float32) -> list[np.ndarray]:
+    """Leaves of this size together."""
+    rng, size = np.random.default_rng(0), megabytes * 2**20 // LEAVES // np.dtype(dtype).itemsize
+    return [rng.standard_normal((size // 1024, 1024), np.float32).astype(dtype) for _ in range(LEAVES)]
+
+
 def measured(pair: Pair, turns: int) -> tuple[float, float]:
     """The median ratios of processor time and of time."""
     ratios: list[tuple[float, float]] = []
@@ -80,11 +86,8 @@ def main(
 ) -> None:
     rows: list[dict[str, Any]] = []
     table = Table("way", "dtype", "processor time / norm's", "time / norm's")
-    rng = np.random.default_rng(0)
     for dtype in (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16)):
-        size = megabytes * 2**20 // LEAVES // dtype.itemsize
-        arrays = [rng.standard_normal((size // 1024, 1024), np.float32).astype(dtype) for _ in range(LEAVES)]
-        for name, pair in pairs(arrays).items():
+        for name, pair in pairs(leaves(megabytes, dtype)).items():
             processor, clock = measured(pair, turns)
             rows.append({"way": name, "dtype": str(dtype), "processor": processor, "clock": clock})
             table.add_row(name, str(dtype), f"{processor:.2f}", f"{clock:.2f}")

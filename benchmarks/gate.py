@@ -1,0 +1,277 @@
+"""Whether the library became slower beside its peers: the stored ratios, measured again, side by side.
+
+    python benchmarks/gate.py [--only PART] [--rounds 15] [--store] [--plant FACTOR]
+
+In each round the library's call and its peers' take turns in one process, in an order that alternates, and each ratio
+is formed from times taken right after one another. What is compared is the processor time of all threads, which other
+programs on the machine hardly move; the clock's ratio is stored beside it. Each ratio is a median with the interval in
+which the true one lies (order statistics, 95 %). It is worse if its interval lies above the stored one by more than a
+margin, in two measurements, of which the second has twice the rounds. ``--plant 1.5`` makes the library's calls slower
+by half: then the gate has to fail. ``--store`` writes benchmarks/ratios.json, which docs/draw_performance.py draws.
+
+Exit status: 0 if no ratio is worse, 1 if one is, 2 if there is nothing to compare with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import typer
+
+STORED = Path(__file__).with_name("ratios.json")
+MARGIN = 0.1
+"""What a ratio may grow by beside its noise: the compilers' choices differ a little from day to day."""
+TURN = 0.05
+"""Seconds that a turn takes at least."""
+VERSIONS = ("jax", "optax", "tensorflow", "keras", "numpy")
+
+Call = Callable[[], Any]
+
+
+class Row(NamedTuple):
+    """One ratio: the library's call over a peer's.
+
+    Attributes:
+      name: what is done.
+      own, peer: names of calls.
+      aim: how large the ratio may be, if there is an aim.
+    """
+
+    name: str
+    own: str
+    peer: str
+    aim: float | None = None
+
+
+class Group(NamedTuple):
+    """Calls that take turns, and the ratios of them."""
+
+    title: str
+    make: Callable[[], Mapping[str, Call]]
+    rows: Sequence[Row]
+
+
+class Measured(NamedTuple):
+    """A ratio of processor times, the interval of its median, and the ratio by the clock."""
+
+    ratio: float
+    low: float
+    high: float
+    clock: float
+
+
+def groups() -> Iterator[Group]:
+    """All that is measured."""
+    from benchmarks import digests, jax_steps, tensorflow_steps
+
+    leaves, elements = 120, 2**17
+    adam = f"Adam, a window of 8, {leaves} leaves of {elements:,}"
+    step, multi, limit = jax_steps.FUSED, jax_steps.MULTI, jax_steps.LIMIT
+    yield Group(
+        f"JAX jit: {adam}",
+        lambda: _running(jax_steps.accumulating(leaves, elements, (step, jax_steps.COMPOSABLE, multi, limit))),
+        (
+            Row("train_step(every=8)", step, multi, 1 / 12),
+            Row("train_step(every=8)", step, limit, 1.3),
+            Row("accumulate, then apply_updates", jax_steps.COMPOSABLE, multi, 1 / 4),
+        ),
+    )
+    yield Group(
+        "JAX jit: the gradient of 1,024 examples in 8 microbatches",
+        lambda: _running(jax_steps.scanned(768, 1024)),
+        (
+            Row("value_and_grad(microbatches=8)", "value_and_grad", "a hand-written scan", 1.05),
+            Row("value_and_grad(microbatches=8)", "value_and_grad", "optax.microbatch", 1),
+        ),
+    )
+    yield Group(
+        "JAX: 200 leaves of 1,000 over 4 devices",
+        lambda: _running(jax_steps.exchanged(4, 200, 1000)),
+        (Row("all_reduce(mean)", "gc.all_reduce", "psum of one tuple", 1),),
+    )
+    for name, xla in (("tf.function", False), ("tf.function with XLA", True)):
+        yield Group(
+            f"{name}: {adam}",
+            lambda xla=xla: _windows(tensorflow_steps.steps(leaves * elements, leaves, xla), tensorflow_steps.EVERY),
+            (Row("AccumulatedStep", "step", "keras", 1 / 3 if xla else 1),),
+        )
+    for framework, name, peers in (
+        ("jax", "JAX jit", ("a chain of +", "a tree of +")),
+        ("tensorflow", "tf.function", ("tf.add_n", "tf.add_n")),
+    ):
+        yield Group(
+            f"{name}: sum of 8 arrays of 25M",
+            lambda framework=framework: tensorflow_steps.sums(framework, 25_000_000)[1],
+            tuple(Row(own[3:], own, peer, 1.05) for own, peer in zip(("gc.add_n", "gc.tree_sum"), peers, strict=True)),
+        )
+    yield Group(
+        "64 MB in four leaves",
+        lambda: {
+            f"{name}: {what}": call
+            for name, pair in digests.pairs(digests.leaves(64)).items()
+            for what, call in zip(("norm", "digest"), pair, strict=True)
+        },
+        tuple(
+            Row(f"digest, {way}", f"{way}: digest", f"{way}: norm", digests.LIMIT)
+            for way in ("JAX jit", "tf.function", "tf.function, XLA")
+        ),
+    )
+
+
+def _running(variants: Mapping[str, Any]) -> dict[str, Call]:
+    """Calls that go on with the state that the last one left."""
+
+    def call(variant: Any) -> Call:
+        held = [variant.state]
+
+        def run() -> None:
+            held[0] = variant.run(held[0])
+
+        return run
+
+    return {name: call(variant) for name, variant in variants.items()}
+
+
+def _windows(calls: Mapping[str, Call], every: int) -> dict[str, Call]:
+    def window(call: Call) -> Call:
+        return lambda: [call() for _ in range(every)]
+
+    return {name: window(call) for name, call in calls.items()}
+
+
+def slower(call: Call, factor: float) -> Call:
+    """The call, and then as much processor time again as makes it slower by this factor."""
+
+    def run() -> None:
+        more = (factor - 1) * spent([call]).processor
+        begun = time.process_time()
+        while time.process_time() < begun + more:
+            pass
+
+    return run
+
+
+def measure(calls: Mapping[str, Call], rows: Sequence[Row], rounds: int, plant: float = 1.0) -> dict[Row, Measured]:
+    """The ratios of calls that take turns; a short call is repeated until a turn takes `TURN` seconds."""
+    own = {row.own for row in rows}
+    used = {name: calls[name] for name in calls if name in own | {row.peer for row in rows}}
+    used = {name: slower(call, plant) if plant != 1 and name in own else call for name, call in used.items()}
+    spent(list(used.values()))  # compiles
+    repeats = {name: math.ceil(TURN / max(spent([call]).clock, TURN / 1000)) for name, call in used.items()}
+    times: dict[str, list[Spent]] = {name: [] for name in used}
+    for turn in range(rounds):
+        for name in used if turn % 2 else reversed(used):
+            times[name].append(spent([used[name]] * repeats[name]))
+    found = dict[Row, Measured]()
+    for row in rows:
+        each = list(zip(times[row.own], times[row.peer], strict=True))
+        share = repeats[row.peer] / repeats[row.own]
+        processor, clock = ([share * a[i] / b[i] for a, b in each] for i in range(2))
+        found[row] = Measured(statistics.median(processor), *interval(processor), statistics.median(clock))
+    return found
+
+
+class Spent(NamedTuple):
+    """Seconds of all threads of this process, and of the clock."""
+
+    processor: float
+    clock: float
+
+
+def spent(calls: Sequence[Call]) -> Spent:
+    """What these calls take, one after another."""
+    processor, clock = time.process_time(), time.perf_counter()
+    for call in calls:
+        call()
+    return Spent(time.process_time() - processor, time.perf_counter() - clock)
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Between which of the values their true median lies, with a chance of 95 % or more, whatever their distribution.
+
+    >>> interval([3, 1, 2, 9, 5, 4, 8, 7, 6])
+    (2, 8)
+    """
+    n = len(values)
+    k, outside = 0, 0.5**n
+    while outside <= 0.025 and k < n // 2:
+        k += 1
+        outside += math.comb(n, k) * 0.5**n
+    ordered = sorted(values)
+    return ordered[max(0, k - 1)], ordered[n - max(1, k)]
+
+
+def is_worse(now: Measured, before: Measured) -> bool:
+    """Whether the ratio grew by more than both intervals and the margin."""
+    return now.low > before.high * (1 + MARGIN)
+
+
+def key(group: Group, row: Row) -> str:
+    return f"{group.title}: {row.name} over {row.peer}"
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Groups whose title has this part.")] = "",
+    rounds: Annotated[int, typer.Option(help="Rounds of each group.", min=5)] = 15,
+    store: Annotated[bool, typer.Option("--store", help="Write what is measured to benchmarks/ratios.json.")] = False,
+    plant: Annotated[float, typer.Option(help="Slow the library's calls down by this factor.", min=1)] = 1.0,
+) -> None:
+    """Measures the stored ratios again, and fails if one is worse."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    content: dict[str, Any] = json.loads(STORED.read_text()) if STORED.exists() else {"rows": []}
+    before = {row["name"]: Measured(*(row[field] for field in Measured._fields)) for row in content["rows"]}
+    machine = {"processor": platform.machine(), "cores": os.cpu_count()}
+    settings = machine | {"versions": {name: version(name) for name in VERSIONS}}
+    if not store and content.get("settings") != settings:
+        print(f"stored on {content.get('settings')}\nnow on    {settings}")
+    rows, worse, compared = [], [], 0
+    for group in groups():
+        if only not in group.title:
+            continue
+        calls = group.make()
+        found = measure(calls, group.rows, rounds, plant)
+        late = [row for row in group.rows if (old := before.get(key(group, row))) and is_worse(found[row], old)]
+        if late and not store:
+            again = measure(calls, group.rows, 2 * rounds, plant)
+            found |= {row: again[row] for row in late}
+        print(group.title)
+        for row in group.rows:
+            name, now = key(group, row), found[row]
+            old = before.get(name)
+            compared += old is not None
+            failed = not store and row in late and old is not None and is_worse(now, old)
+            worse += [name] * failed
+            was = "" if old is None else f", was {old.ratio:.2f} ({old.low:.2f} to {old.high:.2f})"
+            mark = "WORSE" if failed else "ok" if old is not None else "new"
+            print(
+                f"  {mark:5} {row.name} over {row.peer}: {now.ratio:.2f} ({now.low:.2f} to {now.high:.2f}){was}",
+                flush=True,
+            )
+            aims = {"group": group.title, "own": row.name, "peer": row.peer, "aim": row.aim}
+            rows.append({"name": name} | aims | {field: round(x, 4) for field, x in now._asdict().items()})
+    if store:
+        kept = [row for row in content["rows"] if row["name"] not in {new["name"] for new in rows}] if only else []
+        STORED.write_text(json.dumps({"settings": settings, "rounds": rounds, "rows": kept + rows}, indent=1) + "\n")
+        print(f"{len(rows)} ratios stored")
+    elif not compared:
+        print("nothing to compare with")
+        raise typer.Exit(2)
+    else:
+        print("\n".join(f"worse: {name}" for name in worse) or f"none of {compared} ratios is worse")
+        raise typer.Exit(1 if worse else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
