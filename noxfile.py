@@ -116,7 +116,7 @@ def versions(session: nox.Session, name: str) -> None:
 
 @nox.session(python=False)
 def ratios(session: nox.Session) -> None:
-    """Fails if a ratio of benchmarks/ratios.json became worse, in the environment that is active; minutes, best alone."""
+    """Fails if a ratio of benchmarks/ratios.json became worse, in the active environment; takes minutes."""
     session.run("python", "benchmarks/gate.py", *session.posargs)
 
 
