@@ -4,17 +4,49 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 
 PROCESSES = 2
-WINDOWS, MICROBATCHES, WIDTH = 10, 8, 32
+WINDOWS, MICROBATCHES, WIDTH = 5, 16, 32
+MEAN = gc.reductions.mean()
+
+
+# quickstart: begin
+def accumulation(size: int) -> Any:
+    """Each process takes a block of every window's microbatches; order "tree" fixes the order of all additions."""
+    return gc.accumulate(MEAN, every=MICROBATCHES // size, order="tree")
+
+
+def make_merge(devices: Sequence[Any]) -> tuple[Any, tuple[Any]]:
+    """The mean of what the processes hold at the end of a window, compiled for one device of each, and what it takes.
+
+    What it does on machines that are not here: ``gradcombine audit jax_multi_process:make_merge --target h100:8``.
+    """
+    mesh = Mesh(np.array(devices), ("process",))
+    acc = accumulation(mesh.size)
+
+    def merge(states):
+        state = jax.tree.map(lambda x: x[0], states)
+        state = gc.merge_replicas(MEAN, state, over=gc.jax_axis("process"), order="tree")
+        return acc.value(state)
+
+    def spec(x):
+        return jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype, sharding=NamedSharding(mesh, P("process")))
+
+    states = jax.tree.map(spec, jax.eval_shape(acc.init, jax.ShapeDtypeStruct((WIDTH,), jnp.float32)))
+    return jax.jit(jax.shard_map(merge, mesh=mesh, in_specs=P("process"), out_specs=P())), (states,)
+
+
+# quickstart: end
 
 
 def train(size: int, rank: int) -> str:
@@ -28,22 +60,8 @@ def train(size: int, rank: int) -> str:
     def loss(w, x, y):
         return jnp.mean((x @ w - y) ** 2)
 
-    mesh = jax.make_mesh((size,), ("process",), axis_types=(jax.sharding.AxisType.Auto,))
-    own = NamedSharding(mesh, P("process"))
-
-    # quickstart: begin
-    # Each process takes a block of every window's microbatches; order "tree" fixes the order of all additions.
-    mean = gc.reductions.mean()
-    acc = gc.accumulate(mean, every=MICROBATCHES // size, order="tree")
-
-    def merge(states):
-        state = jax.tree.map(lambda x: x[0], states)
-        state = gc.merge_replicas(mean, state, over=gc.jax_axis("process"), order="tree")
-        return acc.value(state)
-
-    merge = jax.jit(jax.shard_map(merge, mesh=mesh, in_specs=P("process"), out_specs=P()))
-    # quickstart: end
-
+    acc = accumulation(size)
+    merge, (specs,) = make_merge(jax.devices()[:size])
     gradient, update = jax.jit(jax.grad(loss)), jax.jit(acc.update)
     descend = jax.jit(lambda w, g: w - 0.25 * g)
     w = jnp.zeros(WIDTH)
@@ -52,7 +70,9 @@ def train(size: int, rank: int) -> str:
         for number in range(rank * MICROBATCHES // size, (rank + 1) * MICROBATCHES // size):
             x, y = microbatch(window, number)
             state = update(gradient(w, x, y), state, len(x))
-        states = jax.tree.map(lambda x: jax.make_array_from_process_local_data(own, np.asarray(x)[None]), state)
+        states = jax.tree.map(
+            lambda x, spec: jax.make_array_from_process_local_data(spec.sharding, np.asarray(x)[None]), state, specs
+        )
         w = descend(w, merge(states).addressable_data(0))
     value = loss(w, *microbatch(WINDOWS, 0))
     return f"loss {value:.4f} after {WINDOWS} windows {np.asarray(w).tobytes().hex()}"

@@ -6,7 +6,7 @@ import importlib.util
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,13 @@ ARGUMENTS = {"tf_strategies.py": ["none"]}
 """Without an argument it runs all strategies, which takes minutes."""
 
 
+def needing(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.needs("torch")] if "torch" in name else []) for name in names]
+
+
 @pytest.mark.full
 @pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(path.name, marks=[pytest.mark.needs("torch")] if "torch" in path.name else [])
-        for path in sorted((ROOT / "examples").glob("*.py"))
-    ],
-)
+@pytest.mark.parametrize("name", needing(path.name for path in sorted((ROOT / "examples").glob("*.py"))))
 def test_an_example_runs(name: str) -> None:
     script = [sys.executable, str(ROOT / "examples" / name), *ARGUMENTS.get(name, [])]
     done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
@@ -68,8 +66,10 @@ AUDITED: dict[str, Callable[[Any], object]] = {
     "keras_fit.py": lambda example: example.main(),
     "optax_chain.py": lambda example: example.main(),
     "port_tf_to_jax.py": lambda example: example.main(),
+    "port_torch_to_flax.py": lambda example: example.main(),
     "resume_across_frameworks.py": lambda example: example.main(),
     "scan_text.py": lambda example: example.main(),
+    "several_denominators.py": lambda example: example.main(),
     "tf_function_step.py": lambda example: example.main(epochs=1),
     "tf_strategies.py": lambda example: example.replicated(example.made("mirrored_2")),
     "ways_over_jax.py": lambda example: example.main(),
@@ -79,7 +79,7 @@ AUDITED: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.full
 @pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
-@pytest.mark.parametrize("name", AUDITED)
+@pytest.mark.parametrize("name", needing(AUDITED))
 def test_what_an_example_compiles_is_clean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import jax
     import tensorflow as tf

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradcombine.errors import GradCombineError
 from gradcombine.verify.audit import OutOfMemoryError, audit, find_target
 from tests.recorded_steps import recording, shapes
 from tests.verify.audit.seeded import CASES, OURS
@@ -105,15 +107,52 @@ def test_arguments_that_are_nowhere_go_where_the_step_runs(axes: bool, static: A
     assert {x.kind for x in report.exchanges} == (set() if axes else {"all-reduce"})
 
 
+def test_a_step_on_devices_of_this_machine_is_no_step_of_a_target() -> None:
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    held = jax.jit(jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("data"), out_specs=P("data")))
+    for step in (held, held.lower(ROWS).compile()):
+        with pytest.raises(GradCombineError, match=r"expected a step on devices of h100:8: .*, received one on cpu"):
+            audit(step, *([ROWS] if step is held else []), target=find_target("h100:8"))
+
+
+AUDITED: dict[str, tuple[str, ...]] = {
+    "jax_multi_process": (),
+    "optax_chain": (),
+    "port_tf_to_jax": ("tensorflow", "keras"),
+    "port_torch_to_flax": ("torch", "flax"),
+    "resume_across_frameworks": ("tensorflow",),
+    "scan_text": (),
+    "several_denominators": ("tensorflow",),
+    "ways_over_jax": (),
+}
+"""The examples that compile a step in JAX, and what each imports beside it."""
+
+
+def test_all_examples_that_compile_a_step_in_jax_are_named() -> None:
+    found = {
+        path.stem for path in EXAMPLES.glob("*.py") if re.search(r"jax\.jit|jax import .*train_step", path.read_text())
+    }
+    assert found == set(AUDITED)
+
+
 @pytest.mark.parametrize("target", ["h100:8", "v5e:4x4"])
-@pytest.mark.parametrize("name", ["optax_chain", "scan_text", "ways_over_jax"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.needs(*needs)) for name, needs in AUDITED.items()]
+)
 def test_what_an_example_compiles_is_clean(name: str, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec: Any = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, example)
     spec.loader.exec_module(example)
     with recording(jax, "jit", shapes) as jitted:
-        example.main()
-    reports = [audit(x.function, *x.args, target=target) for x in jitted if x.args is not None]
-    assert reports
+        if name == "jax_multi_process":
+            example.train(1, 0)
+        else:
+            example.main()
+    steps = [(x.function, x.args) for x in jitted if x.args is not None]
+    if name == "jax_multi_process":  # what holds a mesh is made for that of the target
+        steps = [x for x in steps if x[0].__name__ != "merge"]
+        steps.append(example.make_merge(find_target(target).devices))
+    reports = [audit(function, *args, target=target) for function, args in steps]
+    assert len(reports) > (name == "jax_multi_process") * 3
     assert [finding for report in reports for finding in report.findings] == []

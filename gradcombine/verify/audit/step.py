@@ -171,9 +171,12 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
         wanted = "a function of jax.jit for its arguments (of one that is not jitted: jax.jit(step))"
         raise GradCombineError("audit", wanted, shown(step))
     if hasattr(step, "compile"):
-        step = _guarded(found, step.compile)
+        step = _compiled(step, found)
     if not hasattr(step, "as_text") or not hasattr(step, "memory_analysis"):
         raise GradCombineError("audit", "a jitted function, or one lowered or compiled", shown(step))
+    if target is not None and (others := _kinds(step) - {device.device_kind for device in found.devices}):
+        expected = f"a step on devices of {found.name}: one that holds a mesh is built with a mesh of these"
+        raise GradCombineError("audit", expected, f"one on {', '.join(sorted(others))}")
     program: Program = _foreign(
         "audit", "a compiled function whose HLO can be read", step, lambda: Program(step.as_text())
     )
@@ -416,6 +419,18 @@ def _guarded(target: Target, make: Callable[[], Any]) -> Any:
         raise GradCombineError("audit", f"a step that compiles for {target.name}", reason) from error
 
 
+def _compiled(step: Any, target: Target) -> Any:
+    try:
+        return _guarded(target, step.compile)
+    except OutOfMemoryError:
+        raise
+    except GradCombineError:
+        if not any(device.platform in ("cuda", "gpu") for device in target.devices):
+            raise
+    # Nothing tries kernels where no device is, and of some products XLA's first guess has no code.
+    return _guarded(target, lambda: step.compile(compiler_options={"xla_gpu_enable_triton_gemm": False}))
+
+
 def _lowered(step: Any, args: Sequence[Any], target: Target) -> Any:
     """The step for these arguments on the target's devices: on those of its meshes, or on the first one."""
     if target.figures is None or not target.devices:
@@ -450,6 +465,14 @@ def _placed(x: Any, target: Target) -> Any:
     else:
         sharding = None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
+
+
+def _kinds(compiled: Any) -> set[str]:
+    """Of the devices that arguments and results lie on, as far as it tells."""
+    import jax
+
+    places = (getattr(compiled, "input_shardings", ()), getattr(compiled, "output_shardings", ()))
+    return {device.device_kind for x in jax.tree.leaves(places) for device in x.device_set}
 
 
 def _donated(compiled: Any, parameters: int) -> list[int]:
