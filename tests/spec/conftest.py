@@ -10,12 +10,15 @@ from tests.spec import modes, selection
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``mode``: all of them. ``replicated``: those with several replicas."""
-    if "mode" in metafunc.fixturenames:
-        metafunc.parametrize("mode", selection.among(selection.LOCAL), indirect=True, scope="session")
-    if "replicated" in metafunc.fixturenames:
-        chosen = selection.among(selection.COLLECTIVE, modes.REPLICATED)
-        metafunc.parametrize("replicated", chosen, indirect=True, scope="session")
+    """``mode``: all of them. ``replicated``: those of several replicas. Of an `unrolled` test, those without a loop."""
+    left_out = modes.LOOPING if getattr(metafunc.function, "unrolled", False) else ()
+    for fixture, quick, names in (
+        ("mode", selection.LOCAL, [name for group in modes.NAMES.values() for name in group]),
+        ("replicated", selection.COLLECTIVE, modes.REPLICATED),
+    ):
+        if fixture in metafunc.fixturenames:
+            chosen = selection.among(quick, [name for name in names if name not in left_out])
+            metafunc.parametrize(fixture, chosen, indirect=True, scope="session")
 
 
 @pytest.hookimpl(tryfirst=True)

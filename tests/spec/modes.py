@@ -219,6 +219,9 @@ NAMES = {
 REPLICATED = ("jax_pmap", "jax_vmap", "jax_shard_map", "jax_shard_map_scan", "jax_shard_map_unchecked", "tf_mirrored")
 """The modes that have a collective of several replicas."""
 
+LOOPING = ("jax_scan", "jax_shard_map_scan")
+"""The modes whose loop is the framework's; without a loop they are jax_jit and jax_shard_map."""
+
 CANNOT = {
     ("jax", "float64"): "JAX has no 64-bit values unless jax_enable_x64 is set, which is a setting of a whole process",
     ("jax", "complex128"): "as float64",

@@ -22,7 +22,6 @@ REPLICAS = (pytest.param(1, marks=FULL), 2, pytest.param(4, marks=FULL), pytest.
 """Numbers of replicas, for a test that takes one besides `replicated`."""
 
 QUICK_NAMES, OTHER_NAMES = ("mean", "max", "last"), ("sum", "product", "min", "first")
-EXACT_NAMES = ("exact sum", "exact mean")
 """Reductions, for a test that takes ``names``; compiled modes leave all but the quick ones to the full suite."""
 
 NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES], ids=" ".join)
@@ -65,6 +64,12 @@ def traced_quickly(*quick: tuple[str, ...]) -> Callable[[Any], Any]:
     return mark
 
 
+def unrolled(function: Any) -> Any:
+    """Of a test whose program asks for no loop: modes that have one of their own would run the same program again."""
+    function.unrolled = True
+    return function
+
+
 def _parameter(name: str, framework: str, quick: bool) -> Any:
     marks = [] if framework == "numpy" else [pytest.mark.needs(framework)]
     return pytest.param(name, id=name, marks=marks if quick else [*marks, FULL])
@@ -83,4 +88,4 @@ def is_slow_to_trace(parameters: dict[str, Any], quick: tuple[tuple[str, ...], .
     chosen = {str(value) for value in parameters.values()}
     if quick is not None and not any(chosen.issuperset(case) for case in quick):
         return True
-    return parameters.get("names") in (OTHER_NAMES, EXACT_NAMES) or parameters.get("place") in COVERED_PLACES
+    return parameters.get("names") == OTHER_NAMES or parameters.get("place") in COVERED_PLACES

@@ -13,7 +13,7 @@ from gradcombine import reductions
 from tests.spec import exact, laws, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, WEIGHTS, contributions, deal
 from tests.spec.programs import REDUCTIONS, rows
-from tests.spec.selection import EXACT_NAMES, OTHER_NAMES, QUICK_NAMES, traced_quickly
+from tests.spec.selection import OTHER_NAMES, QUICK_NAMES, traced_quickly, unrolled
 
 SUBJECTS = REDUCTIONS | {
     "exact sum": reductions.sum("exact"),
@@ -21,7 +21,13 @@ SUBJECTS = REDUCTIONS | {
     "moments": reductions.moments(),
     "adasum": reductions.adasum(),
 }
-NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES, EXACT_NAMES, laws.ROUNDED_NAMES], ids=" ".join)
+NAMES = pytest.mark.parametrize(
+    "names",
+    [
+        *(pytest.param(names, id="_".join(names)) for names in (QUICK_NAMES, OTHER_NAMES, laws.ROUNDED_NAMES)),
+        *(pytest.param((name,), id=name.replace(" ", "_")) for name in ("exact sum", "exact mean")),
+    ],
+)
 TRACED = traced_quickly((str(QUICK_NAMES),))  # the bits of the others have quick tests of their own
 
 
@@ -37,6 +43,7 @@ class Sides:
 
 
 @TRACED
+@unrolled
 @NAMES
 @settings(max_examples=10)
 @given(data=contributions(3, EXACT, EXACT_WEIGHTS))
@@ -47,6 +54,7 @@ def test_all_laws_where_nothing_rounds(mode: modes.Mode, names: tuple[str, ...],
 
 
 @TRACED
+@unrolled
 @NAMES
 @settings(max_examples=10)
 @given(data=contributions(3, FLOATS, WEIGHTS))
@@ -61,6 +69,7 @@ def empty_values(env: modes.Env, data: Any) -> Any:
     return {name: reduction.finalize(reduction.init(data)) for name, reduction in SUBJECTS.items()}
 
 
+@unrolled
 def test_empty_states_have_a_value(mode: modes.Mode) -> None:
     """No contribution: zeros, ones for a product, the infinities for extrema; never NaN, never -0."""
     expected = {"product": 1.0, "min": np.inf, "max": -np.inf}

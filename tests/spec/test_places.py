@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from tests.spec import exact, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, SHAPES, contributions, deal, first
 from tests.spec.programs import Combine
-from tests.spec.selection import FULL, NAMES, OTHER_NAMES, REPLICAS, traced_quickly
+from tests.spec.selection import FULL, NAMES, OTHER_NAMES, REPLICAS, traced_quickly, unrolled
 
 
 def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
@@ -106,6 +106,7 @@ def test_canonical_tree(replicated: modes.Mode, replicas: int, names: tuple[str,
                 np.testing.assert_array_equal(exact.bits(result[name][leaf]), exact.bits(reference[name][leaf]))
 
 
+@unrolled
 @NAMES
 @settings(max_examples=6)
 @given(data=contributions(2, FLOATS))
