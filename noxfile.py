@@ -7,7 +7,9 @@ again. What follows ``--`` goes to pytest, or to the gate.
 
 from __future__ import annotations
 
+import re
 import textwrap
+import zipfile
 from pathlib import Path
 
 import nox
@@ -128,6 +130,10 @@ def distributions(session: nox.Session) -> None:
     session.run("python", "-m", "build", "--outdir", str(folder), ".")
     wheel, archive = next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
     session.run("twine", "check", "--strict", str(wheel), str(archive))
+    with zipfile.ZipFile(wheel) as opened:
+        (metadata,) = (opened.read(name).decode() for name in opened.namelist() if name.endswith("/METADATA"))
+    if dead := re.findall(r"\]\((?!https?:)[^)]*\)|<picture>", metadata):
+        session.error(f"a registry's page would have dead links: {dead}")
     for extra, (program, absent) in ALONE.items():
         environment = Path(session.create_tmp()) / (extra.replace(",", "-") or "none")
         interpreter = str((environment / "bin" / "python").absolute())

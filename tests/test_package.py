@@ -69,6 +69,20 @@ def test_each_module_is_of_the_extra_that_installs_it() -> None:
         assert any(re.match(rf"{packages.get(module, module)}\W", needed) for needed in extras[extra]), module
 
 
+def test_what_the_readme_links_to_is_there_and_a_registrys_page_has_no_dead_link() -> None:
+    """By the substitutions of the build; `nox -s distributions` looks at what it built."""
+    readme = Path("README.md").read_text()
+    relative = re.compile(r"""(?:\]\(|src(?:set)?=")(?!https?:|#)([^)#"]+)""")
+    paths = relative.findall(readme)
+    assert len(paths) > 20 and [path for path in paths if not Path(path).exists()] == []
+    page, code = readme, re.compile(r"^```.*?^```", re.S | re.M)
+    hook = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]
+    for substitution in hook["substitutions"]:
+        page = re.sub(substitution["pattern"], substitution["replacement"], page)
+    assert relative.findall(page) == []
+    assert code.findall(page) == code.findall(readme) and len(page) > 0.8 * len(readme)
+
+
 PUBLIC = [getattr(gc, name) for name in gc.__all__ if inspect.isfunction(getattr(gc, name))]
 PUBLIC += [getattr(gc.reductions, name) for name in gc.reductions.__all__]
 
