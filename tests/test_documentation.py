@@ -9,21 +9,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/algebra.md", "docs/losses.md")
-LISTINGS = [
-    pytest.param(listing, id=f"{page} {i}")
-    for page in PAGES
-    for i, listing in enumerate(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M))
-]
+PAGES = ("README.md", "docs/algebra.md", "docs/guides/horovod.md", "docs/losses.md", "docs/replicated.md")
+PROGRAMS = ("docs/state_files.md",)
+"""Pages whose listings go on with what the ones before them made."""
+
+
+def listings(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
+
+
+LISTINGS = [pytest.param(x, id=f"{page} {i}") for page in PAGES for i, x in enumerate(listings(page))]
+LISTINGS += [pytest.param("\n".join(listings(page)), id=page, marks=pytest.mark.full) for page in PROGRAMS]
 
 
 @pytest.mark.needs("jax", "tensorflow", "optax", "keras")
 @pytest.mark.parametrize("listing", LISTINGS)
-def test_a_listing_prints_what_it_says(listing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_listing_prints_what_it_says(
+    listing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import jax
 
     script = tmp_path / "listing.py"
     script.write_text(listing)
+    monkeypatch.chdir(tmp_path)
     said = re.findall(r"^print\(.*\)  # -> (.*)$", listing, re.M)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have them
         runpy.run_path(str(script))
