@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from sphinx.util import logging
 
@@ -62,5 +66,21 @@ def require_all_names(app: Any, env: Any) -> None:
                 logging.getLogger(__name__).warning("the reference lacks %s.%s", module, name)
 
 
+def require_live_links(app: Any, exception: Exception | None) -> None:
+    """Warns of each link between pages that leads nowhere; those that Sphinx writes by itself are among them."""
+    if exception is not None or app.builder.format != "html":
+        return
+    root = Path(app.outdir)
+    texts = {path: path.read_text(encoding="utf-8") for path in root.rglob("*.html")}
+    anchors = {path: set(re.findall(r'\b(?:id|name)="([^"]*)"', text)) for path, text in texts.items()}
+    for path, text in texts.items():
+        for link in set(re.findall(r'\b(?:href|src)="(?![a-z]+:|//)([^"]*)"', text)):
+            name, _, anchor = unquote(unescape(link)).partition("#")
+            target = (path.parent / name.partition("?")[0]).resolve() if name else path
+            if not target.exists() or (anchor and anchor not in anchors.get(target, {anchor})):
+                logging.getLogger(__name__).warning("%s: a dead link to %s", path.relative_to(root), link)
+
+
 def setup(app: Any) -> None:
     app.connect("env-check-consistency", require_all_names)
+    app.connect("build-finished", require_live_links)

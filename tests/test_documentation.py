@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/algebra.md", "docs/guides/horovod.md", "docs/losses.md", "docs/replicated.md")
+PAGES = (
+    "README.md",
+    "docs/algebra.md",
+    "docs/guides/horovod.md",
+    "docs/index.md",
+    "docs/losses.md",
+    "docs/replicated.md",
+)
 PROGRAMS = ("docs/state_files.md",)
 """Pages whose listings go on with what the ones before them made."""
 

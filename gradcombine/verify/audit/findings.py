@@ -32,7 +32,7 @@ class Finding(NamedTuple):
     Attributes:
       name: of the kind, a section of ``findings.md``.
       what: where and what in this program.
-      source: the line of source, "file:line"; empty where the program does not tell.
+      source: the line of source, ``file:line``; empty where the program does not tell.
       times: how often it happens in a call.
       moved: bytes that it moves needlessly in main memory in a call, on each device.
       sent: bytes that each device sends needlessly in a call.
