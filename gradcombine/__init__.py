@@ -1,6 +1,6 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
-from gradcombine import noise, reductions, replicated, statefile
+from gradcombine import ledger, noise, reductions, replicated, statefile
 from gradcombine.accumulation import Accumulator, accumulate
 from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError
@@ -23,6 +23,7 @@ __all__ = [
     "combine",
     "digest",
     "jax_axis",
+    "ledger",
     "mean",
     "merge_replicas",
     "noise",

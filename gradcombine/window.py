@@ -21,6 +21,7 @@ from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import MOST, GradCombineError, require_collective, shown
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.numbered import Numbered, NumberedReduction
 from gradcombine.replicas import LOCAL, merge_replicas
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
 
@@ -99,6 +100,17 @@ class Window:
         return backend.where(full, state.index + 1, state.index), backend.where(full, state.step * 0, state.step)
 
     @no_autograph
+    def number(self, state: AccumulateState) -> Array:
+        """The number of the next contribution among those of its window on all replicas, from 0.
+
+        Each replica has a block, as long as the window; where only a flush ends that, replicas take turns.
+        """
+        index, place = self.next(state)
+        if self.ends_by_flush:
+            return place * self.over.size() + self.over.rank()
+        return self.over.rank() * length_at(self.every, index) + place
+
+    @no_autograph
     def contribute(
         self,
         state: AccumulateState,
@@ -106,6 +118,7 @@ class Window:
         weight: Any = 1.0,
         *,
         left_out: Array | bool = False,
+        number: Array | None = None,
     ) -> AccumulateState:
         """One more microbatch of this replica.
 
@@ -115,7 +128,12 @@ class Window:
           weight: likewise.
           left_out: whether it counts nothing. It is a step of its window all the same, so that windows end with the
             same microbatches whatever is left out. The same on all replicas, see `agreed`.
+          number: of the microbatch, for a reduction that is `gradcombine.reductions.numbered`; None: that of its place.
         """
+        if isinstance(self.reduction, NumberedReduction) and not isinstance(gradients, Numbered):
+            gradients = Numbered(gradients, self.number(state) if number is None else number)
+        elif number is not None:
+            raise GradCombineError(self.operation, "no number, or a reduction that is numbered", shown(number))
         if left_out is not False:
             weight = self._weight_unless(left_out, gradients, weight)
         return self.accumulator.update(gradients, self.own(state), weight)

@@ -4,6 +4,7 @@ from gradcombine.reductions.adasum import adasum
 from gradcombine.reductions.algebra import differentiable
 from gradcombine.reductions.elementwise import elementwise
 from gradcombine.reductions.moments import moments
+from gradcombine.reductions.numbered import Numbered, numbered
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.plain import first, last, max, min, product
 from gradcombine.reductions.ratios import Ratio, ratio, ratios
@@ -12,6 +13,7 @@ from gradcombine.reductions.sums import mean, sum
 from gradcombine.reductions.wrappers import checked, clipped, measured, sparse_as_dense, zeroed
 
 __all__ = [
+    "Numbered",
     "Ratio",
     "adasum",
     "checked",
@@ -25,6 +27,7 @@ __all__ = [
     "measured",
     "min",
     "moments",
+    "numbered",
     "per_leaf",
     "product",
     "ratio",

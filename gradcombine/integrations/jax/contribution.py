@@ -20,6 +20,7 @@ from gradcombine.errors import GradCombineError, require_collective, require_ord
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.numbered import NumberedReduction
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, Order, Tree
 from gradcombine.window import Window
@@ -132,8 +133,9 @@ class Objective:
         average = (
             reductions.mean() if self.reduction.scales_by_weight else replace(reductions.sum(), scales_by_weight=True)
         )
+        own = self.reduction.of if isinstance(self.reduction, NumberedReduction) else self.reduction
         members = {
-            "grads": replace(of_gradients(self.reduction), scales_by_weight=True),
+            "grads": replace(of_gradients(own), scales_by_weight=True),
             "value": average,
             "weight": reductions.sum(),
         }
@@ -142,8 +144,11 @@ class Objective:
         return reductions.per_leaf(members)
 
     def window(self, every: int | Callable[[Array], Any], max_every: int | None = None, *, has_aux: bool) -> Window:
-        """The window of such contributions."""
-        return ReplicatedWindow(self.operation, self.combined(has_aux), every, self.over, self.order, max_every)
+        """The window of such contributions; of all their parts together, where the gradients' are numbered."""
+        combined = self.combined(has_aux)
+        if isinstance(self.reduction, NumberedReduction):
+            combined = reductions.numbered(combined, self.reduction.microbatches)
+        return ReplicatedWindow(self.operation, combined, every, self.over, self.order, max_every)
 
     def on_replicas(
         self,

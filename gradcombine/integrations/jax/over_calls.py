@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.accumulation import length_at
 from gradcombine.integrations.jax.arrays import as_arrays, place_beside
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import on_replicas, own_state
@@ -28,6 +27,7 @@ from gradcombine.integrations.jax.train_state import (
     require_train_state,
 )
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.numbered import NumberedState
 from gradcombine.types import AccumulateState, Array, Tree
 from gradcombine.window import Window, widened
 
@@ -123,19 +123,16 @@ def over_calls(
         return added._replace(parts=added.parts | {"grads": grads, "value": value})
 
     def key(rng: Array, state: AccumulateState) -> Array:
-        index, place = of_gradients.next(state)
-        if of_gradients.ends_by_flush:
-            number = place * objective.over.size() + objective.over.rank()
-        else:
-            number = objective.over.rank() * length_at(every, index) + place
-        return jax.random.fold_in(jax.random.fold_in(rng, index), number)
+        index, _ = of_gradients.next(state)
+        return jax.random.fold_in(jax.random.fold_in(rng, index), of_gradients.number(state))
 
     return StepFunctions(init, function, flush)
 
 
 def _has_aux(window: AccumulateState) -> bool:
     # Besides the gradients, the value and the weight, there is one part or more for each reduction of the aux.
-    return len(window.levels[0].parts) > 3
+    level = window.levels[0]
+    return len((level.value if isinstance(level, NumberedState) else level).parts) > 3
 
 
 def _scalar(dtype: Any) -> jax.ShapeDtypeStruct:

@@ -93,6 +93,8 @@ def accumulate(
       - ``flush``: a boolean scalar. True ends the window with this microbatch, as at the end of the data, and divides
         by what it holds. With a traced one, all replicas flush if any does, which takes one more small exchange an
         update. Where no data is left, flush with any updates and weight 0.
+      - ``number``: of this microbatch, with a reduction that is `gradcombine.reductions.numbered`; by default that of
+        its place.
       - ``extra_args``: for ``inner``, which gets those of the window's last microbatch.
 
     Raises:
@@ -138,9 +140,10 @@ def accumulate(
         *,
         weight: Any = 1.0,
         flush: Any = False,
+        number: Any = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, AccumulateUpdatesState]:
-        added, dtypes = microbatches.contribute(updates, state, params, weight, flush)
+        added, dtypes = microbatches.contribute(updates, state, params, weight, flush, number)
 
         def transform(inner_state: Any, gradients: Tree) -> tuple[Any, optax.Updates]:
             result, new = microbatches.inner.update(cast_as(gradients, dtypes), inner_state, params, **extra_args)
@@ -159,7 +162,7 @@ class ApplyingTransformation(NamedTuple):
 
     Attributes:
       init: ``init(params) -> state``, an `AccumulateUpdatesState`.
-      apply: ``apply(updates, state, params, *, weight=1.0, flush=False, **extra_args) -> params, state``.
+      apply: ``apply(updates, state, params, *, weight=1.0, flush=False, number=None, **extra_args) -> params, state``.
     """
 
     init: Callable[[Tree], AccumulateUpdatesState]
@@ -218,10 +221,11 @@ def accumulate_and_apply(
         *,
         weight: Any = 1.0,
         flush: Any = False,
+        number: Any = None,
         **extra_args: Any,
     ) -> tuple[Tree, AccumulateUpdatesState]:
         params = as_arrays(params)
-        added, dtypes = microbatches.contribute(updates, state, params, weight, flush)
+        added, dtypes = microbatches.contribute(updates, state, params, weight, flush, number)
 
         def transform(kept: Tree, gradients: Tree) -> tuple[Tree, Tree]:
             params, inner_state = kept
@@ -283,7 +287,7 @@ class Accumulation:
         return place_beside(like, state)
 
     def contribute(
-        self, updates: optax.Updates, state: Any, params: optax.Params | None, weight: Any, flush: Any
+        self, updates: optax.Updates, state: Any, params: optax.Params | None, weight: Any, flush: Any, number: Any
     ) -> tuple[AccumulateUpdatesState, Tree]:
         """One more microbatch.
 
@@ -305,7 +309,7 @@ class Accumulation:
             index, _ = self.window.next(state.window)
             left_out, detail = decide(self._operation, self._skip, updates, index, params)
         flush, left_out = self.window.agreed([require_flag(self._operation, "flush", flush), left_out])
-        window = self.window.contribute(state.window, contribution, weight, left_out=left_out)
+        window = self.window.contribute(state.window, contribution, weight, left_out=left_out, number=number)
         skipped = self._varying(_counted(state.skip, left_out, detail)) if self._skip is not None else ()
         in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
         window, due = self.window.due(window, flush=flush, left_out_in_a_row=in_a_row)
