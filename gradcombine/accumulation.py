@@ -171,6 +171,8 @@ def require_state(state: Any) -> None:
         raise GradCombineError("accumulate", "a state of 1 level or more", shown(state.levels))
     if isinstance(state.levels, BinaryCounter):
         binary_counter.require_counter(state.levels)
+    elif len(state.levels) > 1:
+        raise GradCombineError("accumulate", "a state of 1 level, or a BinaryCounter", f"{len(state.levels)} levels")
     require_scalar("accumulate", "an integer scalar", state.step, "iu", ".step")
     require_scalar("accumulate", "an integer scalar", state.index, "iu", ".index")
 

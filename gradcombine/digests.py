@@ -8,8 +8,9 @@ import numpy as np
 
 from gradcombine import sparse, tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed
+from gradcombine.reductions import dtypes
 from gradcombine.tree import Structure
 from gradcombine.types import Array, Tree, no_autograph
 
@@ -85,10 +86,11 @@ def digested(operation: str, value: Tree) -> tuple[list[Part], Structure]:
         if is_absent(leaf):
             continue
         slices = sparse.row_slices(leaf)
-        if slices is None:
-            parts.append(Part(i, "", leaf))
-        else:
-            parts += [Part(i, ".indices", slices.indices), Part(i, ".values", slices.values)]
+        arrays = {"": leaf} if slices is None else {".indices": slices.indices, ".values": slices.values}
+        for suffix, array in arrays.items():
+            if dtypes.kind(dtype_of(array)) not in (*dtypes.NUMERIC, "bool"):
+                raise GradCombineError(operation, "numbers", dtype_of(array), structure.path(i) + suffix)
+            parts.append(Part(i, suffix, array))
     return parts, structure
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import operator
+import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -42,8 +45,9 @@ class GradCombineError(ValueError):
         self.expected = expected
         self.received = received
         self.path = path
-        where = f"leaf {_short(path, 150)}: " if path else ""
-        super().__init__(f"{operation}: {where}expected {expected}, received {_text(received, str)}")
+        where = f"leaf {_text(path, str, 150)}: " if not _is_empty(path) else ""
+        told = [_text(part, str, most) for part, most in ((operation, 150), (expected, 2 * _MOST_CHARACTERS))]
+        super().__init__(_one_line(f"{told[0]}: {where}expected {told[1]}, received {_text(received, str)}"))
 
 
 class MissingPackageError(GradCombineError, ImportError):
@@ -117,11 +121,29 @@ def shown(value: Any) -> str:
     return _text(value, repr, 100)
 
 
+def attribute(value: Any, name: str) -> Any:
+    """An attribute of an object, None for one that it has not, or that its own code fails at."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
+
+
 def _text(value: Any, form: Callable[[Any], str], most: int = _MOST_CHARACTERS) -> str:
     try:
         return _short(form(value), most)
     except Exception:  # whatever a foreign class makes of it; Python refuses integers of more than 4300 digits
         return f"an object of type {type(value).__name__}"
+
+
+def _is_empty(path: Any) -> bool:
+    return isinstance(path, str) and not path
+
+
+def _one_line(text: str) -> str:
+    """Logs and the command's users read errors line by line."""
+    lines = text.splitlines()
+    return text if lines == [text] else " ".join(map(str.strip, lines))
 
 
 def _short(text: str, most: int) -> str:
@@ -137,11 +159,22 @@ def require_integer(operation: str, expected: str, value: Any, lowest: int = 1, 
         if isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == np.bool_:
             raise TypeError
         number = operator.index(value)
-    except TypeError:
+    except Exception:  # beside TypeError whatever a foreign class raises
         raise GradCombineError(operation, expected, shown(value)) from None
     if not lowest <= number <= highest:
         raise GradCombineError(operation, expected, shown(number))
     return number
+
+
+def require_path(operation: str, expected: str, path: Any) -> Path:
+    """The path that a text or an object of paths stands for; refuses what no file system can name."""
+    try:
+        found = Path(path)
+        if b"\0" in os.fsencode(found):
+            raise ValueError
+    except Exception:
+        raise GradCombineError(operation, expected, shown(path)) from None
+    return found
 
 
 def require_list(operation: str, expected: str, values: Any) -> list[Any]:
@@ -151,6 +184,26 @@ def require_list(operation: str, expected: str, values: Any) -> list[Any]:
     if not values:
         raise GradCombineError(operation, expected, "an empty list")
     return list(values)
+
+
+def require_number(operation: str, expected: str, value: Any, lowest: float) -> float:
+    """The finite float that a real number is, of any type and framework; refuses a bool and one below ``lowest``."""
+    try:
+        if isinstance(value, (bool, np.bool_, str, bytes)):
+            raise TypeError
+        number = float(value)
+    except Exception:  # beside TypeError and OverflowError whatever a foreign class raises
+        raise GradCombineError(operation, expected, shown(value)) from None
+    if not lowest <= number < math.inf:
+        raise GradCombineError(operation, expected, shown(value))
+    return number
+
+
+def require_flag(operation: str, name: str, value: Any) -> bool:
+    """The truth of a bool, Python's or NumPy's; refuses what has one only by the way."""
+    if value is not True and value is not False and not isinstance(value, np.bool_):
+        raise GradCombineError(operation, f"True or False as {name}", shown(value))
+    return bool(value is True or value == np.True_)
 
 
 def require_one_of(operation: str, expected: str, value: Any, choices: Sequence[str]) -> None:
@@ -168,5 +221,14 @@ def require_collective(
     operation: str, over: Any, expected: str = "a collective: LOCAL, jax_axis(name) or tf_replicas()"
 ) -> None:
     """Refuses what is not a collective."""
-    if isinstance(over, type) or not hasattr(over, "all_gather"):
+    if isinstance(over, type) or attribute(over, "all_gather") is None:
         raise GradCombineError(operation, expected, shown(over))
+
+
+def require_items(operation: str, expected: str, values: Any) -> list[Any]:
+    """The items of what can be iterated over; what a generator raises by itself comes through."""
+    try:
+        items = iter(values)
+    except TypeError:
+        raise GradCombineError(operation, expected, shown(values)) from None
+    return list(items)  # of the iterator: the length that an object claims to have may be anything

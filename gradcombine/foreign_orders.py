@@ -17,7 +17,15 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent, resolve, shape_of
-from gradcombine.errors import GradCombineError, renamed, require_integer, require_list, shown
+from gradcombine.errors import (
+    GradCombineError,
+    renamed,
+    require_flag,
+    require_integer,
+    require_items,
+    require_list,
+    shown,
+)
 from gradcombine.lists import mean
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.dtypes import FLOAT32
@@ -195,7 +203,7 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     """
     trees = require_list("ring", "a list of trees", values)
     kinds = require_dtypes("ring", trees[0], _RING_DTYPES)
-    if packed and len(set(kinds)) > 1:
+    if require_flag("ring", "packed", packed) and len(set(kinds)) > 1:
         raise GradCombineError("ring", "leaves of one dtype in a pack", ", ".join(sorted({x.name for x in kinds})))
     leaves, structure = tree.flatten("ring", trees[0])
     shapes: list[tuple[int, ...]] = []
@@ -265,7 +273,8 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
     """
     trees = require_list("welford", "a list of trees", values)
     require_dtypes("welford", trees[0], _WELFORD_DTYPES)
-    kept = dtypes.parse(accumulator)
+    require_flag("welford", "fused", fused)
+    kept = dtypes.parse(accumulator, "welford")
     if kept is None or kept.name not in _WELFORD_DTYPES:
         raise GradCombineError("welford", f"an accumulator of {', '.join(_WELFORD_DTYPES)}", accumulator)
     return by_leaf("welford", trees, partial(_welford, fused=fused, accumulator=kept))
@@ -293,13 +302,14 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | N
     array([2.375], dtype=float32)
     """
     trees = require_list("mean_of_means", "a list of trees", values)
-    if ranks < 1 or len(trees) % ranks:
+    if len(trees) % require_integer("mean_of_means", "1 rank or more", ranks):
         raise GradCombineError("mean_of_means", f"a multiple of {ranks} trees", len(trees))
-    if weights is not None and len(weights) != len(trees):
-        raise GradCombineError("mean_of_means", f"{len(trees)} weights", len(weights))
+    scales = None if weights is None else require_items("mean_of_means", f"{len(trees)} weights", weights)
+    if scales is not None and len(scales) != len(trees):
+        raise GradCombineError("mean_of_means", f"{len(trees)} weights", len(scales))
     each = len(trees) // ranks
     blocks = [slice(i, i + each) for i in range(0, len(trees), each)]
-    return mean([mean(trees[block], None if weights is None else weights[block]) for block in blocks])
+    return mean([mean(trees[block], None if scales is None else scales[block]) for block in blocks])
 
 
 def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.dtype) -> Array:

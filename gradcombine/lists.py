@@ -145,7 +145,7 @@ def _list(what: str, values: Any) -> list[Any]:
     named = isinstance(values, tuple) and hasattr(values, "_fields")
     if named or isinstance(values, _NO_LISTS) or owner(values) is not None or not isinstance(values, Iterable):
         raise GradCombineError("combine", f"a list of {what}", type(values).__name__)
-    return list(values)
+    return list(iter(values))  # whose length is not what the object claims
 
 
 def _weights(weights: Any) -> list[Any]:

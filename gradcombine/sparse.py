@@ -12,7 +12,8 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.errors import GradCombineError, renamed, require_integer
+from gradcombine.errors import GradCombineError, renamed, require_flag, require_integer
+from gradcombine.formats.entry import holds_numbers
 from gradcombine.types import Array, Tree, no_autograph
 
 __all__ = ["RowSparse", "add_rows", "densify", "row_sparse", "to_dense"]
@@ -78,7 +79,7 @@ def row_slices(leaf: Any) -> RowSlices | None:
     """The parts of a `RowSparse` and of what the loaded frameworks have for it; None for anything else."""
     if isinstance(leaf, RowSparse):
         rows = getattr(leaf.extent, "rows", None)
-        if rows is None or owner(leaf.indices) is None or owner(leaf.values) is None:
+        if rows is None or rows < 0 or owner(leaf.indices) is None or owner(leaf.values) is None:
             expected = "arrays as indices and values, and a constant as extent"
             raise GradCombineError("RowSparse", expected, ", ".join(type(part).__name__ for part in leaf))
         return RowSlices(leaf.indices, leaf.values, rows)
@@ -98,6 +99,8 @@ def require_rows(operation: str, backend: Backend, slices: RowSlices, path: str 
         dtype, positions, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
     if dtype.kind not in "iu" or len(positions) != 1:
         raise GradCombineError(operation, "integer indices of shape (n,)", f"{dtype} of shape {positions}", path)
+    if not holds_numbers(np.dtype(backend.dtype(values))):
+        raise GradCombineError(operation, "values that are numbers", backend.dtype(values), path)
     if shape[:1] != positions:
         raise GradCombineError(operation, f"values of {positions[0]} rows, one an index", f"shape {shape}", path)
     return RowSlices(indices, values, slices.rows)
@@ -303,6 +306,7 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     array([1., 5.], dtype=float32)
     """
     slices = row_slices(rows)
+    require_flag("add_rows", "unique", unique)
     if slices is None:
         raise GradCombineError("add_rows", "a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
     backend = resolve("add_rows", [table, slices.indices, slices.values])
@@ -310,6 +314,8 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
         whole = backend.asarray(table)
         expected = backend.shape(whole)
         received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
+    if not holds_numbers(np.dtype(backend.dtype(whole))):
+        raise GradCombineError("add_rows", "a table of numbers", backend.dtype(whole))
     if received != expected:
         raise GradCombineError("add_rows", f"rows of shape {expected}", received)
     once = _once("add_rows", backend, rows, expected[0], unique)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, attribute, shown
 from gradcombine.types import Array
 
 # A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
@@ -28,9 +28,10 @@ class NumpyBackend:
     name = "numpy"
 
     def owns(self, leaf: Any) -> bool:
-        if isinstance(leaf, (np.ndarray, np.generic)) or type(leaf) in _PYTHON_DTYPES:
+        if isinstance(leaf, (np.ndarray, np.generic, *_PYTHON_DTYPES)):
             return True
-        return isinstance(getattr(leaf, "dtype", None), np.dtype) and hasattr(leaf, "shape")
+        dtype, shape = attribute(leaf, "dtype"), attribute(leaf, "shape")
+        return isinstance(dtype, np.dtype) and isinstance(shape, tuple) and all(map(_is_length, shape))
 
     def split(self, node: Any) -> Split | None:
         return None
@@ -43,11 +44,16 @@ class NumpyBackend:
         except OverflowError:
             expected = "a Python integer of 32 bits (a wider one as an array, which has a dtype)"
             raise GradCombineError("numpy", expected, shown(leaf)) from None
-        except (TypeError, ValueError):  # of what has a shape and a dtype, but no elements that NumPy can read
+        except MemoryError:
+            raise
+        except Exception:  # of what has a shape and a dtype, but no elements that NumPy can read
             raise GradCombineError("numpy", "an array or a number", type(leaf).__name__) from None
 
     def dtype(self, leaf: Any) -> np.dtype:
-        return _PYTHON_DTYPES.get(type(leaf)) or np.dtype(leaf.dtype)
+        known = _PYTHON_DTYPES.get(type(leaf))
+        if known is None and not hasattr(leaf, "dtype"):  # a subclass of Python's numbers, as an IntEnum is
+            return next(dtype for kind, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, kind))
+        return known or np.dtype(leaf.dtype)
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
         return tuple(getattr(leaf, "shape", ()))
@@ -99,7 +105,8 @@ class NumpyBackend:
         return np.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
-        whole = np.ascontiguousarray(array).reshape(np.shape(array))
+        native = np.asarray(array).dtype.newbyteorder("=")
+        whole = np.ascontiguousarray(array, native).reshape(np.shape(array))
         return whole.view(dtype) if whole.dtype.itemsize == np.dtype(dtype).itemsize else whole[..., None].view(dtype)
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
@@ -210,6 +217,10 @@ class NumpyBackend:
     def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
         if not np.all(condition):
             raise GradCombineError(operation, expected, received)
+
+
+def _is_length(n: Any) -> bool:
+    return isinstance(n, (int, np.integer)) and bool(n >= 0)
 
 
 def _of_parts(function: Any, array: Array, scalar: Array) -> Array:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, attribute, shown
 from gradcombine.reductions.guarded import Guarded
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
@@ -98,10 +98,14 @@ class Reduction:
     shortcuts: Shortcuts | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GradCombineError("Reduction", "a name", shown(self.name))
+        if not isinstance(self.shortcuts, (Shortcuts, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GradCombineError("Reduction", "Shortcuts, or None", shown(self.shortcuts))
         if self.shortcuts is None or self.shortcuts.stand_for != self.functions:
             for name, function in zip(_NAMES, self.functions, strict=True):
                 if not callable(function):
-                    raise GradCombineError("Reduction", f"a function as {name}", repr(function))
+                    raise GradCombineError("Reduction", f"a function as {name}", shown(function))
             guarded = Guarded(self.name, *self.functions)
             for name in _NAMES:
                 object.__setattr__(self, name, getattr(guarded, name))
@@ -157,7 +161,7 @@ _NAMES = ("init", "update", "merge", "finalize")
 def require_reduction(operation: str, reduction: Any, path: str = "") -> None:
     """Refuses what is not a Reduction; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
     if not isinstance(reduction, Reduction):
-        name = getattr(reduction, "__name__", None) if callable(reduction) else None
+        name = attribute(reduction, "__name__") if callable(reduction) else None
         received = type(reduction).__name__ if name is None else f"{name}, not called"
         raise GradCombineError(operation, "a Reduction, for instance reductions.mean()", received, path)
 
@@ -191,6 +195,7 @@ def differentiable(reduction: Reduction) -> Reduction:
     >>> jax.grad(loss)(jnp.float32([1, 2]))
     Array([1.5, 2.5], dtype=float32)
     """
+    require_reduction("differentiable", reduction)
     derivative = reduction.derivative
     if derivative is None:
         return reduction

@@ -60,7 +60,7 @@ class Settings:
         self._accumulator, self._output = parse(accumulator, operation), parse(output, operation)
 
     def running(self, dtype: np.dtype) -> np.dtype:
-        """The accumulator's dtype for contributions of ``dtype``; an integer or complex one stays what it is."""
+        """The accumulator's dtype for contributions of ``dtype``, which is of their kind."""
         family, wanted = kind(dtype), self._accumulator
         if family == "complex":
             # A requested real dtype states the width of the parts.
@@ -70,17 +70,16 @@ class Settings:
                 return wanted
             narrow = np.dtype(np.uint32) if dtype.kind == "u" else INT32
             return dtype if dtype.itemsize >= 4 else narrow
-        if wanted is not None:
+        if wanted is not None and kind(wanted) == family:
             return wanted
         return dtype if dtype.itemsize >= 4 else FLOAT32
 
     def output(self, dtype: np.dtype) -> np.dtype:
-        """The result's dtype for contributions of ``dtype``; an integer or complex one stays what it is."""
+        """The result's dtype for contributions of ``dtype``, which is of their kind."""
         family, wanted = kind(dtype), self._output
-        if family in ("integer", "complex"):
-            default = self.running(dtype) if family == "integer" else dtype
-            return wanted if wanted is not None and kind(wanted) == family else default
-        return dtype if wanted is None else wanted
+        if wanted is not None and kind(wanted) == family:
+            return wanted
+        return self.running(dtype) if family == "integer" else dtype
 
 
 def of_weights(dtypes: Iterable[np.dtype]) -> np.dtype:

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
-from gradcombine.errors import GradCombineError, require_one_of, shown
+from gradcombine.errors import GradCombineError, require_items, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled
@@ -88,18 +88,21 @@ def elementwise(
     """
     if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise GradCombineError("elementwise", "a name", shown(name))
-    functions: dict[str, Callable[..., Any]] = {"update": update, "merge": merge, "finalize": finalize or _as_it_is}
+    finalize = _as_it_is if finalize is None else finalize
+    functions: dict[str, Callable[..., Any]] = {"update": update, "merge": merge, "finalize": finalize}
     for role, function in functions.items():
         if not callable(function):
             raise GradCombineError("elementwise", f"a function as {role}", shown(function))
     if not callable(empty) and not all(isinstance(x, Number) for x in parts(empty)):
         raise GradCombineError("elementwise", "a number, a tuple of numbers or a function as empty", shown(empty))
-    if isinstance(kinds, str) or not kinds:
-        raise GradCombineError("elementwise", f"kinds among {list(_KINDS)}", shown(kinds))
-    for kind in kinds:
-        require_one_of("elementwise", f"kinds among {list(_KINDS)}", kind, _KINDS)
+    expected = f"kinds among {list(_KINDS)}"
+    taken = [] if isinstance(kinds, str) else require_items("elementwise", expected, kinds)
+    if not taken:
+        raise GradCombineError("elementwise", expected, shown(kinds))
+    for kind in taken:
+        require_one_of("elementwise", expected, kind, _KINDS)
     settings = dtypes.Settings(dtype, output_dtype, name)
-    cell = _Defined(name, tuple(kinds), settings, empty, update, merge, functions["finalize"])
+    cell = _Defined(name, tuple(taken), settings, empty, update, merge, finalize)
     return lift(cell, _state_of(name), scales_by_weight=scales_by_weight)
 
 
@@ -136,7 +139,7 @@ class _Defined(Cell):
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Accumulator:
         identity = self.identity(running) if callable(self.identity) else self.identity
         for number in parts(identity):
-            if dtypes.kind(running) == "integer" and number != int(np.nan_to_num(number)):
+            if not _fits(number, running):
                 raise GradCombineError(self.name, f"a number of {running} as empty", shown(number))
         return refilled(identity, [backend.full(shape, number, running, [like]) for number in parts(identity)])
 
@@ -167,6 +170,14 @@ class _Defined(Cell):
         if wanted != got:
             raise GradCombineError(self.name, f"{wanted} from {function}", got)
         return received
+
+
+def _fits(number: Any, dtype: np.dtype) -> bool:
+    try:
+        fitted = np.array(number, dtype)
+    except Exception:  # NumPy has several, and a number's own class may have others
+        return False
+    return dtypes.kind(dtype) != "integer" or bool(fitted == number)
 
 
 def _kind(backend: Backend, a: Any) -> str:

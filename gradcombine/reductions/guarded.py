@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
+from gradcombine.backends.registry import dtype_of, is_absent, require_scalar, resolve, shape_of
 from gradcombine.errors import GradCombineError
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
@@ -105,7 +105,9 @@ class Guarded:
     @no_autograph
     def all_merge(self, state: GuardedState, collective: Collective, order: Order) -> GuardedState:
         self._require(state)
-        arrays, structure = tree.flatten(self.name, (state.value, state.count))
+        leaves, structure = tree.flatten(self.name, (state.value, state.count))
+        backend = resolve(self.name, [*leaves, collective.rank()])
+        arrays = [backend.asarray(x) for x in leaves]
 
         def rebuild(received: Sequence[Array]) -> GuardedState:
             value, count = tree.unflatten(structure, received)
@@ -116,6 +118,7 @@ class Guarded:
     def _require(self, state: Any) -> None:
         if not isinstance(state, GuardedState):
             raise GradCombineError(self.name, "a GuardedState", type(state).__name__)
+        require_scalar(self.name, "an integer scalar", state.count, "iu", ".count")
 
     def _matching(self, state: GuardedState, value: Tree) -> list[Any]:
         """The leaves of a contribution, after a check that it is one for this state."""

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.errors import GradCombineError, renamed, require_items, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.per_leaf import per_leaf
@@ -162,7 +162,8 @@ def _opened(value: Any) -> Ratio:
 
 
 def _names(denominators: Any) -> list[str]:
-    names: list[Any] = [] if isinstance(denominators, str) or not hasattr(denominators, "__iter__") else [*denominators]
+    expected = "names of denominators, each once"
+    names = [] if isinstance(denominators, str) else require_items("ratios", expected, denominators)
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
-        raise GradCombineError("ratios", "names of denominators, each once", shown(denominators))
+        raise GradCombineError("ratios", expected, shown(denominators))
     return names

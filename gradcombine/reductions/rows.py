@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import dtype_of, shape_of
-from gradcombine.errors import GradCombineError, require_integer, require_one_of
+from gradcombine.errors import GradCombineError, require_integer, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
@@ -54,7 +54,10 @@ class RowTable(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole array."""
-        return (self.extent.rows, *shape_of(self.values)[1:])
+        rows = self.extent.rows if tree.is_static(self.extent) else None
+        if rows is None:
+            raise GradCombineError("rows", "a constant number of rows", shown(self.extent))
+        return (rows, *shape_of(self.values)[1:])
 
     @property
     def in_words(self) -> str:
@@ -156,7 +159,8 @@ class Rows(Cell):
     kinds: tuple[str, ...] = ("float", "complex")
 
     def __post_init__(self) -> None:
-        require_integer(self.name, "a capacity of 1 row or more", self.capacity, highest=sys.maxsize)
+        capacity = require_integer(self.name, "a capacity of 1 row or more", self.capacity, highest=sys.maxsize)
+        object.__setattr__(self, "capacity", capacity)
         require_one_of(self.name, f"overflow of {list(get_args(Overflow))}", self.overflow, get_args(Overflow))
 
     is_leaf = staticmethod(is_row_sparse)

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, is_absent, require_scalar, resolve, shape_of
+from gradcombine.backends.registry import dtype_of, is_absent, owner, require_scalar, resolve, shape_of
 from gradcombine.errors import GradCombineError, at, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
@@ -276,11 +276,15 @@ class _Treewise:
 
     @no_autograph
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
+        backend = resolve(self.cell.name, [*self._open(state).arrays(), state.count, collective.rank()])
+        leaves, structure = tree.flatten(self.cell.name, state)
+        state = tree.unflatten(
+            structure, map(backend.asarray, leaves)
+        )  # which may be Python's numbers, after a restore
         arrays = (flat := self._open(state)).arrays()
         named = zip(flat.structure.paths(), flat.values, strict=True)
         paths = [path for path, a in named if a is not None for _ in parts(a)]
         collective.require_unreduced(self.cell.name, paths, arrays)
-        backend = resolve(self.cell.name, [*arrays, state.count, collective.rank()])
         if collective.size() <= self.cell.most_replicas:
             cell = self.cell
             merged, totals = cell.all_merge(backend, collective, flat.present(), Totals(state.weight, state.count))
@@ -373,9 +377,10 @@ def _require_running(cell: Cell, structure: tree.Structure, values: Sequence[Any
     """Refuses accumulators of other dtypes, in any byte order, than contributions of these have."""
     for i, (a, kind) in enumerate(zip(values, made_for, strict=True)):
         if a is not None and kind.dtype is None:
-            raise GradCombineError(
-                cell.name, "no accumulator, where there is no gradient", _summary(a), structure.path(i)
-            )
+            expected = "no accumulator, where there is no gradient"
+            raise GradCombineError(cell.name, expected, shown(a), structure.path(i))
+        if a is not None and (not parts(a) or any(owner(x) is None for x in parts(a))):
+            raise GradCombineError(cell.name, "an accumulator of arrays", shown(a), structure.path(i))
         if a is not None and dtype_of(parts(a)[0]).name != (running := cell.running(kind.dtype)).name:
             expected = f"an accumulator of {running}, for contributions of {kind.dtype}"
             raise GradCombineError(cell.name, expected, dtype_of(parts(a)[0]), structure.path(i))

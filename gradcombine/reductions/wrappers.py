@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
-from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.errors import GradCombineError, renamed, require_number
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.moments import moments
@@ -198,8 +197,7 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     array([3., 4.], dtype=float32)
     """
     require_reduction("clipped", reduction)
-    if not isinstance(max_norm, Real) or not 0 < float(max_norm) < np.inf:
-        raise GradCombineError("clipped", "a positive and finite max_norm", shown(max_norm))
+    longest = require_number("clipped", "a positive and finite max_norm", max_norm, np.nextafter(0, 1))
 
     @no_autograph
     def shortened(value: Tree, weight: Any) -> tuple[Tree, Any]:
@@ -207,7 +205,7 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
         backend = resolve(reduction.name, [*leaves, weight])
         norm = global_norm("clipped", backend, leaves, structure)
         dtype = backend.dtype(norm)
-        one, most = (backend.full((), x, dtype) for x in (1, float(max_norm)))
+        one, most = (backend.full((), x, dtype) for x in (1, longest))
         finite = backend.add(norm, -norm) == backend.full((), 0, dtype)
         # Divided by no 0, of which the derivative would be NaN. No array: JAX looks for NaN where one is made.
         long = norm > most

@@ -17,6 +17,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from gradcombine import errors
 from gradcombine.errors import GradCombineError
 from gradcombine.formats import Entry, npz, safetensors
 
@@ -71,11 +72,13 @@ def require_path(operation: str, path: str | os.PathLike[str]) -> Path:
 
     A FIFO would wait for ever, and nobody means to replace a device or a folder.
     """
-    if Path(path).suffix not in _SUFFIXES:
-        raise GradCombineError(operation, f"a path that ends in {' or '.join(_SUFFIXES)}", repr(str(path)))
-    if os.path.exists(path) and not os.path.isfile(path):
+    expected = f"a path that ends in {' or '.join(_SUFFIXES)}"
+    found = errors.require_path(operation, expected, path)
+    if found.suffix not in _SUFFIXES:
+        raise GradCombineError(operation, expected, repr(str(path)))
+    if os.path.exists(found) and not os.path.isfile(found):
         raise GradCombineError(operation, "a regular file", repr(str(path)))
-    return Path(path)
+    return found
 
 
 def write(path: Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 
 import gradcombine
 from gradcombine import binary_counter, tree
+from gradcombine.accumulation import require_state
 from gradcombine.backends.registry import is_absent, load, owner
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction
@@ -188,10 +189,10 @@ def require_state_of(operation: str, reduction: Reduction, state: State) -> None
         _require_part(operation, reduction, state, "")
         return
     for name in ("step", "index"):
-        position = np.asarray(getattr(state, name))
-        if position.shape != () or position.dtype != np.int32:
-            received = f"{position.dtype} of shape {position.shape}"
-            raise GradCombineError(operation, "int32 of shape (), of one replica", received, f".{name}")
+        described = _described(getattr(state, name))
+        if described != (np.dtype(np.int32), ()):
+            raise GradCombineError(operation, "int32 of shape (), of one replica", _named(described), f".{name}")
+    require_state(state)
     if isinstance(state.levels, BinaryCounter):
         _require_part(operation, reduction, binary_counter.level(state.levels, 0), ".levels.stacked")
     else:

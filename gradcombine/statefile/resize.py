@@ -10,12 +10,14 @@ import numpy as np
 from gradcombine import binary_counter
 from gradcombine.accumulation import depth_of, require_state, whole_window
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import MOST, GradCombineError, require_integer, require_list
+from gradcombine.errors import MOST, GradCombineError, require_flag, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State, no_autograph
 
 _OPERATION = "statefile.resize"
+MOST_REPLICAS = 1 << 17
+"""Each gets a state: more are a slip, which would fill the memory."""
 
 
 @no_autograph
@@ -72,7 +74,8 @@ def resize(
     """
     require_reduction(_OPERATION, reduction)
     parts = require_list(_OPERATION, "a list of states, one per replica", states)
-    count = require_integer(_OPERATION, "1 replica or more", replicas)
+    count = require_integer(_OPERATION, f"from 1 to {MOST_REPLICAS} replicas", replicas, highest=MOST_REPLICAS)
+    require_flag(_OPERATION, "full", full)
     groups: list[list[State]] = [[] for _ in range(count)]
     for rank, part in enumerate(parts):
         groups[rank * count // len(parts)].append(part)

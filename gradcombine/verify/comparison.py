@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_number
 from gradcombine.types import Tree
 from gradcombine.verify.reference import Errors, Judgement, errors, judge, require_reference
 from gradcombine.verify.ulp import (
@@ -386,14 +386,17 @@ def assert_within_ulp(a: Tree, b: Tree, ulp: int | Mapping[str, int] | Callable[
     __tracebackhide__ = True
     comparison = compare(a, b)
 
-    def allowed(name: str) -> int:
+    def known(distance: object) -> float:
+        return require_number("assert_within_ulp", "an allowed distance of 0 or more", distance, 0)
+
+    def allowed(name: str) -> float:
         if callable(ulp):
-            return ulp(name)
+            return known(ulp(name))
         if isinstance(ulp, Mapping):
             if name not in ulp:
                 raise GradCombineError("assert_within_ulp", "an allowed distance for every leaf", "none", name)
-            return ulp[name]
-        return ulp
+            return known(ulp[name])
+        return known(ulp)
 
     far = [leaf for leaf in comparison.leaves if leaf.max_ulp > allowed(leaf.name)]
     if far or not comparison.matched:

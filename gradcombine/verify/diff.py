@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_path
 from gradcombine.verify.comparison import LeafDifference, Meter, badness
 from gradcombine.verify.dumps import Dump, Entry, detect, open_dump
 from gradcombine.verify.layouts import common
@@ -270,7 +270,7 @@ class StepReport(NamedTuple):
 
 def is_steps(path: str | Path) -> bool:
     """Whether a path is a directory of dumps, and not a dump itself."""
-    path = Path(path)
+    path = require_path("diff", "a path", path)
     return path.is_dir() and detect(path) is None and bool(dumps_by_step(path))
 
 

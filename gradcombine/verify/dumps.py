@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError, importing
+from gradcombine.errors import GradCombineError, importing, require_path
 from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safetensors, unread
 from gradcombine.formats.entry import first_line
 from gradcombine.verify import pytorch
@@ -38,7 +38,7 @@ def open_dump(path: str | Path) -> Dump:
       GradCombineError: for a path that does not exist, an unknown format, a missing package that the format needs, and
         a damaged file.
     """
-    path = Path(path)
+    path = require_path("diff", EXPECTED, path)
     kind = detect(path)
     if kind is None:
         received = str(path) if path.exists() else f"{path}, which does not exist"

@@ -25,7 +25,7 @@ import numpy as np
 
 from gradcombine.backends.registry import dtype_of, owner
 from gradcombine.digests import WORD, digested
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, require_integer, require_items, require_path, shown
 from gradcombine.types import Tree, no_autograph
 from gradcombine.verify.trace import call_host, names, require_step, wait
 
@@ -75,13 +75,15 @@ class FlightRecorder:
     def __init__(self, path: str | os.PathLike[str], like: Tree, *, twins: Sequence[str] = (), behind: int = 1) -> None:
         self._leaves = leaves_of(like)
         known = [leaf.name for leaf in self._leaves]
-        for twin in twins:
-            if not any(_within(name, twin) for name in known):
-                raise GradCombineError("FlightRecorder", f"twins among {', '.join(known[:8])}", twin)
-        self._behind, self._pending = behind, deque[tuple[int, Any]]()
+        expected = f"twins among {', '.join(known[:8])}"
+        for twin in require_items("FlightRecorder", expected, twins):
+            if not isinstance(twin, str) or not any(_within(name, twin) for name in known):
+                raise GradCombineError("FlightRecorder", expected, shown(twin))
+        self._behind = require_integer("FlightRecorder", "0 steps or more that it may be behind", behind, 0)
+        self._pending = deque[tuple[int, Any]]()
         self._problem: GradCombineError | None = None
         self._lock = threading.Lock()
-        self._file, self._closed = _opened(Path(path), self._leaves), False
+        self._file, self._closed = _opened(require_path("FlightRecorder", "a path", path), self._leaves), False
         header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": list(twins)}
         self._write(json.dumps(header).encode())
 
@@ -109,7 +111,9 @@ class FlightRecorder:
             who = np.int32(EVERY) if replica is None else replica
             call_host("FlightRecorder", [digests, who], step, self._called)
             return
-        number = None if replica is None else int(replica)
+        number = replica
+        if replica is not None:
+            number = require_integer("FlightRecorder", "the number of a replica", replica, 0)
         self._pending.append((int(step), digests if number is None else {number: digests}))
         while len(self._pending) > self._behind:
             self._record(*self._pending.popleft())
@@ -265,7 +269,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
       GradCombineError: for a file that does not begin as a log does, one of a later version, and logs of several
         trees in one file.
     """
-    path = Path(path)
+    path = require_path("diff", "a log of digests", path)
     header: dict[str, Any] | None = None
     rows: dict[tuple[int, int], list[int]] = {}
     damaged: list[int] = []

@@ -269,8 +269,8 @@ def check_reduction(
     If it need not hold: check_reduction(..., commutative=False).
     """
     require_reduction("check_reduction", reduction)
-    require_integer("check_reduction", "ulps from 0 to 2**20", ulps, 0, 2**20)
-    require_integer("check_reduction", "1 example or more", examples)
+    ulps = require_integer("check_reduction", "ulps from 0 to 2**20", ulps, 0, 2**20)
+    examples = require_integer("check_reduction", "1 example or more", examples)
     require_installed("check_reduction", "hypothesis")
     kinds = [dtypes.kind(np.asarray(x).dtype) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
     whole = "integer" in kinds

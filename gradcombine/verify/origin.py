@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_integer, require_items, require_number
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
 from gradcombine.verify.candidates import Candidate, candidates
@@ -119,11 +120,16 @@ def explain(
     >>> print(explain(gradients, {"w": from_the_last / np.float32(5)}))
     the result is, to the bit: sum / n, added one after another, from the last to the first, in float32
     """
-    trees = [_numpy(value) for value in contributions]
+    trees = list(map(_numpy, require_items("explain", "a list of contributions", contributions)))
     if not trees:
         raise GradCombineError("explain", "one contribution or more", "an empty list")
-    if weights is not None and len(weights) != len(trees):
-        raise GradCombineError("explain", f"{len(trees)} weights", len(weights))
+    if weights is not None:
+        expected = f"{len(trees)} weights"
+        weights = [
+            require_number("explain", expected, x, -math.inf) for x in require_items("explain", expected, weights)
+        ]
+        if len(weights) != len(trees):
+            raise GradCombineError("explain", expected, len(weights))
     wanted, structure = tree.flatten("explain", _numpy(result))
     for value in trees:
         _require_alike(structure, wanted, value)
@@ -132,6 +138,8 @@ def explain(
         raise GradCombineError("explain", "one element or more in the result", "none")
     if ranks is None:
         ranks = [number for number in range(2, len(trees) + 1) if len(trees) % number == 0]
+    expected = "numbers of replicas, 1 or more"
+    ranks = [require_integer("explain", expected, x) for x in require_items("explain", expected, ranks)]
     measured: list[tuple[Candidate, list[_Leaf]]] = []
     known = chain(candidates(trees, weights, ranks), nccl_candidates(trees, weights, ranks))
     for tried, candidate in enumerate(known):

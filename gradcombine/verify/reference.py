@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_number
 from gradcombine.verify.ulp import distances, finfo, kind_of, rounding_unit
 
 LIMIT = 8.0
@@ -184,8 +184,8 @@ def judge(leaves: Sequence[Errors], roundings: float | None = None) -> tuple[Jud
     >>> print(judge([errors("w", (float32, float32), pieces)])[0].verdict)
     B is off
     """
-    if roundings is not None and not (math.isfinite(roundings) and roundings >= 1):
-        raise GradCombineError("reference", "a number of roundings from 1 on", roundings)
+    if roundings is not None:
+        roundings = require_number("reference", "a number of roundings from 1 on", roundings, 1)
     estimates = [_estimate(leaf) for leaf in leaves]
     known = [n for n in estimates if math.isfinite(n)]
     usual = float(np.median(known)) if known else 1.0

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.errors import GradCombineError, renamed, require_path
 from gradcombine.tree import Structure
 from gradcombine.types import Tree, no_autograph
 from gradcombine.verify.comparison import describe_ulp
@@ -53,7 +53,7 @@ def record(directory: str | Path, steps: Container[int] | None = None) -> Record
     ...     list(open_dump(f"{directory}/step_00000003.npz"))
     ['gradients/w', 'params/w']
     """
-    path = Path(directory)
+    path = require_path("record", "a directory", directory)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.glob("step_*.npz")):
         raise GradCombineError("record", "a directory without a trace", str(path))
@@ -364,7 +364,7 @@ def first_divergence(
     None
     1
     """
-    left, right = (dumps_by_step(path) for path in (Path(a), Path(b)))
+    left, right = (dumps_by_step(require_path("first_divergence", "a directory", path)) for path in (a, b))
     both = [step for step in left if step in right]
     if not both:
         raise GradCombineError(

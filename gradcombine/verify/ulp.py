@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 
 NAN_DISTANCE = np.iinfo(np.uint64).max
 """The distance between NaN and any number: more than between any two numbers."""
@@ -55,11 +55,20 @@ def equal_bits(a: npt.ArrayLike, b: npt.ArrayLike) -> bool:
 
 
 def _alike(a: npt.ArrayLike, b: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    left, right = (x.astype(x.dtype.newbyteorder("="), copy=False) for x in (np.asarray(a), np.asarray(b)))
+    left, right = map(_native, (a, b))
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         expected = f"two arrays of shape {left.shape} and dtype {left.dtype}"
         raise GradCombineError("verify", expected, f"shape {right.shape} and dtype {right.dtype}")
     return left, right
+
+
+def _native(a: npt.ArrayLike) -> np.ndarray:
+    try:
+        array = np.asarray(a)
+    except Exception:  # of whatever is no array
+        raise GradCombineError("verify", "an array", shown(a)) from None
+    kind_of(array.dtype)
+    return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
 def _ordered(array: np.ndarray) -> npt.NDArray[np.int64]:

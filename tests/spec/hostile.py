@@ -8,13 +8,25 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import foreign_orders, noise, reductions, replicated, sparse
+from gradcombine import foreign_orders, noise, reductions, replicated, sparse, statefile
 from gradcombine.tree import static_absence, static_dtype, static_rows
+from gradcombine.verify import (
+    FlightRecorder,
+    assert_within_ulp,
+    compare,
+    equal_bits,
+    explain,
+    first_divergence,
+    record,
+    ulp_distance,
+)
+from gradcombine.verify.dumps import open_dump
 
 ONE = np.ones(2, np.float32)
 ROWS = sparse.row_sparse(np.int32([1]), np.float32([[3]]), rows=4)
@@ -126,6 +138,40 @@ WEIGHTS: dict[str, Any] = {
     "a set": {1.0},
     "a function": len,
 }
+
+
+class Failing:
+    """Its own code fails, in an attribute or a method."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._names:
+            raise RuntimeError(name)
+        raise AttributeError(name)
+
+    def __index__(self) -> int:
+        raise RuntimeError
+
+    __float__ = __array__ = __bool__ = __len__ = __index__
+
+
+def shaped(shape: Any, dtype: Any = ONE.dtype) -> Any:
+    """What has a shape and a dtype, and no elements."""
+    return SimpleNamespace(shape=shape, dtype=dtype)
+
+
+OWN_CODE: dict[str, Any] = {
+    "a failing dtype": Failing("dtype"),
+    "a failing shape": Failing("shape", "all_gather", "__name__"),
+    "a shape of None": shaped(None),
+    "a shape of a number": shaped(3),
+    "a shape of text": shaped(("a",)),
+    "a negative shape": shaped((-1,)),
+    "a shape of floats": shaped((2.5,)),
+}
+"""Refused wherever something is expected."""
 INTEGERS: dict[str, Any] = {
     "0": 0,
     "-1": -1,
@@ -211,6 +257,8 @@ def _states() -> dict[str, Any]:
         "of per_leaf": reductions.per_leaf({"w": reductions.sum()}).init({"w": ONE}),
         "a tuple of its parts": tuple(state),
         "value of None": state._replace(value=None),
+        "value of a set": state._replace(value={"w": frozenset([1.0])}),
+        "value of an empty tuple": state._replace(value={"w": ()}),
         "value of another tree": state._replace(value={"v": ONE}),
         "value of text": state._replace(value="text"),
         "value of objects": state._replace(value={"w": np.array([None, None])}),
@@ -248,6 +296,7 @@ def _windows() -> dict[str, Any]:
         "a state": window.levels[0],
         "levels of None": window._replace(levels=None),
         "no levels": window._replace(levels=()),
+        "two levels in a tuple": window._replace(levels=window.levels * 2),
         "levels of None each": window._replace(levels=(None,)),
         "a list of levels of another": window._replace(levels=(reductions.mean().init({"w": ONE}),)),
         "step of None": window._replace(step=None),
@@ -385,6 +434,55 @@ NO_LISTS: dict[str, Any] = {
     "nothing": [],
     "an object": object(),
 }
+FLAGS: dict[str, Any] = {
+    "None": None,
+    "text": "no",
+    "an array": np.array([True, False]),
+    "untrue": Untrue(),
+    **OWN_CODE,
+}
+TAKES_FLAG: dict[str, Call] = {
+    "packed": lambda x: foreign_orders.ring([ONE], packed=x),
+    "fused": lambda x: foreign_orders.welford([ONE], fused=x),
+    "unique": lambda x: sparse.add_rows(np.ones((4, 1), np.float32), ROWS, unique=x),
+    "full": lambda x: statefile.resize(SUM, [SUM.init(ONE)], 2, full=x),
+}
+NUMBERS: dict[str, Any] = {
+    "10**400": 10**400,
+    "NaN": float("nan"),
+    "-1": -1,
+    "text": "1",
+    "a complex number": 1j,
+    "True": True,
+    "an array": ONE,
+    **OWN_CODE,
+}
+TAKES_NUMBER: dict[str, Call] = {
+    "max_norm": lambda x: reductions.clipped(SUM, x),
+    "roundings": lambda x: compare(ONE, ONE, reference=ONE, roundings=x),
+    "ulp": lambda x: assert_within_ulp(ONE, ONE, x),
+    "ulp of a leaf": lambda x: assert_within_ulp(ONE, ONE, {"(root)": x}),
+}
+PATHS: dict[str, Any] = {"None": None, "a number": 3, "a NUL": "a\0.npz", "a surrogate": "\ud800.npz", **OWN_CODE}
+TAKES_PATH: dict[str, Call] = {
+    "inspect": statefile.inspect,
+    "save": lambda x: statefile.save(x, SUM, SUM.init(ONE)),
+    "open_dump": open_dump,
+    "record": record,
+    "first_divergence": lambda x: first_divergence(x, x),
+    "FlightRecorder": lambda x: FlightRecorder(x, ONE),
+}
+TAKES_ARRAY: dict[str, Call] = {
+    "equal_bits": lambda x: equal_bits(x, x),
+    "ulp_distance": lambda x: ulp_distance(x, x),
+    "digest": gc.digest,
+    "a table": lambda x: sparse.add_rows(x, ROWS),
+    "values of rows": lambda x: sparse.row_sparse(np.int32([0, 1]), x, 4),
+}
+NO_ARRAYS: dict[str, Any] = {
+    name: LEAVES[name]
+    for name in ("an array of objects", "an array of strings", "a structured array", "void", "an array of dates")
+} | OWN_CODE
 TAKES_STATE: dict[str, Call] = {
     "update": lambda s: SUM.update(s, {"w": ONE}),
     "merge": lambda s: SUM.merge(SUM.init({"w": ONE}), s),
@@ -394,14 +492,18 @@ TAKES_WINDOW: dict[str, Call] = {
     "value": lambda s: gc.accumulate(SUM, every=2).value(s),
 }
 TABLES: dict[str, tuple[dict[str, Call], dict[str, Any]]] = {
-    "leaf": (TAKES_LEAF, LEAVES),
+    "leaf": (TAKES_LEAF, LEAVES | OWN_CODE),
     "tree": (TAKES_TREE, TREES),
-    "weight": (TAKES_WEIGHT, WEIGHTS),
-    "integer": (TAKES_INTEGER, INTEGERS),
+    "weight": (TAKES_WEIGHT, WEIGHTS | OWN_CODE),
+    "integer": (TAKES_INTEGER, INTEGERS | OWN_CODE),
+    "flag": (TAKES_FLAG, FLAGS),
+    "number": (TAKES_NUMBER, NUMBERS),
+    "path": (TAKES_PATH, PATHS),
+    "array": (TAKES_ARRAY, NO_ARRAYS),
     "dtype": (TAKES_DTYPE, DTYPES),
     "name": (TAKES_NAME, CHOICES),
-    "reduction": (TAKES_REDUCTION, NO_REDUCTIONS),
-    "collective": (TAKES_COLLECTIVE, NO_COLLECTIVES),
+    "reduction": (TAKES_REDUCTION, NO_REDUCTIONS | OWN_CODE),
+    "collective": (TAKES_COLLECTIVE, NO_COLLECTIVES | OWN_CODE),
     "list": (TAKES_LIST, NO_LISTS),
     "state": (TAKES_STATE, _states()),
     "window": (TAKES_WINDOW, _windows()),
@@ -425,6 +527,20 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "names of addn_blocks": lambda: foreign_orders.addn_blocks([ONE, ONE], names=[1, "a"]),
     "no names of addn_blocks": lambda: foreign_orders.addn_blocks([ONE, ONE], names=5),
     "a reused term": lambda: foreign_orders.addn_blocks([ONE, ONE], reused=np.array([True])),
+    "weights of text": lambda: explain([ONE, ONE], ONE, ["1", 1.0]),
+    "infinite weights": lambda: explain([ONE, ONE], ONE, [1.0, float("inf")]),
+    "ranks of floats": lambda: explain([ONE, ONE], ONE, ranks=[1.5]),
+    "ranks of None": lambda: foreign_orders.mean_of_means([ONE], ranks=None),
+    "weights of a number": lambda: foreign_orders.mean_of_means([ONE], ranks=1, weights=3),
+    "twins of a number": lambda: FlightRecorder("never.log", ONE, twins=3),
+    "behind of text": lambda: FlightRecorder("never.log", ONE, behind="1"),
+    "2**31 - 1 replicas": lambda: statefile.resize(SUM, [SUM.init(ONE)], 2**31 - 1),
+    "differentiable": lambda: reductions.differentiable(None),
+    "a reduction without a name": lambda: gc.Reduction(*SUM.functions, name=None),
+    "shortcuts of text": lambda: gc.Reduction(*SUM.functions, shortcuts="text"),
+    "an empty that does not fit": lambda: gc.combine(
+        reductions.elementwise("own", empty=10**400, update=max, merge=max), [ONE]
+    ),
     "axis of a number": lambda: gc.jax_axis(3),
     "axis of nothing": lambda: gc.jax_axis(()),
 }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import UserList
+from collections.abc import Callable, Iterator
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,10 @@ def refusal(call: Callable[[], Any]) -> str:
     try:
         call()
     except gc.GradCombineError as error:
-        return "" if len(str(error)) < 800 else f"{len(str(error))} characters"
+        lines = str(error).splitlines()
+        return (
+            "" if lines == [str(error)] and len(lines[0]) < 800 else f"{len(lines)} lines, {len(str(error))} characters"
+        )
     except Exception as error:
         return type(error).__name__
     return "nothing"
@@ -112,3 +117,54 @@ def test_jax_arrays_that_are_no_weights_are_refused(call: str) -> None:
     }
     happened = {name: refusal(lambda w=w: hostile.TAKES_WEIGHT[call](w)) for name, w in weights.items()}
     assert {name: what for name, what in happened.items() if what} == {}
+
+
+def test_a_length_that_an_object_claims_is_not_believed() -> None:
+    class Claiming(list):
+        def __len__(self) -> int:
+            return -1
+
+        __length_hint__ = __len__
+
+    ours = UserList([hostile.ONE, hostile.ONE])
+    assert gc.add_n(ours).tolist() == [2, 2]
+    assert gc.add_n(Claiming([hostile.ONE])).tolist() == [1, 1]
+
+
+def test_what_a_generator_raises_comes_through() -> None:
+    def batches() -> Iterator[Any]:
+        yield hostile.ONE
+        raise LookupError("the data")
+
+    with pytest.raises(LookupError, match="the data"):
+        gc.add_n(batches())
+
+
+def test_subclasses_of_numbers_are_numbers() -> None:
+    class Count(IntEnum):
+        TWO = 2
+
+    assert gc.mean([hostile.ONE, hostile.ONE * 4], weights=[Count.TWO, 1]).tolist() == [2, 2]
+    assert gc.add_n([Count.TWO, 3]) == 5
+
+
+@pytest.mark.parametrize("dtype", ["int32", "complex64"])
+@pytest.mark.parametrize("make", [reductions.sum, reductions.mean, reductions.product])
+def test_floats_stay_floats(make: Any, dtype: str) -> None:
+    """An accumulator or a result of integers would cut them off, in silence."""
+    for setting in ("dtype", "output_dtype"):
+        result = gc.combine(make(**{setting: dtype}), [np.float32([1.5])])
+        assert result.dtype == np.float32 and result.tolist() == [1.5]
+
+
+def test_merged_replicas_take_pythons_numbers() -> None:
+    """As a state has them that was kept in JSON."""
+    for reduction in (
+        reductions.sum(),
+        reductions.mean("exact"),
+        gc.Reduction(np.zeros_like, lambda s, x, w: s + w * x, np.add, lambda s: s),
+    ):
+        state = reduction.update(reduction.init(np.float32(0)), np.float32(2))
+        leaves, structure = tree.flatten("test", state)
+        plain = tree.unflatten(structure, [np.asarray(x).item() for x in leaves])
+        assert reduction.finalize(gc.merge_replicas(reduction, plain, over=gc.LOCAL)) == 2

@@ -224,8 +224,8 @@ def test_the_order_of_ranks_is_kept(old: int, new: int) -> None:
 REFUSED: dict[str, tuple[Any, str]] = {
     "no states": (lambda a, b: ([], 2, {}), "a list of states, one per replica, received an empty list"),
     "one state": (lambda a, b: (a, 2, {}), "a list of states, one per replica, received AccumulateState"),
-    "0 replicas": (lambda a, b: ([a], 0, {}), "1 replica or more, received 0"),
-    "half a replica": (lambda a, b: ([a], 0.5, {}), "1 replica or more, received 0.5"),
+    "0 replicas": (lambda a, b: ([a], 0, {}), "from 1 to 131072 replicas, received 0"),
+    "half a replica": (lambda a, b: ([a], 0.5, {}), "from 1 to 131072 replicas, received 0.5"),
     "every": (lambda a, b: ([a], 2, {"every": 0}), "a window length of 1 or more, received 0"),
     "kinds": (lambda a, b: ([a, b], 1, {}), "expected an AccumulateState, received MeanState"),
     "steps": (lambda a, b: ([a, a._replace(step=np.int32(1))], 1, {}), "leaf .step: expected 0 on every replica"),

@@ -1,0 +1,389 @@
+"""The public functions, found by introspection, so that none is left out, and what their arguments are drawn from."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import gradcombine as gc
+from gradcombine import digests, reductions, replicated, sparse, statefile
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions.algebra import require_reduction
+from gradcombine.verify import FlightRecorder, record
+from tests.fuzz.values import FUNCTIONS, Drawn, array, huge, junk, mutated
+
+Kind = Callable[[Drawn], Any]
+
+PUBLIC = (
+    *("gradcombine", "gradcombine.reductions", "gradcombine.statefile", "gradcombine.noise", "gradcombine.replicated"),
+    *("gradcombine.sparse", "gradcombine.digests", "gradcombine.foreign_orders", "gradcombine.verify"),
+    *("gradcombine.verify.audit", "gradcombine.verify.plan", "gradcombine.integrations.jax"),
+    *("gradcombine.integrations.jax.zero", "gradcombine.integrations.optax", "gradcombine.integrations.tensorflow"),
+    *("gradcombine.integrations.keras", "gradcombine.integrations.horovod"),
+)
+"""The modules whose names users have."""
+
+
+def public(module: str) -> dict[str, Any]:
+    """The functions and classes of a module that take arguments of users; what they are returned is left out."""
+    found = importlib.import_module(module)
+    names = getattr(found, "__all__", None) or [
+        name for name, x in vars(found).items() if not name.startswith("_") and getattr(x, "__module__", "") == module
+    ]
+    return {f"{module}.{name}": x for name in names if callable(x := getattr(found, name)) and not _is_record(x)}
+
+
+def _is_record(x: Any) -> bool:
+    if not isinstance(x, type):
+        return not inspect.isroutine(x)
+    return hasattr(x, "_fields") or issubclass(x, (enum.Enum, BaseException)) or x.__name__ in _RECORDS
+
+
+_RECORDS = {"Stacked", "TrainStep", "Recorder"}
+"""Made by functions that check their arguments."""
+
+
+class Target(NamedTuple):
+    """A function, and what its arguments are drawn from.
+
+    Attributes:
+      function: called with keyword arguments.
+      kinds: what each argument is drawn from.
+      share: the part of all inputs that it is given.
+      allowed: the errors that it is documented to raise beside `GradCombineError`.
+    """
+
+    function: Callable[..., Any]
+    kinds: Mapping[str, Kind]
+    share: float = 1.0
+    allowed: tuple[type[BaseException], ...] = ()
+
+
+def const(*values: Any) -> Kind:
+    return lambda d: d.r.choice(values)
+
+
+def of(kind: Callable[..., Any], *args: Any) -> Kind:
+    return lambda d: kind(d.r, *args)
+
+
+def _paths(d: Drawn) -> Any:
+    name = d.r.choice(["a.npz", "b.safetensors", "c.txt", "", "not/there.npz"])
+    return d.r.choice([str, Path])(f"{FOLDER}/{name}")
+
+
+FOLDER = tempfile.mkdtemp(prefix="fuzz")
+"""Where functions write; removed at the end by who runs them."""
+
+KINDS: dict[str, Kind] = {
+    "reduction": Drawn.reduction,
+    "mean": lambda d: d.r.choice([None, reductions.mean(), reductions.mean("exact"), reductions.sum()]),
+    "reductions": lambda d: {"w": d.reduction(), "b": reductions.max()},
+    "denominators": const(["tokens"], ("tokens", "rows"), {"tokens"}),
+    "values": Drawn.trees,
+    "value": Drawn.tree,
+    "grads": Drawn.tree,
+    "like": Drawn.tree,
+    "a": Drawn.tree,
+    "b": Drawn.tree,
+    "result": Drawn.tree,
+    "contributions": Drawn.trees,
+    "weights": Drawn.weights,
+    "weight": Drawn.weight,
+    "order": Drawn.order,
+    "every": Drawn.every,
+    "max_every": const(None, 4, 8),
+    "method": const("add_n", "tree", "accumulate_n", 0, 1, 2, 3),
+    "over": const(gc.LOCAL),
+    "names": const("data", ("data", "model"), None),
+    "state": Drawn.any_state,
+    "window": Drawn.window,
+    "states": lambda d: [d.any_state() for _ in range(d.r.choice([1, 2, 4]))],
+    "replicas": const(1, 2, 3, 4),
+    "full": const(False, True),
+    "path": _paths,
+    "directory": _paths,
+    "precision": Drawn.precision,
+    "dtype": Drawn.dtype,
+    "output_dtype": Drawn.dtype,
+    "wire_dtype": Drawn.dtype,
+    "accumulator": Drawn.dtype,
+    "max_terms": const(4096, 10, 2**20),
+    "capacity": const(1, 4, 100),
+    "overflow": const("error", "nan"),
+    "max_norm": const(1.0, 0.5, 10),
+    "name": const("own", "sum"),
+    "reused": const(0, 1),
+    "packed": const(True, False),
+    "fused": const(True, False),
+    "ranks": const(1, 2, 3),
+    "aggregation": const("sum", "mean", "none", "only_first_replica", replicated.Aggregation.SUM),
+    "synchronization": const("auto", "on_write", "on_read", replicated.Synchronization.AUTO),
+    "indices": lambda d: np.int32([d.r.randrange(4) for _ in range(2)]),
+    "rows": lambda d: _rows(d),
+    "table": lambda d: d.leaf((4, 2), "float32"),
+    "unique": const(False, True),
+    "mean_square": const(np.float32(4), 5.0),
+    "square_of_mean": const(np.float32(1), 2.0),
+    "count": const(2, np.int32(4)),
+    "step": const(0, 1, np.int64(7), 10**6),
+    "steps": const(None, range(4), [1, 2]),
+    "reference": lambda d: d.r.choice([None, d.tree()]),
+    "roundings": const(None, 2.0, 10),
+    "ulp": const(0, 4, {"w": 1}, lambda name: 3),
+    "digests": lambda d: np.zeros((2, 2), np.uint32),
+    "replica": const(None, 0, np.int32(1)),
+    "twins": const((), ["w"], ["b", "w"]),
+    "behind": const(0, 1, 3),
+    "operation": const("mean"),
+    "expected": const("4 weights"),
+    "received": of(junk),
+    "function": of(lambda r: r.choice(FUNCTIONS)),
+    "scales_by_weight": const(False, True),
+    "kinds": const(("float",), ("float", "complex")),
+    "empty": const(0, 0.0, (0, 1)),
+}
+
+
+def _rows(d: Drawn) -> Any:
+    indices = np.int32([d.r.randrange(4) for _ in range(2)])
+    return sparse.row_sparse(indices, d.leaf((2, 2), "float32"), 4)
+
+
+# What a result is for: its functions, with arguments that fit it, or do not.
+
+
+def reduction_update(reduction: Any, state: Any, value: Any, weight: Any) -> Any:
+    require_reduction("update", reduction)
+    return reduction.update(state, value, weight)
+
+
+def reduction_merge(reduction: Any, state: Any, other: Any) -> Any:
+    require_reduction("merge", reduction)
+    return reduction.merge(state, other)
+
+
+def reduction_finalize(reduction: Any, state: Any) -> Any:
+    require_reduction("finalize", reduction)
+    return reduction.clear(state), reduction.finalize(state)
+
+
+def accumulator_init(reduction: Any, every: Any, order: Any, like: Any) -> Any:
+    return gc.accumulate(reduction, every, order=order).init(like)
+
+
+def accumulator_update(reduction: Any, every: Any, order: Any, window: Any, grads: Any, weight: Any) -> Any:
+    return gc.accumulate(reduction, every, order=order).update(grads, window, weight)
+
+
+def accumulator_value(reduction: Any, every: Any, order: Any, window: Any) -> Any:
+    acc = gc.accumulate(reduction, every, order=order)
+    return acc.ready(window), acc.value(window), acc.restart(window)
+
+
+def combine_rows(capacity: Any, overflow: Any, values: Any, weights: Any, dtype: Any) -> Any:
+    return gc.combine(reductions.row_mean(capacity, overflow=overflow, dtype=dtype), values, weights)
+
+
+def combine_ratios(values: Any, denominators: Any) -> Any:
+    return gc.combine(reductions.ratios(denominators), values)
+
+
+def variable_assign(aggregation: Any, synchronization: Any, over: Any, value: Any, other: Any, how: str) -> Any:
+    variable = replicated.variable(aggregation, synchronization, over=over)
+    state = variable.init(value)
+    for functions in (variable, variable.cross):
+        state = getattr(functions, how)(state, other)
+        functions.read(state)
+    return state
+
+
+def saved_and_loaded(path: Any, reduction: Any, state: Any, like: Any) -> Any:
+    statefile.save(path, reduction, state)
+    statefile.inspect(path)
+    return statefile.load(path, reduction, like)
+
+
+def saved_replicas(path: Any, reduction: Any, states: Any, like: Any) -> Any:
+    statefile.save_replicas(path, reduction, states)
+    return statefile.load_replicas(path, reduction, like)
+
+
+def recorded(step: Any, gradients: Any, params: Any) -> None:
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder, record(folder) as recorder:
+        recorder(step, gradients=gradients, params=params)
+
+
+def flight_recorded(like: Any, twins: Any, behind: Any, step: Any, digests: Any, replica: Any) -> None:
+    with (
+        tempfile.TemporaryDirectory(dir=FOLDER) as folder,
+        FlightRecorder(f"{folder}/a.log", like, twins=twins, behind=behind) as recorder,
+    ):
+        recorder(step, digests, replica)
+
+
+def flown(value: Any, step: Any) -> None:
+    flight_recorded(value, (), 0, step, digests.digest(value), None)
+
+
+def stacked_assign(replicas: Any, aggregation: Any, value: Any, other: Any) -> Any:
+    variable = replicated.variable(aggregation, over=replicated.stacked(replicas))
+    return variable.read(variable.assign(variable.init(value), other))
+
+
+def described_error(operation: Any, expected: Any, received: Any, path: Any) -> str:
+    return str(GradCombineError(operation, expected, received, path))
+
+
+METHODS: dict[str, Target] = {
+    f.__name__: Target(f, kinds)  # pyright: ignore[reportAttributeAccessIssue]
+    for f, kinds in [
+        (reduction_update, {}),
+        (reduction_merge, {"other": Drawn.any_state}),
+        (reduction_finalize, {}),
+        (accumulator_init, {}),
+        (accumulator_update, {}),
+        (accumulator_value, {}),
+        (combine_rows, {"values": lambda d: [_rows(d) for _ in range(d.r.randrange(1, 4))]}),
+        (
+            combine_ratios,
+            {"values": lambda d: [{"tokens": reductions.Ratio(d.leaf((2,), "float32"), d.weight())}]},
+        ),
+        (variable_assign, {"other": Drawn.tree, "how": lambda d: d.r.choice(["assign", "assign_add", "assign_sub"])}),
+        (saved_and_loaded, {}),
+        (saved_replicas, {}),
+        (recorded, {"gradients": Drawn.tree, "params": Drawn.tree}),
+        (flight_recorded, {}),
+        (flown, {}),
+        (stacked_assign, {"other": lambda d: d.leaf((d.r.choice([2, 3]), 2), "float32")}),
+        (described_error, {}),
+    ]
+}
+FIXED = {"how"}
+"""Arguments of the functions above that are no user's."""
+
+SPECIAL: dict[str, dict[str, Kind]] = {
+    "gradcombine.all_reduce": {"value": Drawn.tree},
+    "gradcombine.merge_replicas": {"state": Drawn.any_state},
+    "gradcombine.Reduction": dict.fromkeys(("init", "update", "merge", "finalize"), KINDS["function"])
+    | {"shortcuts": const(None)},
+    "gradcombine.reductions.elementwise": {
+        "update": const(lambda backend, acc, x, weight: acc + x),
+        "merge": const(lambda backend, a, b: a + b),
+        "finalize": const(None, lambda backend, acc, totals: acc),
+    },
+    "gradcombine.foreign_orders.addn_blocks": {"names": lambda d: d.r.choice([None, ["a", "b"], ["x"] * 3])},
+    "gradcombine.sparse.row_sparse": {"values": lambda d: d.leaf((2, 2), "float32"), "rows": const(4, 10**6)},
+    "gradcombine.sparse.densify": {"values": lambda d: {"w": _rows(d)}},
+    "gradcombine.statefile.resize": {"every": const(None, 4), "state": Drawn.any_state},
+    "gradcombine.verify.equal_bits": {"a": of(array), "b": of(array)},
+    "gradcombine.verify.ulp_distance": {"a": of(array), "b": of(array)},
+    "gradcombine.verify.explain": {"ranks": const(None, [1, 2]), "progress": const(lambda number, name: None)},
+    "gradcombine.verify.first_divergence": {
+        "a": _paths,
+        "b": _paths,
+        "allowed": const({}, {"params": None}),
+        "rules": const(None),
+    },
+    "gradcombine.verify.check_reduction": {
+        "commutative": const(True, False),
+        "weighted": const(True, False),
+        "ulps": const(0, 4),
+        "elements": const((0.0, 1.0), (1.0,)),
+        "weights": const((1, 2), (1, 0)),
+        "asarray": const(np.asarray),
+        "examples": const(1),
+    },
+}
+SHARES = {
+    "gradcombine.verify.explain": 0.02,
+    "gradcombine.verify.check_reduction": 0.002,
+    "saved_and_loaded": 0.1,
+    "saved_replicas": 0.1,
+    "recorded": 0.2,
+    "flight_recorded": 0.2,
+    "flown": 0.2,
+    "gradcombine.tf_replicas": 0.01,
+}
+
+
+def target_of(name: str, function: Callable[..., Any]) -> Target:
+    """The target of a public function.
+
+    Raises:
+      KeyError: for a parameter that nothing is known of: it needs a strategy in `KINDS` or `SPECIAL`.
+    """
+    special = SPECIAL.get(name, {})
+    kinds: dict[str, Kind] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if parameter.name not in special and parameter.name not in KINDS:
+            raise KeyError(f"{name} has a parameter {parameter.name} without a strategy")
+        kinds[parameter.name] = special.get(parameter.name) or KINDS[parameter.name]
+    return Target(function, kinds, SHARES.get(name, 1.0), _allowed(name))
+
+
+def _allowed(name: str) -> tuple[type[BaseException], ...]:
+    if "assert_" in name:
+        return (AssertionError,)
+    return (OSError,) if name.startswith(("gradcombine.statefile.", "saved_")) else ()
+
+
+ELSEWHERE = (
+    "gradcombine.integrations",
+    "gradcombine.verify.audit",
+    "gradcombine.verify.plan",
+    "gradcombine.verify.check_step",
+)
+
+
+def targets() -> dict[str, Target]:
+    """What needs no framework, by name."""
+    found: dict[str, Target] = {}
+    for module in PUBLIC:
+        if not module.startswith(ELSEWHERE):
+            for name, function in public(module).items():
+                if name not in DOORS:
+                    found[name] = target_of(name, function)
+    for name, target in METHODS.items():
+        parameters = inspect.signature(target.function).parameters
+        kinds = {p: target.kinds.get(p) or KINDS[p] for p in parameters}
+        found[name] = Target(target.function, kinds, SHARES.get(name, 1.0), _allowed(name))
+    return found
+
+
+DOORS = {
+    f"gradcombine.verify.{name}"
+    for name in ("audit", "plan", "check_step", "check_microbatches", "record", "FlightRecorder", "BrokenLaw")
+} | {"gradcombine.jax_axis", "gradcombine.tf_replicas"}
+"""What has targets of its own."""
+
+
+def call(target: Target, drawn: Drawn) -> tuple[dict[str, Any], Callable[[], Any]]:
+    """The arguments of one input, and the call with them."""
+    r = drawn.r
+    required = {
+        name
+        for name, p in inspect.signature(target.function).parameters.items()
+        if p.default is inspect.Parameter.empty
+    }
+    arguments = {name: kind(drawn) for name, kind in target.kinds.items() if name in required or r.random() < 0.5}
+    free = [name for name in arguments if name not in FIXED]
+    for name in r.sample(free, min(len(free), r.choice([0, 1, 1, 1, 1, 1, 1, 2, 2, 3]))):
+        arguments[name] = huge(r) if name == "like" and r.random() < 0.05 else mutated(r, arguments[name])
+
+    def run() -> Any:
+        result = target.function(**arguments)
+        if isinstance(result, gc.Reduction):
+            return gc.combine(result, drawn.trees())
+        return result
+
+    return arguments, run

@@ -1,0 +1,88 @@
+"""Runs one input: in a bounded time, in bounded memory, and with an error of the right class, or none."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
+from gradcombine.errors import GradCombineError
+from tests.fuzz.values import OwnError, bits
+
+SECONDS = 5.0
+"""For one input; most take less than a thousandth of it."""
+
+MARGIN = 1 << 30
+"""Bytes of address space that an input may have beyond what the process has when the first one runs."""
+
+MOST_CHARACTERS = 800
+"""Of an error's message."""
+
+
+class LateError(BaseException):
+    """An input took too long."""
+
+
+@contextmanager
+def bounded() -> Generator[None, None, None]:
+    """Bounds the memory of this process, and makes late inputs raise."""
+
+    def late(*_: Any) -> None:
+        raise LateError
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN, before[1]))
+    handler = signal.signal(signal.SIGALRM, late)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        signal.signal(signal.SIGALRM, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def happened(arguments: Any, run: Callable[[], Any], allowed: tuple[type[BaseException], ...] = ()) -> tuple[str, str]:
+    """What came of one input: "accepted", "refused", or what must not be; and its class, for the report."""
+    before = bits(arguments)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        run()
+        outcome = "accepted", ""
+    except GradCombineError as error:
+        outcome = "refused", ""
+        if len(str(error)) > MOST_CHARACTERS or "\n" in str(error):
+            outcome = "defect", f"a message of {len(str(error))} characters, {str(error).count(chr(10))} line ends"
+    except (*allowed, OwnError):
+        outcome = "refused", ""
+    except MemoryError as error:
+        # Arrays of a size that was asked for.
+        outcome = ("refused", "") if "Unable to allocate" in str(error) and not allowed else ("defect", where(error))
+    except LateError:
+        outcome = "defect", f"no end after {SECONDS} s"
+    except BaseException as error:
+        outcome = ("refused", "") if of_a_function_of_the_user(error) else ("defect", where(error))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    if bits(arguments) != before:
+        return "defect", "an argument has changed"
+    return outcome
+
+
+def where(error: BaseException) -> str:
+    """The class of an error, and the last line of the library that it passed."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/gradcombine/" in f.filename]
+    place = f"{frames[-1].filename.partition('/gradcombine/')[2]}:{frames[-1].lineno}" if frames else "outside"
+    return f"{type(error).__name__} at {place}"
+
+
+def of_a_function_of_the_user(error: BaseException) -> bool:
+    """Whether the library had called a function that it was given: what that raises comes through as it is."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if "/gradcombine/" in f.filename]
+    return bool(frames) and ".own_" in (frames[-1].line or "")
