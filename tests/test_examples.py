@@ -1,9 +1,12 @@
-"""Every example runs as a script of its own and prints what it shows."""
+"""Every example runs in a process of its own, prints what it shows, and compiles steps in which nothing is found."""
 
 from __future__ import annotations
 
-import importlib.util
+import json
+import multiprocessing
+import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -51,57 +54,82 @@ def needing(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[pytest.mark.needs("torch")] if "torch" in name else []) for name in names]
 
 
-@pytest.mark.full
-@pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
-@pytest.mark.parametrize("name", needing(path.name for path in sorted((ROOT / "examples").glob("*.py"))))
-def test_an_example_runs(name: str) -> None:
-    script = [sys.executable, str(ROOT / "examples" / name), *ARGUMENTS.get(name, [])]
-    done = subprocess.run(script, capture_output=True, text=True, check=False, timeout=120, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    assert re.search(SHOWS[name], done.stdout), done.stdout
-
-
-AUDITED: dict[str, Callable[[Any], object]] = {
-    "jax_multi_process.py": lambda example: example.train(1, 0),
-    "keras_fit.py": lambda example: example.main(),
-    "optax_chain.py": lambda example: example.main(),
-    "port_tf_to_jax.py": lambda example: example.main(),
-    "port_torch_to_flax.py": lambda example: example.main(),
-    "resume_across_frameworks.py": lambda example: example.main(),
-    "scan_text.py": lambda example: example.main(),
-    "several_denominators.py": lambda example: example.main(),
-    "tf_function_step.py": lambda example: example.main(epochs=1),
-    "tf_strategies.py": lambda example: example.replicated(example.made("mirrored_2")),
-    "ways_over_jax.py": lambda example: example.main(),
-}
+AUDITED = (
+    "jax_multi_process.py",
+    "keras_fit.py",
+    "optax_chain.py",
+    "port_tf_to_jax.py",
+    "port_torch_to_flax.py",
+    "resume_across_frameworks.py",
+    "scan_text.py",
+    "several_denominators.py",
+    "tf_function_step.py",
+    "tf_strategies.py",
+    "ways_over_jax.py",
+)
 """Those that compile a step."""
 
+BESIDES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "jax_multi_process.py": lambda example: example["train"](1, 0),
+    "tf_strategies.py": lambda example: example["replicated"](example["made"]("mirrored_2")),
+}
+"""What is to be audited and the script does elsewhere or not at all, of what it defines."""
 
-@pytest.mark.full
-@pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
-@pytest.mark.parametrize("name", needing(AUDITED))
-def test_what_an_example_compiles_is_clean(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+IMPORTED = ("jax", "optax", "flax.linen", "tensorflow", "keras", "sklearn.datasets", "gradcombine.verify.audit")
+"""Takes longer than most examples: imported once, in a process that runs nothing, and from which theirs are forked."""
+
+
+def run_and_audit(name: str, printed: Path, judged: Path) -> None:
+    """Runs the script as Python does, printing to a file; writes what an audit says of the steps that it compiled."""
     import jax
     import tensorflow as tf
 
     from gradcombine.verify.audit import audit
     from tests.recorded_steps import recording, shapes
 
-    spec: Any = importlib.util.spec_from_file_location(f"example_{name[:-3]}", ROOT / "examples" / name)
-    example = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, example)
-    spec.loader.exec_module(example)
-    monkeypatch.setattr(example, "EPOCHS", 1, raising=False)
-    # The tests' own settings of JAX are stricter than a script's.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        with recording(jax, "jit", shapes) as jitted, recording(tf, "function", lambda args: args) as traced:
-            AUDITED[name](example)
-        reports = [audit(x.function, *x.args) for x in (*jitted, *traced) if x.args is not None]
-    assert reports
-    assert [finding for report in reports for finding in report.findings] == []
-    if name.startswith("tf_"):
+    with printed.open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    script = ROOT / "examples" / name
+    sys.argv = [str(script), *ARGUMENTS.get(name, [])]
+    sys.path.insert(0, str(script.parent))
+    with recording(jax, "jit", shapes) as jitted, recording(tf, "function", lambda args: args) as traced:
+        example = runpy.run_path(str(script), run_name="__main__")
+        sys.stdout.flush()
+        if name in BESIDES:
+            BESIDES[name](example)
+    called = [x for x in (*jitted, *traced) if x.args is not None] if name in AUDITED else []
+    reports = [audit(x.function, *x.args) for x in called]
+    findings = [str(finding) for report in reports for finding in report.findings]
+    exchanges = sum(len(report.exchanges) for report in reports)
+    judged.write_text(json.dumps({"reports": len(reports), "findings": findings, "exchanges": exchanges}))
+
+
+@pytest.fixture(scope="session")
+def forking() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    return context
+
+
+@pytest.mark.full
+@pytest.mark.needs("jax", "tensorflow", "optax", "keras", "flax", "sklearn")
+@pytest.mark.parametrize("name", needing(path.name for path in sorted((ROOT / "examples").glob("*.py"))))
+def test_an_example_runs_and_what_it_compiles_is_clean(name: str, forking: Any, tmp_path: Path) -> None:
+    printed, judged = tmp_path / "printed", tmp_path / "judged"
+    process = forking.Process(target=run_and_audit, args=(name, printed, judged))
+    process.start()
+    process.join(300)
+    process.kill()
+    output = printed.read_text()
+    assert process.exitcode == 0, output
+    assert re.search(SHOWS[name], output), output
+    report = json.loads(judged.read_text())
+    assert report["findings"] == []
+    assert bool(report["reports"]) == (name in AUDITED)
+    if name in AUDITED and name.startswith("tf_"):
         # Once a window, and nothing beside it: the kernel and the bias of two layers, and what the metrics need.
-        assert sum(len(report.exchanges) for report in reports) >= 4
+        assert report["exchanges"] >= 4
 
 
 @pytest.mark.slow
