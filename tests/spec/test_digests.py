@@ -11,6 +11,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import GradCombineError, sparse
 from tests.spec.modes import Env, Mode
+from tests.spec.selection import unrolled
 
 DTYPES = {
     np.dtype(name): np.dtype(f"<u{size}")
@@ -67,6 +68,7 @@ def of_replica(env: Env, data: Any) -> Any:
     return gc.digest(data), gc.digest(first) + gc.digest(second)
 
 
+@unrolled
 def test_digests_are_those_of_the_definition_and_parts_add_up(mode: Mode) -> None:
     """On every replica of its own data: the whole is the sum of its halves."""
     replicas = [leaves_for(mode.framework, seed) for seed in range(2 if 2 in mode.replicas else 1)]

@@ -12,6 +12,7 @@ import pytest
 import gradcombine as gc
 from tests.spec import exact, modes
 from tests.spec.programs import rows
+from tests.spec.selection import unrolled
 
 NARROW = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128", "int8", "int32")
@@ -46,6 +47,7 @@ def runs(mode: modes.Mode, dtype: str) -> bool:
     return (mode.framework, dtype) not in modes.CANNOT and (mode.name, dtype) not in modes.CANNOT
 
 
+@unrolled
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_each_dtype(mode: modes.Mode, dtype: str) -> None:
     """Small whole numbers, so that every sum is exact: value and dtype of the result."""
@@ -83,6 +85,7 @@ def _real(dtype: str) -> str:
     return {"complex64": "float32", "complex128": "float64"}.get(dtype, dtype)
 
 
+@unrolled
 @pytest.mark.parametrize("dtype", NARROW)
 def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> None:
     """A large value and three ones: a narrow accumulator would lose each one; here the sum is rounded once."""
@@ -94,6 +97,7 @@ def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> No
     assert Fraction(float(result["mean"][0])) == exact.round_to(total / 4, dtype)
 
 
+@unrolled
 def test_output_dtype(mode: modes.Mode) -> None:
     values = np.array([[256], [1], [1], [1]]).astype(NARROW["bfloat16"])
     (result,) = mode.run(INTO_FLOAT32, [{"values": values, "weights": np.ones(4, np.float32)}])
@@ -101,6 +105,7 @@ def test_output_dtype(mode: modes.Mode) -> None:
     assert result["sum"][0] == 259
 
 
+@unrolled
 def test_accumulator_dtype(mode: modes.Mode) -> None:
     """Asked for, a narrow accumulator rounds at each step: 256 + 1 + 1 stays 256, and 256 + 2 does not."""
     values = np.float32([[256, 256], [1, 2], [1, 2]])
@@ -109,6 +114,7 @@ def test_accumulator_dtype(mode: modes.Mode) -> None:
     np.testing.assert_array_equal(result["sum"], np.float32([256, 260]))
 
 
+@unrolled
 def test_wire_dtype(replicated: modes.Mode) -> None:
     """Each replica's partial sum is rounded to the wire's dtype once, and what arrives is added up."""
     values = np.float32([[257, 258], [1, 1]])

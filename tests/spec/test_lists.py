@@ -10,7 +10,7 @@ import pytest
 import gradcombine as gc
 from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
-from tests.spec.selection import FULL
+from tests.spec.selection import FULL, unrolled
 
 SIZE = 40_000
 """More than one block of NumPy's, and enough to be compiled by TensorFlow."""
@@ -61,6 +61,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+@unrolled
 def test_one_pass_has_the_bits_of_many(mode: modes.Mode, program: Lists) -> None:
     (result,) = mode.run(program, [{"x": VALUES}])
     total, weight = expected(program.weights or (1,) * COUNT, program.order)

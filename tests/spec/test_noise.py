@@ -15,7 +15,7 @@ from gradcombine import reductions
 from gradcombine.noise import noise_scale, squared_norm
 from tests.spec import exact, modes
 from tests.spec.programs import rows
-from tests.spec.selection import traced_quickly
+from tests.spec.selection import traced_quickly, unrolled
 
 STEP = reductions.per_leaf(
     {
@@ -64,6 +64,7 @@ def check(result: Any) -> None:
     assert Fraction(float(result["noise"].scale)) == exact.round_to(Fraction(19, 2) / Fraction(87, 8))
 
 
+@unrolled
 def test_unequal_microbatches(mode: modes.Mode) -> None:
     (result,) = mode.run(in_one_pass, [data_of(VECTORS, EXAMPLES)])
     check(result)
@@ -71,12 +72,14 @@ def test_unequal_microbatches(mode: modes.Mode) -> None:
 
 @traced_quickly(("jax_shard_map",))
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.full)])
+@unrolled
 def test_unequal_microbatches_over_replicas(replicated: modes.Mode, replicas: int) -> None:
     blocks = zip(np.split(np.float32(VECTORS), replicas), np.split(np.float32(EXAMPLES), replicas), strict=True)
     for result in replicated.run(in_one_pass, [data_of(*block) for block in blocks]):
         check(result)
 
 
+@unrolled
 @pytest.mark.parametrize(
     ("vectors", "examples"),
     [([[6, 3]], [2]), pytest.param([[6, 3], [1, 1]], [2, 0], marks=pytest.mark.full), ([[6, 3]], [0])],
@@ -86,6 +89,7 @@ def test_fewer_than_two_contributions_tell_nothing(mode: modes.Mode, vectors: An
     assert np.isnan(result["noise"]).all()
 
 
+@unrolled
 def test_the_estimates_are_unbiased(mode: modes.Mode) -> None:
     """Over all equally likely draws of four examples into microbatches of 1, 1 and 2, to the bit.
 
@@ -105,6 +109,7 @@ def norm(env: modes.Env, data: Any) -> Any:
     return squared_norm(data)
 
 
+@unrolled
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16, np.float32, np.complex64])
 def test_squared_norm(mode: modes.Mode, dtype: Any) -> None:
     """Squared in float32 at least: 300**2 is beyond float16."""

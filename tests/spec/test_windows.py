@@ -10,7 +10,7 @@ import pytest
 import gradcombine as gc
 from tests.spec import modes
 from tests.spec.programs import rows
-from tests.spec.selection import FULL
+from tests.spec.selection import FULL, unrolled
 
 ORDERS = ("sequential", "tree")
 
@@ -52,6 +52,7 @@ def summary(seen: Any) -> list[tuple[bool, float, int]]:
     return [(bool(s["ready"]), float(s["value"]["g"][0]), int(s["index"])) for s in seen]
 
 
+@unrolled
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_full_window_stays_readable_and_the_next_update_starts_anew(mode: modes.Mode, order: str) -> None:
     (seen,) = mode.run(FIXED[order], [data([1, 3, 8, 10, 20])])
@@ -59,12 +60,14 @@ def test_a_full_window_stays_readable_and_the_next_update_starts_anew(mode: mode
 
 
 @pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
+@unrolled
 def test_every_as_a_function_of_the_window_index(mode: modes.Mode, order: str) -> None:
     (seen,) = mode.run(GROWING[order], [data([1, 2, 4, 5, 6, 7])])
     expected = [(True, 1, 0), (False, 2, 1), (True, 3, 1), (False, 5, 2), (False, 5.5, 2), (True, 6, 2)]
     assert summary(seen) == expected
 
 
+@unrolled
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_nan_in_one_window_does_not_reach_the_next(mode: modes.Mode, order: str) -> None:
     (seen,) = mode.run(FIXED[order], [data([1, np.nan, np.inf, 10, 20])])
@@ -73,6 +76,7 @@ def test_a_nan_in_one_window_does_not_reach_the_next(mode: modes.Mode, order: st
 
 
 @pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
+@unrolled
 def test_a_partial_window_is_divided_by_its_true_weight_and_then_dropped(mode: modes.Mode, order: str) -> None:
     (seen,) = mode.run(FLUSHED[order], [data([2, 6, 100, 7], [1, 3, 0, 2])])
     assert summary(seen) == [(False, 2, 0), (False, 5, 0), (False, 5, 0), (False, 0, 1), (False, 7, 1)]

@@ -16,7 +16,7 @@ from gradcombine.reductions.cell import parts
 from gradcombine.tree import is_static
 from gradcombine.types import no_autograph
 from tests.spec import exact, modes
-from tests.spec.selection import FULL, traced_quickly
+from tests.spec.selection import FULL, traced_quickly, unrolled
 
 FEW = reductions.mean("exact")
 MANY = reductions.mean("exact", max_terms=2**26)
@@ -72,6 +72,7 @@ def merged(env: modes.Env, states: Any) -> Any:
 COUNTS = [2, 4, pytest.param(8, marks=FULL)]
 
 
+@unrolled
 @traced_quickly(("jax_shard_map", "4"))
 @pytest.mark.parametrize("replicas", COUNTS)
 def test_the_words_are_those_of_merging_one_after_another(replicated: modes.Mode, replicas: int) -> None:
@@ -96,6 +97,7 @@ def reduced(env: modes.Env, data: Any) -> Any:
     return gc.all_reduce(FEW, {"w": data["x"], "none": None}, env.collective, data["weight"])
 
 
+@unrolled
 @traced_quickly(("jax_shard_map", "4"), ("tf_mirrored",))
 @pytest.mark.parametrize("replicas", COUNTS)
 def test_all_reduce_gives_the_mean_of_the_list(replicated: modes.Mode, replicas: int) -> None:
