@@ -95,9 +95,9 @@ def table() -> str:
         lines.append(f"| **{title}** | | | | | |")
         for row in group:
             aim = row["aim"]
-            reached = "" if aim is None else "reached" if row["low"] <= aim else "missed"
+            told = "" if aim is None else "reached" if row["ratio"] <= aim else "missed" if row["low"] > aim else "open"
             ratio = f"{figure(row['ratio'])} ({figure(row['low'])}-{figure(row['high'])})"
-            cells = row["own"], row["peer"], ratio, figure(row["clock"]), "" if aim is None else figure(aim), reached
+            cells = row["own"], row["peer"], ratio, figure(row["clock"]), "" if aim is None else figure(aim), told
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

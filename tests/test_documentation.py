@@ -44,3 +44,15 @@ def test_a_listing_prints_what_it_says(
         runpy.run_path(str(script))
     assert capsys.readouterr().out.splitlines() == said
     assert said or "assert " in listing
+
+
+@pytest.mark.parametrize("name", ["algebra", "performance"])
+def test_pictures_are_those_that_their_scripts_draw(name: str) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / f"draw_{name}.py"))
+    for theme in script["THEMES"]:
+        assert (ROOT / f"docs/static/{name}-{theme}.svg").read_text() == script["picture"](theme)
+
+
+def test_the_table_of_ratios_is_that_of_what_is_stored() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "draw_performance.py"))
+    assert script["PAGE"].read_text() == script["page"]()
