@@ -60,17 +60,12 @@ def update(tx: Any, weighted: bool) -> Any:
     return jax.tree.map(lambda a, b: b - a, start, PARAMS)  # SGD of rate 1: minus the update is the gradient
 
 
-# optax.MultiSteps: begin
 def multi_steps() -> tuple[Any, Any]:
     theirs = update(optax.MultiSteps(optax.sgd(1.0), every_k_schedule=K), weighted=False)
     ours = update(accumulate(optax.sgd(1.0), every=K), weighted=True)
     return theirs, ours
 
 
-# optax.MultiSteps: end
-
-
-# the same numbers: begin
 def same_as_multi_steps() -> tuple[Any, Any]:
     """Where the old numbers are wanted first: the same class name, states and bits."""
     theirs = update(optax.MultiSteps(optax.sgd(1.0), every_k_schedule=K), weighted=False)
@@ -78,10 +73,6 @@ def same_as_multi_steps() -> tuple[Any, Any]:
     return theirs, ours
 
 
-# the same numbers: end
-
-
-# optax.microbatch: begin
 def microbatch() -> tuple[Any, Any]:
     mean = optax.microbatching.AccumulationType.MEAN
     theirs = optax.microbatching.microbatch(jax.grad(mean_loss), 1, microbatch_size=2, accumulator=mean)(PARAMS, BATCH)
@@ -89,10 +80,6 @@ def microbatch() -> tuple[Any, Any]:
     return theirs, ours
 
 
-# optax.microbatch: end
-
-
-# a scan by hand: begin
 def scan() -> tuple[Any, Any]:
     def body(sums: Any, batch: Any) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, sums, jax.grad(mean_loss)(PARAMS, batch)), None
@@ -103,10 +90,6 @@ def scan() -> tuple[Any, Any]:
     return theirs, ours
 
 
-# a scan by hand: end
-
-
-# num_items_in_batch: begin
 def num_items_in_batch() -> tuple[Any, Any]:
     """Hugging Face's Trainer counts the tokens of the whole window first, and divides each sum by them: right, too."""
     tokens = sum(jnp.sum(batch["real"]) for batch in microbatches())
@@ -116,10 +99,6 @@ def num_items_in_batch() -> tuple[Any, Any]:
     return theirs, ours
 
 
-# num_items_in_batch: end
-
-
-# MaxText: begin
 def maxtext() -> tuple[Any, Any]:
     """With gradient_accumulation_steps=4 it adds gradients of sums and counts in a scan, and divides once: right."""
 
@@ -135,8 +114,6 @@ def maxtext() -> tuple[Any, Any]:
     ours = jax.tree.map(lambda a, b: a - b, PARAMS, params)
     return theirs, ours
 
-
-# MaxText: end
 
 WAYS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "optax.MultiSteps": multi_steps,

@@ -39,7 +39,6 @@ def moved(w: tf.Variable) -> np.ndarray:
     return parameters().numpy() - w.numpy()
 
 
-# Keras: begin
 def keras_accumulation() -> tuple[np.ndarray, np.ndarray]:
     w = parameters()
     optimizer = keras.optimizers.SGD(1.0, gradient_accumulation_steps=K)
@@ -54,10 +53,6 @@ def keras_accumulation() -> tuple[np.ndarray, np.ndarray]:
     return theirs, moved(w)
 
 
-# Keras: end
-
-
-# GradientAccumulator: begin
 def gradient_accumulator() -> tuple[np.ndarray, np.ndarray]:
     """It adds each gradient over the number of steps to variables, in the train_step of Keras 2: here, as it does."""
     w = parameters()
@@ -74,10 +69,6 @@ def gradient_accumulator() -> tuple[np.ndarray, np.ndarray]:
     return theirs, moved(w)
 
 
-# GradientAccumulator: end
-
-
-# Horovod: begin
 def horovod() -> tuple[np.ndarray, np.ndarray]:
     """backward_passes_per_step=4 with average_aggregated_gradients: the same class first, then weights."""
     w = parameters()
@@ -92,8 +83,6 @@ def horovod() -> tuple[np.ndarray, np.ndarray]:
         state = acc.update(gradient(w, x, y), state, weight=len(x))
     return theirs, acc.value(state).numpy()
 
-
-# Horovod: end
 
 WAYS: dict[str, Callable[[], tuple[np.ndarray, np.ndarray]]] = {
     "Keras gradient_accumulation_steps": keras_accumulation,
