@@ -80,9 +80,9 @@ _TITLES = {
 
 _NOTES = {
     "combine": "=: the bits of NumPy's list in the same order, for every number of replicas.\n"
-    "A number: where the framework's own all-reduce chooses the order, the largest distance from the exact mean,\n"
+    "A number: where the framework's own all-reduce chooses the order, the largest distance from the exact mean, "
     "over what rounding may do; up to 1 it holds. An empty cell: there is no such place in this mode.\n"
-    "both: over time, and then over replicas. tree: the canonical order; without it, from left to right.",
+    "First from left to right, then in the canonical tree's order. both: over time, and then over replicas.",
     "full batch": "found: the largest distance from the whole batch's gradient, computed in one pass.\n"
     "relative: to the leaf's largest element. of bound: over what rounding may do in both computations.\n"
     "The mean of means is a contrast: it has to differ by more than rounding.",
@@ -170,11 +170,13 @@ def blocks(values: Sequence[float], low: float, high: float) -> str:
 def _done(report: Report) -> str:
     """What ran, when, of which versions, and what follows from it if all promises are kept."""
     settings = report.settings
-    versions = ", ".join(f"{name} {version}" for name, version in settings["versions"].items())
+    python = {name: version for name, version in settings.get("machine", {}).items() if name == "python"}
+    known = settings["versions"] | settings.get("libraries", {}) | python
+    versions = ", ".join(f"{name} {version}" for name, version in known.items())
     return (
-        "The gradients of one classifier on real images, in microbatches of different sizes, were combined by NumPy,\n"
-        "JAX and TensorFlow in lists, over time, over replicas and both, eager and compiled, and compared bit by bit\n"
-        "with one reference; then both frameworks trained with them. If all promises are kept, then on this machine\n"
+        "The gradients of one classifier on real images, in microbatches of different sizes, were combined by NumPy, "
+        "JAX and TensorFlow in lists, over time, over replicas and both, eager and compiled, and compared bit by bit "
+        "with one reference; then both frameworks trained with them. If all promises are kept, then on this machine "
         "the place, the mode and the framework do not change the answer.\n"
         + "\n".join(text for text in (settings.get("date"), settings.get("command"), versions) if text)
     )
@@ -198,19 +200,19 @@ def _cells(row: Finding, labels: Sequence[str]) -> Cells:
 
 
 def _grid(report: Report) -> Section:
-    """A line for each mode, a column for each place and order; a cell tells of all numbers of replicas."""
-    cells: dict[tuple[str, str], list[Finding]] = {}
+    """A line for each mode, a column for each place; a cell tells of both orders, and of all numbers of replicas."""
+    cells: dict[tuple[str, str, str], list[Finding]] = {}
     for row in report.findings:
         if row.section == "combine":
             labels = row.labels
             place = "both" if labels["place"] == places.TIME_AND_REPLICAS else labels["place"]
-            column = f"{place} tree" if labels["order"] == "tree" else place
-            cells.setdefault((f"{labels['framework']} {labels['mode']}", column), []).append(row)
-    modes, columns = (list(dict.fromkeys(key[side] for key in cells)) for side in (0, 1))
+            cells.setdefault((f"{labels['framework']} {labels['mode']}", place, labels["order"]), []).append(row)
+    modes, columns, orders = (list(dict.fromkeys(key[side] for key in cells)) for side in range(3))
     rows: list[Cells] = []
     for mode in modes:
-        found = [cells.get((mode, column), []) for column in columns]
-        rows.append(Cells((mode, *map(_mark, found)), all(row.holds for inner in found for row in inner)))
+        found = [[cells.get((mode, column, order), []) for order in orders] for column in columns]
+        marks = ("\N{NO-BREAK SPACE}".join(filter(None, map(_mark, each))) for each in found)
+        rows.append(Cells((mode, *marks), all(row.holds for each in found for inner in each for row in inner)))
     return Section(_TITLES["combine"], _NOTES["combine"], columns=("", *columns), rows=rows, whole=True)
 
 

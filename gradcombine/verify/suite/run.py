@@ -66,7 +66,9 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
         "replicas": counts,
         "inject_fault": inject_fault,
         "training": {"windows": WINDOWS, "microbatches": EVERY, "learning rate": LEARNING_RATE},
-        "libraries": {name: importlib.metadata.version(name) for name in ("jaxlib", "ml_dtypes", "scikit-learn")},
+        "libraries": {
+            name: importlib.metadata.version(name) for name in ("jaxlib", "optax", "ml_dtypes", "scikit-learn")
+        },
         "machine": {"python": platform.python_version(), "system": platform.platform(), "processors": os.cpu_count()},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }

@@ -76,6 +76,8 @@ def test_the_grid_has_the_worst_of_the_numbers_of_replicas_in_a_cell() -> None:
     assert grid(bound) == {"numpy pmap": (("0.5",), True), "jax pmap": (("0.75",), True)}
     other = dataclasses.replace(bound, labels=bound.labels | {"place": "time"})
     assert grid(other) == {"numpy pmap": (("0.5", ""), True), "jax pmap": (("=", "0.75"), True)}
+    other = dataclasses.replace(bound, labels=bound.labels | {"order": "sequential"})
+    assert grid(other) == {"numpy pmap": (("0.5",), True), "jax pmap": (("=\N{NO-BREAK SPACE}0.75",), True)}
     assert grid(BROKEN[1])["jax pmap"] == (("no",), False)
 
 
