@@ -241,11 +241,12 @@ _SPLITTER = np.float32(2**12 + 1)
 
 
 @no_autograph
-def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT32) -> Tree:
+def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT32, divided: bool = False) -> Tree:
     """The mean of optax.MultiSteps: ``acc = acc + (g - acc) / (n + 1)`` from ``acc = 0``, for n = 0, 1, ....
 
     XLA multiplies by ``1 / (n + 1)``, rounded, in place of the division, and contracts that product and the addition
-    into one fused multiply-add. It divides, and fuses nothing, where a leaf has one element, and where all is bfloat16.
+    into one fused multiply-add. It divides, and fuses nothing, where a leaf has one element, and where all is bfloat16;
+    that of JAX 0.9 does so everywhere.
 
     Args:
       values: as for `left_chain`, of float32, bfloat16 or float16.
@@ -253,6 +254,7 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
         by themselves, as under jax.disable_jit.
       accumulator: the dtype that the mean has between two contributions, MultiSteps' ``accumulator_dtype``. The last
         step is not rounded to it. Where the contributions have the same narrow dtype, each operation is.
+      divided: whether all leaves are divided, as with JAX 0.9; ``fused`` says nothing then.
 
     Returns:
       The mean, of the contributions' dtype.
@@ -277,7 +279,7 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
     kept = dtypes.parse(accumulator, "welford")
     if kept is None or kept.name not in _WELFORD_DTYPES:
         raise GradCombineError("welford", f"an accumulator of {', '.join(_WELFORD_DTYPES)}", accumulator)
-    return by_leaf("welford", trees, partial(_welford, fused=fused, accumulator=kept))
+    return by_leaf("welford", trees, partial(_welford, fused=fused, accumulator=kept, divided=divided))
 
 
 @no_autograph
@@ -312,7 +314,7 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | N
     return mean([mean(trees[block], None if scales is None else scales[block]) for block in blocks])
 
 
-def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.dtype) -> Array:
+def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.dtype, divided: bool) -> Array:
     shape, dtype = backend.shape(terms[0]), backend.dtype(terms[0])
     running = dtype if dtype == accumulator else FLOAT32
     average = backend.full(shape, 0, accumulator)
@@ -320,7 +322,7 @@ def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.
         before = backend.cast(average, running)
         difference = _subtract(backend, backend.cast(term, running), before)
         reciprocal = (1 / np.float32(n)).astype(running)
-        if math.prod(shape) == 1 or running.name == "bfloat16":
+        if divided or math.prod(shape) == 1 or running.name == "bfloat16":
             after = backend.add(before, backend.divide(difference, backend.asarray(np.asarray(n).astype(running))))
         elif fused and running == FLOAT32:
             after = multiply_add(backend, difference, reciprocal, before)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import jax
 from jax import lax
+from jax.interpreters import ad
 
 from gradcombine.types import Array
 
@@ -14,7 +17,12 @@ if jax.__version_info__ >= (0, 10):
 else:
     from jax.core import get_opaque_trace_state
 
-__all__ = ["all_gather", "get_opaque_trace_state", "varying"]
+__all__ = ["all_gather", "get_opaque_trace_state", "hlo_parser", "varying", "vjp_by_name"]
+
+
+def hlo_parser() -> Any:
+    """The module of jaxlib that reads HLO; only reading a file needs it."""
+    return import_module("jaxlib._jax" if jax.__version_info__ < (0, 10) else "jaxlib._hlo")
 
 
 def varying(leaf: Any) -> frozenset[str]:
@@ -24,6 +32,23 @@ def varying(leaf: Any) -> frozenset[str]:
         return getattr(kind, "vma", None) or frozenset()
     axes = getattr(kind, "manual_axis_type", None)
     return frozenset() if axes is None else axes.varying
+
+
+def vjp_by_name(function: Callable[..., Any], *primals: Any) -> tuple[dict[str, Array], Callable[[str], Any], Any]:
+    """The scalars that a function returns by name, the gradient of each alone, and what it returns beside them.
+
+    What belongs to other scalars alone is not run through, so that no NaN there comes here.
+    """
+    values, pull_back, beside = jax.vjp(function, *primals, has_aux=True)
+
+    def gradient(name: str) -> Any:
+        one = lax.full_like(values[name], 1)
+        if jax.__version_info__ < (0, 10):  # which takes no symbolic zeros
+            return jax.vjp(lambda *inner: function(*inner)[0][name], *primals)[1](one)
+        kinds: dict[str, Any] = {other: jax.typeof(x) for other, x in values.items()}
+        return pull_back({other: ad.Zero(kind.to_ct_aval()) for other, kind in kinds.items()} | {name: one})
+
+    return values, gradient, beside
 
 
 def all_gather(array: Array, names: tuple[str, ...], to: str) -> Array:

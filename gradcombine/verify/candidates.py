@@ -215,11 +215,13 @@ def _means(
 ) -> Iterator[Candidate]:
     """Means that are not scaled sums."""
     fused, plain = "Welford's mean (optax.MultiSteps)", "Welford's mean, no fused multiply-adds"
+    divided = "Welford's mean, divided (optax.MultiSteps on JAX 0.9)"
     if not wide:
         for dtype in (np.dtype(x) for x in ACCUMULATORS[:3]):
             run = partial(welford, list(trees), accumulator=dtype)
             yield Candidate("one after another", str(dtype), fused, run)
         yield Candidate("one after another", "float32", plain, partial(welford, list(trees), fused=False))
+        yield Candidate("one after another", "float32", divided, partial(welford, list(trees), divided=True))
     accumulator = "float64" if wide else "float32"
     for number, how, split in dealt(len(trees), ranks):
         if number == len(trees):

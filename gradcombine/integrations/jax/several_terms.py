@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.interpreters import ad
 
 from gradcombine import reductions
+from gradcombine.backends.jax_versions import vjp_by_name
 from gradcombine.backends.registry import load
 from gradcombine.errors import renamed
 from gradcombine.integrations.jax.contribution import Form, LossOutput, Objective
@@ -148,7 +148,7 @@ class ObjectiveOfTerms(Objective):
     def differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form, dict[str, Ratio]]:
         """What `_run` returns, and by denominator the gradient of its terms and its weight, where totals are not known.
 
-        One linearization, and one backward pass for each denominator.
+        One linearization (of JAX 0.9: one more for each denominator), and one backward pass for each denominator.
         """
         positions = list(self.argnums) if isinstance(self.argnums, Sequence) else [self.argnums]
 
@@ -160,14 +160,11 @@ class ObjectiveOfTerms(Objective):
             sums = self.terms.summed({term: part.numerator for term, part in output.aux["terms"].items()})
             return sums, (output, form)
 
-        sums, pull_back, (output, form) = jax.vjp(summed, *(args[i] for i in positions), has_aux=True)
+        _, pull_back, (output, form) = vjp_by_name(summed, *(args[i] for i in positions))
         weights = {self.terms.over[term]: part.denominator for term, part in output.aux["terms"].items()}
 
         def gradient(name: str) -> Tree:
-            # Symbolic zeros: what belongs to other denominators alone is not run through, and no NaN there comes here.
-            zeros = {other: ad.Zero(jax.typeof(x).to_ct_aval()) for other, x in sums.items()}
-            seeds = zeros | {name: lax.full_like(sums[name], 1)}
-            grads = pull_back(seeds)
+            grads = pull_back(name)
             return grads if isinstance(self.argnums, Sequence) else grads[0]
 
         return output, form, {name: Ratio(gradient(name), weights[name]) for name in self.terms.denominators}

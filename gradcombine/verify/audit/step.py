@@ -6,14 +6,14 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, importing, shown
 from gradcombine.verify.audit.findings import RULES, Finding, find
 from gradcombine.verify.audit.program import Exchange, Program, times
 from gradcombine.verify.audit.target import Figures, Target, find_target
@@ -247,37 +247,44 @@ def read(path: str | Path) -> str:
 
 def parsed(content: bytes, where: str) -> str:
     """The text of HLO, from its text or proto."""
-    hlo: Any = _parser()
+    with importing("audit"):
+        from gradcombine.backends.jax_versions import hlo_parser  # only reading a file needs JAX
+    hlo = hlo_parser()
     try:
         if content.lstrip().startswith(b"HloModule"):
             return hlo.hlo_module_from_text(content.decode()).to_string()
+        first, *_ = _fields(content)
         try:
             return hlo.HloModule.from_serialized_hlo_module_proto(content).to_string()
         except Exception:  # an HloProto, which XLA dumps, holds the module as its first field
-            return hlo.HloModule.from_serialized_hlo_module_proto(_first_field(content)).to_string()
+            return hlo.HloModule.from_serialized_hlo_module_proto(first).to_string()
     except Exception as error:  # XLA's own class, which is no public one
         reason = " ".join(str(error).split())[:160]
         expected = "HLO that the installed jaxlib reads, text or proto"
         raise GradCombineError("audit", expected, f"{where}: {reason}") from None
 
 
-def _parser() -> Any:
-    try:
-        from jaxlib import _hlo  # pyright: ignore[reportAttributeAccessIssue]  # only reading a file needs it
-    except ImportError as error:
-        raise GradCombineError("audit", "a jaxlib with a parser of HLO: pip install 'jax>=0.10'", error) from None
-    return _hlo
+def _fields(content: bytes) -> Iterator[bytes]:
+    """The fields of a proto; one that is cut off, which not every parser of XLA's minds, is an error."""
+    at = 0
+    while at < len(content):
+        tag, at = _varint(content, at)
+        size, start = _varint(content, at) if tag & 7 in (0, 2) else ({1: 8, 5: 4}[tag & 7], at)
+        at = start + (size if tag & 7 else 0)
+        if at > len(content):
+            raise ValueError("the file is cut off")
+        yield content[start:at]
 
 
-def _first_field(content: bytes) -> bytes:
-    """Of a proto, where it is a message."""
-    size, at, shift = 0, 1, 0
-    while content[:1] == b"\x0a" and at < min(len(content), 11):
-        size |= (content[at] & 127) << shift
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    value = shift = 0
+    while at < len(content):
+        value |= (content[at] & 127) << shift
         shift, at = shift + 7, at + 1
         if content[at - 1] < 128:
-            return content[at : at + size] if at + size <= len(content) else b""
-    return b""
+            return value, at
+    raise ValueError("the file is cut off")
 
 
 def audit_named(what: str, target: str | None = None) -> list[Audit]:

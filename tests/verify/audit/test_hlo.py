@@ -197,7 +197,7 @@ def compiled() -> Any:
 
 @pytest.mark.parametrize("kind", ["text", "module", "dump"])
 def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
-    """Whole ones are read alike; cut off anywhere, none passes."""
+    """Whole ones are read alike; cut off, none passes."""
     proto = compiled.runtime_executable().hlo_modules()[0].as_serialized_hlo_module_proto()
     size, prefix = len(proto), b"\x0a"
     while size > 127:
@@ -206,7 +206,8 @@ def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(content)
     assert [str(shape) for shape in Module(read(path)).results] == ["f32[4]"]
-    for length in (0, 3, len(content) // 2, len(content) - 5):
+    # What ends with a whole field of a proto cannot be told from a whole one: the last field takes two bytes or more.
+    for length in (0, 3, len(content) // 2, len(content) - (5 if kind == "text" else 1)):
         path.write_bytes(content[:length])
         with pytest.raises(GradCombineError, match="audit: expected HLO that the installed jaxlib reads"):
             Module(read(path))
