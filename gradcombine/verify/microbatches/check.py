@@ -12,8 +12,12 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.microbatches import causes
-from gradcombine.verify.microbatches.causes import Cause, Fault, MicrobatchReport
-from gradcombine.verify.microbatches.subject import OPERATION, Leaves, NotWide, Subject, Trace, observe, replay
+from gradcombine.verify.microbatches.causes import MicrobatchReport
+from gradcombine.verify.microbatches.subject import OPERATION, NotWide, Subject, Trace, observe, replay
+from gradcombine.verify.microbatches.window import FLOAT32, Window
+from gradcombine.verify.steps.hypotheses import linear
+from gradcombine.verify.steps.report import Cause, Fault
+from gradcombine.verify.ulp import rounding_unit
 
 _ADAPTERS = "gradcombine.verify.microbatches"
 
@@ -60,7 +64,7 @@ def check_microbatches(
       GradCombineError: for no window or an empty one, weights that are not positive, gradients that are not finite, an
         ``accumulating`` that does not use its argument, and an optimizer that is neither optax's nor Keras'.
 
-    The gradient has to be within the rounding bound of `gradcombine.verify.microbatches.combination`: with n
+    The gradient has to be within the rounding bound of `gradcombine.verify.microbatches.window`: with n
     microbatches, ``gamma(2 n + 5) max|g|`` elementwise, in float32, and one rounding to the gradients' dtype.
 
     >>> import jax.numpy as jnp, numpy as np, optax
@@ -137,9 +141,6 @@ def _require_finite(trace: Trace) -> None:
             raise GradCombineError(OPERATION, "finite gradients", f"NaN or infinity in window {w}")
 
 
-_U = 2.0**-24
-
-
 class FullBatch(NamedTuple):
     """The law of the loss: a batch's gradient is the weighted mean of its microbatches' gradients.
 
@@ -163,60 +164,16 @@ def _full_batch(
 ) -> FullBatch:
     """Checks the first window of each length, at the parameters that the training starts from."""
     worst = 0.0
-    seen: set[int] = set()
-    for w, (microbatches, scales) in enumerate(zip(windows, weights, strict=True)):
-        if len(microbatches) in seen:
-            continue
-        seen.add(len(microbatches))
+    for w in {len(microbatches): w for w, microbatches in reversed(list(enumerate(windows)))}.values():
         try:
-            parts = [subject.wide_gradient(params, microbatch) for microbatch in microbatches]
-            whole = subject.wide_gradient(params, join(microbatches))
+            parts = [subject.wide_gradient(params, microbatch) for microbatch in windows[w]]
+            whole = subject.wide_gradient(params, join(windows[w]))
         except NotWide as reason:
             return FullBatch(None, str(reason), None)
-        coefficients = np.array(scales, np.float64) / np.sum(scales, dtype=np.float64)
-        share = _share(whole, parts, coefficients)
-        if share > 1:
-            return FullBatch(share, "", Fault(Cause.LOSS, w, _likely(whole, parts)))
-        worst = max(worst, share)
+        largest = max((float(np.abs(x).max(initial=0)) for part in parts for x in part if x is not None), default=0)
+        window = Window(weights[w], parts, whole, bound=rounding_unit(FLOAT32) * largest)
+        if window.share > 1:
+            cause, detail = next(linear(window, window.case), (Cause.STATISTICS, "no combination of them gives it"))
+            return FullBatch(window.share, "", causes.fault(Cause.LOSS, w, f"{cause}; {detail}"))
+        worst = max(worst, window.share)
     return FullBatch(worst, "", None)
-
-
-def _likely(whole: Leaves, parts: Sequence[Leaves]) -> str:
-    ones = np.ones(len(parts))
-    if _share(whole, parts, ones) <= 1:
-        return "it is their sum: a loss that is summed over examples has no mean of its microbatches"
-    if _share(whole, parts, ones / len(parts)) <= 1:
-        return "it is their unweighted mean: the loss has other weights than these"
-    free = _fitted(whole, parts)
-    if free is not None:
-        return "their coefficients in it are {}".format(", ".join(f"{x:.4g}" for x in free))
-    return "it is no known combination of its microbatches' gradients, as with batch normalization over the batch"
-
-
-def _fitted(whole: Leaves, parts: Sequence[Leaves]) -> np.ndarray | None:
-    """The coefficients that make the whole of its parts, if there are some and nothing else is possible."""
-    columns = [(x, column) for x, column in zip(whole, zip(*parts, strict=True), strict=True) if x is not None]
-    rows = [
-        np.stack([np.zeros_like(x) if y is None else y for y in column]).reshape(len(parts), -1)
-        for x, column in columns
-    ]
-    if not rows:
-        return None
-    matrix, expected = np.concatenate(rows, axis=1).T, np.concatenate([x.reshape(-1) for x, _ in columns])
-    if len(expected) <= len(parts):
-        return None
-    coefficients, _, rank, _ = np.linalg.lstsq(matrix, expected, rcond=None)
-    return coefficients if rank == len(parts) and _share(whole, parts, coefficients) <= 1 else None
-
-
-def _share(whole: Leaves, parts: Sequence[Leaves], coefficients: np.ndarray) -> float:
-    columns = list(zip(*parts, strict=True))
-    largest = max((float(np.abs(x).max(initial=0)) for column in columns for x in column if x is not None), default=0)
-    allowed = _U * np.abs(coefficients).sum() * largest
-    off = 0.0
-    for expected, column in zip(whole, columns, strict=True):
-        if expected is None:
-            continue
-        terms = [np.zeros_like(expected) if x is None else x for x in column]
-        off = max(off, float(np.abs(expected - np.tensordot(coefficients, np.stack(terms), 1)).max(initial=0)))
-    return off / allowed if allowed else (float("inf") if off else 0.0)

@@ -7,9 +7,9 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradcombine.verify.microbatches.causes import Cause
-from gradcombine.verify.steps.measure import Floats, Standard
+from gradcombine.verify.steps.report import Cause
 from gradcombine.verify.steps.running import Result, Rows, Split
+from gradcombine.verify.steps.standard import Floats, Standard
 from gradcombine.verify.steps.terms import Terms
 
 Answer: TypeAlias = tuple[Cause, str]

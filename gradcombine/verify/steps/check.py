@@ -9,10 +9,9 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError, require_integer, require_one_of, shown
 from gradcombine.types import Tree
-from gradcombine.verify.microbatches.causes import Cause
 from gradcombine.verify.steps.hypotheses import Case, explain
-from gradcombine.verify.steps.measure import Standard
-from gradcombine.verify.steps.report import StepFault, StepReport, StepRun
+from gradcombine.verify.steps.measure import StepStandard
+from gradcombine.verify.steps.report import Cause, Fault, StepReport, StepRun
 from gradcombine.verify.steps.running import OPERATION, WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
 from gradcombine.verify.steps.terms import Terms, require_right
 from gradcombine.verify.ulp import rounding_unit
@@ -100,17 +99,17 @@ def check_step(
             raise GradCombineError(OPERATION, f"at least as many examples as parts: {split}", n)
     first, second = subject.divided(WHOLE, batch), subject.divided(WHOLE, batch)
     if _changes(first, second):
-        return StepReport((StepFault(Cause.STATE, str(WHOLE)),), (), "", ("anything else",))
-    standard = Standard(subject, unit)
+        return StepReport((Fault(Cause.STATE, str(WHOLE)),), (), "", ("anything else",))
+    standard = StepStandard(subject, unit)
     if terms is not None:
         require_right(standard, terms)
     exact, source = _reference(standard, reference)
-    faults: list[StepFault] = []
+    faults: list[Fault] = []
     runs: list[StepRun] = []
 
     def add(cause: Cause, run: str, detail: str = "") -> None:
         if cause not in [fault.cause for fault in faults]:
-            faults.append(StepFault(cause, run, detail))
+            faults.append(Fault(cause, run, detail))
 
     def note(name: str, result: Result) -> StepRun:
         shares = standard.shares(result.floats, standard.own.floats, wide=False)
@@ -153,7 +152,7 @@ def check_step(
         turned = note(f"{splits[-1]} in reverse order", subject.divided(splits[-1], subject.rows(range(n - 1, -1, -1))))
         if turned.invariance > 1:
             add(Cause.UNEXPLAINED, turned.name, f"{turned.invariance:.3g} times what rounding allows")
-    not_checked = []
+    not_checked: list[str] = []
     if exact is None:
         not_checked.append(f"accuracy, since {standard.not_wide}")
     if standard.depends_on_places:
@@ -163,7 +162,7 @@ def check_step(
     return StepReport(tuple(faults), tuple(runs), source, tuple(not_checked))
 
 
-def _case(standard: Standard, split: Split, own: Result, terms: Terms | None) -> Case:
+def _case(standard: StepStandard, split: Split, own: Result, terms: Terms | None) -> Case:
     """In float64, where the division and one batch run in it."""
     if standard.wide is not None:
         try:
@@ -203,7 +202,7 @@ def _splits(microbatches: Sequence[int], devices: Sequence[int]) -> list[Split]:
     return [split for d in on for k in counts if (split := Split(k, d)) != WHOLE]
 
 
-def _reference(standard: Standard, reference: Any) -> tuple[list[np.ndarray] | None, str]:
+def _reference(standard: StepStandard, reference: Any) -> tuple[list[np.ndarray] | None, str]:
     if reference is None:
         if standard.wide is None:
             return None, ""

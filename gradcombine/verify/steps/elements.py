@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
-from gradcombine.verify.microbatches.causes import Cause
-from gradcombine.verify.microbatches.combination import NARROW
-from gradcombine.verify.steps.case import Answer, Case, partitions, share_in, split_by
-from gradcombine.verify.steps.measure import Floats, Standard
-from gradcombine.verify.steps.running import WHOLE, Rows
+from gradcombine.foreign_orders import welford
+from gradcombine.verify.candidates import Order, orders
+from gradcombine.verify.steps.case import Answer, Case, combined, partitions, share_in, split_by
+from gradcombine.verify.steps.report import Cause
+from gradcombine.verify.steps.running import Rows, Split
+from gradcombine.verify.steps.standard import Floats, Standard, flat, gamma, rms
+from gradcombine.verify.ulp import rounding_unit
 
 
 def scattered(standard: Standard, case: Case) -> Iterator[Answer]:
@@ -23,7 +28,7 @@ def scattered(standard: Standard, case: Case) -> Iterator[Answer]:
         groups.append(
             ("examples", [[a * y for y in x.floats] for a, x in zip(c, columns, strict=True) if x is not None])
         )
-    for name, pieces in partitions(standard.subject.examples, case.split).items():
+    for name, pieces in partitions(standard.examples, case.split).items():
         parts = [standard.one(rows) for rows in pieces]
         if all(x is not None for x in parts):
             sizes = [float(c @ share_in(standard.units(), rows)) for rows in pieces]
@@ -57,66 +62,196 @@ def scattered(standard: Standard, case: Case) -> Iterator[Answer]:
                 return
 
 
-TELLING = 32
-"""How many elements have to agree before an accumulator is blamed."""
+NARROW = (np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
+"""Accumulators that are too narrow; what the first one can hold, the second one can, but for its exponent."""
+
+TELLING = 16
+"""How many elements have to tell two accumulators apart before one is blamed."""
 
 
-def narrow(standard: Standard, case: Case) -> Iterator[Answer]:
-    """Additions in a narrow accumulator, by the bits that they leave: in 99 of 100 elements those of the result."""
-    subject, allowed = standard.subject, standard.allowed(wide=False)
-    made, whole = case.own.floats, standard.best.floats
-    far = [i for i, x in enumerate(standard.shares(made, whole, wide=False)) if x > 1]
-    for name, pieces in partitions(subject.examples, case.split).items():
-        try:
-            parts = [subject.run(WHOLE, subject.rows(rows)).floats for rows in pieces]
-        except ValueError:
+ALIKE = 0.9
+"""The correlation of two errors, from which on they are no roundings."""
+
+LOOKED_AT = 1024
+"""How many elements of a leaf are looked at, at most."""
+
+
+def narrow(samples: Sequence[tuple[Standard, Case]]) -> Iterator[Answer]:
+    """Additions in a narrow accumulator, by the bits that they leave: in 99 of 100 elements those of the result.
+
+    Args:
+      samples: of one division, with the same weights.
+    """
+    standard, case = samples[0]
+    for name, pieces in partitions(standard.examples, case.split).items():
+        found = [_Sample.of(sample, other, pieces) for sample, other in samples]
+        if any(x is None for x in found):
             continue
-        for dtype in NARROW:
-            for text, terms, divisor in _ways(standard, pieces):
-                sums = [_chain([a * x[i] for a, x in zip(terms, parts, strict=True)], dtype) / divisor for i in far]
-                hits = sum(_near(made[i], x, allowed[i]) for i, x in zip(far, sums, strict=True))
-                total = sum(made[i].size for i in far)
-                if total >= TELLING and hits >= 0.99 * total:
-                    yield Cause.PRECISION, f"additions in {dtype} give it, {text}{split_by(name)}"
-                    return
+        looked_at = [x for x in found if x is not None]
+        for text, combine in _ways(standard, pieces):
+            predicted = [combine(x.parts) for x in looked_at]
+            pairs = [x.agreeing(y) for x, y in zip(looked_at, predicted, strict=True)]
+            hits, telling = sum(x for x, _ in pairs), sum(x for _, x in pairs)
+            if telling >= TELLING and hits >= 0.99 * telling:
+                cause = looked_at[0].combination(predicted[0])
+                yield cause, f"additions in {text}, give it{split_by(name)}"
+                return
+    yield from _on_the_grid(standard, case)
+    yield from _growing(standard, case)
+
+
+class _Sample(NamedTuple):
+    """Some elements of each leaf.
+
+    Attributes:
+      made: by the division.
+      whole: by one batch.
+      resolution: how far from the one what is called the same may be.
+      parts: what one batch of each microbatch gives, in its dtype.
+      dtypes: of the results.
+    """
+
+    made: list[np.ndarray]
+    whole: list[np.ndarray]
+    resolution: list[np.ndarray]
+    parts: list[list[np.ndarray]]
+    dtypes: Sequence[np.dtype]
+
+    @classmethod
+    def of(cls, standard: Standard, case: Case, pieces: Sequence[Rows]) -> _Sample | None:
+        results = [standard.narrow(rows) for rows in pieces]
+        parts = [x for x in results if x is not None]
+        if len(parts) < len(results):
+            return None
+        chosen: list[np.ndarray] = []
+        for column in zip(*(x.floats for x in parts), strict=True):
+            shown = np.flatnonzero(np.any([x.ravel() != 0 for x in column], axis=0))
+            chosen.append(shown[:: -(-len(shown) // LOOKED_AT) or 1])
+
+        def some(floats: Floats, dtypes: Sequence[np.dtype]) -> list[np.ndarray]:
+            return [x.ravel()[i].astype(dtype) for x, i, dtype in zip(floats, chosen, dtypes, strict=True)]
+
+        # A result of one rounding is no sign of a narrow accumulator.
+        of_parts = [np.dtype(np.float32) if x == np.float64 else x for x in parts[0].dtypes]
+        resolution, wide = standard.resolution(case.own.floats), [np.dtype(np.float64)] * len(chosen)
+        return cls(
+            some(case.own.floats, wide),
+            some(standard.best.floats, case.own.dtypes),
+            some(resolution, wide),
+            [some(part.floats, of_parts) for part in parts],
+            case.own.dtypes,
+        )
+
+    def agreeing(self, predicted: Floats) -> tuple[int, int]:
+        """How many elements are as predicted, of how many that either has away from one batch."""
+        hits = telling = 0
+        rows = zip(self.made, self.whole, predicted, self.resolution, self.dtypes, strict=True)
+        for made, whole, x, resolution, dtype in rows:
+            rounded = x.astype(dtype).astype(np.float64)
+            away = np.maximum(np.abs(made - whole), np.abs(rounded - whole)) > resolution
+            hits += int(np.count_nonzero(away & (np.abs(made - rounded) <= resolution)))
+            telling += int(np.count_nonzero(away))
+        return hits, telling
+
+    def combination(self, predicted: Floats) -> Cause:
+        """What the additions are of, besides narrow."""
+        equal = [np.mean(np.array(column, np.float64), axis=0) for column in zip(*self.parts, strict=True)]
+        x, whole = flat(predicted), flat(self.whole)
+        if np.linalg.norm(x) > 1.5 * np.linalg.norm(whole):
+            return Cause.SUM
+        nearer = 2 * np.linalg.norm(x - flat(equal)) < np.linalg.norm(x - whole)
+        return Cause.MEAN_OF_MEANS if nearer else Cause.PRECISION
+
+
+def _on_the_grid(standard: Standard, case: Case) -> Iterator[Answer]:
+    """Results that a narrow accumulator can hold, where one batch's are others."""
+    made, whole = case.own.floats, standard.own.floats
+    far = [i for i, x in enumerate(standard.shares(made, standard.best.floats, wide=False)) if x > 1]
     for dtype in NARROW:
-        for times in {1.0, float(case.split.microbatches), *_totals(standard)}:
-            values = np.concatenate([made[i].ravel() * times for i in far] or [np.zeros(0)])
-            values = values[values != 0]
-            rounded = values.astype(np.float32).astype(dtype).astype(np.float64)
-            if len(values) >= TELLING and np.mean(np.abs(values - rounded) <= 2**-22 * np.abs(values)) > 0.999:
+        for times in {1.0, float(case.split.microbatches), *standard.totals}:
+            values, others = (
+                np.concatenate([x[i].ravel() * times for i in far] or [np.zeros(0)]) for x in (made, whole)
+            )
+            if np.count_nonzero(values) >= TELLING and _held(values, dtype) > 0.999 and _held(others, dtype) < 0.9:
                 yield Cause.PRECISION, f"every element is a {dtype}" + (f" over {times:g}" if times > 1 else "")
                 return
 
 
-def _totals(standard: Standard) -> list[float]:
-    """Of how many tokens the examples' weights can be the parts: numbers that make integers of all of them."""
-    if standard.likely is None:
-        return []
-    totals = np.arange(1, 2049)
-    parts = totals[:, None] * standard.likely
-    return [float(x) for x in totals[np.abs(parts - np.round(parts)).max(axis=1) < 0.02][:3]]
+def _growing(standard: Standard, case: Case) -> Iterator[Answer]:
+    """Errors of the size of a narrow accumulator's in each element, and others with another number of microbatches.
+
+    What is added, as decay is, does not shrink with an element's gradients; what is added or scaled at each microbatch
+    is the same for twice as many, but twice as large. Roundings are neither.
+    """
+    k, devices = case.split
+    other = Split(2 * k if 2 * k * devices <= standard.examples else k // 2, devices)
+    more = standard.division(other, wide=False) if other.microbatches > 1 else None
+    columns = [x.floats for x in standard.columns() if x is not None]
+    if more is None or len(columns) < len(standard.units()):
+        return
+    c = np.full(len(columns), 1 / len(columns)) if standard.likely is None else np.abs(standard.likely)
+    sizes = flat(combined(c, [[np.abs(x) for x in floats] for floats in columns]))
+    whole = standard.best.floats
+    allowed = flat(standard.resolution(whole))
+    off, of_more = (flat(x.floats) - flat(whole) for x in (case.own, more))
+    alike = float(off @ of_more) / max(float(np.linalg.norm(off) * np.linalg.norm(of_more)), 1e-300)
+    if np.count_nonzero(np.abs(off) > allowed) < TELLING or alike > ALIKE:
+        return
+    units = [gamma(2 * split.microbatches + 1, rounding_unit(NARROW[0])) for split in (case.split, other)]
+    if all(np.all(np.abs(x) <= u * sizes + allowed) for x, u in zip((off, of_more), units, strict=True)):
+        yield (
+            Cause.PRECISION,
+            f"each element is off by what 16 bits round, by {rms(off):.3g} on average; with {other} otherwise, by "
+            f"{rms(of_more):.3g}",
+        )
 
 
-def _ways(standard: Standard, pieces: Sequence[Rows]) -> Iterator[tuple[str, np.ndarray, float]]:
-    """Names, factors of the terms, and what their sum is divided by."""
-    sizes = np.array([len(x) for x in pieces], np.float64)
-    yield "divided at the end", np.ones(len(pieces)), float(len(pieces))
-    yield "of parts of the mean", sizes / sizes.sum(), 1.0
-    yield "of sums, divided at the end", sizes, float(sizes.sum())
+def _held(values: np.ndarray, dtype: np.dtype) -> float:
+    values = values[values != 0]
+    rounded = values.astype(np.float32).astype(dtype).astype(np.float64)
+    return float(np.mean(np.abs(values - rounded) <= 2**-22 * np.abs(values))) if len(values) else 0.0
+
+
+Combine: TypeAlias = Callable[[Sequence[Floats]], list[np.ndarray]]
+"""From what each microbatch gives to their combination, in float64."""
+
+
+def _ways(standard: Standard, pieces: Sequence[Rows]) -> Iterator[tuple[str, Combine]]:
+    """Additions in narrow accumulators."""
+    n, sizes = len(pieces), np.array([len(x) for x in pieces], np.float64)
+    scales = [(np.ones(n), float(n)), (sizes / sizes.sum(), 1.0), (sizes, sizes.sum())]
     if standard.likely is not None:
-        parts = np.array([standard.likely @ share_in(standard.units(), rows) for rows in pieces])
-        yield "of parts of the mean", parts, 1.0
-        for total in _totals(standard):
-            yield "of sums, divided at the end", np.round(parts * total), total
+        weights = np.array([standard.likely @ share_in(standard.units(), rows) for rows in pieces])
+        scales += [(weights, 1.0), *((np.round(weights * total), total) for total in standard.totals)]
+    for dtype in NARROW:
+        for factors, divisor in scales:
+            how = "" if divisor == 1 else ", divided at the end"
+            for name, order in orders(n, ()):
+                yield f"{dtype}, {name}{how}", partial(_added, order, dtype, factors, divisor)
+            yield f"{dtype}, of wider terms, one after another{how}", partial(_stored, dtype, factors, divisor)
+        yield f"{dtype}, as Welford's mean", partial(_running, dtype)
 
 
-def _chain(terms: Sequence[np.ndarray], dtype: np.dtype) -> np.ndarray:
-    total = terms[0].astype(np.float32).astype(dtype)
-    for term in terms[1:]:
-        total = total + term.astype(np.float32).astype(dtype)
-    return total.astype(np.float64)
+def _added(
+    order: Order, dtype: np.dtype, factors: np.ndarray, divisor: float, parts: Sequence[Floats]
+) -> list[np.ndarray]:
+    terms = [
+        [(a * np.float64(x)).astype(np.float32).astype(dtype) for x in part]
+        for a, part in zip(factors, parts, strict=True)
+    ]
+    return [x.astype(np.float64) / divisor for x in order(terms)]
 
 
-def _near(x: np.ndarray, y: np.ndarray, allowed: float) -> int:
-    return int(np.count_nonzero(np.abs(x - y) <= 2 * allowed))
+def _stored(dtype: np.dtype, factors: np.ndarray, divisor: float, parts: Sequence[Floats]) -> list[np.ndarray]:
+    """Sums of float32 that are rounded as they are stored."""
+    total = [np.zeros(x.shape, dtype) for x in parts[0]]
+    for a, part in zip(factors, parts, strict=True):
+        total = [
+            (x.astype(np.float32) + (a * np.float64(y)).astype(np.float32)).astype(dtype)
+            for x, y in zip(total, part, strict=True)
+        ]
+    return [x.astype(np.float64) / divisor for x in total]
+
+
+def _running(dtype: np.dtype, parts: Sequence[Floats]) -> list[np.ndarray]:
+    return [x.astype(np.float64) for x in welford(list(parts), accumulator=dtype)]

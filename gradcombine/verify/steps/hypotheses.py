@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from gradcombine.verify.microbatches.causes import Cause
 from gradcombine.verify.steps import elements, terms
 from gradcombine.verify.steps.case import (
     Answer,
@@ -26,16 +25,18 @@ from gradcombine.verify.steps.case import (
     share_in,
     split_by,
 )
-from gradcombine.verify.steps.measure import SAME, Floats, Standard
-from gradcombine.verify.steps.running import WHOLE, NotWide, Rows, Split, as_floats, widened
+from gradcombine.verify.steps.measure import StepStandard
+from gradcombine.verify.steps.report import Cause
+from gradcombine.verify.steps.running import WHOLE, NotWide, Split, as_floats, widened
+from gradcombine.verify.steps.standard import SAME, Floats, Standard, flat
 
 
-def explain(standard: Standard, case: Case) -> Answer:
+def explain(standard: StepStandard, case: Case) -> Answer:
     """The cause of a difference, and figures."""
     return next(_answers(standard, case), (Cause.UNEXPLAINED, _far(standard, case)))
 
 
-def _answers(standard: Standard, case: Case) -> Iterator[Answer]:
+def _answers(standard: StepStandard, case: Case) -> Iterator[Answer]:
     yield from _counted(standard, case)
     if case.wide and standard.shares(case.result.floats, standard.best.floats, wide=True).max() <= 1:
         yield Cause.PRECISION, "in float64 it equals one batch: its own additions round by more than one batch's do"
@@ -46,24 +47,25 @@ def _answers(standard: Standard, case: Case) -> Iterator[Answer]:
     yield from _added(standard, case)
     yield from _divided(standard, case)
     yield from _microbatches(standard, case)
-    yield from _linear(standard, case)
+    yield from linear(standard, case)
+    yield from _padded(standard, case)
     yield from _moved(standard, case)
     yield from _ignored(standard, case)
     yield from elements.scattered(standard, case)
-    yield from elements.narrow(standard, case)
+    yield from elements.narrow([(standard, case)])
 
 
-def _far(standard: Standard, case: Case) -> str:
+def _far(standard: StepStandard, case: Case) -> str:
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     worst = int(shares.argmax())
     kind = "float64" if case.wide else "its own precision"
-    return f"{shares[worst]:.3g} times what rounding allows, in {kind}, in {standard.subject.names[worst]}"
+    return f"{shares[worst]:.3g} times what rounding allows, in {kind}, in {standard.names[worst]}"
 
 
 # --- what needs no examples ---
 
 
-def _counted(standard: Standard, case: Case) -> Iterator[Answer]:
+def _counted(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Integers of the result, as counts of steps are."""
     for a, b in zip(standard.own.integers, case.own.integers, strict=True):
         if a.shape == b.shape and np.any(a != b):
@@ -72,7 +74,7 @@ def _counted(standard: Standard, case: Case) -> Iterator[Answer]:
             return
 
 
-def _random(standard: Standard, case: Case) -> Iterator[Answer]:
+def _random(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Copies of one microbatch: with one key for all of them they give what fewer copies give."""
     subject, k = standard.subject, case.split.microbatches
     size = subject.examples // k if subject.examples % k == 0 else 1
@@ -93,33 +95,48 @@ def _random(standard: Standard, case: Case) -> Iterator[Answer]:
     yield Cause.RANDOM, "so divisions cannot be compared; keys that belong to the examples can be"
 
 
-def _added(standard: Standard, case: Case) -> Iterator[Answer]:
-    """The parameters themselves, as decay gives them."""
-    one, names = standard.best.floats, standard.subject.names
-    params = [(path, as_floats(x)) for path, x in standard.subject.param_leaves]
-    if [x.shape for x in one] == [x.shape for _, x in params]:
-        matched = dict(enumerate(x for _, x in params))
-    else:
-        matched = {
-            i: p
-            for i, (name, x) in enumerate(zip(names, one, strict=True))
-            for path, p in params
-            if name.endswith(path) and p.shape == x.shape
-        }
-    shares, allowed = standard.shares(case.result.floats, one, case.wide), standard.allowed(case.wide)
-    differ = [i for i, share in enumerate(shares) if share > 1]
-    if not all(i in matched and np.any(matched[i]) for i in differ):
+def _added(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """What does not come from the gradients, as decay: it is there as well where all examples are copies of one."""
+    subject, one = standard.subject, standard.best.floats
+    weights = standard.weights
+    row = 0 if weights is None else standard.units()[int(np.argmax(weights))][0]
+    copies = subject.rows([row] * standard.examples)
+    try:
+        run = subject.wide if case.wide else subject.divided
+        divided, whole = run(case.split, copies), run(WHOLE, copies)
+    except (NotWide, ValueError):
         return
-    off = np.concatenate([(case.result.floats[i] - one[i]).ravel() / allowed[i] for i in differ])
-    p = np.concatenate([matched[i].ravel() / allowed[i] for i in differ])
-    factor = float(off @ p / (p @ p))
-    added = [x + factor * matched[i] if i in differ else x for i, x in enumerate(one)]
-    if accounts_for(standard, case, added, 1):
-        every = "" if len(differ) == len(names) else f", in {len(differ)} of {len(names)} leaves"
-        yield Cause.ADDED, f"{factor:.6g} times the parameters{every}"
+    added = [x - y for x, y in zip(divided.floats, whole.floats, strict=True)]
+    if not accounts_for(standard, case, [x + y for x, y in zip(one, added, strict=True)], 4):
+        return
+    differ = [i for i, share in enumerate(standard.shares(divided.floats, whole.floats, case.wide)) if share > 1]
+    some = "" if len(differ) == len(one) else f", in {len(differ)} of {len(one)} leaves"
+    size = max(float(np.abs(x).max(initial=0)) for x in added)
+    text = f"up to {size:.3g}, where all examples are copies of one, too"
+    params = _params_of(standard)
+    if differ and all(i in params for i in differ):
+        off, p = flat([added[i] for i in differ]), flat([params[i] for i in differ])
+        factor = float(off @ p / max(float(p @ p), 1e-300))
+        if np.linalg.norm(off - factor * p) < SAME * np.linalg.norm(off):
+            text = f"{factor:.6g} times the parameters"
+    yield Cause.ADDED, text + some
 
 
-def _moved(standard: Standard, case: Case) -> Iterator[Answer]:
+def _params_of(standard: StepStandard) -> dict[int, np.ndarray]:
+    """The parameters that leaves of the result belong to, as far as order or paths tell."""
+    params = [(path, as_floats(x)) for path, x in standard.subject.param_leaves]
+    shapes = [x.shape for x in standard.best.floats]
+    if shapes == [x.shape for _, x in params]:
+        return dict(enumerate(x for _, x in params))
+    return {
+        i: p
+        for i, (name, shape) in enumerate(zip(standard.names, shapes, strict=True))
+        for path, p in params
+        if name.endswith(path) and p.shape == shape
+    }
+
+
+def _moved(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """One update after the other."""
     subject = standard.subject
     if not subject.returns_params:
@@ -145,11 +162,11 @@ def _moved(standard: Standard, case: Case) -> Iterator[Answer]:
                 return
 
 
-def _divided(standard: Standard, case: Case) -> Iterator[Answer]:
+def _divided(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """The terms of the loss, each divided by something that is known."""
     if case.terms is None:
         return
-    for name, pieces in partitions(standard.subject.examples, case.split).items():
+    for name, pieces in partitions(standard.examples, case.split).items():
         for way in terms.ways([terms.measured(standard, case.terms, rows) for rows in pieces]):
             if way.text and accounts_for(standard, case, way.floats, len(pieces)):
                 yield Cause.DENOMINATOR, way.text + split_by(name)
@@ -159,10 +176,10 @@ def _divided(standard: Standard, case: Case) -> Iterator[Answer]:
 # --- what is a combination of microbatches ---
 
 
-def _microbatches(standard: Standard, case: Case) -> Iterator[Answer]:
+def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """The mean of what one batch makes of each microbatch, where it makes something else of all."""
-    n = standard.subject.examples
-    if len(standard.combination[1]) == len(standard.subject.names):
+    n = standard.examples
+    if len(standard.combination[1]) == len(standard.names):
         return
     for name, pieces in partitions(n, case.split).items():
         parts = [standard.one(rows) for rows in pieces]
@@ -198,9 +215,10 @@ def _one_norm(results: Sequence[Floats]) -> str | None:
 # --- what is a combination of examples ---
 
 
-def _linear(standard: Standard, case: Case) -> Iterator[Answer]:
+def linear(standard: Standard, case: Case) -> Iterator[Answer]:
+    """Examples that weigh something else than they should."""
     c, leaves = standard.combination
-    if c is None:
+    if c is None or not np.isfinite(flat([*case.result.floats, *standard.best.floats])).all():
         return
     columns = [None if x is None else x.floats for x in standard.columns()]
 
@@ -209,35 +227,32 @@ def _linear(standard: Standard, case: Case) -> Iterator[Answer]:
         predicted = combined(np.array([a for a, _ in used]), [floats for _, floats in used])
         return accounts_for(standard, case, predicted, float(np.abs(x).sum()), leaves)
 
-    some = "" if len(leaves) == len(standard.subject.names) else f"; seen in {len(leaves)} leaves that are means"
+    some = "" if len(leaves) == len(standard.names) else f"; seen in {len(leaves)} leaves that are means"
     for cause, detail, x in _combinations(standard, case, c):
         if accounts(x):
             yield cause, detail + some
             return
-    yield from _padded(standard, case, c)
 
 
 def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
     """What each known combination would make of the weights of the units."""
     units = standard.units()
-    whole = np.concatenate(
-        [standard.best.floats[i].ravel() / standard.allowed(False)[i] for i in standard.combination[1]]
-    )
-    result = np.concatenate(
-        [case.result.floats[i].ravel() / standard.allowed(False)[i] for i in standard.combination[1]]
-    )
+    allowed, leaves = standard.allowed(False), standard.combination[1]
+    whole, result = (flat([x[i] / allowed[i] for i in leaves]) for x in (standard.best.floats, case.result.floats))
     factor = float(result @ whole / (whole @ whole)) if whole.any() else 0.0
     k, devices = case.split
-    for count, name in ((k, "microbatches"), (devices, "devices"), (k * devices, "microbatches of all devices")):
+    n = standard.examples
+    counts = [(k, "microbatches"), (devices, "devices"), (k * devices, "microbatches of all devices")]
+    counts += [(n, f"{standard.what}s"), *((total, "tokens") for total in standard.totals)]
+    for count, name in counts:
         if count > 1:
-            yield Cause.SUM, f"{count} times the mean: the number of {name}", c * count
-    n = standard.subject.examples
+            yield Cause.SUM, f"{count:g} times the mean: the number of {name}", c * count
     for filled in {n + (-n % k), n + (-n % (k * devices))} - {n}:
         yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
     yield Cause.SCALED, f"by {factor:.6g}", c * factor
     divided = {
         name: [share_in(units, rows) for rows in pieces]
-        for name, pieces in partitions(standard.subject.examples, case.split).items()
+        for name, pieces in partitions(standard.examples, case.split).items()
     }
     divided = {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
     for name, pieces in divided.items():
@@ -246,15 +261,16 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
             _weights([float(c @ p) for p in pieces]) + split_by(name),
             _mean_of_means(c, pieces),
         )
+        yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", _mean_of_means(c, pieces) * len(pieces)
     for pieces in divided.values():
         for piece in pieces:
             for kept in (1 - piece, piece):
                 if 0 < c @ kept < c.sum() and len(pieces) > 1:
-                    lost = _named(units, kept == 0)
+                    lost = _named(standard, kept == 0)
                     yield Cause.LOST, f"{lost}, divided by the rest", c * kept / (c @ kept)
                     yield Cause.LOST, f"{lost}, divided by all", c * kept
             more = 1 + piece
-            yield Cause.DOUBLED, _named(units, piece > 0), c * more / (c @ more)
+            yield Cause.DOUBLED, _named(standard, piece > 0), c * more / (c @ more)
     x = standard.fitted(case.result, case.wide)
     if x is not None:
         yield from _levels(standard, case, c, x, divided)
@@ -264,9 +280,9 @@ def _levels(
     standard: Standard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
 ) -> Iterator[tuple[Cause, str, np.ndarray]]:
     """What fitted coefficients say, beside the weights."""
-    units, real = standard.units(), np.abs(c) > 1e-6 * np.abs(c).max()
+    real = np.abs(c) > 1e-6 * np.abs(c).max()
     if np.any(np.abs(x[~real]) > SAME * np.abs(c).max()):
-        rows = _named(units, ~real & (np.abs(x) > SAME * np.abs(c).max()))
+        rows = _named(standard, ~real & (np.abs(x) > SAME * np.abs(c).max()))
         yield Cause.PLACEHOLDERS, f"{rows} weigh nothing in one batch", x
         return
     r = np.where(real, x / np.where(real, c, 1), 1)
@@ -283,7 +299,7 @@ def _levels(
             and np.any(times[real] != 1)
             and np.all(times[real] >= 0)
         ):
-            lost, twice = _named(units, real & (times == 0)), _named(units, real & (times > 1))
+            lost, twice = _named(standard, real & (times == 0)), _named(standard, real & (times > 1))
             snapped = np.where(real, c * times * unit, 0)
             if lost:
                 yield Cause.LOST, lost + (f"; {twice} count more than once" if twice else ""), snapped
@@ -294,14 +310,14 @@ def _levels(
             by_place = [float(np.mean(r[(p > 0) & real])) for p in pieces]
             snapped = np.where(real, c * sum(a * (p > 0) for a, p in zip(by_place, pieces, strict=True)), 0)
             places = ", ".join(f"{a:.4g}" for a in by_place)
-            if np.ptp(by_place) > SAME and _turned(standard, case, c, by_place, pieces):
+            if np.ptp(by_place) > 0 and _turned(standard, case, c, by_place, pieces):
                 yield (
                     Cause.BY_PLACE,
                     f"microbatches count {places} times, in reverse order too{split_by(name)}",
                     snapped,
                 )
             yield Cause.COEFFICIENTS, f"{places} times theirs{split_by(name)}", snapped
-    if len(standard.combination[1]) == len(standard.subject.names):
+    if len(standard.combination[1]) == len(standard.names):
         yield Cause.COEFFICIENTS, f"from {r[real].min():.4g} to {r[real].max():.4g} times theirs", x
 
 
@@ -309,13 +325,8 @@ def _turned(
     standard: Standard, case: Case, c: np.ndarray, by_place: Sequence[float], pieces: Sequence[np.ndarray]
 ) -> bool:
     """Whether the examples in reverse order have the same factors, place by place."""
-    subject = standard.subject
-    if len(c) != subject.examples:
-        return False
-    batch = subject.rows(range(subject.examples - 1, -1, -1))
-    try:
-        result = standard.in_float64(case.split, batch) if case.wide else subject.divided(case.split, batch)
-    except NotWide:
+    result = standard.division(case.split, case.wide, backwards=True) if len(c) == standard.examples else None
+    if result is None:
         return False
     x = c * sum(a * (p > 0)[::-1] for a, p in zip(by_place, pieces, strict=True))
     columns = [(a, y.floats) for a, y in zip(x, standard.columns(), strict=True) if y is not None]
@@ -324,9 +335,9 @@ def _turned(
     return accounts_for(standard, turned, predicted, float(np.abs(x).sum()), standard.combination[1])
 
 
-def _padded(standard: Standard, case: Case, c: np.ndarray) -> Iterator[Answer]:
+def _padded(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Rows of zeros that fill up the last microbatch."""
-    n, k = standard.subject.examples, case.split.microbatches * case.split.devices
+    n, k = standard.examples, case.split.microbatches * case.split.devices
     more = -n % k
     if not more:
         return
@@ -340,9 +351,9 @@ def _padded(standard: Standard, case: Case, c: np.ndarray) -> Iterator[Answer]:
         yield Cause.PLACEHOLDERS, f"{more} rows of zeros fill up the last microbatch, and count as examples"
 
 
-def _ignored(standard: Standard, case: Case) -> Iterator[Answer]:
+def _ignored(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Whether the division depends on an example that one batch ignores, whatever it holds."""
-    c, subject, n = standard.weights, standard.subject, standard.subject.examples
+    c, subject, n = standard.weights, standard.subject, standard.examples
     if c is None or len(c) != n or not np.any(c == 0):
         return
     real, ignored = int(np.argmax(c)), int(np.argmax(c == 0))
@@ -365,9 +376,9 @@ def _weights(values: Sequence[float]) -> str:
     return f"they weigh from {min(values):.4g} to {max(values):.4g} in one batch"
 
 
-def _named(units: Sequence[Rows], chosen: np.ndarray) -> str:
-    rows = [row for unit, yes in zip(units, chosen, strict=True) if yes for row in unit]
+def _named(standard: Standard, chosen: np.ndarray) -> str:
+    rows = [row for unit, yes in zip(standard.units(), chosen, strict=True) if yes for row in unit]
     if not rows:
         return ""
     shown = ", ".join(map(str, rows[:6])) + (f" and {len(rows) - 6} more" if len(rows) > 6 else "")
-    return f"example{'s' if len(rows) > 1 else ''} {shown}"
+    return f"{standard.what}{'s' if len(rows) > 1 else ''} {shown}"

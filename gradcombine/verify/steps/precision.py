@@ -50,7 +50,8 @@ def _operations(jaxpr: Any) -> Iterator[Any]:
     for operation in jaxpr.eqns:
         yield operation
         for value in operation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
+            values: list[Any] = [*value] if issubclass(type(value), (tuple, list)) else [value]
+            for inner in values:
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
                     yield from _operations(inner)

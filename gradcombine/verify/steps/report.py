@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import NamedTuple
 
-from gradcombine.verify.microbatches.causes import Cause
+
+class Cause(StrEnum):
+    """Why microbatches do not equal one batch."""
+
+    LOSS = "the loss of a window is not the weighted mean of its microbatches' losses"
+    MEAN_OF_MEANS = "mean of means: the microbatches' weights are ignored"
+    SUM = "a sum in place of the mean"
+    SCALED = "the mean is scaled"
+    COEFFICIENTS = "the microbatches are combined with other weights than their own"
+    CHANGED_BEFORE = "something acts on each microbatch before it is accumulated, as clipping per microbatch does"
+    CHANGED_MEAN = "something acts on the mean before it reaches the inner optimizer, as clipping outside of it does"
+    ADDED = "something is added that does not come from the gradients, as weight decay before the accumulation is"
+    CHANGED_AFTER = "something changes the updates after the accumulation, as a schedule outside of it does"
+    MOVED = "the parameters move within a window, as with weight decay outside of the accumulation"
+    COUNTED = "the inner optimizer counts microbatches, so schedules and bias corrections run too fast"
+    PRECISION = "the accumulator is too narrow"
+    WINDOW = "the optimizer does not run at the end of a window"
+    PARTIAL_DROPPED = "a partial window is dropped"
+    PARTIAL_LEAKS = "a partial window leaks into the next one"
+    PARTIAL_SCALED = "a partial window is divided by the length of a full one"
+    NAN_LEAKS = "a NaN of one window reaches later ones"
+    LOST = "examples are lost, as by a reshape"
+    DOUBLED = "examples count more than once"
+    PLACEHOLDERS = "placeholder rows count as examples"
+    DENOMINATOR = "a term of the loss is divided by what does not count it"
+    BY_PLACE = "microbatches weigh by their places, as where a schedule or a decay acts at each of them"
+    MOVED_EACH = "the parameters move at each microbatch"
+    KEY = "a random key is used again for each microbatch"
+    RANDOM = "the result depends on the places of the examples, as random numbers do that are drawn for each microbatch"
+    STATISTICS = "examples of a microbatch depend on each other, as by the statistics of batch normalization"
+    SCATTER = "rows are overwritten where they should be added, as by a scatter that sets"
+    STATE = "the same call gives something else the second time: a hidden state, or a side effect"
+    NOT_FINITE = "a result that is not finite, though one batch's is, as a mean over no tokens of a microbatch"
+    INACCURATE = "one batch itself is further from float64 than its rounding noise explains"
+    UNEXPLAINED = "no known cause accounts for the difference"
+    UNKNOWN = "a gradient that is not the mean reaches the inner optimizer"
 
 
-class StepFault(NamedTuple):
+class Fault(NamedTuple):
     """One cause, and where it shows.
 
     Attributes:
       cause: a `Cause`.
-      run: the first division that shows it, in words.
+      run: the first division, or the first window, that shows it, in words.
       detail: figures; may be empty.
+      window: the number of the window, counted from 0; None for a division.
     """
 
     cause: Cause
     run: str
     detail: str = ""
+    window: int | None = None
 
     def __str__(self) -> str:
         return f"{self.run}: {self.cause}" + (f" ({self.detail})" if self.detail else "")
@@ -60,7 +98,7 @@ class StepReport(NamedTuple):
       not_checked: what was not, and why.
     """
 
-    faults: tuple[StepFault, ...]
+    faults: tuple[Fault, ...]
     runs: tuple[StepRun, ...]
     reference: str
     not_checked: tuple[str, ...] = ()

@@ -10,8 +10,9 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
-from gradcombine.verify.steps.measure import Floats, Standard
+from gradcombine.verify.steps.measure import StepStandard
 from gradcombine.verify.steps.running import OPERATION, NotWide, Rows
+from gradcombine.verify.steps.standard import Floats
 
 Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]
 """From parameters and examples to the gradient of each term's sum over them, and the weight that the sum is over."""
@@ -41,7 +42,7 @@ class Divided(NamedTuple):
     floats: list[np.ndarray]
 
 
-def measured(standard: Standard, terms: Terms, rows: Rows) -> Part:
+def measured(standard: StepStandard, terms: Terms, rows: Rows) -> Part:
     """The terms of some examples, in float64 where one batch has been run in it.
 
     Raises:
@@ -93,9 +94,9 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
         yield Divided("; ".join(x.text for x in chosen if x.text), [np.sum(column, axis=0) for column in columns])
 
 
-def require_right(standard: Standard, terms: Terms) -> None:
+def require_right(standard: StepStandard, terms: Terms) -> None:
     """Refuses terms whose sum is not what one batch gives."""
-    rows = tuple(range(standard.subject.examples))
+    rows = tuple(range(standard.examples))
     whole = next(ways([measured(standard, terms, rows)])).floats
     share = float(standard.shares(standard.best.floats, whole, standard.wide is not None, 4).max())
     if share > 1:

@@ -1,0 +1,191 @@
+"""What is right, what single examples give of it, and how near results come to it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from gradcombine.verify.steps.running import Result, Rows, Split
+
+EACH = 64
+"""Up to how many examples each is looked at by itself; more are looked at in groups."""
+
+SAME = 0.01
+"""How far fitted coefficients may be from those of a hypothesis, which is then tried itself."""
+
+CERTAIN = 1e3
+"""By how many times rounding an example has to show in the gradient for its coefficient to be fitted."""
+
+Floats = Sequence[np.ndarray]
+
+
+class Standard(ABC):
+    """What is right, what single examples give of it, and how far rounding may take a result.
+
+    Attributes:
+      what: what is combined, in one word.
+      overdetermined: how many elements have to agree, at least, for each coefficient that is fitted to them.
+      given: the weight of each, where it is known; they add up to 1.
+      examples: how many.
+      names: of the leaves.
+      own: the right result, in its own precision.
+      wide: the same in float64; None where there is none.
+    """
+
+    what: str = "example"
+    overdetermined: float = 2
+    given: np.ndarray | None = None
+    examples: int
+    names: Sequence[str]
+    own: Result
+    wide: Result | None
+
+    @property
+    def best(self) -> Result:
+        """In float64 where that is possible."""
+        return self.wide or self.own
+
+    @abstractmethod
+    def allowed(self, wide: bool) -> np.ndarray:
+        """How far rounding may move one result, a number a leaf."""
+
+    @abstractmethod
+    def one(self, rows: Sequence[int]) -> Result | None:
+        """What these examples give, in the best precision; None where that is not finite, as a mean of nothing is."""
+
+    def narrow(self, rows: Sequence[int]) -> Result | None:
+        """The same in its own precision."""
+        return self.one(rows)
+
+    def division(self, split: Split, wide: bool, backwards: bool = False) -> Result | None:
+        """What another division gives, or the examples in reverse order; None where that cannot be known."""
+        del split, wide, backwards
+        return None
+
+    def resolution(self, floats: Floats) -> list[np.ndarray]:
+        """How far from a result, elementwise, another one may be that is called the same."""
+        return [np.full(x.shape, 2 * one) for x, one in zip(floats, self.allowed(False), strict=True)]
+
+    def repeated(self, rows: Sequence[int]) -> Result | None:
+        """What copies of these examples give, which is what they give."""
+        return self.one(rows)
+
+    def shares(self, a: Floats, b: Floats, wide: bool, sides: float = 2) -> np.ndarray:
+        """The distance of each leaf over what is allowed to so many results."""
+        return np.array([over(rms(x - y), sides * z) for x, y, z in zip(a, b, self.allowed(wide), strict=True)])
+
+    def units(self) -> list[Rows]:
+        """The examples, or groups of neighbours where there are many."""
+        n = self.examples
+        return [tuple(x.tolist()) for x in np.array_split(np.arange(n), min(n, EACH))]
+
+    def columns(self) -> list[Result | None]:
+        """What one batch of each of the units gives."""
+        return [self.repeated(rows) for rows in self.units()]
+
+    @cached_property
+    def combination(self) -> tuple[np.ndarray | None, list[int]]:
+        """The weights of the units in one batch, and the leaves that are their mean with these weights.
+
+        The weights are None where no leaf is one, and where its elements do not determine them.
+        """
+        whole, every = self.best.floats, list(range(len(self.best.floats)))
+        if self.given is not None:
+            return np.array([self.given[list(rows)].sum() for rows in self.units()]), every
+        for leaves in [every, *([i] for i in sorted(every, key=lambda i: -whole[i].size))]:
+            c = self._solved(whole, leaves, self.wide is not None)
+            if c is None or abs(c.sum() - 1) > SAME:
+                continue
+            near = self._distances_from(c)
+            means = [i for i in every if near[i] <= 1]
+            if set(leaves) <= set(means):
+                return c, means
+        equal = np.full(len(self.units()), 1 / len(self.units()))
+        near = self._distances_from(equal)
+        means = [i for i in every if near[i] <= 1]
+        return (equal, means) if len(means) == len(every) else (None, [])
+
+    @property
+    def weights(self) -> np.ndarray | None:
+        return self.combination[0]
+
+    def fitted(self, result: Result, wide: bool) -> np.ndarray | None:
+        """The weights of the units in a division's result, by least squares over the leaves that are means."""
+        return self._solved(result.floats, self.combination[1], wide)
+
+    def _distances_from(self, weights: np.ndarray) -> np.ndarray:
+        used = [(a, x.floats) for a, x in zip(weights, self.columns(), strict=True) if x is not None]
+        made = [np.tensordot([a for a, _ in used], np.stack(x), 1) for x in zip(*(x for _, x in used), strict=True)]
+        return self.shares(self.best.floats, made, self.wide is not None, 2 + float(np.abs(weights).sum()))
+
+    @cached_property
+    def likely(self) -> np.ndarray | None:
+        """The weights, or where rounding leaves them open the nearest ones: for what proves itself in any case."""
+        if self.given is not None:
+            return self.weights
+        return self._solved(self.best.floats, range(len(self.best.floats)), self.wide is not None, certain=0)
+
+    @property
+    def totals(self) -> list[float]:
+        """Of how many tokens the weights can be the parts: the smallest numbers that make integers of all of them."""
+        if self.likely is None:
+            return []
+        totals = np.arange(1, 2049)
+        parts = totals[:, None] * self.likely
+        return [float(x) for x in totals[np.abs(parts - np.round(parts)).max(axis=1) < 0.02][:3]]
+
+    def _solved(self, floats: Floats, leaves: Sequence[int], wide: bool, certain: float = CERTAIN) -> np.ndarray | None:
+        """The combination of the units that is nearest to a result; None where rounding leaves it open."""
+        columns = dict(enumerate(self.columns()))
+        shown = {i: x.floats for i, x in columns.items() if x is not None and any(np.any(x.floats[j]) for j in leaves)}
+        solved = self.nearest(floats, list(shown.values()), wide, leaves, certain)
+        if solved is None:
+            return None
+        weights = np.zeros(len(columns))
+        weights[list(shown)] = solved
+        return weights
+
+    def nearest(
+        self,
+        floats: Floats,
+        terms: Sequence[Floats],
+        wide: bool,
+        leaves: Sequence[int] | None = None,
+        certain: float = CERTAIN,
+    ) -> np.ndarray | None:
+        """The coefficients of least squares that make a result of terms; None where rounding leaves them open."""
+        leaves, allowed = range(len(floats)) if leaves is None else leaves, self.allowed(wide)
+        scales = {j: 1 / (allowed[j] * np.sqrt(max(floats[j].size, 1))) for j in leaves if allowed[j] > 0}
+        if not terms or not scales:
+            return None
+        matrix = np.stack([np.concatenate([x[j].ravel() * a for j, a in scales.items()]) for x in terms])
+        target = np.concatenate([floats[j].ravel() * a for j, a in scales.items()])
+        equations = int(np.count_nonzero(np.any(matrix != 0, axis=0)))
+        if equations < self.overdetermined * len(terms):
+            return None
+        if np.linalg.svd(matrix, compute_uv=False)[-1] < certain * np.sqrt(len(leaves)):
+            return None
+        return np.linalg.lstsq(matrix.T, target, rcond=None)[0]
+
+
+def rms(x: np.ndarray) -> float:
+    return float(np.sqrt(np.mean(np.square(x)))) if x.size else 0.0
+
+
+def flat(floats: Floats) -> np.ndarray:
+    """All elements in one float64 array."""
+    return np.concatenate([x.ravel() for x in floats] or [np.zeros(0)]).astype(np.float64)
+
+
+def over(distance: float, allowed: float) -> float:
+    if distance == 0:
+        return 0.0
+    return distance / allowed if allowed else float("inf")
+
+
+def gamma(roundings: int, unit: float) -> float:
+    """By how much so many roundings change a number, at most, relative to it."""
+    return roundings * unit / (1 - roundings * unit)
