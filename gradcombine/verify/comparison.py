@@ -13,6 +13,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError, require_number
 from gradcombine.types import Tree
+from gradcombine.verify.pytorch import converted
 from gradcombine.verify.reference import Errors, Judgement, errors, judge, require_reference
 from gradcombine.verify.ulp import (
     NAN_DISTANCE,
@@ -414,7 +415,7 @@ def describe_ulp(leaf: LeafDifference) -> str:
 
 
 def _named(value: Tree) -> dict[str, np.ndarray]:
-    leaves, structure = tree.flatten("compare", value)
+    leaves, structure = tree.flatten("compare", converted("compare", value))
     paths = structure.paths()
     return {path or "(root)": np.asarray(x) for path, x in zip(paths, leaves, strict=True) if not is_absent(x)}
 

@@ -106,7 +106,7 @@ class FlightRecorder:
           GradCombineError: for digests of other leaves.
         """
         require_step("FlightRecorder", step)
-        known = not issubclass(type(digests), (list, tuple)) and owner(digests) is not None
+        known = not isinstance(digests, (list, tuple)) and owner(digests) is not None
         if known and _traced(digests):
             who = np.int32(EVERY) if replica is None else replica
             call_host("FlightRecorder", [digests, who], step, self._called)
@@ -202,7 +202,7 @@ def _traced(array: Any) -> bool:
 
 def _by_replica(digests: Any) -> dict[int, Any]:
     """One replica's digests each, by its number; `EVERY` where they are not told apart."""
-    if issubclass(type(digests), dict):
+    if isinstance(digests, dict):
         return digests
     shards = getattr(digests, "addressable_shards", None)
     if shards is not None and (len(shards) > 1 or not digests.is_fully_addressable):
@@ -213,7 +213,7 @@ def _by_replica(digests: Any) -> dict[int, Any]:
         }
     # A tf.distribute value has one of each replica.
     of_replicas = getattr(digests, "values", digests)
-    if issubclass(type(of_replicas), (list, tuple)):
+    if isinstance(of_replicas, (list, tuple)):
         return dict(enumerate(of_replicas))
     array = np.asarray(digests)
     return dict(enumerate(array)) if array.ndim == 3 else {EVERY: array}

@@ -239,7 +239,8 @@ def _added(
         [(a * np.float64(x)).astype(np.float32).astype(dtype) for x in part]
         for a, part in zip(factors, parts, strict=True)
     ]
-    return [x.astype(np.float64) / divisor for x in order(terms)]
+    total: list[np.ndarray] = order(terms)
+    return [x.astype(np.float64) / divisor for x in total]
 
 
 def _stored(dtype: np.dtype, factors: np.ndarray, divisor: float, parts: Sequence[Floats]) -> list[np.ndarray]:
@@ -254,4 +255,5 @@ def _stored(dtype: np.dtype, factors: np.ndarray, divisor: float, parts: Sequenc
 
 
 def _running(dtype: np.dtype, parts: Sequence[Floats]) -> list[np.ndarray]:
-    return [x.astype(np.float64) for x in welford(list(parts), accumulator=dtype)]
+    mean: list[np.ndarray] = welford(list(parts), accumulator=dtype)
+    return [x.astype(np.float64) for x in mean]

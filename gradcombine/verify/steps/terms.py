@@ -84,10 +84,13 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
             if other != name:
                 yield Divided(f"{name} by the weight of {other}", summed(name, [total(other)] * k))
         for other in [name, *(other for other in names if other != name)]:
-            by_each = [k * part.weights[other] for part in parts]
-            yield Divided(f"{name} by the weight of {other} in each microbatch", summed(name, by_each))
+            by_each = [part.weights[other] for part in parts]
+            yield Divided(f"{name} by the weight of {other} in each microbatch", summed(name, [k * x for x in by_each]))
+            yield Divided(f"{name} by the weight of {other} in each microbatch, added up", summed(name, by_each))
+        yield Divided(f"{name} by the number of microbatches too", summed(name, [k * total(name)] * k))
         yield Divided(f"{name} by the number of microbatches", summed(name, [float(k)] * k))
         yield Divided(f"{name} by nothing", summed(name, [1.0] * k))
+        yield Divided(f"{name} left out", summed(name, [np.inf] * k))
 
     for chosen in product(*(list(choices(name)) for name in names)):
         columns = zip(*(x.floats for x in chosen), strict=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gradcombine import GradCombineError
-from gradcombine.verify import explain, first_divergence, record
+from gradcombine.verify import compare, explain, first_divergence, record
 from gradcombine.verify.diff import Allowed
 from gradcombine.verify.dumps import open_dump
 
@@ -88,6 +88,14 @@ def test_tensors_of_a_loop_are_kept_to_the_bit(tmp_path: Path) -> None:
 def test_a_tensor_without_numbers_is_named(tmp_path: Path, tensor: Any, message: str) -> None:
     with pytest.raises(GradCombineError, match=message):
         record(tmp_path)(0, gradients={"a": [tensor]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_are_compared_as_they_are(dtype: Any) -> None:
+    weight = torch.nn.Parameter(torch.tensor(WEIGHT, dtype=dtype))
+    same = {"w": jnp.asarray(WEIGHT, str(dtype).removeprefix("torch."))}
+    assert compare({"w": weight}, same).equal_bits
+    assert compare({"w": weight}, {"w": weight.detach() * 2}).leaves[0].max_ulp > 0
 
 
 def test_accumulation_in_grad_is_explained() -> None:

@@ -1,0 +1,114 @@
+"""What is added at each microbatch, and what a narrow accumulator rounds: neither is taken for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from gradcombine.verify import Cause, StepReport, check_step
+from tests.verify.steps import by_hand, defects
+
+BFLOAT16, FLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
+Floats = list[np.ndarray]
+Add = Callable[[list[Floats], np.dtype], Floats]
+
+
+def cast(grads: Floats, dtype: np.dtype) -> Floats:
+    return [x.astype(dtype) for x in grads]
+
+
+def in_order(sums: list[Floats], dtype: np.dtype) -> Floats:
+    return defects.added([cast(x, dtype) for x in sums])
+
+
+def shuffled(sums: list[Floats], dtype: np.dtype) -> Floats:
+    """In an order that nobody has listed."""
+    return in_order([sums[i] for i in np.random.default_rng(3).permutation(len(sums))], dtype)
+
+
+def in_three(sums: list[Floats], dtype: np.dtype) -> Floats:
+    return defects.added([in_order(sums[i::3], dtype) for i in range(min(3, len(sums)))])
+
+
+def as_stored(sums: list[Floats], dtype: np.dtype) -> Floats:
+    """Terms that are not rounded themselves, as ``acc = (acc + grad).astype(acc.dtype)`` has them."""
+    total = [np.zeros(x.shape, dtype) for x in sums[0]]
+    for grads in sums:
+        total = [(x.astype(FLOAT32) + y).astype(dtype) for x, y in zip(total, grads, strict=True)]
+    return total
+
+
+def narrow(sums: Any, k: int, add: Add, dtype: np.dtype) -> Any:
+    def step(params: Floats, batch: Any) -> Floats:
+        made = [sums(params, part) for part in defects.pieces(batch, k)]
+        return defects.over(cast(add([g for g, _ in made], dtype), FLOAT32), sum(w for _, w in made))
+
+    return step if k > 1 else defects.right(sums, 1)
+
+
+def added(sums: Any, k: int, rate: float, of: Callable[[np.ndarray], Any]) -> Any:
+    """Something else than a gradient, at each microbatch but the first."""
+
+    def step(params: Floats, batch: Any) -> Floats:
+        made = defects.right(sums, k)(params, batch)
+        return [g + g.dtype.type(rate * (k - 1)) * of(p).astype(g.dtype) for g, p in zip(made, params, strict=True)]
+
+    return step
+
+
+def scheduled(sums: Any, k: int, factor: float) -> Any:
+    def step(params: Floats, batch: Any) -> Floats:
+        made = [sums(params, part) for part in defects.pieces(batch, k)]
+        scaled = [[x * x.dtype.type(factor**i) for x in g] for i, (g, _) in enumerate(made)]
+        return defects.over(defects.added(scaled), sum(w for _, w in made))
+
+    return step
+
+
+def check(make: Any, k: int) -> StepReport:
+    return check_step(partial(make, by_hand.sums), by_hand.params(), by_hand.batch(max(16, k)), microbatches=(k,))
+
+
+MANY = [2, 8, pytest.param(64, marks=pytest.mark.full)]
+
+
+@pytest.mark.parametrize("k", MANY)
+@pytest.mark.parametrize("add", [in_order, shuffled, in_three, as_stored])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT16], ids=str)
+def test_a_narrow_accumulator_is_named_in_any_order(dtype: np.dtype, add: Add, k: int) -> None:
+    report = check(partial(narrow, add=add, dtype=dtype), k)
+    assert report.cause is Cause.PRECISION, str(report)
+
+
+def test_a_wide_accumulator_is_not_accused() -> None:
+    assert check(partial(narrow, add=shuffled, dtype=FLOAT32), 8).passes
+
+
+@pytest.mark.parametrize("k", MANY)
+@pytest.mark.parametrize("rate", [1e-1, 1e-3, 1e-5])
+@pytest.mark.parametrize(
+    ("of", "detail"),
+    [
+        (lambda p: p, "times the parameters"),
+        (lambda p: p.astype(BFLOAT16), "times the parameters"),
+        (lambda p: p * (p.ndim > 1), "times the parameters, in 2 of 3 leaves"),
+        (np.sign, "up to"),
+    ],
+    ids=["decay", "of bfloat16", "of kernels", "of signs"],
+)
+def test_what_is_added_is_named_whatever_it_is(of: Any, detail: str, rate: float, k: int) -> None:
+    report = check(partial(added, rate=rate, of=of), k)
+    assert report.cause is Cause.ADDED, str(report)
+    assert detail in report.faults[0].detail
+
+
+@pytest.mark.parametrize("k", [2, 8])
+@pytest.mark.parametrize("factor", [0.5, 0.99, 0.999])
+def test_a_schedule_is_named_however_slow(factor: float, k: int) -> None:
+    report = check(partial(scheduled, factor=factor), k)
+    assert report.cause is Cause.BY_PLACE, str(report)
