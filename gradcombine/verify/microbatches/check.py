@@ -173,7 +173,16 @@ def _full_batch(
         largest = max((float(np.abs(x).max(initial=0)) for part in parts for x in part if x is not None), default=0)
         window = Window(weights[w], parts, whole, bound=rounding_unit(FLOAT32) * largest)
         if window.share > 1:
-            cause, detail = next(linear(window, window.case), (Cause.STATISTICS, "no combination of them gives it"))
-            return FullBatch(window.share, "", causes.fault(Cause.LOSS, w, f"{cause}; {detail}"))
+            return FullBatch(window.share, "", causes.fault(Cause.LOSS, w, _likely(window)))
         worst = max(worst, window.share)
     return FullBatch(worst, "", None)
+
+
+def _likely(window: Window) -> str:
+    cause, detail = next(linear(window, window.case), (None, ""))
+    free = window.fitted(window.made, wide=False)
+    if cause is Cause.COEFFICIENTS and free is not None:
+        return "their coefficients in it are {}".format(", ".join(f"{x:.4g}" for x in free))
+    if cause is not None:
+        return f"{cause}: {detail}"
+    return "it is no known combination of its microbatches' gradients, as with batch normalization over the batch"

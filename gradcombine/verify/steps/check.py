@@ -152,6 +152,9 @@ def check_step(
         turned = note(f"{splits[-1]} in reverse order", subject.divided(splits[-1], subject.rows(range(n - 1, -1, -1))))
         if turned.invariance > 1:
             add(Cause.UNEXPLAINED, turned.name, f"{turned.invariance:.3g} times what rounding allows")
+    if _changes(first, subject.divided(WHOLE, batch)):
+        # What it keeps of other batches is in all results.
+        faults = [Fault(Cause.STATE, f"{WHOLE}, after other batches")]
     not_checked: list[str] = []
     if exact is None:
         not_checked.append(f"accuracy, since {standard.not_wide}")

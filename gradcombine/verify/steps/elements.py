@@ -29,7 +29,7 @@ def scattered(standard: Standard, case: Case) -> Iterator[Answer]:
             ("examples", [[a * y for y in x.floats] for a, x in zip(c, columns, strict=True) if x is not None])
         )
     for name, pieces in partitions(standard.examples, case.split).items():
-        parts = [standard.one(rows) for rows in pieces]
+        parts = [standard.repeated(rows) for rows in pieces]
         if all(x is not None for x in parts):
             sizes = [float(c @ share_in(standard.units(), rows)) for rows in pieces]
             groups.append(
@@ -53,7 +53,7 @@ def scattered(standard: Standard, case: Case) -> Iterator[Answer]:
             wrong = off > 4 * allowed[i]
             each = np.sqrt(np.mean(np.square(stack - made.reshape(1, len(whole), -1)), axis=2)).min(axis=0)
             several = (np.abs(stack).max(axis=2) > 0).sum(axis=0) > 1
-            if not wrong.any() or wrong.all() or np.any(each[wrong] > 4 * allowed[i]) or not several[wrong].all():
+            if not wrong.any() or np.any(each[wrong] > 4 * allowed[i]) or not several[wrong].all():
                 break
             found += int(wrong.sum())
         else:

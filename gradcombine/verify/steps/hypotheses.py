@@ -182,7 +182,7 @@ def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
     if len(standard.combination[1]) == len(standard.names):
         return
     for name, pieces in partitions(n, case.split).items():
-        parts = [standard.one(rows) for rows in pieces]
+        parts = [standard.repeated(rows) for rows in pieces]
         if any(part is None for part in parts):
             continue
         floats = [part.floats for part in parts if part is not None]
@@ -237,7 +237,8 @@ def linear(standard: Standard, case: Case) -> Iterator[Answer]:
 def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
     """What each known combination would make of the weights of the units."""
     units = standard.units()
-    allowed, leaves = standard.allowed(False), standard.combination[1]
+    allowed = standard.allowed(False)
+    leaves = [i for i in standard.combination[1] if allowed[i] > 0]
     whole, result = (flat([x[i] / allowed[i] for i in leaves]) for x in (standard.best.floats, case.result.floats))
     factor = float(result @ whole / (whole @ whole)) if whole.any() else 0.0
     k, devices = case.split
@@ -310,7 +311,7 @@ def _levels(
             by_place = [float(np.mean(r[(p > 0) & real])) for p in pieces]
             snapped = np.where(real, c * sum(a * (p > 0) for a, p in zip(by_place, pieces, strict=True)), 0)
             places = ", ".join(f"{a:.4g}" for a in by_place)
-            if np.ptp(by_place) > 0 and _turned(standard, case, c, by_place, pieces):
+            if np.ptp(by_place) > 2.0**-20 * max(by_place) and _turned(standard, case, c, by_place, pieces):
                 yield (
                     Cause.BY_PLACE,
                     f"microbatches count {places} times, in reverse order too{split_by(name)}",
