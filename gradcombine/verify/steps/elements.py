@@ -209,7 +209,7 @@ def _growing(standard: Standard, case: Case) -> Iterator[Answer]:
 def _held(values: np.ndarray, dtype: np.dtype) -> float:
     values = values[values != 0]
     rounded = values.astype(np.float32).astype(dtype).astype(np.float64)
-    return float(np.mean(np.abs(values - rounded) <= 2**-22 * np.abs(values))) if len(values) else 0.0
+    return int(np.count_nonzero(np.abs(values - rounded) <= 2**-22 * np.abs(values))) / max(len(values), 1)
 
 
 Combine: TypeAlias = Callable[[Sequence[Floats]], list[np.ndarray]]
