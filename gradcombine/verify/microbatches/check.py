@@ -80,7 +80,7 @@ def check_microbatches(
     ...     return accumulate(inner, every=2)
     >>> report = check_microbatches(loss, params, [[batch(3), batch(4)]] * 2, optax.sgd(0.1), unweighted)
     >>> print(report.faults[0])
-    window 0: mean of means: the microbatches' weights are ignored (weights from 3 to 4)
+    window 0: mean of means: the microbatches' weights are ignored (they weigh from 0.4286 to 0.5714 in one batch)
     """
     _require_windows(windows)
     weigh, joined = weights or _examples, join or _concatenated
