@@ -28,6 +28,9 @@ from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, Stat
 UNTIL_FLUSH = MOST
 """The ``every`` of a window that a flush alone ends."""
 
+OVER = np.int32(MOST)
+"""The step of a window that has ended, whatever its length: its contributions were applied, or all left out."""
+
 
 class RunIf(Protocol):
     """The branch of a host: ``run(kept)`` where the boolean scalar holds, else ``kept`` as it is.
@@ -46,6 +49,9 @@ class Window:
     A window is full after ``every`` microbatches, those of weight 0 and those left out counted, or when it is flushed.
     The contribution after that begins the next one. A full window stays readable until then, unless it was applied by a
     host whose exchange takes arrays over (`is_taken_over`): of such a one nothing is promised but that it is full.
+
+    That a window is over is noted in its state, by `OVER` in the place of its step. So a saved window that goes on under
+    another ``every`` loses nothing: with more microbatches than that has, or as many, it ends with the next one.
 
     Attributes:
       operation: for error messages.
@@ -89,15 +95,21 @@ class Window:
         return self.accumulator.ready(state)
 
     @no_autograph
+    def is_over(self, state: AccumulateState) -> Array:
+        """Whether the next contribution begins another window; a boolean scalar."""
+        return state.step == OVER
+
+    @no_autograph
     def is_partial(self, state: AccumulateState) -> Array:
         """Whether there are contributions that a flush has to apply."""
-        return (state.step > 0) & ~self.is_full(state)
+        return (state.step > 0) & ~self.is_over(state)
 
     @no_autograph
     def next(self, state: AccumulateState) -> tuple[Array, Array]:
         """The number of the window that the next contribution belongs to, and its place there; both from 0."""
-        backend, full = resolve(self.operation, [state.step, state.index]), self.is_full(state)
-        return backend.where(full, state.index + 1, state.index), backend.where(full, state.step * 0, state.step)
+        backend, over = resolve(self.operation, [state.step, state.index]), self.is_over(state)
+        step = self._going_on(state).step
+        return backend.where(over, state.index + 1, state.index), backend.where(over, step * 0, step)
 
     @no_autograph
     def number(self, state: AccumulateState) -> Array:
@@ -108,7 +120,7 @@ class Window:
         index, place = self.next(state)
         if self.ends_by_flush:
             return place * self.over.size() + self.over.rank()
-        return self.over.rank() * length_at(self.every, index) + place
+        return self.over.rank() * self._length(index) + place
 
     @no_autograph
     def contribute(
@@ -136,17 +148,16 @@ class Window:
             raise GradCombineError(self.operation, "no number, or a reduction that is numbered", shown(number))
         if left_out is not False:
             weight = self._weight_unless(left_out, gradients, weight)
-        return self.accumulator.update(gradients, self.own(state), weight)
+        return self.accumulator.update(gradients, self.own(self._going_on(state)), weight)
 
     @no_autograph
     def end(self, state: AccumulateState, condition: Array | bool = True) -> AccumulateState:
-        """The state, its window counted as full where the condition holds: the next contribution begins another."""
+        """The state, its window over where the condition holds: the next contribution begins another."""
         if condition is False:
             return state
         backend = resolve(self.operation, [state.step])
-        length = backend.cast(backend.asarray(length_at(self.every, state.index)), dtypes.INT32)
-        full = backend.where(state.step < length, length, state.step)
-        return state._replace(step=full if condition is True else backend.where(condition, full, state.step))
+        over = backend.full((), int(OVER), dtypes.INT32, [state.step])
+        return state._replace(step=over if condition is True else backend.where(condition, over, state.step))
 
     @no_autograph
     def due(
@@ -166,9 +177,10 @@ class Window:
           The state, and a boolean scalar; a bool that is known while tracing, where a flush that is known ends windows
           alone.
         """
-        ended = self.end(state, flush)
         # Known where the host knows it: its program then has no branch.
-        full = flush if self.ends_by_flush and isinstance(flush, bool) else self.is_full(ended)
+        known = isinstance(flush, bool) and (flush or self.ends_by_flush)
+        full = flush if known else self.is_full(state) | flush
+        ended = self.end(state, full)
         if full is False or left_out_in_a_row is None:
             return ended, full
         return ended, full & (left_out_in_a_row < state.step)
@@ -267,6 +279,22 @@ class Window:
         (counts,) = self.over.all_sum([backend.stack([backend.cast(flag, dtypes.INT32) for flag in unknown])])
         agreed = iter([counts[i] > 0 for i in range(len(unknown))])
         return [next(agreed) if value is None else value for value in known]
+
+    def _going_on(self, state: AccumulateState) -> AccumulateState:
+        """The state, one microbatch from its end where it has more, or as many, and is not over."""
+        if self.ends_by_flush:
+            return state
+        length = self._length(state.index)
+        full = (state.step >= length) & ~self.is_over(state)
+        return state._replace(step=resolve(self.operation, [state.step]).where(full, length - 1, state.step))
+
+    def _length(self, index: Array) -> Array:
+        """That of window number ``index``, an int32 scalar."""
+        if not callable(self.every):
+            return np.int32(self.every)
+        length = length_at(self.every, index)
+        backend = resolve(self.operation, [index, length])
+        return backend.cast(backend.asarray(length), dtypes.INT32)
 
     def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Any) -> Any:
         if left_out is True:

@@ -142,7 +142,7 @@ def test_which_window_is_next(order: Any) -> None:
     state, places = window.init(numbers(0)), []
     for _ in range(6):
         places.append(tuple(map(int, window.next(state))))
-        state = window.contribute(state, numbers(1))
+        state, _ = window.due(window.contribute(state, numbers(1)))
     assert places == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
 
 
@@ -150,13 +150,52 @@ def test_a_flush_after_the_last_microbatch_ends_what_was_begun() -> None:
     state = MEAN_OF_2.init(numbers(0))
     seen = [bool(MEAN_OF_2.is_partial(state))]
     for value in (1.0, 3.0, 5.0):
-        state = MEAN_OF_2.contribute(state, numbers(value))
+        state, _ = MEAN_OF_2.due(MEAN_OF_2.contribute(state, numbers(value)))
         seen.append(bool(MEAN_OF_2.is_partial(state)))
     assert seen == [False, True, False, True]
     assert take(MEAN_OF_2, state) == [5]
     state = MEAN_OF_2.end(state, MEAN_OF_2.is_partial(state))
     assert not MEAN_OF_2.is_partial(state)
     assert tuple(map(int, MEAN_OF_2.next(state))) == (2, 0)
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+@pytest.mark.parametrize(
+    ("before", "begun", "after", "applied"),
+    [
+        # As many microbatches as the new length, or more: the window ends with the next one.
+        (4, 3, 2, [[6], [9], [13]]),
+        (4, 3, 3, [[6], [15]]),
+        (4, 2, 1, [[3], [3], [4], [5], [6], [7]]),
+        (4, 1, 2, [[1], [5], [9], [13]]),
+        # Fewer: it goes on until it has the new length.
+        (2, 1, 4, [[6], [22]]),
+        # One that has been applied, whatever its length was, is over.
+        (2, 2, 4, [[14]]),
+        (4, 4, 2, [[9], [13]]),
+        (4, 4, 1, [[4], [5], [6], [7]]),
+        (UNTIL_FLUSH, 2, 2, [[3], [7], [11]]),
+    ],
+)
+def test_a_window_that_goes_on_with_another_length_loses_nothing(
+    order: Any, before: int, begun: int, after: int, applied: Any
+) -> None:
+    depth = {"order": order, "max_every": 8} if order == "tree" else {}
+
+    def of(every: int) -> Window:
+        # A function of the index, so that the counter has the same levels whatever the length.
+        length: Any = every if every == UNTIL_FLUSH or not depth else lambda index: every
+        return Window("test", gc.reductions.sum(), length, **depth)
+
+    state, host = of(before).init(numbers(0)), Host()
+    for value in range(begun):
+        state, _ = of(before).due(of(before).contribute(state, numbers(value)))
+    for value in range(begun, 8):
+        state, due = of(after).due(of(after).contribute(state, numbers(value)))
+        of(after).apply_if(due, state, host.apply, 0, host.run_if)
+    everything = [x for (x,) in host.applied] + ([take(of(after), state)[0]] if of(after).is_partial(state) else [])
+    assert sum(everything) == sum(range(8)) - (sum(range(begun)) if begun >= before else 0)
+    assert host.applied == applied
 
 
 def test_a_window_that_a_flush_alone_ends_is_known_to_the_host() -> None:

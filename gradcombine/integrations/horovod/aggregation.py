@@ -143,14 +143,15 @@ class LocalGradientAggregation(tf.Module):
         filled = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]
         between = filled if self._graph_mode else sums
         chosen = sorted(seen)
+        full = self._window.is_full(state)
         picked = branch(
-            self._window.is_full(state),
+            full,
             lambda: self._combined([sums[i] for i in chosen], [variables[i] for i in chosen]),
             lambda: [between[i] for i in chosen],
         )
         # Written last: where the all-reduce fails, the window is as it was.
         with run_after(picked):
-            self._written = held.write(Pending(state))
+            self._written = held.write(Pending(self._window.end(state, full)))
         self._seen = seen
         results = dict(zip(chosen, completed(picked, self._written), strict=True))
         return [results.get(i) for i in range(len(gradients))]

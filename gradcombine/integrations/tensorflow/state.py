@@ -96,7 +96,7 @@ class ReplicaState:
         merging = replace(self.window, reduction=_of_states(self.window.reduction))
         after = merging.contribute(before._replace(levels=(_without_leaves(level),)), _without_leaves(part))
         terms = [None if tree.is_static(x) else x for x in part.value]
-        return Pending(after, terms, self.window.is_full(before)), self.window.is_full(after)
+        return Pending(after, terms, self.window.is_over(before)), self.window.is_full(after)
 
     def write(self, pending: Pending) -> list[tf.Operation]:
         """Replaces this replica's state.

@@ -250,12 +250,13 @@ class AccumulatedStep(tf.Module):
             columns, entering = list(dense.values()), [self._terms.contribution(dense, weights), told]
         contributed = [state.contributed(x, weight) for state, x in zip(self._held(), entering, strict=True)]
         pending, (ready, *_) = zip(*contributed, strict=True)
+        pending = [one._replace(after=self._window.end(one.after, ready)) for one in pending]
         # Which variables have a gradient is known while tracing, and only then.
         present = {i for column in columns for i, gradient in enumerate(column) if gradient is not None}
         for i in sorted(present & self._left_out):
             raise error("no gradient, as in a tf.function that was traced before", "one", f"[{i}]")
         self._with_gradient |= present
-        return list(pending), ready, outputs[0] if outputs else None
+        return pending, ready, outputs[0] if outputs else None
 
     def _held(self) -> list[ReplicaState]:
         """What each replica holds: the window, and what is to be told of it."""

@@ -12,6 +12,7 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import UNTIL_FLUSH, LossOutput, train_step
 from gradcombine.verify.ulp import equal_bits
+from gradcombine.window import OVER
 from tests.spec.selection import FULL, cases
 
 pytestmark = pytest.mark.needs("jax")
@@ -102,7 +103,7 @@ def test_metrics_tell_of_the_window_that_was_applied() -> None:
     ]
     assert told[0].aux is None
     assert weights(params) == 0 - 6 / 4
-    assert (int(state.window.step), int(state.window.index)) == (2, 1)
+    assert (int(state.window.step), int(state.window.index)) == (OVER, 1)
 
 
 def test_the_weight_is_the_number_of_examples_unless_it_is_given() -> None:

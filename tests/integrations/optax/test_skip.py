@@ -10,6 +10,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine.integrations.optax import SkipState, accumulate, skip_large, skip_not_finite
+from gradcombine.window import OVER
 from tests.integrations.optax.test_accumulate import MODES, NEGATE, OPTAX_PROMOTES, PARAMS, SCAN, firsts, run, vectors
 from tests.integrations.optax.test_replicas import AXIS, GRADS, TOKENS, N
 from tests.integrations.optax.test_replicas import MODES as REPLICATED
@@ -46,7 +47,7 @@ def test_what_is_left_out_has_no_weight_and_counts_as_a_step(mode: str, order: A
     assert firsts(outputs) == [0, 0, -(1 * 1 + 3 * 3) / 4, 0, 0, -4]
     assert isinstance(state.skip, SkipState)
     assert (int(state.skip.skipped), int(state.skip.in_a_row)) == (3, 0)
-    assert (int(state.window.step), int(state.window.index)) == (3, 1)
+    assert (int(state.window.step), int(state.window.index)) == (OVER, 1)
 
 
 @OPTAX_PROMOTES
