@@ -1,6 +1,6 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
-from gradcombine import ledger, noise, reductions, replicated, statefile
+from gradcombine import faults, ledger, noise, reductions, replicated, statefile
 from gradcombine.accumulation import Accumulator, accumulate
 from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError
@@ -22,6 +22,7 @@ __all__ = [
     "all_reduce",
     "combine",
     "digest",
+    "faults",
     "jax_axis",
     "ledger",
     "mean",

@@ -50,8 +50,8 @@ class Window:
     The contribution after that begins the next one. A full window stays readable until then, unless it was applied by a
     host whose exchange takes arrays over (`is_taken_over`): of such a one nothing is promised but that it is full.
 
-    That a window is over is noted in its state, by `OVER` in the place of its step. So a saved window that goes on under
-    another ``every`` loses nothing: with more microbatches than that has, or as many, it ends with the next one.
+    That a window is over is noted in its state, by `OVER` in the place of its step. So a saved window that goes on
+    under another ``every`` loses nothing: where it has as many microbatches as that, or more, it ends with the next.
 
     Attributes:
       operation: for error messages.
@@ -97,7 +97,7 @@ class Window:
     @no_autograph
     def is_over(self, state: AccumulateState) -> Array:
         """Whether the next contribution begins another window; a boolean scalar."""
-        return state.step == OVER
+        return state.step >= OVER  # which is the largest int32; tensors of TensorFlow 1's graphs know no ==
 
     @no_autograph
     def is_partial(self, state: AccumulateState) -> Array:
