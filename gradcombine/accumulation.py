@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gradcombine import binary_counter, tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, require_scalar, resolve
-from gradcombine.errors import GradCombineError, require_integer, require_order, shown
+from gradcombine.errors import MOST, GradCombineError, require_integer, require_order, shown
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
@@ -62,8 +62,9 @@ def accumulate(
       An `Accumulator`.
 
     Raises:
-      GradCombineError: for an ``every`` that is 0, negative or not an integer; in ``update`` as `combine`, and then the
-        state that was passed in is still whole.
+      GradCombineError: for an ``every`` that is 0, negative or not an integer; in ``update`` as `combine`, and for a
+        window of more microbatches than ``every``, where that is known, as one that was saved under another one may
+        have: the state that was passed in is still whole then.
 
     Bits: those of `combine` in the same order.
 
@@ -107,6 +108,7 @@ def accumulate(
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
         full = ready(state)
         backend = _backend(state)
+        _require_begun_here(backend, state, length)
         zero = backend.full((), 0, INT32)
         if isinstance(state.levels, BinaryCounter):
             carry = reduction.update(binary_counter.cleared(reduction, state.levels), grads, weight)
@@ -175,6 +177,17 @@ def require_state(state: Any) -> None:
         raise GradCombineError("accumulate", "a state of 1 level, or a BinaryCounter", f"{len(state.levels)} levels")
     require_scalar("accumulate", "an integer scalar", state.step, "iu", ".step")
     require_scalar("accumulate", "an integer scalar", state.index, "iu", ".index")
+
+
+def _require_begun_here(backend: Backend, state: AccumulateState, length: int | Callable[[Array], Any]) -> None:
+    """Refuses a window of more microbatches than windows have, which the next contribution would take for over.
+
+    One that was loaded and made under another ``every``; where values are known.
+    """
+    step, most = (backend.concrete(backend.asarray(x)) for x in (state.step, length_at(length, state.index)))
+    if step is not None and most is not None and most < step < MOST:
+        expected = f"a window of {int(most)} microbatches or fewer (was it begun under another every?)"
+        raise GradCombineError("accumulate", expected, int(step), ".step")
 
 
 def _length(every: Any) -> int:

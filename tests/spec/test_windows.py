@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
+from gradcombine.errors import GradCombineError
 from tests.spec import modes
 from tests.spec.programs import rows
 from tests.spec.selection import FULL, unrolled
@@ -120,3 +121,14 @@ def test_a_window_of_numpy_arrays_goes_on_in_jax(order: Any) -> None:
     result = acc.value(acc.update(jnp.full(2, 3, jnp.bfloat16), loaded))
     assert isinstance(result, jnp.ndarray)
     np.testing.assert_array_equal(np.asarray(result, np.float32), [2, 2])
+
+
+def test_a_window_longer_than_all_of_these_is_refused_and_not_taken_for_over() -> None:
+    old, new = (gc.accumulate(gc.reductions.sum(), every) for every in (8, 4))
+    state = old.init(np.float32(0))
+    for _ in range(6):
+        state = old.update(np.float32(1), state)
+    with pytest.raises(GradCombineError, match=r"\.step: expected a window of 4 microbatches or fewer .*, received 6"):
+        new.update(np.float32(1), state)
+    assert float(new.value(state)) == 6
+    assert float(new.value(new.update(np.float32(1), new.restart(state)))) == 1
