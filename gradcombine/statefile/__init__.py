@@ -2,15 +2,20 @@
 
 from gradcombine.statefile.files import inspect, load, load_replicas, save, save_replicas
 from gradcombine.statefile.header import Header, Leaf
+from gradcombine.statefile.recovery import Recovered, begin_window, recover, save_part
 from gradcombine.statefile.resize import resize
 
 __all__ = [
     "Header",
     "Leaf",
+    "Recovered",
+    "begin_window",
     "inspect",
     "load",
     "load_replicas",
+    "recover",
     "resize",
     "save",
+    "save_part",
     "save_replicas",
 ]

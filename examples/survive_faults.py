@@ -1,0 +1,152 @@
+"""Trains in two processes, one of which is killed in the middle of a window, to the bits of one process, unharmed."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import tempfile
+import time
+from multiprocessing.connection import wait
+
+import numpy as np
+
+import gradcombine as gc
+from gradcombine import ledger, statefile
+from gradcombine.reductions import Numbered
+
+WINDOWS, MICROBATCHES, WIDTH = 3, 8, 32
+
+
+# quickstart: begin
+def supervise(start, patience, limit=float("inf")):
+    """Runs processes until all have ended well; where one fails, or none gets on, ends all of them and starts anew.
+
+    Args:
+      start: ``start(attempt) -> (processes, progress)``: started multiprocessing processes, and a function whose result
+        changes whenever they get on.
+      patience: seconds without any progress, after which a process is taken to hang.
+      limit: seconds for everything.
+
+    Returns:
+      How often all were started anew.
+    """
+    deadline, attempt = time.monotonic() + limit, 0
+    while not _have_ended_well(*start(attempt), patience, deadline):
+        attempt += 1
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{limit} seconds were not enough: {attempt} attempts")
+    return attempt
+
+
+def _have_ended_well(processes, progress, patience, deadline):
+    seen, until = progress(), time.monotonic() + patience
+    try:
+        while time.monotonic() < min(until, deadline):
+            wait([process.sentinel for process in processes if process.exitcode is None], timeout=0.1)
+            codes = [process.exitcode for process in processes]
+            if not any(code is None for code in codes) or any(codes):
+                return not any(codes)
+            if (now := progress()) != seen:
+                seen, until = now, time.monotonic() + patience
+        return False
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def train(folder, size, rank, told, killed_after=None):
+    """One process: what there is of the run, its part of what is missing, and then window after window."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental import multihost_utils
+    from jax.sharding import NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh = jax.make_mesh((size,), ("process",), axis_types=(jax.sharding.AxisType.Auto,))
+    own = NamedSharding(mesh, P("process"))
+    # The ledger of this mean says which microbatches a state holds.
+    mean = gc.reductions.numbered(gc.reductions.mean("exact"), MICROBATCHES)
+    gradient = jax.jit(jax.grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2)))
+    descend = jax.jit(lambda w, g: w - 0.25 * g)
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P("process"), out_specs=P(), check_vma=False)
+    def merge(states):
+        state = jax.tree.map(lambda x: x[0], states)
+        return gc.merge_replicas(mean, state, over=gc.jax_axis("process"))
+
+    start = np.zeros(WIDTH, np.float32)
+    window, w, parts, _ = statefile.recover(folder, mean, like=start, start=start)
+    multihost_utils.sync_global_devices("all have read")
+    held = [[parts[holder] for holder in sorted(parts)[i::size]] for i in range(size)]
+    while window < WINDOWS:
+        statefile.begin_window(folder, window, w)
+        states = [statefile.resize(mean, group, 1)[0] if group else mean.init(start) for group in held]
+        missing = set(range(MICROBATCHES)).difference(*(ledger.read(state).held for state in states))
+        dealt = ledger.deal(missing, size, [ledger.read(state).held for state in states])
+        state = states[rank]
+        for number in dealt[rank]:
+            x, y = microbatch(window, number)
+            state = mean.update(state, Numbered(np.asarray(gradient(w, x, y)), number), len(x))
+            statefile.save_part(folder, window, rank, mean, state)
+            told[rank] += 1
+            if told[rank] == killed_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+        stacked = jax.tree.map(lambda x: jax.make_array_from_process_local_data(own, np.asarray(x)[None]), state)
+        merged = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), merge(stacked))
+        ledger.require_once(merged)
+        w = np.asarray(descend(w, mean.finalize(merged)))
+        window, held = window + 1, [[]] * size
+    statefile.begin_window(folder, window, w)
+    multihost_utils.sync_global_devices("all have ended")
+
+
+# quickstart: end
+def microbatch(window, number):
+    rng = np.random.default_rng([window, number])
+    x = rng.normal(size=(8 + number, WIDTH)).astype(np.float32)  # each of its own size
+    return x, x @ np.linspace(-1, 1, WIDTH, dtype=np.float32)
+
+
+def work(address, folder, size, rank, told, killed_after):
+    import jax
+
+    jax.distributed.initialize(address, num_processes=size, process_id=rank)
+    train(folder, size, rank, told, killed_after)
+    os._exit(0)
+
+
+def run(folder, size, killed_after=None):
+    """Trains to the end; returns the parameters, and how often all processes were started anew."""
+    context = multiprocessing.get_context("spawn")
+
+    def start(attempt):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        told, processes = context.RawArray("q", size), []
+        for rank in range(size):
+            fault = killed_after if (attempt, rank) == (0, size - 1) else None
+            processes.append(context.Process(target=work, args=(address, folder, size, rank, told, fault)))
+            processes[-1].start()
+        return processes, lambda: list(told)
+
+    restarts = supervise(start, patience=30, limit=100)
+    zeros = np.zeros(WIDTH, np.float32)
+    mean = gc.reductions.numbered(gc.reductions.mean("exact"), MICROBATCHES)
+    return statefile.recover(folder, mean, like=zeros, start=zeros).begun, restarts
+
+
+def main():
+    os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="")
+    with tempfile.TemporaryDirectory() as quiet, tempfile.TemporaryDirectory() as faulty:
+        (calm, _), (struck, restarts) = run(quiet, 1), run(faulty, 2, killed_after=6)
+    x, y = microbatch(WINDOWS, 0)
+    loss = np.mean((x @ struck - y) ** 2)
+    print(f"killed after its 6th microbatch: started anew {restarts} time, loss {loss:.4f}")
+    print(f"same bits: {calm.tobytes() == struck.tobytes()}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""A run that ends anywhere goes on from its folder, on any number of processes, to the bits of the unbroken one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import ledger, reductions, statefile
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions import Numbered
+
+COUNT, WINDOWS = 4, 2
+MEAN = reductions.numbered(reductions.mean("exact"), COUNT)
+START = {"w": np.zeros(3, np.float32)}
+
+
+def gradient(params: Any, window: int, number: int) -> Any:
+    rng = np.random.default_rng([window, number])
+    return {"w": (rng.normal(size=3) * 2.0 ** rng.integers(-20, 20)).astype(np.float32) + params["w"]}
+
+
+class EndsHereError(Exception):
+    """Every process ends."""
+
+
+def train(folder: Path, size: int, places: Any) -> Any:
+    """All processes of a run in turn; ends where `places` says."""
+    found = statefile.recover(folder, MEAN, START, START)
+    index, params, parts = found.window, found.begun, found.parts
+    statefile.begin_window(folder, index, params)
+    while index < WINDOWS:
+        held = [[parts[holder] for holder in sorted(parts)[rank::size]] for rank in range(size)]
+        states = [statefile.resize(MEAN, group, 1)[0] if group else MEAN.init(START) for group in held]
+        todo = ledger.deal(ledger.read(*states).missing, size, [ledger.read(state).held for state in states])
+        for turn in range(COUNT):
+            for rank, numbers in enumerate(todo):
+                if turn < len(numbers):
+                    value = Numbered(gradient(params, index, numbers[turn]), numbers[turn])
+                    states[rank] = MEAN.update(states[rank], value, 1 + numbers[turn])
+                    places()
+                    statefile.save_part(folder, index, rank, MEAN, states[rank])
+        ledger.require_once(*states)
+        (whole,) = statefile.resize(MEAN, states, 1)
+        params = {"w": params["w"] - MEAN.finalize(whole)["w"]}
+        index, parts = index + 1, {}
+        places()
+        statefile.begin_window(folder, index, params)
+    return params
+
+
+def unbroken() -> Any:
+    params = START
+    for window in range(WINDOWS):
+        grads = [gradient(params, window, number) for number in range(COUNT)]
+        combined = gc.combine(reductions.mean("exact"), grads, range(1, COUNT + 1))
+        params = {"w": params["w"] - combined["w"]}
+    return params["w"].tobytes()
+
+
+def until(last: int) -> Any:
+    passed = count()
+
+    def place() -> None:
+        if next(passed) == last:
+            raise EndsHereError
+
+    return place
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the system has written what it was told to is not what is looked at here."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (4, 1)])
+def test_a_run_that_ends_at_any_place_goes_on_to_the_same_bits(tmp_path: Path, before: int, after: int) -> None:
+    for place in range(WINDOWS * (COUNT + 1)):
+        folder = tmp_path / str(place)
+        with pytest.raises(EndsHereError):
+            train(folder, before, until(place))
+        if place % 3 == 0:  # and again, on as many as before: files of three starts lie beside each other
+            with pytest.raises(EndsHereError):
+                train(folder, after, until(min(2, WINDOWS * (COUNT + 1) - place - 1)))
+        assert train(folder, after, lambda: None)["w"].tobytes() == unbroken()
+
+
+def test_a_file_that_is_cut_off_anywhere_costs_work_alone(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    with pytest.raises(EndsHereError):
+        train(whole, 2, until(COUNT + 3))
+    names = [file.name for file in sorted(whole.iterdir())]
+    assert names == [f"window-0000000{w}.{holder}.npz" for w in (0, 1) for holder in ("0", "1", "begun")]
+    for number, name in enumerate(names * 3):
+        folder = shutil.copytree(whole, tmp_path / str(number))
+        os.truncate(folder / name, (folder / name).stat().st_size * number // (3 * len(names)))
+        found = statefile.recover(folder, MEAN, START, START)
+        assert found.window == (0 if name == "window-00000001.begun.npz" else 1)
+        assert list(found.left_out) == ([] if "00000000" in name else [name])
+        assert train(folder, 2, lambda: None)["w"].tobytes() == unbroken()
+
+
+def part(*numbers: int) -> Any:
+    state = MEAN.init(START)
+    for number in numbers:
+        state = MEAN.update(state, Numbered(START, number))
+    return state
+
+
+def test_no_microbatch_is_recovered_twice(tmp_path: Path) -> None:
+    statefile.begin_window(tmp_path, 4, START)
+    for holder, numbers in enumerate([(0,), (0, 1, 2), (2, 3), (3,), ()]):
+        statefile.save_part(tmp_path, 4, holder, MEAN, part(*numbers))
+    found = statefile.recover(tmp_path, MEAN, START, START)
+    assert (found.window, list(found.parts)) == (4, [1, 3])
+    assert sorted(found.left_out) == [f"window-00000004.{holder}.npz" for holder in (0, 2, 4)]
+
+
+def test_parts_of_other_windows_are_stale(tmp_path: Path) -> None:
+    for index in range(3):
+        statefile.begin_window(tmp_path, index, START)
+        statefile.save_part(tmp_path, index, 0, MEAN, part(index))
+    assert len(list(tmp_path.iterdir())) == 4  # of two windows
+    found = statefile.recover(tmp_path, MEAN, START, START)
+    assert ledger.read(*found.parts.values()).held == (2,)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    assert statefile.recover(tmp_path / "nothing", MEAN, START, START) == (0, START, {}, {})
+    with pytest.raises(GradCombineError, match=r"expected a window that begin_window has begun, received 0"):
+        statefile.save_part(tmp_path, 0, 0, MEAN, part(0))
+    statefile.begin_window(tmp_path, 0, START)
+    with pytest.raises(GradCombineError, match=r"leaf \['w'\]: expected the bits with which another process"):
+        statefile.begin_window(tmp_path, 0, {"w": np.float32([0, 0, -0.0])})
+    plain = reductions.mean()
+    with pytest.raises(GradCombineError, match="ledger"):
+        statefile.save_part(tmp_path, 0, 0, plain, plain.init(START))
+    with pytest.raises(GradCombineError, match="index of a window, from 0"):
+        statefile.begin_window(tmp_path, -1, START)
+    other = {"w": np.float32([1, 2, 3])}
+    statefile.begin_window(tmp_path, 1, other)
+    for index in range(2):
+        os.truncate(tmp_path / f"window-0000000{index}.begun.npz", 10)
+    with pytest.raises(GradCombineError, match=r"a beginning that is whole, received window-00000001\.begun\.npz: "):
+        statefile.recover(tmp_path, MEAN, START, START)
+
+
+def test_a_beginning_that_is_damaged_is_mended(tmp_path: Path) -> None:
+    statefile.begin_window(tmp_path, 0, START)
+    statefile.save_part(tmp_path, 0, 0, MEAN, part(3))
+    os.truncate(tmp_path / "window-00000000.begun.npz", 10)
+    for _ in range(2):
+        found = statefile.recover(tmp_path, MEAN, START, START)
+        assert (found.window, found.begun["w"].tolist()) == (0, [0, 0, 0])
+        assert ledger.read(*found.parts.values()).held == (3,)
+        statefile.begin_window(tmp_path, 0, found.begun)
+    assert not found.left_out
+
+
+def test_a_full_disk_leaves_the_last_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    statefile.begin_window(tmp_path, 0, START)
+    statefile.save_part(tmp_path, 0, 0, MEAN, part(0))
+
+    def full(*args: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(OSError, match="no space left"):
+            statefile.save_part(tmp_path, 0, 0, MEAN, part(0, 1))
+        with pytest.raises(OSError, match="no space left"):
+            statefile.begin_window(tmp_path, 1, START)
+    found = statefile.recover(tmp_path, MEAN, START, START)
+    assert found.window == 0 and ledger.read(*found.parts.values()).held == (0,)
