@@ -15,6 +15,7 @@ PAGES = (
     "docs/guides/horovod.md",
     "docs/index.md",
     "docs/losses.md",
+    "docs/reliability.md",
     "docs/replicated.md",
 )
 PROGRAMS = ("docs/state_files.md",)

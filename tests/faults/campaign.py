@@ -1,0 +1,438 @@
+"""Runs in which faults are drawn, and what has to be true of each: every microbatch once, the bits, in its time."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from examples.survive_faults import supervise
+from gradcombine import GradCombineError
+from gradcombine.statefile import container
+from tests.faults import training
+from tests.faults.training import MICROBATCHES, WINDOWS, Engine, Run
+from tests.multi_process.tensorflow_cluster import free_addresses
+
+KINDS = ("kill", "stop", "pause", "hang", "resize", "disk", "cut", "clock")
+PLANTS = ("saved-after-update", "dealt-twice", "skip-not-agreed")
+FORK: Any = multiprocessing.get_context("fork")
+"""The framework is imported in this process, and has started nothing: a fork costs nothing."""
+REFUSED = 4
+"""The exit code of a process to which the library refused something: starting anew cannot help."""
+
+
+class Fault(NamedTuple):
+    """One fault of a run.
+
+    Attributes:
+      kind: ``kill``: SIGKILL. ``stop``: SIGSTOP, for good. ``pause``: SIGSTOP, then SIGCONT. ``hang``: the process
+        stays away from the collective in which the others wait. ``resize``: all are ended, another number is started.
+        ``disk``: no file can be written beyond so many bytes, for a while. ``cut``: killed, and one of the files is cut
+        off. ``clock``: time.time jumps, and so do the files' times.
+      rank: of the process that it strikes.
+      after: at how many places that process passes it strikes.
+      draw: a number from 0 to 1: where to cut, how far to jump.
+    """
+
+    kind: str
+    rank: int
+    after: int
+    draw: float
+
+
+class Plan(NamedTuple):
+    """One run: the first number of processes, the numbers after each start, and a fault of each start.
+
+    With ``live`` all faults strike the first start, those of one process only the first of them; the others go on.
+    """
+
+    scheme: str
+    sizes: tuple[int, ...]
+    faults: tuple[Fault, ...]
+    live: bool = False
+
+
+@dataclass
+class Outcome:
+    """What was found of one run."""
+
+    plan: Plan
+    seconds: float = 0.0
+    starts: int = 0
+    again: int = 0
+    lost: list[str] = field(default_factory=list[str])
+    doubled: list[str] = field(default_factory=list[str])
+    differs: list[str] = field(default_factory=list[str])
+    late: list[str] = field(default_factory=list[str])
+
+    @property
+    def is_good(self) -> bool:
+        return not (self.lost or self.doubled or self.differs or self.late)
+
+
+def draw_plan(rng: random.Random) -> Plan:
+    """Up to three starts with a fault each, and one without."""
+    count = rng.choice((1, 1, 2, 3))
+    sizes = [rng.randint(2, 4)]
+    for _ in range(count):
+        sizes.append(rng.choice((sizes[-1], rng.randint(1, 4))))
+    # Two processes pass 11 places in each window; one that is never reached is no fault.
+    faults = [
+        Fault(rng.choice(KINDS), rng.randrange(size), rng.randint(0, 48 // size), rng.random()) for size in sizes[:-1]
+    ]
+    return Plan(rng.choice(("exact", "exact", "tree")), tuple(sizes), tuple(faults))
+
+
+def draw_live(rng: random.Random, plan: Plan) -> Plan:
+    """The same faults, where processes go on without those that are lost; these come back, unless they are resized."""
+    size = max(2, plan.sizes[0])
+    faults = tuple(fault._replace(rank=rng.randrange(size), after=fault.after // 2) for fault in plan.faults)
+    return plan._replace(scheme="exact", sizes=(size,) * len(plan.sizes), faults=faults, live=True)
+
+
+def run_plan(
+    plan: Plan, engine: Callable[[], Engine], expected: str, plant: str, patience: float, limit: float
+) -> Outcome:
+    """One run, in a folder of its own, from its start to its end, and what there is to say of it."""
+    outcome, begun = Outcome(plan), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="gradcombine-faults-") as name:
+        try:
+            run = run_live if plan.live else run_anew
+            run(plan, Place(Path(name), engine, plant, outcome), patience, limit)
+        except TimeoutError as error:
+            outcome.late.append(str(error))
+        except RefusedError:
+            pass
+        examine(Path(name), expected, outcome)
+    outcome.seconds = time.monotonic() - begun
+    return outcome
+
+
+class RefusedError(Exception):
+    """The library has refused to go on: starting anew cannot help."""
+
+
+class Place(NamedTuple):
+    """Where a run is, and what it is made of."""
+
+    folder: Path
+    engine: Callable[[], Engine]
+    plant: str
+    outcome: Outcome
+
+    def start(
+        self,
+        plan: Plan,
+        attempt: int,
+        rank: int,
+        addresses: Sequence[str],
+        fault: Fault | None,
+        told: Any,
+        returns: int = 0,
+    ) -> Any:
+        """Starts one process. ``told``: how many places each has passed, then whether it waits for the others."""
+        run = Run(self.folder, plan.scheme, attempt, rank, len(addresses), self.plant, lambda place: None, returns)
+        process = FORK.Process(target=work, args=(self.engine, run, plan.live, addresses, fault, told))
+        process.start()
+        self.outcome.starts += 1
+        return process
+
+
+def run_anew(plan: Plan, place: Place, patience: float, limit: float) -> None:
+    """All are started anew when one is lost."""
+    ended: list[Any] = []
+
+    def start(attempt: int) -> tuple[list[Any], Any]:
+        require_not_refused(ended)
+        fault = plan.faults[attempt] if attempt < len(plan.faults) else None
+        size = plan.sizes[min(attempt, len(plan.faults))]
+        if 0 < attempt <= len(plan.faults) and plan.faults[attempt - 1].kind == "cut":
+            cut(place.folder, plan.faults[attempt - 1].draw)
+        addresses, told = free_addresses(size), FORK.RawArray("q", 2 * size)
+        ended[:] = [
+            place.start(plan, attempt, rank, addresses, fault if fault and fault.rank == rank else None, told)
+            for rank in range(size)
+        ]
+        return ended, getting_on(told, ended, patience)
+
+    supervise(start, patience, limit)
+
+
+def run_live(plan: Plan, place: Place, patience: float, limit: float) -> None:
+    """One that is lost is started by itself, and let in by the others; all anew if it was the first, which leads."""
+    deadline, size = time.monotonic() + limit, plan.sizes[0]
+    for attempt in itertools.count():
+        addresses, told, returns = free_addresses(size), FORK.RawArray("q", 2 * size), 0
+        faults = {fault.rank: fault for fault in reversed(plan.faults)} if attempt == 0 else {}
+        processes = {rank: place.start(plan, attempt, rank, addresses, faults.get(rank), told) for rank in range(size)}
+        progress, seen, until = getting_on(told, processes.values(), patience), None, 0.0
+        try:
+            while processes[0].exitcode is None:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{limit} seconds were not enough: attempt {attempt + 1}, {returns} returns")
+                wait([process.sentinel for process in processes.values() if process.exitcode is None], timeout=0.1)
+                require_not_refused(processes.values())
+                for rank, process in list(processes.items()):
+                    if rank == 0 or not process.exitcode:
+                        continue
+                    fault = faults.pop(rank, None)
+                    if fault is not None and fault.kind == "cut":
+                        cut(place.folder, fault.draw)
+                    del processes[rank]
+                    if fault is None or fault.kind != "resize":
+                        returns += 1
+                        told[size + rank] = 0
+                        processes[rank] = place.start(plan, attempt, rank, addresses, None, told, returns)
+                if (now := progress()) != seen:
+                    seen, until = now, time.monotonic() + patience
+                elif time.monotonic() > until:  # those for which the others wait, or all
+                    hangs = [process for rank, process in processes.items() if not told[size + rank]]
+                    for process in hangs or processes.values():
+                        process.kill()
+            if processes[0].exitcode == 0:
+                return
+        finally:
+            for process in processes.values():
+                process.kill()
+                process.join()
+        require_not_refused(processes.values())
+
+
+def require_not_refused(processes: Iterable[Any]) -> None:
+    if any(process.exitcode == REFUSED for process in processes):
+        raise RefusedError
+
+
+def getting_on(told: Any, processes: Iterable[Any], patience: float) -> Callable[[], Any]:
+    """What changes while processes get on: the places that they pass, and for a while the processor time they take."""
+    passed, since = list(told), time.monotonic()
+
+    def progress() -> Any:
+        nonlocal passed, since
+        if list(told) != passed:
+            passed, since = list(told), time.monotonic()
+        counts = time.monotonic() - since < 5 * patience
+        return passed, [busy(process.pid) for process in processes] if counts else []
+
+    return progress
+
+
+def busy(pid: int) -> int:
+    """The halves of a second of processor time that a process has had: one that compiles on a busy machine gets on."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return (int(fields[11]) + int(fields[12])) * 2 // os.sysconf("SC_CLK_TCK")
+
+
+def work(engine: Callable[[], Engine], run: Run, live: bool, addresses: Sequence[str], fault: Any, told: Any) -> None:
+    """One process, in a session of its own; its words are in a file."""
+    os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+    name = f"{run.generation}-{run.returns}-{run.rank}"
+    says = os.open(run.folder / f"says-{name}.txt", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(says, stream)
+    passed, code = 0, 1
+
+    def at(place: str) -> None:
+        nonlocal passed
+        told[run.rank] += 1
+        told[run.size + run.rank] = 0
+        if fault is not None and passed == fault.after:
+            strike(fault, run.folder)
+        told[run.size + run.rank] = place == "merge"
+        passed += 1
+
+    try:
+        if live:
+            from tests.faults import live as trainer
+
+            trainer.join(addresses, run.rank)
+            result = trainer.train(run._replace(at=at))
+        else:
+            lent = engine()
+            lent.join(addresses, run.rank)
+            result = training.train(lent, run._replace(at=at))
+            lent.wait_for_all()
+        (run.folder / f"result-{name}").write_text(result)
+        code = 0
+        time.sleep(0.3 * (run.rank == 0))  # the first one leads: without it the others abort
+    except GradCombineError as error:
+        (run.folder / f"refused-{name}").write_text(str(error))
+        code = REFUSED
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    os._exit(code)  # a regular exit would wait for the processes that are lost
+
+
+def strike(fault: Fault, folder: Path) -> None:
+    """What happens to this process."""
+    own = os.getpid()
+    if fault.kind in ("kill", "cut"):
+        os.kill(own, signal.SIGKILL)
+    elif fault.kind == "stop":
+        os.kill(own, signal.SIGSTOP)
+    elif fault.kind == "pause":
+        subprocess.Popen(["/bin/sh", "-c", f"sleep {0.1 + fault.draw:.2f}; kill -CONT {own}"])
+        os.kill(own, signal.SIGSTOP)
+    elif fault.kind == "hang":
+        time.sleep(10_000)
+    elif fault.kind == "resize":
+        os._exit(75)
+    elif fault.kind == "disk":
+        fill_disk(int(fault.draw * 4000))
+    elif fault.kind == "clock":
+        moved, real = (fault.draw - 0.5) * 1e9, time.time
+        time.time = lambda: real() + moved
+        for file in folder.iterdir():
+            os.utime(file, (real() + moved, real() + moved))
+
+
+def fill_disk(room: int, files: int = 3) -> None:
+    """The next files are refused by the system when they are longer than so many bytes."""
+    real, left = container.write, files
+
+    def write(*args: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            return real(*args)
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+        try:
+            real(*args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+
+    container.write = write
+
+
+def cut(folder: Path, draw: float) -> None:
+    """Cuts off one of the files that were written last, at any byte; of the beginnings, one in a run."""
+    files = sorted(folder.glob("window-*.npz"), key=lambda file: file.name)
+    newest = files[-1].name.split(".")[0] if files else ""
+    chosen = [file for file in files if file.name.startswith(newest)]
+    if (folder / "cut").exists():
+        chosen = [file for file in chosen if "begun" not in file.name]
+    if chosen:
+        position = draw * len(chosen)
+        file = chosen[int(position)]
+        (folder / "cut").write_text(file.name)
+        os.truncate(file, int((position % 1) * file.stat().st_size))
+
+
+def examine(folder: Path, expected: str, outcome: Outcome) -> None:
+    """Holds what the processes have written against what each microbatch and each bit has to be."""
+    entries = [json.loads(line) for file in sorted(folder.glob("log-*")) for line in file.read_text().splitlines()]
+    computed = Counter(tuple(entry["computed"]) for entry in entries if "computed" in entry)
+    applied: dict[int, set[str]] = {}
+    for entry in entries:
+        if "applied" in entry:
+            window = entry["applied"]
+            applied.setdefault(window, set()).add(entry["bits"])
+            outcome.lost += [f"{window}.{number}: not in the window" for number in entry["missing"]]
+            outcome.doubled += [f"{window}.{number}: twice in the window" for number in entry["doubled"]]
+    for window in range(WINDOWS):
+        if len(applied.get(window, ())) > 1:
+            outcome.differs.append(f"window {window} was applied with several bits")
+        for number in range(MICROBATCHES):
+            if window in applied and not computed[window, number]:
+                outcome.lost.append(f"{window}.{number}: never computed, so another window's was counted")
+    outcome.again = sum(computed.values()) - len(computed)
+    for file in sorted(folder.glob("refused-*")):
+        outcome.differs.append(f"{file.name}: {file.read_text()}")
+    results = {file.name: file.read_text() for file in sorted(folder.glob("result-*"))}
+    outcome.differs += [f"{name}: other parameters" for name, bits in results.items() if bits != expected]
+    if not results and outcome.is_good:
+        outcome.late.append("no process has ended well")
+    if not outcome.is_good and (keep := os.environ.get("FAULTS_KEEP")):
+        shutil.copytree(folder, Path(keep) / folder.name)
+
+
+class Campaign(NamedTuple):
+    """What all runs have said."""
+
+    engine: str
+    outcomes: list[Outcome]
+
+    @property
+    def is_good(self) -> bool:
+        return all(outcome.is_good for outcome in self.outcomes)
+
+    def __str__(self) -> str:
+        counted = {
+            "microbatches lost": sum(len(x.lost) for x in self.outcomes),
+            "doubled": sum(len(x.doubled) for x in self.outcomes),
+            "runs with other bits": sum(bool(x.differs) for x in self.outcomes),
+            "runs over time": sum(bool(x.late) for x in self.outcomes),
+        }
+        kinds = Counter(fault.kind for x in self.outcomes for fault in x.plan.faults)
+        drawn = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
+        again = sum(x.again for x in self.outcomes)
+        seconds = sorted(x.seconds for x in self.outcomes)
+        return (
+            f"{self.engine}: {len(self.outcomes)} runs, "
+            + ", ".join(f"{name} {count}" for name, count in counted.items())
+            + f"\n  faults drawn: {drawn}"
+            + f"\n  processes started {sum(x.starts for x in self.outcomes)}, microbatches computed again {again}"
+            + f"\n  seconds a run: median {seconds[len(seconds) // 2]:.1f}, longest {seconds[-1]:.1f}"
+        )
+
+
+def run_campaign(name: str, runs: int, seed: int, plant: str, limit: float, patience: float) -> Campaign:
+    """Draws and runs; a line for each run."""
+    engine, campaign = engine_of(name), Campaign(name, [])
+    with FORK.Pool(1) as pool:  # this process must not start the framework
+        expected = {scheme: pool.apply(reference, (engine, scheme)) for scheme in training.SCHEMES}
+    for number in range(runs):
+        plan = draw_plan(random.Random(f"{seed}.{number}"))
+        if plant:  # a defect shows where processes start anew from what was saved
+            faults = tuple(fault._replace(kind="kill") for fault in plan.faults)
+            plan = plan._replace(scheme="exact", faults=faults, live=False)
+        elif name == "jax" and number % 5 in (1, 3):
+            plan = draw_live(random.Random(f"{seed}.{number}.live"), plan)
+        outcome = run_plan(plan, engine, expected[plan.scheme], plant, patience, limit)
+        campaign.outcomes.append(outcome)
+        faults = " ".join(f"{fault.kind}@{fault.rank}+{fault.after}" for fault in plan.faults)
+        sizes = "-".join(map(str, plan.sizes))
+        said = (
+            "good" if outcome.is_good else "; ".join([*outcome.lost, *outcome.doubled, *outcome.differs, *outcome.late])
+        )
+        how = "live" if plan.live else plan.scheme
+        print(f"{name} {seed}.{number} {how} {sizes} {faults}: {outcome.seconds:.1f} s, {said}", flush=True)
+    return campaign
+
+
+def reference(engine: Callable[[], Engine], scheme: str) -> str:
+    return training.alone(engine(), scheme)
+
+
+def engine_of(name: str) -> Callable[[], Engine]:
+    """Imports a framework, which then starts in each process by itself."""
+    if name == "jax":
+        from tests.faults.jax_engine import JaxEngine
+
+        return JaxEngine
+    from tests.faults.tensorflow_engine import TensorFlowEngine
+
+    return TensorFlowEngine

@@ -1,0 +1,70 @@
+"""Processes of JAX: each has one device, windows meet by Gloo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine import ledger
+from tests.faults.training import Scheme
+
+
+@jax.jit
+def gradient(params: Any, x: Any, y: Any) -> Any:
+    return jax.grad(lambda p: jnp.mean((x @ p["w"] + p["b"] - y) ** 2))(params)
+
+
+@jax.jit
+def descend(params: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - jnp.float32(0.125) * g, params, grads)
+
+
+class JaxEngine:
+    """One process of several, all of which are started anew when one is lost."""
+
+    gradient = staticmethod(gradient)
+    descend = staticmethod(descend)
+
+    def __init__(self) -> None:
+        self._merges: dict[Any, Callable[..., Any]] = {}
+
+    def join(self, addresses: Sequence[str], rank: int) -> None:
+        jax.distributed.initialize(addresses[0], len(addresses), rank, initialization_timeout=30)
+
+    def wait_for_all(self) -> None:
+        multihost_utils.sync_global_devices("recovered")
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return jax.jit(function)
+
+    def merge(self, scheme: Scheme, held: Sequence[Any], assignment: ledger.Assignment) -> Any:
+        key = tuple(map(tuple, assignment))
+        if key not in self._merges:
+            self._merges[key] = _merge(scheme, key, jax.devices())
+        return self._merges[key](held)
+
+
+def _merge(scheme: Scheme, assignment: Any, devices: Sequence[Any]) -> Callable[..., Any]:
+    mesh = jax.sharding.Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+    own = NamedSharding(mesh, P("data"))
+
+    def merge(stacked: Any) -> Any:
+        held = jax.tree.map(lambda x: x[0], stacked)
+        return ledger.merge_held(scheme.reduction, held, assignment, gc.jax_axis("data"), scheme.order)
+
+    merged = jax.jit(jax.shard_map(merge, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False))
+
+    def call(held: Sequence[Any]) -> Any:
+        stacked = jax.tree.map(lambda x: jax.make_array_from_process_local_data(own, np.asarray(x)[None]), list(held))
+        result = jax.block_until_ready(merged(stacked))
+        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), result)
+
+    return call

@@ -1,0 +1,130 @@
+"""JAX processes that go on without those that are lost, and let them in again.
+
+The policy is one loop, which every process runs by itself: merge what those that live have; whatever their ledger
+misses is dealt to them and computed; a window that misses nothing is applied. A process that is lost takes its
+microbatches with it, so they are missing. One that comes back has none, and brings no window: it is dealt some.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine import ledger, statefile
+from gradcombine.reductions import Numbered
+from tests.faults.jax_engine import descend, gradient
+from tests.faults.training import SCHEMES, WINDOWS, Log, Run, begin, bits, digest, is_finite, microbatch, on_host, saved
+
+GROUPS = 16
+"""Local devices of each process: Gloo cannot make a group of the same devices anew, so that each group has its own."""
+
+
+def join(addresses: Sequence[str], rank: int) -> None:
+    jax.config.update("jax_enable_recoverability", True)
+    jax.config.update("jax_num_cpu_devices", GROUPS)
+    jax.distributed.initialize(
+        addresses[0], len(addresses), rank, initialization_timeout=30, heartbeat_timeout_seconds=5
+    )
+
+
+class Survivors:
+    """A collective of processes, for arrays outside of compiled code."""
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        known = multihost_utils.live_devices.devices
+        # The same on all of them; a process that has come back has another incarnation.
+        group = sum(known[device] for device in devices) // GROUPS % GROUPS
+        self.ranks = sorted({device.process_index for device in devices})
+        self._devices = [[x for x in devices if x.process_index == rank][group] for rank in self.ranks]
+        self._mesh = Mesh(np.array(self._devices), ("process",))
+
+    def size(self) -> int:
+        return len(self._devices)
+
+    def rank(self) -> np.int32:
+        return np.int32(self.ranks.index(jax.process_index()))
+
+    def all_gather(self, arrays: Sequence[Any]) -> list[Any]:
+        arrays = [np.asarray(x) for x in arrays]
+        own = np.frombuffer(b"".join(x.tobytes() for x in arrays), np.uint8)
+        rows = jax.make_array_from_process_local_data(NamedSharding(self._mesh, P("process")), own[None])
+        everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(self._mesh, P()))
+        found = np.asarray(jax.block_until_ready(everywhere(rows)).addressable_data(0))
+        ends = np.cumsum([x.nbytes for x in arrays])[:-1]
+        parts = np.split(found, ends, axis=1)
+        return [np.ascontiguousarray(y).view(x.dtype).reshape(-1, *x.shape) for x, y in zip(arrays, parts, strict=True)]
+
+    def all_sum(self, arrays: Sequence[Any]) -> list[Any]:
+        return [x.sum(0, dtype=x.dtype) for x in self.all_gather(arrays)]
+
+    def all_max(self, arrays: Sequence[Any]) -> list[Any]:
+        return [x.max(0) for x in self.all_gather(arrays)]
+
+    def reduce_scatter_map(self, function: Callable[..., Any], summed: Sequence[Any], common: Sequence[Any]) -> Any:
+        return function(self.all_sum(summed), common)
+
+    def mark_varying(self, arrays: Sequence[Any]) -> list[Any]:
+        return list(arrays)
+
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+        return None
+
+
+def train(run: Run) -> str:
+    """One of several processes; those of a generation above 0 come back."""
+    scheme = SCHEMES["exact"]
+    reduction, like, log = scheme.reduction, begin(), Log(run)
+    index, params, parts, _ = statefile.recover(run.folder, reduction, like, start=like)
+    is_begun = False
+    state, todo = reduction.init(like), list[int]()
+    if run.returns == 0:  # All begin together, and nobody writes before the first merge.
+        for holder in sorted(parts)[run.rank :: run.size]:
+            state = reduction.merge(state, parts[holder].levels[0])
+    acc = gc.accumulate(reduction, scheme.every)
+    while index < WINDOWS:
+        for number in todo:
+            run.at("compute")
+            log(computed=[index, number])
+            x, y, weight = microbatch(index, number)
+            value = on_host(gradient(params, x, y))
+            state = reduction.update(state, Numbered(value, np.int32(number)), weight)
+            run.at("save")
+            is_begun = is_begun or saved(statefile.begin_window, run.folder, index, params)
+            if is_begun:
+                window = acc.init(like)._replace(levels=(state,))
+                saved(statefile.save_part, run.folder, index, run.rank, reduction, window)
+        run.at("merge")
+        todo = []
+        try:
+            with multihost_utils.live_devices(jax.devices()) as devices:
+                survivors = Survivors(devices)
+                (indices,) = survivors.all_gather([np.int32(index)])
+                is_stale = index != indices.max()
+                merged = gc.merge_replicas(reduction, reduction.clear(state) if is_stale else state, over=survivors)
+        except multihost_utils.ProcessFailureError:
+            continue
+        run.at("merged")
+        if is_stale:
+            index, params, *_ = statefile.recover(run.folder, reduction, like, start=like)
+            state = reduction.init(like)
+            continue
+        current = [rank for rank, its in zip(survivors.ranks, indices, strict=True) if its == index]
+        missing = ledger.read(merged).missing
+        if not missing:
+            ledger.require_once(merged)
+            combined = reduction.finalize(merged)
+            log(applied=index, missing=missing, doubled=ledger.read(merged).doubled, bits=digest(combined))
+            run.at("apply")
+            if is_finite(combined):
+                params = on_host(descend(params, combined))
+            index, state, missing = index + 1, reduction.init(like), range(scheme.every)
+            is_begun = saved(statefile.begin_window, run.folder, index, params)
+        todo = ledger.deal(missing, len(current))[current.index(run.rank)]
+    return bits(params)

@@ -1,0 +1,76 @@
+"""Processes of TensorFlow's MultiWorkerMirroredStrategy."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine import ledger, tree
+from tests.faults.training import Scheme, on_host
+
+
+class TensorFlowEngine:
+    """One worker of several, all of which are started anew when one is lost."""
+
+    def __init__(self) -> None:
+        self._strategy = tf.distribute.get_strategy()
+
+        @tf.function(reduce_retracing=True)
+        def gradient(params: Any, x: Any, y: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(params)
+                off = tf.linalg.matvec(x, params["w"]) + params["b"] - y
+                loss = tf.reduce_mean(off * off)
+            return tape.gradient(loss, params)
+
+        @tf.function
+        def descend(params: Any, grads: Any) -> Any:
+            return {name: params[name] - 0.125 * grads[name] for name in params}
+
+        self._gradient, self._descend = gradient, descend
+
+    def join(self, addresses: Sequence[str], rank: int) -> None:
+        task = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}}
+        os.environ["TF_CONFIG"] = json.dumps(task)
+        self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
+
+    def wait_for_all(self) -> None:
+        self._on_replicas(lambda x: gc.tf_replicas().all_sum([x]), tf.ones(()))
+
+    def gradient(self, params: Any, x: Any, y: Any) -> Any:
+        return self._gradient(_tensors(params), tf.constant(x), tf.constant(y))
+
+    def descend(self, params: Any, gradients: Any) -> Any:
+        return self._descend(_tensors(params), _tensors(gradients))
+
+    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: function(*map(_tensors, args))  # a trace costs more than these few calls
+
+    def merge(self, scheme: Scheme, held: Sequence[Any], assignment: ledger.Assignment) -> Any:
+        def merge(held: Any) -> Any:
+            return ledger.merge_held(scheme.reduction, held, assignment, gc.tf_replicas(), scheme.order)
+
+        return on_host(self._on_replicas(merge, [_tensors(state) for state in held]))
+
+    def _on_replicas(self, function: Callable[..., Any], value: Any) -> Any:
+        local = self._strategy.experimental_local_results
+        leaves, structure = tree.flatten("merge", value)
+        kept: list[Any] = []
+
+        def run(leaves: Any) -> Any:
+            found, after = tree.flatten("merge", function(tree.unflatten(structure, leaves)))
+            kept[:] = [after]
+            return found
+
+        results = self._strategy.run(run, args=(leaves,))
+        return tree.unflatten(kept[0], [local(x)[0] for x in results])
+
+
+def _tensors(values: Any) -> Any:
+    leaves, structure = tree.flatten("tensors", values)
+    return tree.unflatten(structure, [x if x is None else tf.convert_to_tensor(x) for x in leaves])

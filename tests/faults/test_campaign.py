@@ -1,0 +1,41 @@
+"""The campaign's short form: a few runs of each engine, and what it says of a planted defect."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.needs("jax", "tensorflow")
+
+ROOT = Path(__file__).parents[2]
+
+
+def campaign(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.faults", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("engine", "runs"), [("jax", 3), ("tensorflow", 1)])
+def test_nothing_is_lost(engine: str, runs: int) -> None:
+    done = campaign("--engine", engine, "--runs", str(runs), "--seed", "10")
+    found = f"{engine}: {runs} runs, microbatches lost 0, doubled 0, runs with other bits 0, runs over time 0"
+    assert done.returncode == 0 and found in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "why"),
+    [
+        ("saved-after-update", r"\d\.\d: never computed, so another window's was counted"),
+        ("dealt-twice", r"0\.0: twice in the window.*each of 8 microbatches once, received several of 0"),
+        ("skip-not-agreed", "other parameters|the bits with which another process has begun this window"),
+    ],
+)
+def test_a_planted_defect_is_found(plant: str, why: str) -> None:
+    done = campaign("--engine", "jax", "--runs", "2", "--seed", "10", "--plant", plant)
+    assert done.returncode == 1 and re.search(why, done.stdout), done.stdout + done.stderr
