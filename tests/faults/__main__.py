@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=100, help="of each engine")
     parser.add_argument("--engine", choices=("jax", "tensorflow", "both"), default="both")
     parser.add_argument("--seed", type=int, help="of all that is drawn; printed")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first run: draws one run once more")
     parser.add_argument("--plant", choices=PLANTS, default="", help="a defect, which the campaign has to find")
     parser.add_argument("--limit", type=float, default=180, help="seconds for a run")
     parser.add_argument("--patience", type=float, default=8, help="seconds without progress that are a hang")
@@ -38,7 +39,7 @@ def main() -> int:
     warnings.filterwarnings("ignore", message=".*fork", category=RuntimeWarning)
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
     engines = ("jax", "tensorflow") if args.engine == "both" else (args.engine,)
-    campaigns = [run_campaign(x, args.runs, seed, args.plant, args.limit, args.patience) for x in engines]
+    campaigns = [run_campaign(x, args.first, args.runs, seed, args.plant, args.limit, args.patience) for x in engines]
     print(*campaigns, f"seed {seed}", sep="\n")
     return 0 if all(campaign.is_good for campaign in campaigns) else 1
 

@@ -399,12 +399,12 @@ class Campaign(NamedTuple):
         )
 
 
-def run_campaign(name: str, runs: int, seed: int, plant: str, limit: float, patience: float) -> Campaign:
+def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit: float, patience: float) -> Campaign:
     """Draws and runs; a line for each run."""
     engine, campaign = engine_of(name), Campaign(name, [])
     with FORK.Pool(1) as pool:  # this process must not start the framework
         expected = {scheme: pool.apply(reference, (engine, scheme)) for scheme in training.SCHEMES}
-    for number in range(runs):
+    for number in range(first, first + runs):
         plan = draw_plan(random.Random(f"{seed}.{number}"))
         if plant:  # a defect shows where processes start anew from what was saved
             faults = tuple(fault._replace(kind="kill") for fault in plan.faults)
