@@ -101,17 +101,19 @@ def begin() -> Any:
     return {"w": np.zeros(WIDTH, np.float32), "b": np.zeros((), np.float32)}
 
 
-def alone(engine: Engine, scheme: str) -> str:
-    """The bits of the unbroken run: each window is one list."""
+def alone(engine: Engine, scheme: str) -> tuple[str, list[str]]:
+    """The bits of the unbroken run, and the digest of each window's gradients: each window is one list."""
+    digests = list[str]()
     params, order = begin(), "tree" if scheme == "tree" else "sequential"
     mean = reductions.mean("exact" if scheme == "exact" else "fast")
     for window in range(WINDOWS):
         batches = [microbatch(window, number) for number in range(MICROBATCHES)]
         found = [on_host(engine.gradient(params, x, y)) for x, y, _ in batches]
         combined = gc.combine(mean, found, [weight for *_, weight in batches], order=order)
+        digests.append(digest(combined))
         if is_finite(combined):
             params = on_host(engine.descend(params, combined))
-    return bits(params)
+    return bits(params), digests
 
 
 def train(engine: Engine, run: Run) -> str:
@@ -209,8 +211,10 @@ def bits(params: Any) -> str:
     return b"".join(np.asarray(params[name]).tobytes() for name in sorted(params)).hex()
 
 
-def digest(params: Any) -> str:
-    return hashlib.sha256(bits(params).encode()).hexdigest()[:16]
+def digest(gradients: Any) -> str:
+    if not is_finite(gradients):
+        return "not finite"
+    return hashlib.sha256(bits(gradients).encode()).hexdigest()[:16]
 
 
 class Log:
