@@ -174,7 +174,7 @@ CASES: dict[str, Case] = {
         terms=WITH_EXPERTS,
     ),
     # A head that looks further ahead has fewer tokens, and is divided by those of the main head.
-    "NVIDIA/Megatron-LM#3769": loss_case(
+    "NVIDIA/Megatron-LM#3159": loss_case(
         beside_words(lambda params, parts: ratio(ahead_2, params, parts, by=ahead)),
         right(ahead, ahead_2),
         Cause.DENOMINATOR,
@@ -212,7 +212,7 @@ CASES: dict[str, Case] = {
         "rows keep one contribution",
     ),
     # All is divided by the tokens of the window, the balance of the experts too.
-    "AI-Hypercomputer/maxtext#3381": loss_case(
+    "a balance by tokens": loss_case(
         beside_words(lambda params, parts: ratio(balance, params, parts, by=ahead)),
         right(ahead, balance),
         Cause.DENOMINATOR,
