@@ -30,6 +30,7 @@ NEEDED_AT_IMPORT = {
     "gradcombine/integrations/tensorflow": {"tensorflow"},
     "gradcombine/verify": {"jax", "optax", "tensorflow", "keras", "sklearn"},
     "tests/formats": {"safetensors"},
+    "tests/fuzz": {"jax", "optax", "tensorflow", "keras"},
     "tests/integrations/horovod": {"jax", "tensorflow", "keras"},
     "tests/integrations/jax": {"jax", "optax", "flax", "equinox"},
     "tests/integrations/keras": {"tensorflow", "keras", "jax"},

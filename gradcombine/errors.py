@@ -21,6 +21,10 @@ _MOST_CHARACTERS = 300
 MOST = np.iinfo(np.int32).max
 
 
+MOST_REPLICAS = 1 << 17
+"""What has a list of them: more are a slip, which would fill the memory."""
+
+
 class GradCombineError(ValueError):
     """Input that cannot be combined.
 
@@ -174,6 +178,15 @@ def require_path(operation: str, expected: str, path: Any) -> Path:
             raise ValueError
     except Exception:
         raise GradCombineError(operation, expected, shown(path)) from None
+    return found
+
+
+def require_file(operation: str, expected: str, path: Any) -> Path:
+    """The path of a regular file: a FIFO would be waited for without an end, and a device read without one."""
+    found = require_path(operation, expected, path)
+    if not found.is_file():
+        received = f"{found}, which {'is no regular file' if found.exists() else 'does not exist'}"
+        raise GradCombineError(operation, expected, received)
     return found
 
 

@@ -13,8 +13,17 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.accumulation import replace_window, whole_window
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError, require_collective, require_integer, require_list, require_order, shown
+from gradcombine.backends.registry import dtype_of, resolve, shape_of
+from gradcombine.errors import (
+    MOST_REPLICAS,
+    GradCombineError,
+    require_collective,
+    require_integer,
+    require_items,
+    require_list,
+    require_order,
+    shown,
+)
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.guarded import of_each_rank
@@ -120,11 +129,14 @@ def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) 
     >>> ledger.deal([3], 3, held=[[0], [1], [2]])
     [[3], [], []]
     """
-    count = require_integer("ledger.deal", "1 replica or more", replicas)
-    holders = [[]] * count if held is None else [list(part) for part in held]
+    expected = f"from 1 to {MOST_REPLICAS} replicas"
+    count = require_integer("ledger.deal", expected, replicas, highest=MOST_REPLICAS)
+    holders: list[list[int]] = (
+        [[]] * count if held is None else _numbers("ledger.deal", "what each replica holds", held)
+    )
     if len(holders) != count:
         raise GradCombineError("ledger.deal", f"what each of {count} replicas holds", f"that of {len(holders)}")
-    wanted = [require_integer("ledger.deal", "numbers from 0", number, lowest=0) for number in numbers]
+    (wanted,) = _numbers("ledger.deal", "numbers to deal", [numbers])
     times = Counter([*wanted, *chain.from_iterable(holders)])
     if twice := [number for number, several in times.items() if several > 1]:
         raise GradCombineError("ledger.deal", "each number once", f"several of {ranges(twice)}")
@@ -181,6 +193,7 @@ def merge_held(
     require_reduction(operation, reduction)
     require_order(operation, order)
     require_collective(operation, over)
+    assignment = _numbers(operation, "an assignment, a list for each replica", assignment)
     places = _places(operation, assignment, over.size())
     states = require_list(operation, "a list of states, one per logical replica", held)
     slots = max(1, *map(len, assignment))
@@ -200,6 +213,13 @@ def _in_logical_order(
     reduction: Reduction, windows: Sequence[State], places: Sequence[tuple[int, int]], over: Collective
 ) -> State:
     columns, structures = zip(*(tree.flatten(reduction.name, window) for window in windows), strict=True)
+    for column, structure in zip(columns, structures, strict=True):
+        if structure != structures[0]:
+            raise tree.difference(reduction.name, structures[0], structure)
+        for first, x, path in zip(columns[0], column, structure.paths(), strict=True):
+            if x is not None and (shape_of(x), dtype_of(x)) != (shape_of(first), dtype_of(first)):
+                wanted, got = (f"{dtype_of(y)} of shape {shape_of(y)}" for y in (first, x))
+                raise GradCombineError(reduction.name, wanted, got, path)
     present = [i for i, x in enumerate(columns[0]) if x is not None]
     backend = resolve(reduction.name, [*(column[i] for column in columns for i in present), over.rank()])
     stacks = [backend.stack([backend.asarray(column[i]) for column in columns]) for i in present]
@@ -214,9 +234,14 @@ def _in_logical_order(
     return fold_pairwise(reduction.merge, [state(*place) for place in places])
 
 
-def _places(operation: str, assignment: Assignment, size: int) -> list[tuple[int, int]]:
+def _numbers(operation: str, expected: str, parts: Any) -> list[list[int]]:
+    """The numbers from 0 of several lists."""
+    listed = [require_items(operation, expected, part) for part in require_items(operation, expected, parts)]
+    return [[require_integer(operation, "numbers from 0", number, lowest=0) for number in part] for part in listed]
+
+
+def _places(operation: str, parts: list[list[int]], size: int) -> list[tuple[int, int]]:
     """Rank and slot of each logical replica."""
-    parts = [list(part) for part in require_list(operation, "an assignment, a list for each replica", assignment)]
     if len(parts) != size:
         raise GradCombineError(operation, f"an assignment of {size} replicas", f"one of {len(parts)}")
     numbers = [number for part in parts for number in part]
@@ -248,6 +273,9 @@ def _counts(node: NumberedState, filled: Array | None) -> Any:
     counts: Any = backend.concrete(backend.asarray(node.counts))
     if counts is None:
         raise GradCombineError("ledger.read", "a ledger whose values are known", "a traced one", ".counts")
+    if counts.dtype.kind not in "iu" or counts.ndim < (1 if filled is None else 2) or 0 in counts.shape:
+        received = f"{counts.dtype} of shape {counts.shape}"
+        raise GradCombineError("ledger.read", "a ledger of integers, one a microbatch", received, ".counts")
     if filled is None:
         return counts
     known: Any = resolve("ledger.read", [filled]).concrete(filled)  # as the counts are

@@ -18,7 +18,7 @@ from gradcombine import tree
 from gradcombine.accumulation import Accumulator, accumulate, length_at, whole_window
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.errors import MOST, GradCombineError, require_collective, shown
+from gradcombine.errors import MOST, GradCombineError, require_collective, require_order, shown
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.numbered import Numbered, NumberedReduction
@@ -70,6 +70,7 @@ class Window:
 
     def __post_init__(self) -> None:
         require_collective(self.operation, self.over)
+        require_order(self.operation, self.order)
         _ = self.accumulator  # a bad length is refused here, before there is a state
 
     @cached_property

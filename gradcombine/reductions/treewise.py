@@ -400,7 +400,10 @@ def _opened(cell: Cell, kind: type, state: State) -> _Opened:
         raise GradCombineError(cell.name, "a state whose dtypes are constants", shown(state.dtypes))
     split = tree.split_as(cell.name, structure, state.value)
     values = [None if tree.is_static(a) else a for a in split]
-    _require_running(cell, structure, values, made_for)
+    try:
+        _require_running(cell, structure, values, made_for)
+    except RecursionError:  # tuples in tuples, where no accumulator has any
+        raise GradCombineError(cell.name, "an accumulator of arrays", "tuples in tuples without an end") from None
     return _Opened(structure, values, made_for)
 
 

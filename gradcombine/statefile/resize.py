@@ -10,14 +10,12 @@ import numpy as np
 from gradcombine import binary_counter
 from gradcombine.accumulation import depth_of, require_state, whole_window
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import MOST, GradCombineError, require_flag, require_integer, require_list
+from gradcombine.errors import MOST, MOST_REPLICAS, GradCombineError, require_flag, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State, no_autograph
 
 _OPERATION = "statefile.resize"
-MOST_REPLICAS = 1 << 17
-"""Each gets a state: more are a slip, which would fill the memory."""
 
 
 @no_autograph

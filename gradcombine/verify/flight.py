@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import threading
 import zlib
 from collections import deque
@@ -25,7 +26,7 @@ import numpy as np
 
 from gradcombine.backends.registry import dtype_of, owner
 from gradcombine.digests import WORD, digested
-from gradcombine.errors import GradCombineError, require_integer, require_items, require_path, shown
+from gradcombine.errors import GradCombineError, require_file, require_integer, require_items, require_path, shown
 from gradcombine.types import Tree, no_autograph
 from gradcombine.verify.trace import call_host, names, require_step, wait
 
@@ -36,6 +37,9 @@ EVERY = -1
 _BEGIN = b'{"gradcombine": "digests"'
 _DIGITS = 16
 """Of a leaf's digest."""
+
+_ROW = re.compile(rb"(\d{1,19}) (\*|\d{1,19}) ([0-9a-f]*)")
+"""Step, replica and digests."""
 
 
 class Leaf(NamedTuple):
@@ -76,7 +80,8 @@ class FlightRecorder:
         self._leaves = leaves_of(like)
         known = [leaf.name for leaf in self._leaves]
         expected = f"twins among {', '.join(known[:8])}"
-        for twin in require_items("FlightRecorder", expected, twins):
+        twins = require_items("FlightRecorder", expected, twins)
+        for twin in twins:
             if not isinstance(twin, str) or not any(_within(name, twin) for name in known):
                 raise GradCombineError("FlightRecorder", expected, shown(twin))
         self._behind = require_integer("FlightRecorder", "0 steps or more that it may be behind", behind, 0)
@@ -84,7 +89,7 @@ class FlightRecorder:
         self._problem: GradCombineError | None = None
         self._lock = threading.Lock()
         self._file, self._closed = _opened(require_path("FlightRecorder", "a path", path), self._leaves), False
-        header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": list(twins)}
+        header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": twins}
         self._write(json.dumps(header).encode())
 
     @no_autograph
@@ -186,6 +191,8 @@ def _leaf(name: str, array: Any) -> Leaf:
 
 def _opened(path: Path, leaves: tuple[Leaf, ...]) -> int:
     """The log, to append to; a line that a crash has cut off ends here."""
+    if path.exists():
+        require_file("FlightRecorder", "a log, or a path where nothing is", path)
     begun = path.exists() and path.stat().st_size > 0
     if begun and read_log(path).leaves != leaves:
         raise GradCombineError("FlightRecorder", "a log of the same leaves, or none", str(path))
@@ -269,7 +276,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
       GradCombineError: for a file that does not begin as a log does, one of a later version, and logs of several
         trees in one file.
     """
-    path = require_path("diff", "a log of digests", path)
+    path = require_file("diff", "a log of digests", path)
     header: dict[str, Any] | None = None
     rows: dict[tuple[int, int], list[int]] = {}
     damaged: list[int] = []
@@ -291,10 +298,10 @@ def read_log(path: str | os.PathLike[str]) -> Log:
             elif header is None:
                 raise GradCombineError("diff", "a log that begins with its leaves", str(path))
             else:
-                step, replica, digits = content.split(b" ")
-                if len(digits) != _DIGITS * len(header["leaves"]):
+                row = _ROW.fullmatch(content)
+                if row is None or len(row[3]) != _DIGITS * len(header["leaves"]):
                     raise GradCombineError("diff", f"{len(header['leaves'])} digests in line {number}", str(path))
-                rows.setdefault((int(step), EVERY if replica == b"*" else int(replica)), []).append(offset)
+                rows.setdefault((int(row[1]), EVERY if row[2] == b"*" else int(row[2])), []).append(offset)
             offset += len(line)
     assert header is not None  # the first line is whole
     leaves = tuple(Leaf(name, dtype, tuple(shape)) for name, dtype, shape in header["leaves"])
@@ -309,9 +316,29 @@ def _checked(line: bytes) -> bytes | None:
 
 
 def _header(path: Path, content: bytes, before: dict[str, Any] | None) -> dict[str, Any]:
-    header: dict[str, Any] = json.loads(content)
+    expected = f"a log of digests, version {VERSION}"
+    try:
+        header: dict[str, Any] = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise GradCombineError("diff", expected, f"{path}: {error}") from None
     if header.get("gradcombine") != "digests" or header.get("version") != VERSION:
-        raise GradCombineError("diff", f"a log of digests, version {VERSION}", f"{path}: {shown(header)}")
+        raise GradCombineError("diff", expected, f"{path}: {shown(header)}")
+    if not _is_whole(header.get("leaves"), header.get("twins")):
+        expected = "leaves as name, dtype and shape, and twins as names"
+        raise GradCombineError("diff", expected, f"{path}: {shown(header)}")
     if before is not None and header["leaves"] != before["leaves"]:
         raise GradCombineError("diff", "the same leaves throughout a log", f"others from some line of {path} on")
     return header
+
+
+def _is_whole(leaves: Any, twins: Any) -> bool:
+    """Whether a header's leaves have names that differ, dtypes and shapes, and its twins are names."""
+    if not isinstance(leaves, list) or not isinstance(twins, list) or not all(isinstance(x, str) for x in twins):
+        return False
+    for leaf in leaves:
+        if not isinstance(leaf, list) or len(leaf) != 3 or not isinstance(leaf[2], list):
+            return False
+        lengths = all(n is None or (type(n) is int and 0 <= n < 2**63) for n in leaf[2])
+        if not (isinstance(leaf[0], str) and isinstance(leaf[1], str) and lengths):
+            return False
+    return len({leaf[0] for leaf in leaves}) == len(leaves)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_file
 from gradcombine.verify import similarity
 from gradcombine.verify.dumps import Dump
 from gradcombine.verify.similarity import Axes, closest
@@ -71,9 +71,10 @@ def read_rules(path: str | Path) -> Rules:
     Raises:
       GradCombineError: for a file that does not hold such rules; it names the rule.
     """
+    file = require_file("diff", "a TOML file of rules", path)
     try:
-        content = tomllib.loads(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        content = tomllib.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # not to be read, no text, no TOML, or nested without an end
         raise GradCombineError("diff", f"a TOML file of rules at {path}", str(error)) from None
     if not isinstance(content.get("rule", []), list):
         raise GradCombineError("diff", "rules as [[rule]]", repr(content["rule"]))
@@ -92,7 +93,9 @@ def _rule(content: Any, number: int) -> Rule:
         raise GradCombineError("diff", f"rule {number} with a, b and perhaps transpose", received)
     (pattern,) = _patterns([entry["a"]])
     axes = cast("list[Any] | None", entry.get("transpose"))
-    if axes is not None and not (type(axes) is list and set(axes) == set(range(len(axes)))):
+    if axes is not None and not (
+        type(axes) is list and all(type(n) is int for n in axes) and sorted(axes) == [*range(len(axes))]
+    ):
         raise GradCombineError("diff", f"rule {number} with transpose as an order of axes", axes)
     if not isinstance(entry["b"], str):
         raise GradCombineError("diff", f"rule {number} with a name as b", repr(entry["b"]))
@@ -112,7 +115,7 @@ def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
     for text in cast("list[Any]", content):
         try:
             yield re.compile(text)
-        except (re.error, TypeError) as error:
+        except (re.error, TypeError, OverflowError, RecursionError) as error:
             raise GradCombineError("diff", "a regular expression in the rules", f"{text!r}: {error}") from None
 
 

@@ -23,7 +23,13 @@ Kind = Callable[[Drawn], Any]
 
 PUBLIC = (
     *("gradcombine", "gradcombine.reductions", "gradcombine.statefile", "gradcombine.noise", "gradcombine.replicated"),
-    *("gradcombine.sparse", "gradcombine.digests", "gradcombine.foreign_orders", "gradcombine.verify"),
+    *(
+        "gradcombine.sparse",
+        "gradcombine.digests",
+        "gradcombine.ledger",
+        "gradcombine.foreign_orders",
+        "gradcombine.verify",
+    ),
     *("gradcombine.verify.audit", "gradcombine.verify.plan", "gradcombine.integrations.jax"),
     *("gradcombine.integrations.jax.zero", "gradcombine.integrations.optax", "gradcombine.integrations.tensorflow"),
     *("gradcombine.integrations.keras", "gradcombine.integrations.horovod"),
@@ -116,6 +122,7 @@ KINDS: dict[str, Kind] = {
     "wire_dtype": Drawn.dtype,
     "accumulator": Drawn.dtype,
     "max_terms": const(4096, 10, 2**20),
+    "microbatches": const(4, 100),
     "capacity": const(1, 4, 100),
     "overflow": const("error", "nan"),
     "max_norm": const(1.0, 0.5, 10),
@@ -196,6 +203,17 @@ def combine_ratios(values: Any, denominators: Any) -> Any:
     return gc.combine(reductions.ratios(denominators), values)
 
 
+def numbered_window(microbatches: Any, like: Any, value: Any, number: Any) -> Any:
+    acc = gc.accumulate(reductions.numbered(reductions.mean(), microbatches), every=4)
+    state = acc.update(reductions.Numbered(like, 1), acc.init(like))
+    return gc.ledger.read(acc.update(reductions.Numbered(value, number), state))
+
+
+def ledger_read(state: Any, microbatches: Any) -> Any:
+    gc.ledger.require_once(state)
+    return gc.ledger.read(state, reductions.numbered(reductions.sum(), microbatches).init(np.float32(0)))
+
+
 def variable_assign(aggregation: Any, synchronization: Any, over: Any, value: Any, other: Any, how: str) -> Any:
     variable = replicated.variable(aggregation, synchronization, over=over)
     state = variable.init(value)
@@ -245,6 +263,7 @@ def described_error(operation: Any, expected: Any, received: Any, path: Any) -> 
 METHODS: dict[str, Target] = {
     f.__name__: Target(f, kinds)  # pyright: ignore[reportAttributeAccessIssue]
     for f, kinds in [
+        (ledger_read, {"state": lambda d: reductions.numbered(d.reduction(), 4).init(d.tree())}),
         (reduction_update, {}),
         (reduction_merge, {"other": Drawn.any_state}),
         (reduction_finalize, {}),
@@ -255,6 +274,10 @@ METHODS: dict[str, Target] = {
         (
             combine_ratios,
             {"values": lambda d: [{"tokens": reductions.Ratio(d.leaf((2,), "float32"), d.weight())}]},
+        ),
+        (
+            numbered_window,
+            {"microbatches": const(4, 8), "number": const(0, 1, 3, np.int32(2))},
         ),
         (variable_assign, {"other": Drawn.tree, "how": lambda d: d.r.choice(["assign", "assign_add", "assign_sub"])}),
         (saved_and_loaded, {}),
@@ -270,6 +293,11 @@ FIXED = {"how"}
 """Arguments of the functions above that are no user's."""
 
 SPECIAL: dict[str, dict[str, Kind]] = {
+    "gradcombine.ledger.deal": {"numbers": const([0, 1, 2, 3], range(9)), "held": const(None, [[0], [1]])},
+    "gradcombine.ledger.merge_held": {
+        "held": lambda d: [d.any_state() for _ in range(2)],
+        "assignment": const([[0, 1]]),
+    },
     "gradcombine.all_reduce": {"value": Drawn.tree},
     "gradcombine.merge_replicas": {"state": Drawn.any_state},
     "gradcombine.Reduction": dict.fromkeys(("init", "update", "merge", "finalize"), KINDS["function"])
@@ -363,7 +391,7 @@ def targets() -> dict[str, Target]:
 DOORS = {
     f"gradcombine.verify.{name}"
     for name in ("audit", "plan", "check_step", "check_microbatches", "record", "FlightRecorder", "BrokenLaw")
-} | {"gradcombine.jax_axis", "gradcombine.tf_replicas"}
+} | {"gradcombine.jax_axis", "gradcombine.tf_replicas", "gradcombine.ledger.read", "gradcombine.ledger.require_once"}
 """What has targets of its own."""
 
 

@@ -82,7 +82,11 @@ def where(error: BaseException) -> str:
     return f"{type(error).__name__} at {place}"
 
 
+_OF_USERS = (".own_", "self.identity(", ".inner.update(", "jax.vjp(", "progress(", ".loss(")
+"""How the library calls functions that it was given."""
+
+
 def of_a_function_of_the_user(error: BaseException) -> bool:
     """Whether the library had called a function that it was given: what that raises comes through as it is."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if "/gradcombine/" in f.filename]
-    return bool(frames) and ".own_" in (frames[-1].line or "")
+    return bool(frames) and any(call in (frames[-1].line or "") for call in _OF_USERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import tensorflow as tf
 
 from gradcombine import reductions
 from gradcombine.backends.registry import load
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import MOST, GradCombineError, require_integer, require_items, require_one_of, shown
 from gradcombine.integrations.horovod.all_reduce import HorovodError
 from gradcombine.integrations.tensorflow import sparse
 from gradcombine.integrations.tensorflow.state import (
@@ -89,8 +88,8 @@ class LocalGradientAggregation(tf.Module):
     ) -> None:
         super().__init__()
         self._k = _passes(backward_passes_per_step)
-        if mode not in (None, "eager", "graph"):
-            raise GradCombineError("LocalGradientAggregation", "mode 'eager', 'graph' or None", repr(mode))
+        if mode is not None:
+            require_one_of("LocalGradientAggregation", "mode 'eager', 'graph' or None", mode, ("eager", "graph"))
         self._graph_mode = mode == "graph" or (mode is None and not tf.executing_eagerly())
         self._allreduce, self._size = allreduce, size
         self._sparse_as_dense, self._average = sparse_as_dense, average_aggregated_gradients
@@ -123,9 +122,13 @@ class LocalGradientAggregation(tf.Module):
         Returns:
           At a boundary the combined sums of the window's passes; before it what ``mode`` says.
         """
-        gradients, variables = list(grads), list(vars)
+        gradients = require_items("compute_gradients", "a list of gradients", grads)
+        variables = require_items("compute_gradients", "a list of variables", vars)
         if len(gradients) != len(variables):
             raise GradCombineError("compute_gradients", f"{len(variables)} gradients", len(gradients))
+        for i, x in enumerate(gradients):
+            if x is not None and not isinstance(x, (tf.IndexedSlices, np.ndarray)) and not tf.is_tensor(x):
+                raise GradCombineError("compute_gradients", "a tensor, tf.IndexedSlices or None", shown(x), f"[{i}]")
         if self._sparse_as_dense:
             gradients = [sparse.dense(x) if isinstance(x, tf.IndexedSlices) else x for x in gradients]
         if self._k == 1:
@@ -212,10 +215,8 @@ class LocalGradientAggregation(tf.Module):
 
 
 def _passes(k: Any) -> int:
-    try:
-        passes = operator.index(k)
-    except TypeError:
-        raise GradCombineError("LocalGradientAggregation", "an integer backward_passes_per_step", repr(k)) from None
+    expected = "an integer backward_passes_per_step"
+    passes = require_integer("LocalGradientAggregation", expected, k, lowest=-MOST)
     if passes <= 0:
         text = "backward_passes_per_step must be > 0"
         raise HorovodError(text, "LocalGradientAggregation", "backward_passes_per_step of 1 or more", k)

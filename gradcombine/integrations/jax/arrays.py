@@ -13,6 +13,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from gradcombine.errors import GradCombineError
+from gradcombine.formats.entry import first_line
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
 
@@ -21,7 +22,10 @@ _LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "
 
 def as_arrays(values: Tree) -> Tree:
     """A tree whose Python numbers and NumPy arrays are JAX's, in the dtypes that jit gives them."""
-    return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)) if _is_number(x) else x, values)
+    try:
+        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)) if _is_number(x) else x, values)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # keys in no order, objects, no end
+        raise GradCombineError("jax", "a tree of arrays, numbers and None", first_line(error)) from error
 
 
 def place_beside(params: Tree, state: Tree) -> Tree:

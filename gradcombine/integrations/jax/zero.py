@@ -14,8 +14,8 @@ from gradcombine.backends.jax_backend import BACKEND
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import is_absent
-from gradcombine.errors import GradCombineError
+from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
+from gradcombine.errors import GradCombineError, require_integer, shown
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.replicas import LOCAL
@@ -191,13 +191,19 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     >>> zero.exchange_costs(gc.reductions.mean(), spec, every=4, replicas=8)["reduce_scatter"]
     ExchangeCost(sent=17500, accumulators=500)
     """
+    require_reduction("exchange_costs", reduction)
+    every = require_integer("exchange_costs", "1 microbatch or more", every)
+    replicas = require_integer("exchange_costs", "1 replica or more", replicas)
     leaves, _ = tree.flatten("exchange_costs", like)
     present = [leaf for leaf in leaves if not is_absent(leaf)]
     states = [jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value for leaf in present]
+    for state in states:
+        if owner(state) is None:
+            raise GradCombineError("exchange_costs", "a reduction of one array a leaf", type(state).__name__)
     widths = [BACKEND.dtype(state).itemsize for state in states]
-    whole = sum(math.prod(leaf.shape) * width for leaf, width in zip(present, widths, strict=True))
+    whole = sum(math.prod(shape_of(leaf)) * width for leaf, width in zip(present, widths, strict=True))
     parts = sum(_length(replicas, leaf) * width for leaf, width in zip(present, widths, strict=True))
-    gathered = sum(_length(replicas, leaf) * BACKEND.dtype(leaf).itemsize for leaf in present)
+    gathered = sum(_length(replicas, leaf) * dtype_of(leaf).itemsize for leaf in present)
     return {
         "all_reduce": ExchangeCost(2 * (replicas - 1) * whole // replicas, whole),
         "reduce_scatter": ExchangeCost((replicas - 1) * (every * parts + gathered), parts),
@@ -206,12 +212,12 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
 
 def _axis(operation: str, over: Any) -> JaxAxis:
     if not isinstance(over, JaxAxis):
-        raise GradCombineError(operation, "a collective of gradcombine.jax_axis", repr(over))
+        raise GradCombineError(operation, "a collective of gradcombine.jax_axis", shown(over))
     return over
 
 
 def _length(replicas: int, leaf: Any) -> int:
-    return -(-math.prod(leaf.shape) // replicas)
+    return -(-math.prod(shape_of(leaf)) // replicas)
 
 
 def _empty_shard(axis: JaxAxis, leaf: Any) -> Array:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import keras
 
 from gradcombine import reductions
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.sums import Precision
 
@@ -22,7 +22,10 @@ Name = Literal["mean", "sum"]
 
 def inner_optimizer(argument: Any) -> Any:
     """The optimizer to run at the boundary; a name or a config makes a new one."""
-    optimizer = keras.optimizers.get(argument) if isinstance(argument, (str, dict)) else argument
+    try:
+        optimizer = keras.optimizers.get(argument) if isinstance(argument, (str, dict)) else argument
+    except Exception as failed:  # Keras has a class of error for each part of a config
+        raise error("a Keras optimizer, its name or its config", shown(argument)) from failed
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise error("a Keras optimizer, its name or its config", type(argument).__name__)
     if any(hasattr(x, "flush") for x in chain(optimizer)):

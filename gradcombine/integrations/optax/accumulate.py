@@ -15,6 +15,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError, renamed
+from gradcombine.formats.entry import first_line
 from gradcombine.integrations.jax.arrays import as_arrays, place_beside
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
@@ -352,7 +353,12 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
     """
     _require_unreduced(window, numerators(updates))
     begun = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
-    made_for_such = jax.eval_shape(window.reduction.init, updates)
+    try:
+        made_for_such = jax.eval_shape(window.reduction.init, updates)
+    except (TypeError, ValueError) as failed:
+        if isinstance(failed, GradCombineError):
+            raise
+        raise GradCombineError(window.operation, "a tree of arrays of numbers", first_line(failed)) from failed
     if jax.tree.structure(made_for_such) == jax.tree.structure(begun) and _dtypes(made_for_such) == _dtypes(begun):
         return updates, None
     specs, structure = tree.flatten(window.operation, jax.eval_shape(window.accumulator.value, state))

@@ -14,10 +14,11 @@ import optax
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_flag, shown
 from gradcombine.integrations.jax.arrays import as_arrays, place_beside
 from gradcombine.integrations.optax.accumulate import cast_as, gradients_like, init_for, keep_dtypes
 from gradcombine.integrations.optax.skip import Skip, decide, first_detail
+from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import Settings
 from gradcombine.types import AccumulateState, Array, State, Tree
@@ -98,15 +99,17 @@ class MultiSteps:
         if not isinstance(opt, optax.GradientTransformation):
             raise GradCombineError("MultiSteps", "an optax.GradientTransformation", type(opt).__name__)
         if should_skip_update_fn is not None and not callable(should_skip_update_fn):
-            raise GradCombineError("MultiSteps", "a skip function, or None", repr(should_skip_update_fn))
+            raise GradCombineError("MultiSteps", "a skip function, or None", shown(should_skip_update_fn))
         try:
             self._ready = gc.accumulate(gc.reductions.sum(), every_k_schedule).ready
         except GradCombineError as error:
             raise GradCombineError("MultiSteps", error.expected, error.received) from None
         self._opt = optax.with_extra_args_support(opt)
         self._skip = should_skip_update_fn
-        self._compat, self._use_grad_mean = compat, use_grad_mean
-        dtype = None if accumulator_dtype is None else jax.dtypes.canonicalize_dtype(accumulator_dtype)
+        self._compat = compat = require_flag("MultiSteps", "compat", compat)
+        self._use_grad_mean = use_grad_mean = require_flag("MultiSteps", "use_grad_mean", use_grad_mean)
+        asked = dtypes.parse(accumulator_dtype, "MultiSteps")
+        dtype = None if asked is None else jax.dtypes.canonicalize_dtype(asked)
         self._rule: WindowRule = (OptaxOrder if compat else Sums)(use_grad_mean, dtype)
 
     @property

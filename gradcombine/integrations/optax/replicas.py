@@ -11,7 +11,14 @@ import optax
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import GradCombineError, require_collective, require_order
+from gradcombine.errors import (
+    GradCombineError,
+    require_collective,
+    require_integer,
+    require_items,
+    require_order,
+    shown,
+)
 from gradcombine.integrations.jax.on_replicas import on_replicas
 from gradcombine.integrations.optax.skip import SkipState
 from gradcombine.reductions.algebra import Reduction, require_reduction
@@ -105,8 +112,12 @@ def map_replicas(
     """
     require_collective("map_replicas", over)
     if not callable(function):
-        raise GradCombineError("map_replicas", "a function", repr(function))
-    batch = [batch_argnums] if isinstance(batch_argnums, int) else list(batch_argnums)
+        raise GradCombineError("map_replicas", "a function", shown(function))
+    expected = "batch_argnums that are numbers of positional arguments"
+    given = (
+        [batch_argnums] if isinstance(batch_argnums, int) else require_items("map_replicas", expected, batch_argnums)
+    )
+    batch = [require_integer("map_replicas", expected, i, lowest=0) for i in given]
 
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:

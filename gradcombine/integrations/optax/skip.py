@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.types import Array, Tree
 
 Skip: TypeAlias = Callable[[Tree, Array, Tree], tuple[Array, Any]]
@@ -85,17 +86,18 @@ def skip_large(max_norm: Any) -> Skip:
     >>> bool(left_out), float(detail["norm"])
     (True, 5.0)
     """
+    known = 0.0
     if not callable(max_norm):
-        try:
+        with suppress(Exception):  # of whatever is no number, or one that no float holds
             known = float(max_norm)
-        except (TypeError, ValueError):
-            known = 0.0
         if not known > 0:
-            raise GradCombineError("skip_large", "a norm above 0, or a function of the window's number", repr(max_norm))
+            raise GradCombineError(
+                "skip_large", "a norm above 0, or a function of the window's number", shown(max_norm)
+            )
 
     def skip(updates: Tree, gradient_step: Any, params: Tree = None) -> tuple[Array, Any]:
         del params
-        bound = max_norm(gradient_step) if callable(max_norm) else max_norm
+        bound = max_norm(gradient_step) if callable(max_norm) else known
         norm = jnp.sqrt(_norm_squared(updates))
         left_out = ~(norm <= jnp.asarray(bound, norm.dtype))
         return left_out, {"should_skip": left_out, "norm": norm}

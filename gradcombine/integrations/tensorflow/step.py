@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from gradcombine import reductions, tree
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, require_items, shown
 from gradcombine.integrations.tensorflow.several_terms import LossOfTerms, WindowMetrics
 from gradcombine.integrations.tensorflow.sparse import dense
 from gradcombine.integrations.tensorflow.state import (
@@ -129,7 +129,7 @@ class AccumulatedStep(tf.Module):
         reduction = reductions.mean() if reduction is None else reduction
         self._window = Window("AccumulatedStep", reduction, every, tf_replicas(), order, max_every)
         require_same_length(self._strategy, every)
-        targets = list(variables)
+        targets = require_items("AccumulatedStep", "a list of variables", variables)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
         # In a closure: tf.Module would wrap a list, and refuse to save Keras variables.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_file
+from gradcombine.formats.safetensors import distinct
 from gradcombine.verify.audit.findings import RULES, Finding
 from gradcombine.verify.audit.hlo import Loops
 from gradcombine.verify.audit.program import Program, short, size_text, times
@@ -169,15 +172,18 @@ def read_baseline(path: Path) -> Baseline:
       GradCombineError: a file that cannot be read, or of another form or version.
     """
     expected = "a baseline that --json has written"
+    file = require_file("audit", expected, path)
     try:
-        content: Any = json.loads(path.read_text())
-    except (OSError, ValueError) as error:  # no file, no text, or no JSON
+        content: Any = json.loads(file.read_text(), object_pairs_hook=partial(distinct, "audit"))
+    except GradCombineError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # not to be read, no text, no JSON, or one without an end
         raise GradCombineError("audit", expected, f"{path}: {error}") from None
     try:
         if content["version"] != VERSION:
             raise GradCombineError("audit", f"a baseline of version {VERSION}", content["version"])
         return _measured(content["programs"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
         if isinstance(error, GradCombineError):
             raise
         received = f"{path}, in which something is missing or of another type ({type(error).__name__}: {error})"
@@ -245,12 +251,19 @@ def _measured(programs: Iterable[Mapping[str, Any]]) -> Baseline:
     for program in programs:
         costs = dict[str, tuple[float, ...]]()
         for x in program["findings"]:
-            cost = 1.0, *(float(x[name]) for name in ("times", "moved", "sent", "flops"))
+            cost = 1.0, *(_finite(x[name]) for name in ("times", "moved", "sent", "flops"))
             costs[x["name"]] = tuple(map(sum, zip(costs.get(x["name"], NO_COST), cost, strict=True)))
-        totals = {name: None if program[name] is None else float(program[name]) for name in COMPARED}
+        totals = {name: None if program[name] is None else _finite(program[name]) for name in COMPARED}
         key = program["name"], program["target"]
         found[*key, seen[key]] = Measured(totals, costs)
         seen[key] += 1
+    return found
+
+
+def _finite(number: Any) -> float:
+    """Nothing is worse than NaN, or than infinity."""
+    if not math.isfinite(found := float(number)):
+        raise ValueError(f"{number!r} is no cost")
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, importing, shown
+from gradcombine.errors import GradCombineError, importing, require_file, require_path, shown
 from gradcombine.verify.audit.findings import RULES, Finding, find
 from gradcombine.verify.audit.program import Exchange, Program, times
 from gradcombine.verify.audit.target import Figures, Target, find_target
@@ -206,7 +206,7 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
       GradCombineError: what cannot be read, or is not optimized; a folder without a program.
     """
     found = target if isinstance(target, Target) else find_target(target, compiles=False)
-    folder = Path(path)
+    folder = require_path("audit", "a file of HLO, or a folder", path)
     if (saved := folder / "saved_model.pb" if folder.is_dir() else folder).name == "saved_model.pb" and saved.is_file():
         expected = "a SavedModel that can be read"
         return _foreign("audit", expected, str(path), lambda: [_of_graph(x, found) for x in read_saved(saved)])
@@ -238,8 +238,9 @@ def read(path: str | Path) -> str:
     Raises:
       GradCombineError: the file is damaged, cut off, or of a version that this jaxlib does not know.
     """
+    file = require_file("audit", "a file of HLO", path)
     try:
-        content = Path(path).read_bytes()
+        content = file.read_bytes()
     except OSError as error:
         raise GradCombineError("audit", "a file that can be read", f"{path}: {error.strerror}") from None
     return parsed(content, str(path))

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 
 H100 = """
 gpu_device_info {
@@ -126,7 +126,7 @@ def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
         # A host of GPUs is what NVLink joins; of TPUs, all that JAX sees are one slice.
         near = len(jax.local_devices()) if devices[0].platform == "gpu" else len(devices)
         return Target("this machine", devices, near, figures)
-    kind, _, shape = name.rpartition(":")
+    kind, _, shape = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     if kind in PUBLISHED and kind != "h100":
         if not re.fullmatch(rf"{LENGTH}x{LENGTH}(x{LENGTH})?", shape):
             raise GradCombineError("audit", f"a slice such as {kind}:4x4", name)
@@ -135,7 +135,7 @@ def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
     hosts, _, each = shape.rpartition("x")
     if not re.fullmatch(rf"({LENGTH}x)?{LENGTH}", shape) or (kind != "h100" and not Path(kind).is_file()):
         expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
-        raise GradCombineError("audit", expected, name)
+        raise GradCombineError("audit", expected, shown(name))
     text = H100 if kind == "h100" else _description(kind)
     figures = PUBLISHED["h100"] if kind == "h100" else described(text)
     return Target(name, gpu(text, int(each), int(hosts or 1)) if compiles else (), int(each), figures)
@@ -172,7 +172,7 @@ def described(text: str) -> Figures:
     """
     facts = {name: float(number) for name, number in re.findall(r"(\w+): (\d+(?:\.\d*)?)$", text, re.MULTILINE)}
     needed = ("memory_bandwidth", "device_memory_size")
-    if lacking := [name for name in needed if not facts.get(name)]:
+    if lacking := [name for name in needed if not 0 < facts.get(name, 0) < math.inf]:
         raise GradCombineError("audit", f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
     bandwidth, memory = (facts[name] for name in needed)
     return Figures({}, bandwidth, int(memory))

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.verify.microbatches import causes
 from gradcombine.verify.microbatches.causes import MicrobatchReport
 from gradcombine.verify.microbatches.subject import OPERATION, NotWide, Subject, Trace, observe, replay
@@ -82,6 +82,9 @@ def check_microbatches(
     >>> print(report.faults[0])
     window 0: mean of means: the microbatches' weights are ignored (they weigh from 0.4286 to 0.5714 in one batch)
     """
+    for name, function in (("loss", loss), ("accumulating", accumulating)):
+        if not callable(function):
+            raise GradCombineError(OPERATION, f"a function as {name}", shown(function))
     _require_windows(windows)
     weigh, joined = weights or _examples, join or _concatenated
     subject = _subject(loss, inner, accumulating, arguments)

@@ -1,0 +1,214 @@
+"""The inputs dealt over rooms, each a process of its own that is started again after an input that ends it."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import shutil
+import subprocess
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+from gradcombine.errors import GradCombineError
+from tests.fuzz.guard import SECONDS, bounded, happened
+from tests.fuzz.values import Drawn
+
+ROOMS = {
+    "numpy": 1.0,
+    "jax": 0.02,
+    "jax traced": 0.01,
+    "tensorflow": 0.02,
+    "tensorflow graph": 0.005,
+    "doors": 1.0,
+    "files": 1.0,
+}
+"""Each with the part of the inputs of its functions that it is given: what a framework runs takes longer."""
+
+FACTOR, BASE = 1100, 4 << 20
+"""The memory that reading a file may take: so many times its size, as deflate shrinks by 1032, and so many bytes."""
+
+MEASURED = 16
+"""Of so many files, the memory of one is measured."""
+
+EXAMPLES = 3
+"""Numbers of inputs that are named for each defect."""
+
+
+class Job(NamedTuple):
+    """What a room does with one name: draws input number i, and runs it."""
+
+    name: str
+    inputs: int
+    run: Callable[[Random], tuple[str, str]]
+
+
+def jobs(room: str, inputs: int) -> Iterator[Job]:
+    """The jobs of a room; frameworks are imported by the rooms that need them."""
+    part = ROOMS[room]
+    if room == "files":
+        from tests.fuzz import files
+
+        for name, reader in files.readers().items():
+            yield Job(name, _count(inputs, part * reader.share), lambda r, reader=reader: _read(r, reader))
+        return
+    from tests.fuzz import functions
+
+    if room == "doors":
+        from tests.fuzz import doors
+
+        found = doors.targets()
+    else:
+        found = functions.targets()
+    within = _within(room)
+    for name, target in found.items():
+
+        def run(r: Random, target: functions.Target = target) -> tuple[str, str]:
+            def one(asarray: Callable[[Any], Any]) -> tuple[str, str]:
+                try:
+                    arguments, called = functions.call(target, Drawn(r, asarray))
+                except GradCombineError:  # what was drawn does not fit together
+                    return "refused", ""
+                return happened(arguments, called, target.allowed)
+
+            return within(one)
+
+        yield Job(name, _count(inputs, part * target.share), run)
+
+
+def _count(inputs: int, share: float) -> int:
+    return max(1, round(inputs * share))
+
+
+def _within(room: str) -> Callable[[Any], tuple[str, str]]:
+    """Runs a function with what makes arrays of a room's framework: known, or traced ones."""
+    if room.startswith("jax"):
+        import jax
+        import jax.numpy as jnp
+
+        if room == "jax":
+            return lambda one: one(jnp.asarray)
+
+        def traced(one: Any) -> tuple[str, str]:
+            outcome: list[tuple[str, str]] = []
+
+            def program(flag: Any) -> Any:
+                outcome.append(one(lambda x: jnp.where(flag, x, x)))
+                return flag
+
+            jax.eval_shape(program, True)
+            return outcome[0]
+
+        return traced
+    if room.startswith("tensorflow"):
+        import tensorflow as tf
+
+        if room == "tensorflow":
+            return lambda one: one(tf.constant)
+
+        def in_graph(one: Any) -> tuple[str, str]:
+            with tf.Graph().as_default():
+                return one(lambda x: tf.compat.v1.placeholder(x.dtype, x.shape))
+
+        return in_graph
+    return lambda one: one(lambda x: x)
+
+
+def _read(r: Random, reader: Any) -> tuple[str, str]:
+    from tests.fuzz import files
+
+    path = files.place(r, reader)
+    if r.randrange(MEASURED):
+        return happened(None, lambda: reader.read(path), reader.allowed)
+    tracemalloc.start()
+    outcome = happened(None, lambda: reader.read(path), reader.allowed)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    most = FACTOR * (path.stat().st_size if path.is_file() else 0) + BASE
+    return outcome if peak <= most else ("defect", f"{peak} bytes of memory")
+
+
+def work(room: str, inputs: int, seed: int, only: str, name: str, start: int) -> None:
+    """Runs a room's jobs, from an input of one of them on; says on its output what comes of them, a line each."""
+    reached = not name
+    for job in jobs(room, inputs):
+        reached = reached or job.name == name
+        if not reached or only not in job.name:
+            continue
+        with bounded():
+            _work(job, seed, start if job.name == name else 0)
+    for folder in _folders():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _work(job: Job, seed: int, start: int) -> None:
+    counts: dict[str, int] = {}
+    defects: dict[str, list[int]] = {}
+    begun = time.monotonic()
+    for i in range(start, job.inputs):
+        if i % 64 == start % 64:
+            _say("at", job.name, i)
+            faulthandler.dump_traceback_later(100 * SECONDS, exit=True)  # what a signal cannot interrupt
+        kind, what = job.run(Random(f"{seed}:{job.name}:{i}"))
+        counts[kind] = counts.get(kind, 0) + 1
+        if kind == "defect":
+            defects.setdefault(what, []).append(i)
+    faulthandler.cancel_dump_traceback_later()
+    found = {what: [len(inputs), inputs[:EXAMPLES]] for what, inputs in defects.items()}
+    _say("done", job.name, counts, found, time.monotonic() - begun)
+
+
+def _folders() -> Iterator[Any]:
+    for module in ("tests.fuzz.functions", "tests.fuzz.files"):
+        if module in sys.modules:
+            yield sys.modules[module].FOLDER
+
+
+def _say(*what: Any) -> None:
+    print("::", json.dumps(what), flush=True)
+
+
+class Result(NamedTuple):
+    """What came of the inputs of one name in one room.
+
+    Attributes:
+      counts: of inputs that were accepted, refused, and defects.
+      defects: what happened, with how many inputs did it, and the numbers of the first.
+      seconds: that it took.
+    """
+
+    room: str
+    name: str
+    counts: dict[str, int]
+    defects: dict[str, list[Any]]
+    seconds: float
+
+
+def campaign(inputs: int, seed: int, only: str = "", rooms: tuple[str, ...] = tuple(ROOMS)) -> Iterator[Result]:
+    """Runs all rooms, one after another."""
+    for room in rooms:
+        name, at = "", 0
+        while True:
+            command = [sys.executable, "-m", "tests.fuzz", "--inputs", str(inputs), "--seed", str(seed), "--only", only]
+            command += ["--room", room, "--from-name", name, "--from-input", str(at)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+            assert process.stdout is not None
+            done = name
+            for line in process.stdout:
+                if not line.startswith(":: "):
+                    continue
+                kind, *what = json.loads(line[3:])
+                if kind == "at":
+                    name, at = what
+                else:
+                    done = what[0]
+                    yield Result(room, *what)
+            if process.wait() == 0:
+                break
+            if done == name:
+                raise RuntimeError(f"room {room} ended with status {process.returncode} after {name} {at}")
+            yield Result(room, name, {"defect": 1}, {f"ended the process ({process.returncode})": [1, [at]]}, 0.0)
+            at += 64

@@ -1,0 +1,232 @@
+"""The doors of the frameworks, and what compiles: called eagerly to be made, and traced to be run, never compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import optax
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations import horovod
+from gradcombine.integrations import jax as for_jax
+from gradcombine.integrations import keras as for_keras
+from gradcombine.integrations import optax as for_optax
+from gradcombine.integrations import tensorflow as for_tensorflow
+from gradcombine.verify import audit, check_microbatches, check_step, plan
+from tests.fuzz.functions import KINDS, Kind, Target, const
+from tests.fuzz.values import Drawn
+
+PARAMS = {"w": np.zeros(2, np.float32)}
+BATCH = np.ones((4, 2), np.float32)
+
+
+def _loss(params: Any, batch: Any) -> Any:
+    return jnp.mean((params["w"] - batch) ** 2)
+
+
+def _grads(d: Drawn) -> Any:
+    return {"w": d.leaf((2,), "float32")}
+
+
+_flags = const(False, True)
+_every = const(1, 2, 4, for_optax.UNTIL_FLUSH, lambda index: 2)
+_reduction = const(None, reductions.mean(), reductions.sum("exact"))
+_inner = const(optax.sgd(0.1), optax.adam(1e-3))
+_argnums = const(None, 0, 1, (1,))
+
+
+def jax_axis(names: Any) -> Any:
+    return gc.jax_axis(names)
+
+
+def optax_accumulate(
+    inner: Any, every: Any, reduction: Any, over: Any, skip: Any, order: Any, max_every: Any, denominators: Any
+) -> Any:
+    options = {"reduction": reduction, "over": over, "skip": skip, "order": order}
+    for door in (for_optax.accumulate, for_optax.accumulate_and_apply):
+        door(inner, every, **options, max_every=max_every, denominators=denominators)
+
+
+def optax_update(every: Any, grads: Any, params: Any, weight: Any) -> Any:
+    tx = for_optax.accumulate(optax.sgd(0.1), every)
+    return jax.eval_shape(lambda flag: tx.update(grads, tx.init(PARAMS), params, weight=weight), True)
+
+
+def optax_state(grads: Any, state: Any) -> Any:
+    return jax.eval_shape(lambda flag: for_optax.accumulate(optax.sgd(0.1), 2).update(grads, state, PARAMS), True)
+
+
+def multi_steps(opt: Any, every_k_schedule: Any, use_grad_mean: Any, accumulator_dtype: Any, compat: Any) -> Any:
+    return for_optax.MultiSteps(opt, every_k_schedule, use_grad_mean, None, accumulator_dtype, compat=compat)
+
+
+def optax_all_reduce(reduction: Any, over: Any, order: Any, grads: Any) -> Any:
+    return for_optax.all_reduce(reduction, over=over, order=order).update(grads, optax.EmptyState())
+
+
+def map_replicas(function: Any, over: Any, batch_argnums: Any) -> Any:
+    return for_optax.map_replicas(function, over, batch_argnums=batch_argnums)
+
+
+def skips(max_norm: Any, updates: Any) -> Any:
+    for skip in (for_optax.skip_large(max_norm), for_optax.skip_not_finite):
+        skip(updates, 0, PARAMS)
+    return for_optax.skip_large_updates(updates, 0, PARAMS, max_norm)
+
+
+def train_step(
+    loss: Any, optimizer: Any, every: Any, microbatches: Any, batch_argnums: Any, has_aux: Any, params: Any, batch: Any
+) -> Any:
+    options = {"every": every, "microbatches": microbatches, "batch_argnums": batch_argnums, "has_aux": has_aux}
+    step = for_jax.train_step(loss, optimizer, **options)
+    return jax.eval_shape(lambda flag: step.function(params, step.init(params), batch), True)
+
+
+def value_and_grad(loss: Any, microbatches: Any, argnums: Any, batch_argnums: Any, params: Any, batch: Any) -> Any:
+    run = for_jax.value_and_grad(loss, microbatches, argnums=argnums, batch_argnums=batch_argnums)
+    return jax.eval_shape(lambda flag: run(params, batch), True)
+
+
+def grads_by_denominator(loss: Any, terms: Any, params: Any, batch: Any) -> Any:
+    return jax.eval_shape(lambda flag: for_jax.grads_by_denominator(loss, terms)(params, batch), True)
+
+
+def zero(reduction: Any, over: Any, values: Any, like: Any, every: Any, replicas: Any) -> Any:
+    for_jax.zero.exchange_costs(reduction, like, every, replicas)
+    for_jax.zero.scattered(reduction, over)
+    return for_jax.zero.gather(for_jax.zero.shard(values, over), like, over)
+
+
+def accumulated_step(gradients: Any, variables: Any, apply: Any, every: Any, order: Any, reduction: Any) -> Any:
+    return for_tensorflow.AccumulatedStep(gradients, variables, apply, every, order=order, reduction=reduction)
+
+
+def keras_accumulate(inner_optimizer: Any, every: Any, reduction: Any, precision: Any, dtype: Any, order: Any) -> Any:
+    options = {"reduction": reduction, "precision": precision, "dtype": dtype, "order": order}
+    return for_keras.Accumulate(inner_optimizer, every, **options)
+
+
+def horovod_all_reduce(
+    over: Any, op: Any, prescale_factor: Any, gradient_predivide_factor: Any, process_set: Any, grads: Any
+) -> Any:
+    options = {"prescale_factor": prescale_factor, "gradient_predivide_factor": gradient_predivide_factor}
+    reduce = horovod.AllReduce(over, op, process_set=process_set, **options)
+    return reduce(grads, [tf.Variable(x) for x in grads])
+
+
+def local_aggregation(backward_passes_per_step: Any, mode: Any, size: Any, average: Any, grads: Any) -> Any:
+    options = {"mode": mode, "size": size, "average_aggregated_gradients": average}
+    made = horovod.LocalGradientAggregation(backward_passes_per_step, lambda g, v: g, **options)
+    return made.compute_gradients(grads, [tf.Variable([0.0, 0.0])])
+
+
+def audited(step: Any, args: Any, target: Any) -> Any:
+    return audit(step, *args, target=target)
+
+
+def planned(loss: Any, params: Any, batch: Any, optimizer: Any, microbatches: Any, target: Any, names: Any) -> Any:
+    return plan(loss, params, batch, optimizer, microbatches=microbatches, target=target, names=names)
+
+
+def step_checked(make_step: Any, params: Any, batch: Any, microbatches: Any, devices: Any, returns: Any) -> Any:
+    options = {"microbatches": microbatches, "devices": devices, "returns": returns}
+    return check_step(make_step, params, batch, **options)
+
+
+def microbatches_checked(loss: Any, params: Any, windows: Any, inner: Any, accumulating: Any) -> Any:
+    return check_microbatches(loss, params, windows, inner, accumulating)
+
+
+_KINDS: dict[str, Kind] = KINDS | {
+    "every": _every,
+    "reduction": _reduction,
+    "inner": _inner,
+    "opt": _inner,
+    "optimizer": _inner,
+    "skip": const(None, for_optax.skip_not_finite),
+    "over": const(gc.LOCAL, None, gc.jax_axis("data")),
+    "denominators": const(None, ["tokens"]),
+    "grads": _grads,
+    "updates": _grads,
+    "params": _grads,
+    "every_k_schedule": _every,
+    "use_grad_mean": _flags,
+    "accumulator_dtype": const(jnp.float32, "bfloat16", None),
+    "compat": _flags,
+    "batch_argnums": _argnums,
+    "argnums": const(0, (0,)),
+    "function": const(_loss),
+    "loss": const(_loss),
+    "microbatches": const(1, 2, 4, None),
+    "has_aux": _flags,
+    "batch": lambda d: d.leaf((4, 2), "float32"),
+    "terms": const({"value": "tokens"}),
+    "gradients": const(lambda x: ([x, x], 1)),
+    "variables": lambda d: [tf.Variable([0.0, 0.0])],
+    "apply": const(keras.optimizers.SGD(0.1), lambda grads: None),
+    "inner_optimizer": lambda d: keras.optimizers.SGD(0.1),
+    "op": const("average", "sum", "adasum"),
+    "prescale_factor": const(1.0, 2),
+    "gradient_predivide_factor": const(1.0, 2.0),
+    "process_set": const(None, [0]),
+    "backward_passes_per_step": const(1, 2),
+    "mode": const(None, "eager", "graph"),
+    "size": const(None, 2, lambda: 2),
+    "average": _flags,
+    "step": const(jax.jit(lambda x: x + 1)),
+    "args": lambda d: [d.leaf((2,), "float32")],
+    "target": const(None, "h100:8"),
+    "make_step": const(lambda *_, **__: lambda params, batch: jax.grad(_loss)(params, batch)),
+    "devices": const((1,), [1, 2]),
+    "returns": const("gradients", "params"),
+    "windows": lambda d: [[d.leaf((2, 2), "float32")] * 2],
+    "accumulating": const(lambda inner: optax.MultiSteps(inner, 2)),
+}
+_SPECIAL: dict[str, dict[str, Kind]] = {
+    "keras_accumulate": {"reduction": const("mean", "sum")},
+    "horovod_all_reduce": {"over": const(gc.LOCAL), "grads": lambda d: [d.leaf((2,), "float32")]},
+    "local_aggregation": {"grads": lambda d: [d.leaf((2,), "float32")]},
+    "optax_state": {"state": lambda d: for_optax.accumulate(optax.sgd(0.1), 2).init(PARAMS)},
+    "planned": {"names": const(["window"])},
+    "zero": {"every": const(1, 4), "over": const(gc.LOCAL, gc.jax_axis("data"))},
+}
+_SHARES: dict[Callable[..., Any], float] = {
+    jax_axis: 1.0,
+    optax_accumulate: 0.3,
+    optax_update: 0.02,
+    optax_state: 0.02,
+    multi_steps: 0.3,
+    optax_all_reduce: 0.1,
+    map_replicas: 1.0,
+    skips: 0.02,
+    train_step: 0.02,
+    value_and_grad: 0.02,
+    grads_by_denominator: 0.02,
+    zero: 0.1,
+    accumulated_step: 0.05,
+    keras_accumulate: 0.05,
+    horovod_all_reduce: 0.02,
+    local_aggregation: 0.02,
+    audited: 0.005,
+    planned: 0.002,
+    step_checked: 0.002,
+    microbatches_checked: 0.002,
+}
+
+
+def targets() -> dict[str, Target]:
+    """By name."""
+    found: dict[str, Target] = {}
+    for function, share in _SHARES.items():
+        special = _SPECIAL.get(function.__name__, {})
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        kinds = {name: special.get(name) or _KINDS[name] for name in names}
+        found[function.__name__] = Target(function, kinds, share)
+    return found

@@ -1,0 +1,196 @@
+"""A share of the campaign: every public name has targets, and some inputs of each are accepted or refused."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import optax
+import pytest
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations import horovod
+from gradcombine.integrations import keras as for_keras
+from gradcombine.integrations import optax as for_optax
+from gradcombine.integrations.jax import zero
+from gradcombine.integrations.tensorflow import AccumulatedStep
+from gradcombine.verify import audit, check_microbatches
+from gradcombine.verify.audit import report, target
+from gradcombine.verify.flight import read_log
+from gradcombine.verify.mapping import read_rules
+from tests.fuzz import campaign, doors, files, functions, guard
+from tests.fuzz.values import Drawn
+from tests.spec.hostile import OWN_CODE, Failing
+
+FEW, MORE = 12, 200
+
+
+def run(names: Callable[[str], bool], room: str, inputs: int) -> dict[str, dict[str, int]]:
+    """The defects of so many inputs of each name."""
+    defects: dict[str, dict[str, int]] = {}
+    with guard.bounded():
+        for job in campaign.jobs(room, inputs):
+            if names(job.name):
+                outcomes = (job.run(Random(f"0:{job.name}:{i}")) for i in range(job.inputs))
+                if found := Counter(what for kind, what in outcomes if kind == "defect"):
+                    defects[job.name] = dict(found)
+    return defects
+
+
+def test_every_public_name_has_a_target() -> None:
+    """Of a new parameter nothing is known; a new door has to be named in the table of doors."""
+    assert len(functions.targets()) > 60
+    assert len(doors.targets()) >= 20
+    named = set(re.findall(r"\w+", Path(doors.__file__).read_text()))
+    for module in functions.PUBLIC:
+        for name in functions.public(module):
+            short = name.rpartition(".")[2]
+            if module.startswith(functions.ELSEWHERE) and short not in OF_COMMANDS:
+                assert short in named, name
+
+
+OF_COMMANDS = {"audit_file", "audit_named", "find_target", "plan_named", "detect_lost_peers"}
+OF_COMMANDS |= {"FlushAtEpochEnd", "WeightedTrainStep"}
+"""Of names of files and modules, which have targets as readers, and what takes no argument."""
+
+
+def test_a_few_inputs_of_each_function() -> None:
+    assert run(lambda name: name not in ("gradcombine.verify.explain", "saved_replicas"), "numpy", FEW) == {}
+
+
+def test_a_few_files_of_each_reader() -> None:
+    assert run(lambda name: "HLO" not in name, "files", 2 * FEW) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("room", ["jax traced", "tensorflow graph", "doors"])
+def test_more_inputs_in_the_frameworks(room: str) -> None:
+    assert run(lambda name: True, room, MORE) == {}
+
+
+def test_a_defect_is_found() -> None:
+    """Of each kind: another error, no end, a changed argument, much memory."""
+
+    def wrong(value: Any) -> None:
+        raise KeyError(value)
+
+    def changing(value: Any) -> None:
+        value["w"][...] = 7
+
+    with guard.bounded():
+        assert guard.happened(None, lambda: wrong(3))[0] == "defect"
+        assert guard.happened(None, lambda: np.zeros(1 << 31, np.uint8).sum(), (OSError,))[0] == "defect"
+        value = {"w": np.ones(2)}
+        assert guard.happened(value, lambda: changing(value)) == ("defect", "an argument has changed")
+        assert guard.happened(value, lambda: gc.add_n([value])) == ("accepted", "")
+        assert guard.happened(value, lambda: gc.add_n(3)) == ("refused", "")
+
+
+NO_REGULAR_FILES = {
+    "a folder": Path.mkdir,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "none": lambda _: None,
+}
+
+
+@pytest.mark.parametrize("make", NO_REGULAR_FILES.values(), ids=NO_REGULAR_FILES)
+@pytest.mark.parametrize("read", [read_log, read_rules, report.read_baseline])
+def test_only_regular_files_are_read(read: Any, make: Any, tmp_path: Path) -> None:
+    make(tmp_path / "x")
+    with pytest.raises(gc.GradCombineError, match=r"which (is no regular file|does not exist)"):
+        read(tmp_path / "x")
+
+
+TEXTS = {
+    "a deep baseline": (report.read_baseline, "[" * 100_000),
+    "a baseline of NaN": (report.read_baseline, files.BASELINE.decode().replace("2.5", "NaN")),
+    "a baseline of infinity": (report.read_baseline, files.BASELINE.decode().replace("1000", "1e999")),
+    "names twice": (report.read_baseline, files.BASELINE.decode().replace('"name"', '"target"', 1)),
+    "deep rules": (read_rules, "ignore_a = " + "[" * 100_000),
+    "axes of lists": (read_rules, "[[rule]]\na = 'x'\nb = 'y'\ntranspose = [[0]]"),
+    "axes of bools": (read_rules, "[[rule]]\na = 'x'\nb = 'y'\ntranspose = [true, 0]"),
+    "rules of 5000 digits": (read_rules, "ignore_a = " + "9" * 5000),
+    "memory without an end": (
+        lambda path: target.find_target(f"{path}:8", compiles=False),
+        target.H100.replace("84942979072", "9" * 400),
+    ),
+}
+ROWS = {"no number": b"x 0 ", "5000 digits": b"9" * 5000 + b" 0 ", "two parts": b"0 ", "a negative step": b"-1 0 "}
+HEADERS = {
+    "leaves of numbers": b'{"gradcombine": "digests", "version": 1, "leaves": 3, "twins": []}',
+    "leaves without a shape": b'{"gradcombine": "digests", "version": 1, "leaves": [["w", "float32"]], "twins": []}',
+    "no leaves": b'{"gradcombine": "digests", "version": 1}',
+    "a deep one": b'{"gradcombine": "digests", "version": ' + b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize(("read", "text"), TEXTS.values(), ids=TEXTS)
+def test_texts_that_are_refused(read: Any, text: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_text(text)
+    with pytest.raises(gc.GradCombineError):
+        read(tmp_path / "x")
+
+
+@pytest.mark.parametrize("line", [*ROWS.values(), *HEADERS.values()], ids=[*ROWS, *HEADERS])
+def test_lines_of_a_log_that_their_checksums_vouch_for(line: bytes, tmp_path: Path) -> None:
+    header = files._unchecked(files._log()).split(b"\n")[0]
+    lines = [line] if line in HEADERS.values() else [header, line + b"0" * 64]
+    (tmp_path / "x").write_bytes(files._checked(b"\n".join(lines)))
+    with pytest.raises(gc.GradCombineError):
+        read_log(tmp_path / "x")
+
+
+def refusal(call: Callable[[Any], Any], value: Any) -> str:
+    try:
+        call(value)
+    except gc.GradCombineError as error:
+        return str(error)
+    return ""
+
+
+def own(r: Any) -> Any:
+    return reductions.sum()
+
+
+SGD = optax.sgd(0.1)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "order of a window": lambda x: for_optax.accumulate(SGD, for_optax.UNTIL_FLUSH, order=x),
+    "batch_argnums": lambda x: for_optax.map_replicas(own, gc.LOCAL, batch_argnums=x),
+    "use_grad_mean": lambda x: for_optax.MultiSteps(SGD, 2, use_grad_mean=x),
+    "max_norm": for_optax.skip_large,
+    "every of costs": lambda x: zero.exchange_costs(reductions.sum(), 0.0, x, 2),
+    "replicas of costs": lambda x: zero.exchange_costs(reductions.sum(), 0.0, 2, x),
+    "variables": lambda x: AccumulatedStep(own, x, own, 2),
+    "inner optimizer": lambda x: for_keras.Accumulate(x, 2),
+    "passes": lambda x: horovod.LocalGradientAggregation(x, own),
+    "mode": lambda x: horovod.LocalGradientAggregation(2, own, mode=x),
+    "gradients": lambda x: horovod.LocalGradientAggregation(2, own).compute_gradients([x], [0.0]),
+    "loss": lambda x: check_microbatches(x, 0.0, [[0.0]], SGD, own),
+    "target": lambda x: audit(own, target=x),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_doors_refuse(call: Callable[[Any], Any]) -> None:
+    taken = {
+        name for name, value in (OWN_CODE | {"text": "text", "a dict": {"a": 1}}).items() if not refusal(call, value)
+    }
+    assert taken == set()
+
+
+def test_costs_of_accumulators_of_several_arrays_are_refused() -> None:
+    with pytest.raises(gc.GradCombineError, match="one array a leaf"):
+        zero.exchange_costs(reductions.sum("exact"), np.float32([1]), 2, 2)
+
+
+def test_arguments_are_the_same_for_the_same_seed() -> None:
+    target = functions.targets()["gradcombine.add_n"]
+    first, second = (functions.call(target, Drawn(Random("0:gradcombine.add_n:5")))[0] for _ in range(2))
+    assert str(first) == str(second)
+    assert isinstance(OWN_CODE["a failing dtype"], Failing)
