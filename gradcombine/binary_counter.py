@@ -48,7 +48,7 @@ def require_counter(counter: BinaryCounter) -> None:
     require_scalar("accumulate", "an integer scalar", counter.filled, "iu", ".levels.filled")
     leaves, _ = tree.flatten("accumulate", counter.stacked)
     levels = {None if leaf is None else shape_of(leaf)[:1] for leaf in leaves}
-    if len(levels) != 1 or not any(levels):
+    if len(levels) != 1 or levels & {None, (), (0,)}:
         raise GradCombineError(
             "accumulate", "arrays with a first axis of levels", shown(counter.stacked), ".levels.stacked"
         )

@@ -78,6 +78,8 @@ def resize(
     for rank, part in enumerate(parts):
         groups[rank * count // len(parts)].append(part)
     if not any(isinstance(part, AccumulateState) for part in parts):
+        for part in parts:
+            reduction.clear(part)  # which refuses another's; one that is merged with none is returned as it is
         return [_merged(reduction, group, parts[0]) for group in groups]
     _require_alike(parts)
     first = parts[0]

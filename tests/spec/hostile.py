@@ -291,6 +291,9 @@ def _windows() -> dict[str, Any]:
         "a counter of two numbers": window._replace(levels=counter._replace(filled=np.int32([0, 1]))),
         "a counter of None": window._replace(levels=counter._replace(stacked=None)),
         "a counter of one state": window._replace(levels=counter._replace(stacked=window.levels[0])),
+        "a counter without levels": window._replace(
+            levels=counter._replace(stacked=reductions.sum().init({"w": ONE})._replace(value={"w": np.zeros((0, 2))}))
+        ),
         "None": None,
         "a tuple of its parts": tuple(window),
         "a state": window.levels[0],
@@ -534,6 +537,8 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "weights of a number": lambda: foreign_orders.mean_of_means([ONE], ranks=1, weights=3),
     "twins of a number": lambda: FlightRecorder("never.log", ONE, twins=3),
     "behind of text": lambda: FlightRecorder("never.log", ONE, behind="1"),
+    "a state of None among others": lambda: statefile.resize(SUM, [SUM.init(ONE), None], 2),
+    "a state of another reduction, alone": lambda: statefile.resize(SUM, [MEAN.init(ONE)], 1),
     "2**31 - 1 replicas": lambda: statefile.resize(SUM, [SUM.init(ONE)], 2**31 - 1),
     "differentiable": lambda: reductions.differentiable(None),
     "a reduction without a name": lambda: gc.Reduction(*SUM.functions, name=None),
