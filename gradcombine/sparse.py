@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.errors import GradCombineError, renamed, require_flag, require_integer
+from gradcombine.errors import GradCombineError, attribute, renamed, require_flag, require_integer
 from gradcombine.formats.entry import holds_numbers
 from gradcombine.types import Array, Tree, no_autograph
 
@@ -78,7 +78,7 @@ def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
 def row_slices(leaf: Any) -> RowSlices | None:
     """The parts of a `RowSparse` and of what the loaded frameworks have for it; None for anything else."""
     if isinstance(leaf, RowSparse):
-        rows = getattr(leaf.extent, "rows", None)
+        rows = attribute(leaf.extent, "rows")
         if rows is None or rows < 0 or owner(leaf.indices) is None or owner(leaf.values) is None:
             expected = "arrays as indices and values, and a constant as extent"
             raise GradCombineError("RowSparse", expected, ", ".join(type(part).__name__ for part in leaf))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine import ledger, tree
-from gradcombine.errors import GradCombineError, require_integer
+from gradcombine.errors import GradCombineError, require_integer, require_path
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.plain import last
 from gradcombine.statefile.files import load, save
@@ -127,7 +127,7 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
     Bits: what is merged of the parts, and of the microbatches that `gradcombine.ledger.read` calls missing, has the
     bits of the unbroken run in precision ``"exact"``, and in order ``"tree"`` if the holders are logical replicas.
     """
-    files, left_out = _files(Path(folder)), dict[str, str]()
+    files, left_out = _files(require_path("statefile.recover", "a folder", folder)), dict[str, str]()
     window, begun = 0, start
     beginnings = sorted(((index, file) for file, index, holder in files if holder == _BEGUN), reverse=True)
     for index, file in beginnings:
@@ -180,7 +180,7 @@ def _is_there(operation: str, path: Path, begun: Tree) -> bool:
 
 def _path(operation: str, folder: str | os.PathLike[str], index: int, holder: str) -> Path:
     number = require_integer(operation, "the index of a window, from 0", index, 0)
-    return Path(folder) / _name(number, holder)
+    return require_path(operation, "a folder", folder) / _name(number, holder)
 
 
 def _name(index: int, holder: str) -> str:
