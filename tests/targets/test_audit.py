@@ -156,3 +156,32 @@ def test_what_an_example_compiles_is_clean(name: str, target: str, monkeypatch: 
     reports = [audit(function, *args, target=target) for function, args in steps]
     assert len(reports) > (name == "jax_multi_process") * 3
     assert [finding for report in reports for finding in report.findings] == []
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("target", ["h100:1", "v5e:2x2"])
+def test_a_step_that_tensorflow_gives_to_xla(target: str) -> None:
+    """Compiled for one device of the target; its variables are arguments that are written where they lie."""
+    import tensorflow as tf
+
+    rows, width = 32, 64
+    w, x = tf.Variable(tf.zeros([width, width])), tf.zeros([rows, width])
+
+    @tf.function(jit_compile=True)
+    def step(x: Any, *, rate: float = 0.1) -> None:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.tanh(x @ w) ** 2)
+        w.assign_sub(rate * tape.gradient(loss, w))
+
+    @tf.function(jit_compile=True)
+    def narrow(x: Any) -> Any:
+        total = tf.zeros([width, width], tf.bfloat16)
+        for _ in tf.range(4):
+            total += tf.cast(tf.matmul(x, x, transpose_a=True), tf.bfloat16)
+        return total
+
+    found, defect = (audit(function, x, target=target) for function in (step, narrow))
+    assert found.findings == [] and found.memory is not None and found.memory.aliased == 4 * width * width
+    assert sum((found.flops or {}).values()) == 2 * 2 * rows * width * width
+    (finding,) = defect.findings
+    assert finding.name == "narrow-accumulator" and finding.source.startswith(f"{__file__}:")

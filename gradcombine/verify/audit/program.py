@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -124,16 +124,45 @@ def short(source: str) -> str:
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{line}"
 
 
+Lines = Callable[[str], Sequence[Frame]]
+
+
+def no_lines(name: str) -> Sequence[Frame]:
+    return ()
+
+
 class Program(Module):
     """A compiled program, and what can be counted in it.
 
     Args:
       text: as XLA prints it, for instance ``compiled.as_text()``.
+      lines: of source that a framework knows of an operation, by its name; otherwise those of the text.
     """
+
+    def __init__(self, text: str, lines: Lines = no_lines) -> None:
+        super().__init__(text)
+        self._lines = lines
+
+    def frames(self, x: Instruction) -> list[Frame]:
+        return [*self._lines(x.op_name)] or super().frames(x)
 
     def source(self, x: Instruction) -> str:
         """The line that an operation came from, "file:line": the innermost one that is no library's."""
-        return own_line(self.frames(x))
+        return own_line(self.frames(x)) or self._of_joined.get(x.name, "")
+
+    @cached_property
+    def _of_joined(self) -> dict[str, str]:
+        """Lines of collectives that XLA has joined, and that have lost their own: of the first that takes a result."""
+        found = dict[str, str]()
+        for of in self.computations.values():
+            begun = {x.name: x.name for x in of.values() if x.collective}
+            for x in of.values():
+                for operand in x.operands:
+                    if operand in begun and (line := own_line(self.frames(x))):
+                        found.setdefault(begun[operand], line)
+                    elif operand in begun:
+                        begun.setdefault(x.name, begun[operand])
+        return found
 
     def chosen_whole(self, of: dict[str, Instruction], x: Instruction) -> bool:
         """Whether one flag selects between two whole arrays."""
@@ -152,6 +181,14 @@ class Program(Module):
                 result = sum(shape.bytes for shape in shapes[: len(x.operands)])
                 found.append(Exchange(name, x, loops, self.groups(x), operand, result))
         return found
+
+    def work(self) -> Iterator[tuple[str, Loops, int, dict[int, float]]]:
+        """Of each operation, as often as loops repeat it in a call: where it is, the loops, bytes, flops by type."""
+        for name, x, loops in self.executed():
+            flops, count = dict[int, float](), times(loops)
+            for _, _, operations, width in self.products(name, x):
+                flops[width] = flops.get(width, 0.0) + count * operations
+            yield name, loops, count * self.traffic(name, x), flops
 
     def traffic(self, name: str, x: Instruction) -> int:
         """Bytes of main memory that an operation has to read and write once: the parts that it uses of its operands."""

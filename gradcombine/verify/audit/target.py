@@ -6,11 +6,13 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.errors import GradCombineError, shown
+from gradcombine.verify.audit.program import Exchange
 
 H100 = """
 gpu_device_info {
@@ -89,6 +91,9 @@ LENGTH = r"[1-9]\d{0,4}"
 """Of a side of a slice, or a number of hosts or devices, in the name of a target."""
 
 
+HERE = "this machine"
+
+
 class Target(NamedTuple):
     """Devices to compile for.
 
@@ -103,6 +108,10 @@ class Target(NamedTuple):
     devices: tuple[Any, ...]
     per_host: int
     figures: Figures | None
+
+    @property
+    def here(self) -> bool:
+        return self.name == HERE
 
 
 def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
@@ -125,7 +134,7 @@ def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
         figures = PUBLISHED.get(KINDS.get(devices[0].device_kind, ""))
         # A host of GPUs is what NVLink joins; of TPUs, all that JAX sees are one slice.
         near = len(jax.local_devices()) if devices[0].platform == "gpu" else len(devices)
-        return Target("this machine", devices, near, figures)
+        return Target(HERE, devices, near, figures)
     kind, _, shape = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     if kind in PUBLISHED and kind != "h100":
         if not re.fullmatch(rf"{LENGTH}x{LENGTH}(x{LENGTH})?", shape):
@@ -198,3 +207,67 @@ def _topology(platform: str, **names: str) -> tuple[Any, ...]:
     except Exception as error:  # the compiler's own class
         reason = " ".join(str(error).split())[:200]
         raise GradCombineError("audit", "a target that its compiler knows", reason) from None
+
+
+class Bound(NamedTuple):
+    """A time that no execution is shorter than, and how it comes about.
+
+    Attributes:
+      seconds: the sum divided by the rate; None where no rate is published.
+      arithmetic: the same in words.
+    """
+
+    seconds: float | None
+    arithmetic: str
+
+
+def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Sequence[Exchange]) -> dict[str, Bound]:
+    """Of compute, memory and exchange.
+
+    Args:
+      target: whose published figures bound them.
+      flops: of matrix products and convolutions, by the bits of their types.
+      moved: bytes in main memory.
+      exchanges: each as often as its loops turn.
+    """
+    figures = target.figures
+    if figures is None:
+        nothing = Bound(None, f"nothing is published of {target.name}")
+        return dict.fromkeys(("compute", "memory", "exchange"), nothing)
+    return {
+        "compute": _compute(flops, figures),
+        "memory": _memory(moved, figures),
+        "exchange": _exchange(exchanges, target.per_host, figures),
+    }
+
+
+def _compute(flops: dict[int, float], figures: Figures) -> Bound:
+    if not figures.flops:
+        return Bound(None, "no rate of products is published")
+    fastest = max(figures.flops.values())
+    parts = [(count, width, figures.flops.get(width, fastest)) for width, count in sorted(flops.items())]
+    words = " + ".join(f"{count:.3g} of {width} bits / {rate:.4g}/s" for count, width, rate in parts) or "no products"
+    seconds = sum(count / rate for count, _, rate in parts)
+    return Bound(seconds, f"{words} = {seconds:.3g} s")
+
+
+def _memory(moved: float, figures: Figures) -> Bound:
+    seconds = moved / figures.bandwidth
+    return Bound(seconds, f"{moved:,.0f} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
+
+
+def _exchange(exchanges: Sequence[Exchange], per_host: int, figures: Figures) -> Bound:
+    within = across = 0.0
+    for x in exchanges:
+        hosts, away = x.leaves_host(per_host)
+        across += x.times * away
+        within += x.times * (x.sent() if hosts == 1 else max(0.0, x.sent() - away))
+    words, seconds = list[str](), 0.0
+    for sent, rate, where in ((within, figures.link, "to its host"), (across, figures.network, "to other hosts")):
+        if sent and rate is None:
+            return Bound(None, f"{sent:,.0f} B {where}, of which no rate is published")
+        if sent and rate is not None:
+            seconds = max(seconds, sent / rate)
+            words.append(f"{sent:,.0f} B {where} / {rate:.4g} B/s")
+    joined = f"max({', '.join(words)})" if len(words) > 1 else "".join(words)
+    return Bound(seconds, f"{joined} = {seconds:.3g} s" if words else "nothing is exchanged")

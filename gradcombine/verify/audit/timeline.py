@@ -9,7 +9,8 @@ import numpy as np
 
 from gradcombine.verify.audit.hlo import Loops
 from gradcombine.verify.audit.program import Program, short, size_text
-from gradcombine.verify.audit.step import Audit, bounds
+from gradcombine.verify.audit.step import Audit
+from gradcombine.verify.audit.target import bounds
 from gradcombine.verify.audit.tensorflow.graph import Graph
 from gradcombine.verify.report import Band, Mark, Timeline
 

@@ -10,8 +10,8 @@ from typing import NamedTuple, cast
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax import run_if
 from gradcombine.verify.audit import Audit, OutOfMemoryError, Target, audit
-from gradcombine.verify.audit.program import Exchange, Program, times
-from gradcombine.verify.audit.step import bounds
+from gradcombine.verify.audit.program import Exchange, Program
+from gradcombine.verify.audit.target import bounds
 from gradcombine.verify.plan import ways
 from gradcombine.verify.plan.planning import Figures, Row
 from gradcombine.verify.plan.prediction import Microbatch, predict
@@ -100,11 +100,11 @@ def _compiled(parts: Sequence[Part], target: Target) -> _Window:
     for report, calls in audits:
         program = cast("Program", report.program)  # of a function of JAX
         rare = set(_ends(program))
-        for name, x, loops in program.executed():
+        for name, _, size, products in program.work():
             often = 1 if name in rare else calls
-            moved += often * times(loops) * program.traffic(name, x)
-            for _, _, count, width in program.products(name, x):
-                flops[width] = flops.get(width, 0.0) + often * times(loops) * count
+            moved += often * size
+            for width, count in products.items():
+                flops[width] = flops.get(width, 0.0) + often * count
         for exchange in report.exchanges:
             exchanges += [exchange] * (1 if exchange.computation in rare else calls)
     peaks = [report.memory.peak for report, _ in audits if report.memory is not None]

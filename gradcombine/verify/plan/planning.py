@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.verify.audit import Audit, Target, find_target
 from gradcombine.verify.audit.program import size_text
-from gradcombine.verify.audit.step import Bound, made_by
+from gradcombine.verify.audit.step import made_by
+from gradcombine.verify.audit.target import Bound
 
 if TYPE_CHECKING:
     import optax

@@ -135,7 +135,7 @@ def problem_of(
         for x, divided in zip(args, rows, strict=True)
     ]
     whole = jax.tree_util.tree_map_with_path(placed, params)
-    here = target.figures is None or target.name == "this machine"
+    here = target.figures is None or target.here
     return Problem(loss, optimizer, whole, tuple(specs), rows, k, over, axis, settings, here)
 
 

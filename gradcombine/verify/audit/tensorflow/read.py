@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.audit.hlo import Frame
-from gradcombine.verify.audit.program import LIBRARIES
+from gradcombine.verify.audit.program import LIBRARIES, Lines
 from gradcombine.verify.audit.tensorflow.graph import Graph
 
 NOBODYS = (*LIBRARIES, "__autograph_generated_file", "threading.py")
@@ -27,21 +28,23 @@ def is_traced(step: Any) -> bool:
 
 
 class Compiled(NamedTuple):
-    """What XLA has made of a function, as a proto."""
+    """A function for XLA, or what XLA has made of it, as a proto, and the lines of its operations' source."""
 
     name: str
     hlo: bytes
+    lines: Lines
 
 
-def read_function(step: Any, args: Sequence[Any]) -> Graph | Compiled:
+def read_function(step: Any, args: Sequence[Any], *, optimized: bool) -> Graph | Compiled:
     """Traces a tf.function for its arguments, without running it.
 
     Args:
       step: a function of ``tf.function``, or a ``ConcreteFunction``, which takes no arguments here.
       args: tensors, ``tf.TensorSpec``, or whatever the function is called with.
+      optimized: whether HLO is compiled for this machine, or left as TensorFlow has written it.
 
     Returns:
-      Its graph; with ``jit_compile=True``, its optimized HLO.
+      Its graph; with ``jit_compile=True``, its HLO.
     """
     if is_traced(step):
         if args:
@@ -49,8 +52,11 @@ def read_function(step: Any, args: Sequence[Any]) -> Graph | Compiled:
         return of_concrete(step)
     concrete = step.get_concrete_function(*args)
     if "_XlaMustCompile" in (told := concrete.function_def.attr) and told["_XlaMustCompile"].b:
-        hlo = step.experimental_get_compiler_ir(*args)(stage="optimized_hlo_serialized")
-        return Compiled(_short(_name(concrete)), hlo)
+        stage = "optimized_hlo_serialized" if optimized else "hlo_serialized"
+        given = inspect.signature(step.python_function).bind(*args)
+        given.apply_defaults()  # which tracing takes by itself, and compiling does not
+        hlo = step.experimental_get_compiler_ir(*given.args, **given.kwargs)(stage=stage)
+        return Compiled(_short(_name(concrete)), hlo, _lines(concrete))
     return of_concrete(concrete)
 
 
@@ -98,6 +104,24 @@ def read_saved(path: Path) -> Iterator[Graph]:
                 given.attr["dtype"].type = argument.type
                 node.input.append(given.name)
             yield Graph(name, proto)
+
+
+def _lines(concrete: Any) -> Lines:
+    """By the names that XLA gives to operations: those of the calls and loops around them come first."""
+    proto, frames = concrete.graph.as_graph_def(), _frames(_name(concrete))
+    library = {x.signature.name: x for x in proto.library.function}
+    places = dict[str, tuple[str, str]]()
+
+    def enter(nodes: Any, around: str, function: str) -> None:
+        for node in nodes:
+            places[around + node.name] = function, node.name
+            for attribute in node.attr.values():
+                for called in (attribute.func, *attribute.list.func):
+                    if called.name in library:
+                        enter(library[called.name].node_def, f"{around}{node.name}/", called.name)
+
+    enter(proto.node, "", "")
+    return lambda name: frames(*places[name]) if name in places else ()
 
 
 def _frames(top: str) -> Callable[[str, str], Sequence[Frame]]:
