@@ -112,12 +112,12 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     Args:
       step: a function of ``jax.jit`` or ``jax.pmap``, what its ``lower`` gives, or what ``compile`` gives of that; a
         function of ``tf.function``, or a ``ConcreteFunction``. With ``jit_compile=True`` its HLO is read, as compiled
-        for this machine, otherwise its graph.
+        for this machine or for one device of the target, otherwise its graph.
       *args: of a jitted function: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they will have; of a
         tf.function: what it is called with, or ``tf.TensorSpec``.
-      target: a machine that need not be here: what `find_target` gives, or its name, which is for jitted functions
-        alone. Their arguments on a mesh of other devices are moved to a mesh of the same shape on the target's; a step
-        that holds a mesh by itself has to be built with the target's devices.
+      target: a machine that need not be here: what `find_target` gives, or its name, which is for functions alone.
+        Their arguments on a mesh of other devices are moved to a mesh of the same shape on the target's; a step that
+        holds a mesh by itself has to be built with the target's devices.
 
     Returns:
       What was found; ``findings`` is empty for a step without a known defect.
