@@ -334,11 +334,16 @@ def test_what_cannot_be_read_is_said() -> None:
 
 def test_a_function_that_xla_compiles_is_read_as_compiled() -> None:
     @tf.function(jit_compile=True)
-    def products(x: Any) -> Any:
+    def products(x: Any, *, narrow: bool = False) -> Any:
+        total = tf.zeros([ROWS, WIDTH], tf.bfloat16)
         for _ in tf.range(4):
             x = x @ tf.transpose(x) @ x
-        return x
+            total += tf.cast(x, tf.bfloat16)
+        return total if narrow else x
 
+    defect = audit(tf.function(lambda x: products.python_function(x, narrow=True), jit_compile=True), X)
+    (finding,) = defect.findings
+    assert finding.name == "narrow-accumulator" and finding.source.startswith(f"{__file__}:")
     found = audit(products, X)
     assert (found.name, found.findings, found.memory) == ("products", [], None)
     assert found.flops == {32: 4 * 2 * 2 * ROWS * ROWS * WIDTH}

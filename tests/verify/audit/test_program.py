@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
+from gradcombine.verify.audit import audit
 from gradcombine.verify.audit.flow import Flow
 from gradcombine.verify.audit.program import Program
 
@@ -202,3 +205,44 @@ def test_values_that_devices_pass_round_in_a_loop_are_told_apart() -> None:
     )
     held = classes(found)
     assert (held["passed"], held["kept"]) == (8, 4)
+
+
+JOINED = """HloModule jit_f, is_scheduled=true, num_partitions=2
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+ENTRY %main (x: f32[8]) -> f32[4] {
+  %x = f32[8]{0} parameter(0)
+  %begun = f32[8]{0} all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add
+  %done = f32[8]{0} all-reduce-done(%begun)
+  ROOT %part = f32[4]{0} slice(%done), slice={[0:4]}, metadata={source_file="step.py" source_line=7}
+}
+"""
+
+
+def test_a_collective_without_a_line_has_that_of_what_takes_its_result() -> None:
+    """XLA gives none to what it joins of several."""
+    program = Program(JOINED)
+    (exchange,) = program.exchanges
+    assert program.source(exchange.x) == "step.py:7"
+
+
+@pytest.mark.needs("flax", "equinox")
+def test_a_step_that_a_library_has_wrapped() -> None:
+    """Their stages stand for JAX's own; what is donated is told."""
+    import equinox
+    from flax import nnx
+
+    x = jnp.zeros((64, 64))
+    steps: list[Any] = [
+        nnx.jit(lambda x: x + 1.0, donate_argnums=0),
+        equinox.filter_jit(lambda x: x + 1.0, donate="all"),
+    ]
+    for report in (
+        audit(stage, *args) for step in steps for stage, args in ((step, [x]), (step.lower(x).compile(), []))
+    ):
+        assert report.findings == [] and report.memory is not None and report.memory.aliased == x.nbytes
