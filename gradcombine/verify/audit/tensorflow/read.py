@@ -53,11 +53,24 @@ def read_function(step: Any, args: Sequence[Any], *, optimized: bool) -> Graph |
     concrete = step.get_concrete_function(*args)
     if "_XlaMustCompile" in (told := concrete.function_def.attr) and told["_XlaMustCompile"].b:
         stage = "optimized_hlo_serialized" if optimized else "hlo_serialized"
-        given = inspect.signature(step.python_function).bind(*args)
-        given.apply_defaults()  # which tracing takes by itself, and compiling does not
+        given = _with_defaults(inspect.signature(step.python_function).bind(*args))
         hlo = step.experimental_get_compiler_ir(*given.args, **given.kwargs)(stage=stage)
         return Compiled(_short(_name(concrete)), hlo, _lines(concrete))
     return of_concrete(concrete)
+
+
+def _with_defaults(given: inspect.BoundArguments) -> inspect.BoundArguments:
+    """Tracing takes defaults by itself, and compiling does not; nor does it take specifications beside values."""
+    from tensorflow import TensorSpec, nest, zeros
+
+    named = len(given.arguments)
+    given.apply_defaults()
+    if len(given.arguments) > named:
+        for name, x in given.arguments.items():
+            given.arguments[name] = nest.map_structure(
+                lambda x: zeros(x.shape, x.dtype) if isinstance(x, TensorSpec) else x, x
+            )
+    return given
 
 
 def of_concrete(concrete: Any) -> Graph:
