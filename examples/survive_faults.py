@@ -55,28 +55,41 @@ def _have_ended_well(processes, progress, patience, deadline):
             process.join()
 
 
+def ledgered_mean():
+    """Its states say which microbatches they hold."""
+    return gc.reductions.numbered(gc.reductions.mean("exact"), MICROBATCHES)
+
+
+def make_merge(devices):
+    """What the processes hold together, compiled for one device of each; and what it takes."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mean, mesh = ledgered_mean(), Mesh(np.array(devices), ("process",))
+
+    def merge(states):
+        state = jax.tree.map(lambda x: x[0], states)
+        return gc.merge_replicas(mean, state, over=gc.jax_axis("process"))
+
+    def spec(x):
+        return jax.ShapeDtypeStruct((mesh.size, *x.shape), x.dtype, sharding=NamedSharding(mesh, P("process")))
+
+    states = jax.tree.map(spec, mean.init(np.zeros(WIDTH, np.float32)))
+    mapped = jax.shard_map(merge, mesh=mesh, in_specs=P("process"), out_specs=P(), check_vma=False)
+    return jax.jit(mapped), (states,)
+
+
 def train(folder, size, rank, told, killed_after=None):
     """One process: what there is of the run, its part of what is missing, and then window after window."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import multihost_utils
-    from jax.sharding import NamedSharding
-    from jax.sharding import PartitionSpec as P
 
-    mesh = jax.make_mesh((size,), ("process",), axis_types=(jax.sharding.AxisType.Auto,))
-    own = NamedSharding(mesh, P("process"))
-    # The ledger of this mean says which microbatches a state holds.
-    mean = gc.reductions.numbered(gc.reductions.mean("exact"), MICROBATCHES)
+    mean, start = ledgered_mean(), np.zeros(WIDTH, np.float32)
+    merge, (specs,) = make_merge(jax.devices()[:size])
     gradient = jax.jit(jax.grad(lambda w, x, y: jnp.mean((x @ w - y) ** 2)))
     descend = jax.jit(lambda w, g: w - 0.25 * g)
-
-    @jax.jit
-    @jax.shard_map(mesh=mesh, in_specs=P("process"), out_specs=P(), check_vma=False)
-    def merge(states):
-        state = jax.tree.map(lambda x: x[0], states)
-        return gc.merge_replicas(mean, state, over=gc.jax_axis("process"))
-
-    start = np.zeros(WIDTH, np.float32)
     window, w, parts, _ = statefile.recover(folder, mean, like=start, start=start)
     multihost_utils.sync_global_devices("all have read")
     held = [[parts[holder] for holder in sorted(parts)[i::size]] for i in range(size)]
@@ -93,7 +106,9 @@ def train(folder, size, rank, told, killed_after=None):
             told[rank] += 1
             if told[rank] == killed_after:
                 os.kill(os.getpid(), signal.SIGKILL)
-        stacked = jax.tree.map(lambda x: jax.make_array_from_process_local_data(own, np.asarray(x)[None]), state)
+        stacked = jax.tree.map(
+            lambda x, spec: jax.make_array_from_process_local_data(spec.sharding, np.asarray(x)[None]), state, specs
+        )
         merged = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), merge(stacked))
         ledger.require_once(merged)
         w = np.asarray(descend(w, mean.finalize(merged)))
@@ -134,8 +149,7 @@ def run(folder, size, killed_after=None):
 
     restarts = supervise(start, patience=30, limit=100)
     zeros = np.zeros(WIDTH, np.float32)
-    mean = gc.reductions.numbered(gc.reductions.mean("exact"), MICROBATCHES)
-    return statefile.recover(folder, mean, like=zeros, start=zeros).begun, restarts
+    return statefile.recover(folder, ledgered_mean(), like=zeros, start=zeros).begun, restarts
 
 
 def main():

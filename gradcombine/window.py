@@ -83,7 +83,7 @@ class Window:
     @property
     def ends_by_flush(self) -> bool:
         """Whether nothing but a flush ends windows, which is the host's to know."""
-        return isinstance(self.every, (int, np.integer)) and int(self.every) == UNTIL_FLUSH
+        return isinstance(self.every, (int, np.integer)) and bool(self.every == UNTIL_FLUSH)
 
     @no_autograph
     def init(self, like: Tree) -> AccumulateState:

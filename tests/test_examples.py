@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,7 @@ AUDITED = (
     "resume_across_frameworks.py",
     "scan_text.py",
     "several_denominators.py",
+    "survive_faults.py",
     "tf_function_step.py",
     "tf_strategies.py",
     "ways_over_jax.py",
@@ -72,6 +74,7 @@ AUDITED = (
 
 BESIDES: dict[str, Callable[[dict[str, Any]], object]] = {
     "jax_multi_process.py": lambda example: example["train"](1, 0),
+    "survive_faults.py": lambda example: example["train"](tempfile.mkdtemp(), 1, 0, [0]),
     "tf_strategies.py": lambda example: example["replicated"](example["made"]("mirrored_2")),
 }
 """What is to be audited and the script does elsewhere or not at all, of what it defines."""

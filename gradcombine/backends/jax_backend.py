@@ -42,9 +42,14 @@ class JaxBackend:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise GradCombineError("jax", "an array", f"the shape/dtype spec {leaf}")
         array = NUMPY.asarray(leaf)
-        return _exactly(jnp.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)), array.dtype)
+        try:
+            return _exactly(jnp.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)), array.dtype)
+        except TypeError:  # of what JAX has no dtype for
+            raise GradCombineError("jax", "a dtype that JAX has", array.dtype) from None
 
     def dtype(self, leaf: Any) -> np.dtype:
+        if not hasattr(leaf, "dtype"):
+            return NUMPY.dtype(leaf)
         try:
             return np.dtype(leaf.dtype)
         except TypeError:  # of random keys, which NumPy does not know

@@ -40,7 +40,10 @@ class NumpyBackend:
         if not self.owns(leaf):
             raise GradCombineError("numpy", "an array or a number", shown(leaf))
         try:
-            return np.asarray(leaf, self.dtype(leaf))
+            array = np.asarray(leaf, self.dtype(leaf))
+            if array.shape != self.shape(leaf):
+                raise TypeError
+            return array
         except OverflowError:
             expected = "a Python integer of 32 bits (a wider one as an array, which has a dtype)"
             raise GradCombineError("numpy", expected, shown(leaf)) from None

@@ -179,7 +179,7 @@ def on_host(operation: str, state: State) -> State:
     """
     leaves, structure = tree.flatten(operation, state)
     return tree.unflatten(
-        structure, [_value(operation, x, path) for x, path in zip(leaves, structure.paths(), strict=True)]
+        structure, [value_of(operation, x, path) for x, path in zip(leaves, structure.paths(), strict=True)]
     )
 
 
@@ -238,7 +238,8 @@ def _spec(leaf: Any) -> Any:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def _value(operation: str, leaf: Any, path: str) -> Any:
+def value_of(operation: str, leaf: Any, path: str) -> Any:
+    """A leaf as a NumPy array, None for None. Errors as for `on_host`."""
     if leaf is None:
         return None
     backend = owner(leaf)

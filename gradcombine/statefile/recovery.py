@@ -69,6 +69,7 @@ def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> Non
     (0, {'w': array([0., 0.], dtype=float32)}, [3])
     """
     operation = "statefile.begin_window"
+    index = require_integer(operation, "the index of a window, from 0", index, 0)
     path = _path(operation, folder, index, _BEGUN)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not _is_there(operation, path, begun):

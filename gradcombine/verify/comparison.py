@@ -12,6 +12,7 @@ import numpy.typing as npt
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError, require_number
+from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.pytorch import converted
 from gradcombine.verify.reference import Errors, Judgement, errors, judge, require_reference
@@ -417,7 +418,8 @@ def describe_ulp(leaf: LeafDifference) -> str:
 def _named(value: Tree) -> dict[str, np.ndarray]:
     leaves, structure = tree.flatten("compare", converted("compare", value))
     paths = structure.paths()
-    return {path or "(root)": np.asarray(x) for path, x in zip(paths, leaves, strict=True) if not is_absent(x)}
+    present = ((path or "(root)", x) for path, x in zip(paths, leaves, strict=True) if not is_absent(x))
+    return {path: value_of("compare", x, path) for path, x in present}
 
 
 def _lines(comparison: Comparison, leaves: list[LeafDifference]) -> list[str]:

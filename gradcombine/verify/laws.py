@@ -10,7 +10,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.accumulation import accumulate
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
 from gradcombine.errors import GradCombineError, require_installed, require_integer, shown
 from gradcombine.lists import combine
 from gradcombine.reductions import dtypes
@@ -272,7 +272,9 @@ def check_reduction(
     ulps = require_integer("check_reduction", "ulps from 0 to 2**20", ulps, 0, 2**20)
     examples = require_integer("check_reduction", "1 example or more", examples)
     require_installed("check_reduction", "hypothesis")
-    kinds = [dtypes.kind(np.asarray(x).dtype) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
+    if not callable(asarray):
+        raise GradCombineError("check_reduction", "a function as asarray", shown(asarray))
+    kinds = [dtypes.kind(dtype_of(x)) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
     whole = "integer" in kinds
     usable = [weight for weight in weights if not whole or float(weight).is_integer()]
     if not usable:
@@ -337,7 +339,7 @@ def _contributions(
     def leaf(x: Any) -> Any:
         if is_absent(x):
             return strategies.just(x)
-        spec = np.asarray(x)
+        spec = np.broadcast_to(np.zeros((), dtype_of(x)), shape_of(x))
         drawn = [y for y in elements if dtypes.kind(spec.dtype) != "integer" or float(y).is_integer()]
         drawn = [y for y in drawn if spec.dtype.kind not in "ub" or y >= 0]
         if not drawn:

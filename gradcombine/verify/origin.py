@@ -13,6 +13,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import GradCombineError, require_integer, require_items, require_number
 from gradcombine.reductions import dtypes
+from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.candidates import Candidate, candidates
 from gradcombine.verify.nccl import nccl_candidates, pieces
@@ -156,7 +157,8 @@ def explain(
 
 def _numpy(value: Tree) -> Tree:
     leaves, structure = tree.flatten("explain", converted("explain", value))
-    arrays = [None if is_absent(x) else np.asarray(x) for x in leaves]
+    named = zip(leaves, structure.paths(), strict=True)
+    arrays = [None if is_absent(x) else value_of("explain", x, path) for x, path in named]
     for array, path in zip(arrays, structure.paths(), strict=True):
         if array is not None and (dtypes.kind(array.dtype) != "float" or array.dtype.itemsize > 8):
             raise GradCombineError("explain", "a float array of 64 bits at most", array.dtype, path)

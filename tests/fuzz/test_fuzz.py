@@ -60,6 +60,12 @@ OF_COMMANDS |= {"FlushAtEpochEnd", "WeightedTrainStep"}
 """Of names of files and modules, which have targets as readers, and what takes no argument."""
 
 
+@pytest.fixture(autouse=True)
+def _folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile path may be one to write to."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_a_few_inputs_of_each_function() -> None:
     assert run(lambda name: name not in ("gradcombine.verify.explain", "saved_replicas"), "numpy", FEW) == {}
 

@@ -168,3 +168,14 @@ def test_merged_replicas_take_pythons_numbers() -> None:
         leaves, structure = tree.flatten("test", state)
         plain = tree.unflatten(structure, [np.asarray(x).item() for x in leaves])
         assert reduction.finalize(gc.merge_replicas(reduction, plain, over=gc.LOCAL)) == 2
+
+
+@pytest.mark.needs("jax")
+def test_traced_arrays_have_no_bits_to_compare() -> None:
+    import jax
+
+    from gradcombine.verify import compare, explain
+
+    for call in (lambda x: compare(x, x), lambda x: explain([x, x], x)):
+        with pytest.raises(gc.GradCombineError, match="a traced one"):
+            jax.eval_shape(call, hostile.ONE)

@@ -11,7 +11,7 @@ import tensorflow as tf
 from gradcombine import reductions, replicas, tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
-from gradcombine.errors import GradCombineError, require_order
+from gradcombine.errors import GradCombineError, require_order, shown
 from gradcombine.integrations.tensorflow import sparse
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
@@ -99,12 +99,12 @@ class AllReduce:
     ) -> None:
         require_order("AllReduce", order)
         if op not in get_args(Op):
-            raise GradCombineError("AllReduce", f"an op of {list(get_args(Op))}", repr(op))
+            raise GradCombineError("AllReduce", f"an op of {list(get_args(Op))}", shown(op))
         if gradient_predivide_factor != 1 and op != "average":
             text = "gradient_predivide_factor not supported with op != Average"
             raise HorovodError(text, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
         if compression is not None and op in ("min", "max"):
-            raise GradCombineError("AllReduce", f"no compression for {op!r}", repr(compression))
+            raise GradCombineError("AllReduce", f"no compression for {op!r}", shown(compression))
         factors = prescale_factor, postscale_factor, gradient_predivide_factor
         if not all(np.isfinite(factor) for factor in factors) or gradient_predivide_factor == 0:
             raise GradCombineError("AllReduce", "finite factors, and no predivision by 0", factors)
@@ -191,7 +191,7 @@ def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
     ranks = tuple(process_set)
     whole = all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks)
     if not ranks or not whole or len(set(ranks)) != len(ranks):
-        raise GradCombineError("AllReduce", "a process set of different ranks, one or more", repr(process_set))
+        raise GradCombineError("AllReduce", "a process set of different ranks, one or more", shown(process_set))
     return ranks
 
 

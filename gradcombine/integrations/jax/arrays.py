@@ -24,7 +24,8 @@ def as_arrays(values: Tree) -> Tree:
     """A tree whose Python numbers and NumPy arrays are JAX's, in the dtypes that jit gives them."""
     try:
         return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)) if _is_number(x) else x, values)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # keys in no order, objects, no end
+    except (TypeError, ValueError, OverflowError, RecursionError, SystemError) as error:
+        # Keys in no order, objects, what contains itself, sequences whose length is not true.
         raise GradCombineError("jax", "a tree of arrays, numbers and None", first_line(error)) from error
 
 

@@ -16,7 +16,7 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.errors import GradCombineError, require_collective, require_order
+from gradcombine.errors import GradCombineError, require_collective, require_order, shown
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.reductions.algebra import Reduction, require_reduction
@@ -106,7 +106,7 @@ class Objective:
         require_collective(self.operation, self.over)
         for name, function in (("loss", self.loss), ("weight", self.weight)):
             if not callable(function) and not (name == "weight" and function is None):
-                raise self.error(f"a function as {name}", repr(function))
+                raise self.error(f"a function as {name}", shown(function))
         roles = [*self._taken(), *_positions(self.batch_argnums)]
         if not all(_is_position(role) for role in roles) or len(set(roles)) != len(roles):
             raise self.error("argument positions, integers from 0, each with one role", roles)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.types import Tree
 
 
@@ -107,7 +107,7 @@ def require_count(operation: str, microbatches: Any) -> int:
             raise TypeError
         count = operator.index(microbatches)
     except TypeError:
-        raise GradCombineError(operation, expected, repr(microbatches)) from None
+        raise GradCombineError(operation, expected, shown(microbatches)) from None
     if count < 1:
         raise GradCombineError(operation, expected, count)
     return count

@@ -12,9 +12,10 @@ import optax
 
 import gradcombine as gc
 from gradcombine import tree
+from gradcombine.accumulation import require_state
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import is_absent
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.backends.registry import dtype_of, is_absent
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.formats.entry import first_line
 from gradcombine.integrations.jax.arrays import as_arrays, place_beside
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
@@ -269,7 +270,7 @@ class Accumulation:
         if not isinstance(inner, optax.GradientTransformation):
             raise GradCombineError(operation, "an optax.GradientTransformation", type(inner).__name__)
         if skip is not None and not callable(skip):
-            raise GradCombineError(operation, "a skip function, or None", repr(skip))
+            raise GradCombineError(operation, "a skip function, or None", shown(skip))
         self.inner = optax.with_extra_args_support(inner)
         self._skip, self._operation = skip, operation
 
@@ -331,6 +332,9 @@ class Accumulation:
             with_or_without = "without" if self._skip is None else "with"
             expected = f"a state made {with_or_without} a skip function"
             raise GradCombineError(self._operation, expected, type(state.skip).__name__)
+        with renamed(self._operation, ".window"):
+            require_state(state.window)
+        tree.flatten(self._operation, state)  # refuses what is no array
 
 
 def _counted(state: SkipState, left_out: Any, detail: Any) -> SkipState:
@@ -395,7 +399,7 @@ def _require_unreduced(window: Window, updates: Tree) -> None:
 
 
 def _dtypes(state: Tree) -> list[Any]:
-    return [leaf.dtype for leaf in jax.tree.leaves(state)]
+    return [dtype_of(leaf) for leaf in jax.tree.leaves(state)]
 
 
 def cast_as(values: Tree, specs: Tree) -> Tree:

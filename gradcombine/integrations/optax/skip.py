@@ -144,7 +144,7 @@ def decide(operation: str, skip: Skip, updates: Tree, gradient_step: Array, para
     """
     returned = skip(updates, gradient_step, params)
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise GradCombineError(operation, "a skip function that returns (boolean scalar, state)", repr(returned))
+        raise GradCombineError(operation, "a skip function that returns (boolean scalar, state)", shown(returned))
     left_out = jnp.asarray(returned[0])
     if (left_out.dtype, left_out.shape) != (jnp.bool_, ()):
         received = f"dtype {left_out.dtype} and shape {left_out.shape}"

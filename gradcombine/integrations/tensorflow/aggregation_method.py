@@ -9,7 +9,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from gradcombine import foreign_orders
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.types import no_autograph
 
 Execution = Literal["function", "graph", "xla"]
@@ -83,15 +83,15 @@ def aggregate(
 def _number(method: Any) -> int:
     number = 0 if method is None else _NAMES.get(method, method)
     if isinstance(number, bool) or number not in (0, 1, 2):
-        raise GradCombineError("aggregate", f"a tf.AggregationMethod value, or one of {list(_NAMES)}", repr(method))
+        raise GradCombineError("aggregate", f"a tf.AggregationMethod value, or one of {list(_NAMES)}", shown(method))
     return number
 
 
 def _order(number: int, execution: str, names: Sequence[str] | None) -> Callable[[Sequence[Any]], Any]:
     if execution not in ("function", "graph", "xla"):
-        raise GradCombineError("aggregate", "execution 'function', 'graph' or 'xla'", repr(execution))
+        raise GradCombineError("aggregate", "execution 'function', 'graph' or 'xla'", shown(execution))
     if names is not None and execution != "function":
-        raise GradCombineError("aggregate", "no names: terms are sorted in a function only", repr(execution))
+        raise GradCombineError("aggregate", "no names: terms are sorted in a function only", shown(execution))
     if execution == "function":
         return partial(foreign_orders.addn_blocks, names=names)
     return foreign_orders.addn_blocks if (number, execution) == (0, "graph") else foreign_orders.left_chain
