@@ -93,7 +93,7 @@ def elementwise(
     for role, function in functions.items():
         if not callable(function):
             raise GradCombineError("elementwise", f"a function as {role}", shown(function))
-    if not callable(empty) and not all(isinstance(x, Number) for x in parts(empty)):
+    if not callable(empty) and not _are_numbers(empty):
         raise GradCombineError("elementwise", "a number, a tuple of numbers or a function as empty", shown(empty))
     expected = f"kinds among {list(_KINDS)}"
     taken = [] if isinstance(kinds, str) else require_items("elementwise", expected, kinds)
@@ -104,6 +104,13 @@ def elementwise(
     settings = dtypes.Settings(dtype, output_dtype, name)
     cell = _Defined(name, tuple(taken), settings, empty, update, merge, finalize)
     return lift(cell, _state_of(name), scales_by_weight=scales_by_weight)
+
+
+def _are_numbers(empty: Any) -> bool:
+    try:
+        return all(isinstance(x, Number) for x in parts(empty))
+    except RecursionError:  # tuples in tuples without an end
+        return False
 
 
 @cache

@@ -368,6 +368,8 @@ def _summary(a: Any) -> str:
 
 def _require_totals(operation: str, weight: Any, count: Any) -> None:
     """Refuses a state whose sum of weights or number of contributions is damaged."""
+    if not parts(weight):
+        raise GradCombineError(operation, "a real scalar", shown(weight), ".weight")
     for part in parts(weight):
         require_scalar(operation, "a real scalar", part, "fiu", ".weight")
     require_scalar(operation, "an integer scalar", count, "iu", ".count")

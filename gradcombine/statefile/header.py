@@ -251,7 +251,10 @@ def value_of(operation: str, leaf: Any, path: str) -> Any:
         raise GradCombineError(operation, expected, str(error), path) from None
     if value is None:
         raise GradCombineError(operation, expected, "a traced one", path)
-    return load("numpy").asarray(value)
+    array = load("numpy").asarray(value)
+    if array.dtype.hasobject:
+        raise GradCombineError(operation, "an array of numbers", array.dtype, path)
+    return array
 
 
 def _kinds(structure: tree.Structure, path: str) -> Iterator[tuple[str, str]]:

@@ -179,3 +179,21 @@ def test_traced_arrays_have_no_bits_to_compare() -> None:
     for call in (lambda x: compare(x, x), lambda x: explain([x, x], x)):
         with pytest.raises(gc.GradCombineError, match="a traced one"):
             jax.eval_shape(call, hostile.ONE)
+
+
+def test_damage_that_states_and_settings_may_have() -> None:
+    mean = gc.reductions.mean()
+    state = mean.init(np.float32(0))
+    with pytest.raises(gc.GradCombineError, match=r"leaf \.weight: expected a real scalar"):
+        mean.clear(state._replace(weight=()))
+    deep: Any = ()
+    for _ in range(100_000):
+        deep = (deep,)
+    with pytest.raises(gc.GradCombineError, match="expected a number, a tuple of numbers"):
+        gc.reductions.elementwise("deep", empty=deep, update=max, merge=max)
+
+
+def test_objects_are_saved_in_no_state_file(tmp_path: Any) -> None:
+    own = gc.Reduction(lambda x: np.array([{}, None]), lambda s, x, w: s, lambda a, b: a, lambda s: s)
+    with pytest.raises(gc.GradCombineError):
+        gc.statefile.save(tmp_path / "window.npz", own, own.init(np.float32(0)))
