@@ -20,9 +20,9 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
 from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError, require_collective
+from gradcombine.ledger import ledgers_in
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, require_reduction
-from gradcombine.reductions.numbered import NumberedState
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State, Tree, no_autograph
 
 KINDS = ("structure", "nan", "infinity", "stale", "doubled", "differs")
@@ -248,23 +248,10 @@ def _combined(backend: Backend, digests: Array) -> list[Array]:
 
 def _doubled(backend: Backend, over: Collective, window: AccumulateState | None) -> Array:
     """Whether this replica has counted a microbatch that has been counted before, by itself or by another."""
-    ledgers: list[Array] = []
-
-    def note(node: Any, filled: Array | None) -> bool:
-        if isinstance(node, BinaryCounter):
-            tree.flatten("faults.find", node.stacked, lambda inner: note(inner, node.filled))
-            return True
-        if not isinstance(node, NumberedState):
-            return False
-        levels = node.counts
-        ledgers.append(levels if filled is None else binary_counter.total(_COUNTS, BinaryCounter(levels, filled)))
-        return True
-
-    if window is not None:
-        tree.flatten("faults.find", window.levels, lambda node: note(node, None))
     twice = backend.full((), 0, dtypes.INT32)
-    for counts in ledgers:
-        own = backend.asarray(counts)
+    for node, filled in [] if window is None else ledgers_in("faults.find", window.levels):
+        counter = None if filled is None else BinaryCounter(node.counts, filled)
+        own = backend.asarray(node.counts if counter is None else binary_counter.total(_COUNTS, counter))
         (everywhere,) = over.all_sum([own])
         twice = twice + backend.cast(_count(backend, (own > 0) & (everywhere > 1)) > 0, dtypes.INT32)
     return twice > 0

@@ -72,7 +72,7 @@ def read(*states: Any) -> Ledger:
     >>> print(gc.ledger.read(one, other, other))
     holds 0-1; misses 2-3; doubles 1
     """
-    found = [_counts(node, filled) for state in states for node, filled in _ledgers(state)]
+    found = [_counts(node, filled) for state in states for node, filled in ledgers_in("ledger.read", state)]
     if not found:
         raise GradCombineError("ledger.read", "a state of reductions.numbered(...)", _kinds(states))
     lengths = sorted({counts.shape[-1] for counts in found})
@@ -251,20 +251,20 @@ def _places(operation: str, parts: list[list[int]], size: int) -> list[tuple[int
     return [where[number] for number in range(len(numbers))]
 
 
-def _ledgers(state: Any) -> list[tuple[NumberedState, Array | None]]:
+def ledgers_in(operation: str, state: Any) -> list[tuple[NumberedState, Array | None]]:
     """Every ledger inside of a state, with the counter's contents where it has levels."""
     found: list[tuple[NumberedState, Array | None]] = []
 
     def note(node: Any, filled: Array | None) -> bool:
         if isinstance(node, BinaryCounter):
-            tree.flatten("ledger.read", node.stacked, lambda inner: note(inner, node.filled))
+            tree.flatten(operation, node.stacked, lambda inner: note(inner, node.filled))
             return True
         if isinstance(node, NumberedState):
             found.append((node, filled))
             return True
         return False
 
-    tree.flatten("ledger.read", state, lambda node: note(node, None))
+    tree.flatten(operation, state, lambda node: note(node, None))
     return found
 
 

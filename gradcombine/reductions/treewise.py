@@ -278,9 +278,8 @@ class _Treewise:
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         backend = resolve(self.cell.name, [*self._open(state).arrays(), state.count, collective.rank()])
         leaves, structure = tree.flatten(self.cell.name, state)
-        state = tree.unflatten(
-            structure, map(backend.asarray, leaves)
-        )  # which may be Python's numbers, after a restore
+        # Python's numbers, as some restore them, are no arrays to exchange.
+        state = tree.unflatten(structure, map(backend.asarray, leaves))
         arrays = (flat := self._open(state)).arrays()
         named = zip(flat.structure.paths(), flat.values, strict=True)
         paths = [path for path, a in named if a is not None for _ in parts(a)]
