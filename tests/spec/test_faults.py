@@ -158,3 +158,15 @@ def test_what_is_refused() -> None:
         faults.find("data")  # type: ignore[arg-type]
     with pytest.raises(GradCombineError, match="expected an AccumulateState"):
         faults.find(gc.LOCAL, window=(1, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("contributions", [1, 2, 3])
+def test_ledgers_in_a_counter_are_those_of_its_occupied_levels(contributions: int) -> None:
+    acc = gc.accumulate(MEAN, every=4, order="tree")
+    state = acc.init(np.float32(0))
+    for number in range(contributions):
+        state = acc.update(Numbered(np.float32(1), number), state)
+    assert not faults.find(gc.LOCAL, window=state).found
+    stacked = state.levels.stacked  # type: ignore[union-attr]
+    doubled = state._replace(levels=state.levels._replace(stacked=stacked._replace(counts=stacked.counts * 2)))
+    assert faults.find(gc.LOCAL, window=doubled).table.tolist() == [[0, 0, 0, 0, 1, 0]]
