@@ -311,3 +311,9 @@ def test_losses_are_combined_in_the_width_of_the_parameters(dtype: Any) -> None:
             params, state, metrics = step(params, state, jnp.float64([x]))
         assert metrics.value.dtype == np.float64
         assert float(metrics.value) == third / 2
+
+
+def test_a_ledger_of_the_window_has_the_numbers_of_its_places() -> None:
+    step = train_step(linear, NEGATE, every=4, reduction=reductions.numbered(reductions.mean(), 4))
+    _, state, _ = run(step, start(), ones(2, 6, 8))
+    assert gc.ledger.read(state).held == (0, 1, 2)
