@@ -44,7 +44,7 @@ class JaxBackend:
         array = NUMPY.asarray(leaf)
         try:
             return _exactly(jnp.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)), array.dtype)
-        except TypeError:  # of what JAX has no dtype for
+        except (TypeError, jax.errors.JaxRuntimeError):  # of what JAX, or XLA, has no dtype for
             raise GradCombineError("jax", "a dtype that JAX has", array.dtype) from None
 
     def dtype(self, leaf: Any) -> np.dtype:
@@ -118,6 +118,8 @@ class JaxBackend:
         return jnp.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
+        if array.dtype.name.startswith("float6_"):
+            raise GradCombineError("jax", "a dtype of whole bytes, or of 4 bits", array.dtype)
         whole = jnp.stack([array.real, array.imag], axis=-1) if jnp.iscomplexobj(array) else array
         return lax.bitcast_convert_type(whole, dtype)
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -111,8 +111,7 @@ class FlightRecorder:
           GradCombineError: for digests of other leaves.
         """
         require_step("FlightRecorder", step)
-        known = not isinstance(digests, (list, tuple)) and owner(digests) is not None
-        if known and _traced(digests):
+        if type(digests) not in (list, tuple) and owner(digests) is not None and _traced(digests):
             who = np.int32(EVERY) if replica is None else replica
             call_host("FlightRecorder", [digests, who], step, self._called)
             return
@@ -210,20 +209,18 @@ def _traced(array: Any) -> bool:
 def _by_replica(digests: Any) -> dict[int, Any]:
     """One replica's digests each, by its number; `EVERY` where they are not told apart."""
     if isinstance(digests, dict):
-        return digests
-    shards = getattr(digests, "addressable_shards", None)
+        return cast("dict[int, Any]", digests)
+    shards: Any = getattr(digests, "addressable_shards", None)
     if shards is not None and (len(shards) > 1 or not digests.is_fully_addressable):
-        if digests.is_fully_replicated:
-            return {shard.device.id: shard.data for shard in shards} if digests.ndim == 2 else dict(enumerate(digests))
-        return {
-            (shard.index[0].start or 0) + i: row for shard in shards for i, row in enumerate(np.asarray(shard.data))
-        }
+        if digests.is_fully_replicated and digests.ndim == 2:
+            return {shard.device.id: shard.data for shard in shards}
+        parts: list[tuple[int, Any]] = [(shard.index[0].start or 0, np.asarray(shard.data)) for shard in shards]
+        return {start + i: row for start, rows in parts for i, row in enumerate(rows)}
     # A tf.distribute value has one of each replica.
     of_replicas = getattr(digests, "values", digests)
-    if isinstance(of_replicas, (list, tuple)):
-        return dict(enumerate(of_replicas))
-    array = np.asarray(digests)
-    return dict(enumerate(array)) if array.ndim == 3 else {EVERY: array}
+    if not isinstance(of_replicas, (list, tuple)) and np.ndim(of_replicas) != 3:
+        return {EVERY: of_replicas}
+    return dict(enumerate(cast("Sequence[Any]", of_replicas)))
 
 
 def _within(name: str, tree_name: str) -> bool:
@@ -333,12 +330,14 @@ def _header(path: Path, content: bytes, before: dict[str, Any] | None) -> dict[s
 
 def _is_whole(leaves: Any, twins: Any) -> bool:
     """Whether a header's leaves have names that differ, dtypes and shapes, and its twins are names."""
-    if not isinstance(leaves, list) or not isinstance(twins, list) or not all(isinstance(x, str) for x in twins):
+    if not isinstance(leaves, list) or not isinstance(twins, list):
         return False
-    for leaf in leaves:
-        if not isinstance(leaf, list) or len(leaf) != 3 or not isinstance(leaf[2], list):
+    described, named = cast("list[Any]", leaves), cast("list[Any]", twins)
+    if not all(isinstance(twin, str) for twin in named):
+        return False
+    for leaf in described:
+        if type(leaf) is not list or [type(x) for x in cast("list[Any]", leaf)] != [str, str, list]:
             return False
-        lengths = all(n is None or (type(n) is int and 0 <= n < 2**63) for n in leaf[2])
-        if not (isinstance(leaf[0], str) and isinstance(leaf[1], str) and lengths):
+        if not all(n is None or (type(n) is int and 0 <= n < 2**63) for n in cast("list[Any]", leaf[2])):
             return False
-    return len({leaf[0] for leaf in leaves}) == len(leaves)
+    return len({leaf[0] for leaf in described}) == len(described)
