@@ -92,7 +92,8 @@ def train(folder, size, rank, told, killed_after=None):
     descend = jax.jit(lambda w, g: w - 0.25 * g)
     window, w, parts, _ = statefile.recover(folder, mean, like=start, start=start)
     multihost_utils.sync_global_devices("all have read")
-    held = [[parts[holder] for holder in sorted(parts)[i::size]] for i in range(size)]
+    # A process holds the part whose file it will replace: what it holds is on the disk all the time.
+    held = [[parts[holder] for holder in parts if holder % size == i] for i in range(size)]
     while window < WINDOWS:
         statefile.begin_window(folder, window, w)
         states = [statefile.resize(mean, group, 1)[0] if group else mean.init(start) for group in held]

@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import random
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,24 +17,26 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples.survive_faults import supervise
-from gradcombine import GradCombineError
+from gradcombine import GradCombineError, ledger, statefile
 from gradcombine.statefile import container
 from tests.faults import training
-from tests.faults.training import MICROBATCHES, WINDOWS, Engine, Run
+from tests.faults.training import Engine, Run, Unbroken
+from tests.faults.verdict import Outcome, examine
 from tests.multi_process.tensorflow_cluster import free_addresses
 
 KINDS = ("kill", "stop", "pause", "hang", "resize", "disk", "cut", "clock")
-PLANTS = ("saved-after-update", "dealt-twice", "skip-not-agreed")
+PLANTS = ("saved-after-update", "saved-at-end", "dealt-twice", "skip-not-agreed")
 FORK: Any = multiprocessing.get_context("fork")
 """The framework is imported in this process, and has started nothing: a fork costs nothing."""
 REFUSED = 4
 """The exit code of a process to which the library refused something: starting anew cannot help."""
+DEFECTS = (TypeError, NameError, AttributeError, LookupError, AssertionError)
+"""No fault brings these about: a process that starts anew would hide them."""
 
 
 class Fault(NamedTuple):
@@ -69,24 +70,6 @@ class Plan(NamedTuple):
     live: bool = False
 
 
-@dataclass
-class Outcome:
-    """What was found of one run."""
-
-    plan: Plan
-    seconds: float = 0.0
-    starts: int = 0
-    again: int = 0
-    lost: list[str] = field(default_factory=list[str])
-    doubled: list[str] = field(default_factory=list[str])
-    differs: list[str] = field(default_factory=list[str])
-    late: list[str] = field(default_factory=list[str])
-
-    @property
-    def is_good(self) -> bool:
-        return not (self.lost or self.doubled or self.differs or self.late)
-
-
 def draw_plan(rng: random.Random) -> Plan:
     """Up to three starts with a fault each, and one without."""
     count = rng.choice((1, 1, 2, 3))
@@ -108,10 +91,10 @@ def draw_live(rng: random.Random, plan: Plan) -> Plan:
 
 
 def run_plan(
-    plan: Plan, engine: Callable[[], Engine], expected: tuple[str, list[str]], plant: str, patience: float, limit: float
+    plan: Plan, engine: Callable[[], Engine], expected: Unbroken, plant: str, patience: float, limit: float
 ) -> Outcome:
     """One run, in a folder of its own, from its start to its end, and what there is to say of it."""
-    outcome, begun = Outcome(plan), time.monotonic()
+    outcome, begun = Outcome(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gradcombine-faults-") as name:
         try:
             run = run_live if plan.live else run_anew
@@ -120,7 +103,7 @@ def run_plan(
             outcome.late.append(str(error))
         except RefusedError:
             pass
-        examine(Path(name), expected, outcome)
+        examine(Path(name), expected, outcome, goes_on=plan.live)
     outcome.seconds = time.monotonic() - begun
     return outcome
 
@@ -164,7 +147,7 @@ def run_anew(plan: Plan, place: Place, patience: float, limit: float) -> None:
         fault = plan.faults[attempt] if attempt < len(plan.faults) else None
         size = plan.sizes[min(attempt, len(plan.faults))]
         if 0 < attempt <= len(plan.faults) and plan.faults[attempt - 1].kind == "cut":
-            cut(place.folder, plan.faults[attempt - 1].draw)
+            cut(place.folder, plan.scheme, plan.faults[attempt - 1].draw)
         addresses, told = free_addresses(size), FORK.RawArray("q", 2 * size)
         ended[:] = [
             place.start(plan, attempt, rank, addresses, fault if fault and fault.rank == rank else None, told)
@@ -194,7 +177,7 @@ def run_live(plan: Plan, place: Place, patience: float, limit: float) -> None:
                         continue
                     fault = faults.pop(rank, None)
                     if fault is not None and fault.kind == "cut":
-                        cut(place.folder, fault.draw)
+                        cut(place.folder, plan.scheme, fault.draw)
                     del processes[rank]
                     if fault is None or fault.kind != "resize":
                         returns += 1
@@ -276,8 +259,8 @@ def work(engine: Callable[[], Engine], run: Run, live: bool, addresses: Sequence
         (run.folder / f"result-{name}").write_text(result)
         code = 0
         time.sleep(0.3 * (run.rank == 0))  # the first one leads: without it the others abort
-    except GradCombineError as error:
-        (run.folder / f"refused-{name}").write_text(str(error))
+    except (GradCombineError, *DEFECTS) as error:
+        (run.folder / f"refused-{name}").write_text(f"{type(error).__name__}: {error}")
         code = REFUSED
     except BaseException:
         traceback.print_exc()
@@ -327,53 +310,41 @@ def fill_disk(room: int, files: int = 3) -> None:
     container.write = write
 
 
-def cut(folder: Path, draw: float) -> None:
+def cut(folder: Path, scheme: str, draw: float) -> None:
     """Cuts off one of the files that were written last, at any byte; of the beginnings, one in a run."""
     files = sorted(folder.glob("window-*.npz"), key=lambda file: file.name)
     newest = files[-1].name.split(".")[0] if files else ""
     chosen = [file for file in files if file.name.startswith(newest)]
-    if (folder / "cut").exists():
+    if list(folder.glob("cut-*begun*")):
         chosen = [file for file in chosen if "begun" not in file.name]
     if chosen:
         position = draw * len(chosen)
         file = chosen[int(position)]
-        (folder / "cut").write_text(file.name)
+        # What it costs: the microbatches of a part; with a beginning, those of all parts that need it.
+        parts = [x for x in files if x.name.startswith(newest) and "begun" not in x.name]
+        window = int(newest.removeprefix("window-"))
+        if "begun" not in file.name:
+            parts = [file]
+        elif window == 0:
+            parts = []
+        held = [[window, n] for part in parts for n in numbers_in(part, scheme)]
+        (folder / f"cut-{len(list(folder.glob('cut-*')))}-{file.name}.json").write_text(json.dumps(held))
         os.truncate(file, int((position % 1) * file.stat().st_size))
 
 
-def examine(folder: Path, expected: tuple[str, list[str]], outcome: Outcome) -> None:
-    """Holds what the processes have written against what each microbatch and each bit has to be."""
-    entries = [json.loads(line) for file in sorted(folder.glob("log-*")) for line in file.read_text().splitlines()]
-    computed = Counter(tuple(entry["computed"]) for entry in entries if "computed" in entry)
-    applied: dict[int, set[str]] = {}
-    parameters, digests = expected
-    for entry in entries:
-        if "applied" in entry:
-            window = entry["applied"]
-            applied.setdefault(window, set()).add(entry["bits"])
-            outcome.lost += [f"{window}.{number}: not in the window" for number in entry["missing"]]
-            outcome.doubled += [f"{window}.{number}: twice in the window" for number in entry["doubled"]]
-    for window in range(WINDOWS):
-        if applied.get(window, set()) - {digests[window]}:
-            outcome.differs.append(f"window {window}: other gradients than those of the unbroken run")
-        for number in range(MICROBATCHES):
-            if window in applied and not computed[window, number]:
-                outcome.lost.append(f"{window}.{number}: never computed, so another window's was counted")
-    outcome.again = sum(computed.values()) - len(computed)
-    for file in sorted(folder.glob("refused-*")):
-        outcome.differs.append(f"{file.name}: {file.read_text()}")
-    results = {file.name: file.read_text() for file in sorted(folder.glob("result-*"))}
-    outcome.differs += [f"{name}: other parameters" for name, bits in results.items() if bits != parameters]
-    if not results and outcome.is_good:
-        outcome.late.append("no process has ended well")
-    if not outcome.is_good and (keep := os.environ.get("FAULTS_KEEP")):
-        shutil.copytree(folder, Path(keep) / folder.name)
+def numbers_in(part: Path, scheme: str) -> list[int]:
+    try:
+        state = statefile.load(part, training.SCHEMES[scheme].reduction, training.begin())
+    except GradCombineError:  # it was cut off before
+        return []
+    return list(ledger.read(state).held)
 
 
 class Campaign(NamedTuple):
     """What all runs have said."""
 
     engine: str
+    plans: list[Plan]
     outcomes: list[Outcome]
 
     @property
@@ -384,10 +355,11 @@ class Campaign(NamedTuple):
         counted = {
             "microbatches lost": sum(len(x.lost) for x in self.outcomes),
             "doubled": sum(len(x.doubled) for x in self.outcomes),
+            "computed again for no fault": sum(len(x.wasted) for x in self.outcomes),
             "runs with other bits": sum(bool(x.differs) for x in self.outcomes),
             "runs over time": sum(bool(x.late) for x in self.outcomes),
         }
-        kinds = Counter(fault.kind for x in self.outcomes for fault in x.plan.faults)
+        kinds = Counter(fault.kind for plan in self.plans for fault in plan.faults)
         drawn = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
         again = sum(x.again for x in self.outcomes)
         seconds = sorted(x.seconds for x in self.outcomes)
@@ -402,7 +374,7 @@ class Campaign(NamedTuple):
 
 def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit: float, patience: float) -> Campaign:
     """Draws and runs; a line for each run."""
-    engine, campaign = engine_of(name), Campaign(name, [])
+    engine, campaign = engine_of(name), Campaign(name, [], [])
     with FORK.Pool(1) as pool:  # this process must not start the framework
         expected = {scheme: pool.apply(reference, (engine, scheme)) for scheme in training.SCHEMES}
     for number in range(first, first + runs):
@@ -413,18 +385,17 @@ def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit:
         elif name == "jax" and number % 5 in (1, 3):
             plan = draw_live(random.Random(f"{seed}.{number}.live"), plan)
         outcome = run_plan(plan, engine, expected[plan.scheme], plant, patience, limit)
+        campaign.plans.append(plan)
         campaign.outcomes.append(outcome)
         faults = " ".join(f"{fault.kind}@{fault.rank}+{fault.after}" for fault in plan.faults)
         sizes = "-".join(map(str, plan.sizes))
-        said = (
-            "good" if outcome.is_good else "; ".join([*outcome.lost, *outcome.doubled, *outcome.differs, *outcome.late])
-        )
+        said = "; ".join(outcome.said) or "good"
         how = "live" if plan.live else plan.scheme
         print(f"{name} {seed}.{number} {how} {sizes} {faults}: {outcome.seconds:.1f} s, {said}", flush=True)
     return campaign
 
 
-def reference(engine: Callable[[], Engine], scheme: str) -> tuple[str, list[str]]:
+def reference(engine: Callable[[], Engine], scheme: str) -> Unbroken:
     return training.alone(engine(), scheme)
 
 

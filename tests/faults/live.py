@@ -81,13 +81,15 @@ def train(run: Run) -> str:
     """One of several processes; those of a generation above 0 come back."""
     scheme = SCHEMES["exact"]
     reduction, like, log = scheme.reduction, begin(), Log(run)
+    acc = gc.accumulate(reduction, scheme.every)
     index, params, parts, _ = statefile.recover(run.folder, reduction, like, start=like)
     is_begun = False
     state, todo = reduction.init(like), list[int]()
     if run.returns == 0:  # All begin together, and nobody writes before the first merge.
-        for holder in sorted(parts)[run.rank :: run.size]:
-            state = reduction.merge(state, parts[holder].levels[0])
-    acc = gc.accumulate(reduction, scheme.every)
+        log.recovered(index, parts, acc)
+        for holder in parts:
+            if holder % run.size == run.rank:
+                state = reduction.merge(state, parts[holder].levels[0])
     while index < WINDOWS:
         for number in todo:
             run.at("compute")
@@ -97,9 +99,9 @@ def train(run: Run) -> str:
             state = reduction.update(state, Numbered(value, np.int32(number)), weight)
             run.at("save")
             is_begun = is_begun or saved(statefile.begin_window, run.folder, index, params)
-            if is_begun:
-                window = acc.init(like)._replace(levels=(state,))
-                saved(statefile.save_part, run.folder, index, run.rank, reduction, window)
+            window = acc.init(like)._replace(levels=(state,))
+            part = statefile.save_part, run.folder, index, run.rank, reduction, window
+            log.saved(index, window, is_begun and saved(*part))
         run.at("merge")
         todo = []
         try:
@@ -120,9 +122,11 @@ def train(run: Run) -> str:
         if not missing:
             ledger.require_once(merged)
             combined = reduction.finalize(merged)
-            log(applied=index, missing=missing, doubled=ledger.read(merged).doubled, bits=digest(combined))
+            update = is_finite(combined)
+            doubled = ledger.read(merged).doubled
+            log(applied=index, missing=missing, doubled=doubled, bits=digest(combined), update=update)
             run.at("apply")
-            if is_finite(combined):
+            if update:
                 params = on_host(descend(params, combined))
             index, state, missing = index + 1, reduction.init(like), range(scheme.every)
             is_begun = saved(statefile.begin_window, run.folder, index, params)

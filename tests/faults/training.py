@@ -94,26 +94,54 @@ def microbatch(window: int, number: int) -> tuple[np.ndarray, np.ndarray, np.int
     rng = np.random.default_rng([window, number])
     x = (rng.normal(size=(4, WIDTH)) * 2.0 ** rng.integers(-6, 3)).astype(np.float32)
     y = np.sin(x).sum(1)
-    return x, np.full_like(y, np.nan) if (window, number) == (POISONED, 5) else y, np.int32(1 + number % 5)
+    return x, np.full_like(y, np.nan) if (window, number) == (POISONED, 5) else y, weight(number)
+
+
+def weight(number: int) -> np.int32:
+    return np.int32(1 + number % 5)
 
 
 def begin() -> Any:
     return {"w": np.zeros(WIDTH, np.float32), "b": np.zeros((), np.float32)}
 
 
-def alone(engine: Engine, scheme: str) -> tuple[str, list[str]]:
-    """The bits of the unbroken run, and the digest of each window's gradients: each window is one list."""
-    digests = list[str]()
-    params, order = begin(), "tree" if scheme == "tree" else "sequential"
+class Unbroken(NamedTuple):
+    """The run in which nothing happens, in one process.
+
+    Attributes:
+      scheme: a name in `SCHEMES`.
+      gradients: by window, of each microbatch.
+      updates: by window, whether it was applied: one that is not finite is left out.
+      parameters: the bits of the last ones.
+    """
+
+    scheme: str
+    gradients: list[list[Any]]
+    updates: list[bool]
+    parameters: str
+
+    def digest(self, window: int, numbers: Sequence[int] = range(MICROBATCHES)) -> str:
+        """Of the mean of these microbatches, which are one list."""
+        return digest(_mean(self.scheme, self.gradients[window], numbers))
+
+
+def _mean(scheme: str, gradients: Sequence[Any], numbers: Sequence[int] = range(MICROBATCHES)) -> Any:
     mean = reductions.mean("exact" if scheme == "exact" else "fast")
+    weights = [weight(number) for number in numbers]
+    return gc.combine(mean, [gradients[number] for number in numbers], weights, order=SCHEMES[scheme].order)
+
+
+def alone(engine: Engine, scheme: str) -> Unbroken:
+    """The unbroken run: each window is one list."""
+    params, gradients, updates = begin(), list[list[Any]](), list[bool]()
     for window in range(WINDOWS):
         batches = [microbatch(window, number) for number in range(MICROBATCHES)]
-        found = [on_host(engine.gradient(params, x, y)) for x, y, _ in batches]
-        combined = gc.combine(mean, found, [weight for *_, weight in batches], order=order)
-        digests.append(digest(combined))
-        if is_finite(combined):
+        gradients.append([on_host(engine.gradient(params, x, y)) for x, y, _ in batches])
+        combined = _mean(scheme, gradients[-1])
+        updates.append(is_finite(combined))
+        if updates[-1]:
             params = on_host(engine.descend(params, combined))
-    return bits(params), digests
+    return Unbroken(scheme, gradients, updates, bits(params))
 
 
 def train(engine: Engine, run: Run) -> str:
@@ -130,7 +158,12 @@ def train(engine: Engine, run: Run) -> str:
         engine.compiled(add) if run.scheme == "tree" else lambda state, value, *rest: add(state, on_host(value), *rest)
     )
     folder, log = run.folder, Log(run)
+
+    def part(window: int, holder: int, state: Any) -> Any:
+        return statefile.save_part, folder, window, holder, reduction, state
+
     index, params, parts, _ = statefile.recover(folder, reduction, like, start=like)
+    log.recovered(index, parts, acc)
     engine.wait_for_all()  # what is written now would be read by those who come later
     is_begun = saved(statefile.begin_window, folder, index, params)
     while index < WINDOWS:
@@ -144,17 +177,21 @@ def train(engine: Engine, run: Run) -> str:
                 held[holder] = on_host(update(held[holder], gradients, np.int32(number), weight))
                 run.at("save")
                 is_begun = is_begun or saved(statefile.begin_window, folder, index, params)
-                if is_begun and run.plant != "saved-after-update":
-                    saved(statefile.save_part, folder, index, holder, reduction, held[holder])
+                if not run.plant.startswith("saved-"):
+                    log.saved(index, held[holder], is_begun and saved(*part(index, holder, held[holder])))
         run.at("merge")
+        if run.plant == "saved-at-end":
+            for holder, state in held.items():
+                saved(*part(index, holder, state))
         padding = max(map(len, assignment)) - len(held)
         merged = engine.merge(scheme, [*held.values(), *[acc.init(like)] * padding], assignment)
         combined, account = acc.value(merged), ledger.read(merged)
-        log(applied=index, missing=account.missing, doubled=account.doubled, bits=digest(combined))
+        seen = held[min(held)] if held and run.plant == "skip-not-agreed" else merged
+        is_kept = is_finite(acc.value(seen))
+        log(applied=index, missing=account.missing, doubled=account.doubled, bits=digest(combined), update=is_kept)
         ledger.require_once(merged)
         run.at("apply")
-        seen = held[min(held)] if held and run.plant == "skip-not-agreed" else merged
-        if is_finite(acc.value(seen)):
+        if is_kept:
             params = on_host(engine.descend(params, combined))
         index += 1
         is_begun = saved(statefile.begin_window, folder, index, params)
@@ -162,7 +199,7 @@ def train(engine: Engine, run: Run) -> str:
         parts = {}
         if run.plant == "saved-after-update":
             for holder, state in held.items():
-                statefile.save_part(folder, index, holder, reduction, state)
+                saved(*part(index, holder, state))
     return bits(params)
 
 
@@ -175,7 +212,8 @@ def shares(scheme: Scheme, acc: Any, parts: dict[int, Any], run: Run) -> tuple[d
         blocks = {logical: range(logical * scheme.every, (logical + 1) * scheme.every) for logical in mine}
         todo = {x: [n for n in blocks[x] if n not in ledger.read(held[x]).held] for x in mine}
         return held, todo, assignment
-    groups = [[parts[holder] for holder in sorted(parts)[rank :: run.size]] for rank in range(run.size)]
+    # Whose file a process will replace, it holds: else what another one holds would be on no disk for a while.
+    groups = [[parts[holder] for holder in parts if holder % run.size == rank] for rank in range(run.size)]
     has = [[n for part in group for n in ledger.read(part).held] for group in groups]
     missing = sorted(set(range(MICROBATCHES)) - {n for numbers in has for n in numbers})
     dealt = ledger.deal(missing, run.size, has)
@@ -226,3 +264,11 @@ class Log:
 
     def __call__(self, **entry: Any) -> None:
         os.write(self._file, json.dumps(entry).encode() + b"\n")
+
+    def recovered(self, window: int, parts: dict[int, Any], acc: Any) -> None:
+        """What the parts on the disk hold, and the bits of it."""
+        for holder, state in parts.items():
+            self(recovered=window, holder=holder, numbers=ledger.read(state).held, bits=digest(acc.value(state)))
+
+    def saved(self, window: int, state: Any, is_saved: bool) -> None:
+        self(**{"saved" if is_saved else "unsaved": window}, numbers=ledger.read(state).held)

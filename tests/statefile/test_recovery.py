@@ -30,17 +30,17 @@ class EndsHereError(Exception):
     """Every process ends."""
 
 
-def train(folder: Path, size: int, places: Any) -> Any:
-    """All processes of a run in turn; ends where `places` says."""
+def train(folder: Path, size: int, places: Any, backwards: bool = False) -> Any:
+    """All processes of a run in turn, the last one first where ``backwards``; ends where `places` says."""
     found = statefile.recover(folder, MEAN, START, START)
     index, params, parts = found.window, found.begun, found.parts
     statefile.begin_window(folder, index, params)
     while index < WINDOWS:
-        held = [[parts[holder] for holder in sorted(parts)[rank::size]] for rank in range(size)]
+        held = [[parts[holder] for holder in parts if holder % size == rank] for rank in range(size)]
         states = [statefile.resize(MEAN, group, 1)[0] if group else MEAN.init(START) for group in held]
         todo = ledger.deal(ledger.read(*states).missing, size, [ledger.read(state).held for state in states])
         for turn in range(COUNT):
-            for rank, numbers in enumerate(todo):
+            for rank, numbers in list(enumerate(todo))[:: -1 if backwards else 1]:
                 if turn < len(numbers):
                     value = Numbered(gradient(params, index, numbers[turn]), numbers[turn])
                     states[rank] = MEAN.update(states[rank], value, 1 + numbers[turn])
@@ -78,6 +78,25 @@ def until(last: int) -> Any:
 def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the system has written what it was told to is not what is looked at here."""
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def on_disk(folder: Path) -> set[tuple[int, int]]:
+    found = statefile.recover(folder, MEAN, START, START)
+    return {(found.window, number) for number in ledger.read(MEAN.init(START), *found.parts.values()).held}
+
+
+@pytest.mark.parametrize(("holder", "size"), [(1, 2), (2, 3), (5, 2)])
+def test_what_was_saved_stays_on_the_disk_whoever_goes_on_with_it(tmp_path: Path, holder: int, size: int) -> None:
+    """The file of the holder may be replaced by another process before the one that goes on with it has saved."""
+    for place in range(1, 4):
+        folder = tmp_path / str(place)
+        statefile.begin_window(folder, 0, START)
+        saved = MEAN.update(MEAN.init(START), Numbered(gradient(START, 0, 3), 3), 4)
+        statefile.save_part(folder, 0, holder, MEAN, saved)
+        with pytest.raises(EndsHereError):
+            train(folder, size, until(place), backwards=True)
+        assert (0, 3) in on_disk(folder) or statefile.recover(folder, MEAN, START, START).window > 0
+        assert train(folder, size, lambda: None)["w"].tobytes() == unbroken()
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2), (4, 1)])

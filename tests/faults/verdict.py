@@ -1,0 +1,146 @@
+"""What has to be true of a run, by what its processes have written: every microbatch once, the bits, the work."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.faults.training import MICROBATCHES, WINDOWS, Unbroken
+
+Entries = list[dict[str, Any]]
+
+
+@dataclass
+class Outcome:
+    """What was found of one run. ``again``: how many microbatches were computed once more; ``wasted``: for no fault."""
+
+    seconds: float = 0.0
+    starts: int = 0
+    again: int = 0
+    lost: list[str] = field(default_factory=list[str])
+    doubled: list[str] = field(default_factory=list[str])
+    wasted: list[str] = field(default_factory=list[str])
+    differs: list[str] = field(default_factory=list[str])
+    late: list[str] = field(default_factory=list[str])
+
+    @property
+    def said(self) -> list[str]:
+        return [*self.lost, *self.doubled, *self.differs, *self.wasted, *self.late]
+
+    @property
+    def is_good(self) -> bool:
+        return not self.said
+
+
+def examine(folder: Path, expected: Unbroken, outcome: Outcome, goes_on: bool) -> None:
+    """Holds what the processes have written against what each microbatch and each bit has to be.
+
+    Args:
+      folder: of the run.
+      expected: the unbroken run.
+      outcome: to be filled.
+      goes_on: whether processes go on without those that are lost.
+    """
+    logs = {
+        file.stem.removeprefix("log-"): [json.loads(line) for line in file.read_text().splitlines()]
+        for file in sorted(folder.glob("log-*"))
+    }
+    entries = [entry for log in logs.values() for entry in log]
+    computed = Counter(tuple(entry["computed"]) for entry in entries if "computed" in entry)
+    applied = [entry for entry in entries if "applied" in entry]
+    differs = [*_recovered(entries, expected), *_updates(logs, expected)]
+    for entry in applied:
+        window = entry["applied"]
+        outcome.lost += [f"{window}.{number}: not in the window" for number in entry["missing"]]
+        outcome.doubled += [f"{window}.{number}: twice in the window" for number in entry["doubled"]]
+    for window in range(WINDOWS):
+        found = {entry["bits"] for entry in applied if entry["applied"] == window}
+        if found - {expected.digest(window)}:
+            differs.append(f"window {window}: other gradients than those of the unbroken run")
+        for number in range(MICROBATCHES):
+            if found and not computed[window, number]:
+                outcome.lost.append(f"{window}.{number}: never computed, so another window's was counted")
+    outcome.differs += sorted(differs, key=lambda said: said[: len("window 0")])  # a cause before what follows of it
+    outcome.again = sum(computed.values()) - len(computed)
+    allowed = Counter(x for name, log in logs.items() if not _ended_well(folder, name) for x in _cost(log, goes_on))
+    for file in folder.glob("cut-*"):
+        allowed.update(tuple(x) for x in json.loads(file.read_text()))
+    for (window, number), times in sorted(computed.items()):
+        if (excess := times - 1 - allowed[window, number]) > 0:
+            outcome.wasted.append(f"{window}.{number}: computed again {excess} times more than a fault accounts for")
+    for file in sorted(folder.glob("refused-*")):
+        outcome.differs.append(f"{file.name}: {file.read_text()}")
+    results = {file.name: file.read_text() for file in sorted(folder.glob("result-*"))}
+    outcome.differs += [f"{name}: other parameters" for name, bits in results.items() if bits != expected.parameters]
+    if not results and outcome.is_good:
+        outcome.late.append("no process has ended well")
+    if not outcome.is_good and (keep := os.environ.get("FAULTS_KEEP")):
+        shutil.copytree(folder, Path(keep) / folder.name)
+
+
+def _cost(log: Entries, goes_on: bool) -> list[tuple[int, int]]:
+    """The microbatches that may be computed again because this process was ended.
+
+    =====================  =============================================================================
+    what has happened      what may be computed again
+    =====================  =============================================================================
+    a process is ended     the one that it was computing: of each process that a restart ends
+    the disk was full      what it has computed since, up to a save that holds it
+    others go on           what it held of its window: they do not read its file
+    a file is cut off      what the part held; of a beginning, what the parts held that need it (`cut`)
+    =====================  =============================================================================
+    """
+    unsaved, held, is_full = list[tuple[int, int]](), set[tuple[int, int]](), False
+    for entry in log:
+        if "computed" in entry:
+            window, number = entry["computed"]
+            unsaved.append((window, number))
+            held = {x for x in held if x[0] == window} | {(window, number)}
+        elif "recovered" in entry:
+            held |= {(entry["recovered"], number) for number in entry["numbers"]}
+        elif "saved" in entry:
+            unsaved = [(w, n) for w, n in unsaved if w != entry["saved"] or n not in entry["numbers"]]
+            is_full = is_full and bool(unsaved)
+        elif "unsaved" in entry:
+            is_full = True
+    if goes_on:
+        return sorted({*held, *unsaved})
+    return unsaved if is_full else unsaved[-1:]
+
+
+def _ended_well(folder: Path, name: str) -> bool:
+    return (folder / f"result-{name}").exists()
+
+
+def _recovered(entries: Iterable[dict[str, Any]], expected: Unbroken) -> Iterable[str]:
+    """Parts on the disk whose gradients are not those of their window."""
+    seen = set[str]()
+    for entry in entries:
+        if "recovered" not in entry or not entry["numbers"]:
+            continue
+        window, numbers, found = entry["recovered"], entry["numbers"], entry["bits"]
+        if found == expected.digest(window, numbers):
+            continue
+        of = [w for w in range(WINDOWS) if found == expected.digest(w, numbers)]
+        why = f"those of window {of[0]}, saved after its update" if of else "others"
+        seen.add(
+            f"window {window}: expected its gradients in the part of {entry['holder']} on the disk, received {why}"
+        )
+    return sorted(seen)
+
+
+def _updates(logs: dict[str, Entries], expected: Unbroken) -> Iterable[str]:
+    """Windows that were not left out by all processes, or by none."""
+    for window, update in enumerate(expected.updates):
+        decided = {"applied": window, "bits": expected.digest(window), "update": not update}
+        wrong = [name for name, log in logs.items() if any(decided.items() <= entry.items() for entry in log)]
+        if wrong:
+            verb, instead = ("applied", "left out") if update else ("left out", "applied")
+            told = ", ".join(wrong)
+            yield f"window {window}: {verb} in the unbroken run, {instead} by {told}: the skip was not agreed on"
