@@ -17,6 +17,7 @@ from gradcombine.verify.microbatches.subject import OPERATION, NotWide, Subject,
 from gradcombine.verify.microbatches.window import FLOAT32, Window
 from gradcombine.verify.steps.hypotheses import linear
 from gradcombine.verify.steps.report import Cause, Fault
+from gradcombine.verify.steps.running import WHOLE
 from gradcombine.verify.ulp import rounding_unit
 
 _ADAPTERS = "gradcombine.verify.microbatches"
@@ -183,7 +184,7 @@ def _full_batch(
 
 def _likely(window: Window) -> str:
     cause, detail = next(linear(window, window.case), (None, ""))
-    free = window.fitted(window.made, wide=False)
+    free = window.fitted(window.made, WHOLE, wide=False)
     if cause is Cause.COEFFICIENTS and free is not None:
         return "their coefficients in it are {}".format(", ".join(f"{x:.4g}" for x in free))
     if cause is not None:

@@ -73,7 +73,7 @@ def accounts_for(
       terms: how many results it is made of, by the sum of their coefficients.
       leaves: those that it is about; None: all.
     """
-    chosen = np.arange(len(predicted)) if leaves is None else np.array(leaves)
+    chosen = np.arange(len(predicted)) if leaves is None else np.array(leaves, np.intp)
     near = standard.shares(case.result.floats, predicted, case.wide, 2 + terms)[chosen]
     far = standard.shares(case.result.floats, standard.best.floats, case.wide, 2 + terms)[chosen]
     return bool(near.max(initial=0) <= 1 and far.max(initial=0) >= 4 * near.max(initial=0) and far.max(initial=0) > 1)

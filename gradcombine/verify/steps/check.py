@@ -149,9 +149,13 @@ def check_step(
             if padded.invariance > 1:
                 add(Cause.PLACEHOLDERS, name, f"{padded.invariance:.3g} times what rounding allows")
     if not standard.depends_on_places and not faults:
-        turned = note(f"{splits[-1]} in reverse order", subject.divided(splits[-1], subject.rows(range(n - 1, -1, -1))))
+        backwards = subject.on(subject.rows(range(n - 1, -1, -1)))
+        own = backwards.divided(splits[-1], backwards.batch)
+        turned = note(f"{splits[-1]} in reverse order", own)
         if turned.invariance > 1:
-            add(Cause.UNEXPLAINED, turned.name, f"{turned.invariance:.3g} times what rounding allows")
+            of_these = StepStandard(backwards, unit)
+            cause, detail = explain(of_these, _case(of_these, splits[-1], own, terms))
+            add(cause, turned.name, detail)
     if _changes(first, subject.divided(WHOLE, batch)):
         # What it keeps of other batches is in all results.
         faults = [Fault(Cause.STATE, f"{WHOLE}, after other batches")]

@@ -178,36 +178,38 @@ def _divided(standard: StepStandard, case: Case) -> Iterator[Answer]:
 
 def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """The mean of what one batch makes of each microbatch, where it makes something else of all."""
-    n = standard.examples
     if len(standard.combination[1]) == len(standard.names):
         return
-    for name, pieces in partitions(n, case.split).items():
+    for name, pieces in partitions(standard.examples, case.split).items():
         parts = [standard.repeated(rows) for rows in pieces]
         if any(part is None for part in parts):
             continue
         floats = [part.floats for part in parts if part is not None]
-        sizes = np.array([len(rows) for rows in pieces]) / n
-        equal = np.full(len(pieces), 1 / len(pieces))
+        counted = [np.array([x[list(rows)].sum() for rows in pieces]) for x in standard.counts()]
+        weighed = [np.ones(len(pieces)), *(x for x in counted if x.min() >= 0 and x.any())]
         free = standard.nearest(case.result.floats, floats, case.wide)
-        for weights in (equal, sizes, *([free] if free is not None and abs(free.sum() - 1) < SAME else [])):
+        if free is not None and abs(free.sum() - 1) < SAME:
+            weighed.append(free)
+        for weights in (x / x.sum() for x in weighed):
             if not accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
                 continue
             norm = _one_norm([standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)])
             if norm is not None:
                 yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}{split_by(name)}"
-            else:
+            elif standard.excluded:
                 text = f"it is the mean of what each microbatch gives by itself, as it should be{split_by(name)}"
                 yield Cause.STATISTICS, text
             return
 
 
 def _one_norm(results: Sequence[Floats]) -> str | None:
-    """The norm, or the largest element, that the longest results have in common."""
-    norms = [float(np.sqrt(sum(float(np.sum(np.square(x))) for x in floats))) for floats in results]
-    highest = [max(float(np.abs(x).max(initial=0)) for x in floats) for floats in results]
+    """The norm, or the largest element, that the longest results have in common, different as they are."""
+    vectors = [flat(floats) for floats in results]
+    norms, highest = [float(np.linalg.norm(x)) for x in vectors], [float(np.abs(x).max(initial=0)) for x in vectors]
     for values, text in ((norms, "a norm of {:.6g}"), (highest, "a largest element of {:.6g}")):
         top = max(values)
-        if top > 0 and sum(x >= top * (1 - 1e-5) for x in values) > 1:
+        longest = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
+        if top > 0 and any(np.abs(x - longest[0]).max() > SAME * top for x in longest):
             return text.format(top)
     return None
 
@@ -250,7 +252,6 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
             yield Cause.SUM, f"{count:g} times the mean: the number of {name}", c * count
     for filled in {n + (-n % k), n + (-n % (k * devices))} - {n}:
         yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
-    yield Cause.SCALED, f"by {factor:.6g}", c * factor
     divided = {
         name: [share_in(units, rows) for rows in pieces]
         for name, pieces in partitions(standard.examples, case.split).items()
@@ -263,6 +264,8 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
             _mean_of_means(c, pieces),
         )
         yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", _mean_of_means(c, pieces) * len(pieces)
+    if np.count_nonzero(whole) > 1:  # a single number is always another one times something
+        yield Cause.SCALED, f"by {factor:.6g}", c * factor
     for pieces in divided.values():
         for piece in pieces:
             for kept in (1 - piece, piece):
@@ -272,9 +275,16 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
                     yield Cause.LOST, f"{lost}, divided by all", c * kept
             more = 1 + piece
             yield Cause.DOUBLED, _named(standard, piece > 0), c * more / (c @ more)
-    x = standard.fitted(case.result, case.wide)
+    x = standard.fitted(case.result, case.split, case.wide)
     if x is not None:
         yield from _levels(standard, case, c, x, divided)
+        return
+    at = np.arange(len(c))
+    for chosen in [*(at == i for i in at), *(at >= len(c) - i for i in range(2, k * devices))]:
+        if (c * chosen).any() and (c * ~chosen).any():
+            yield Cause.LOST, f"{_named(standard, chosen)}, divided by the rest", c * ~chosen / (c @ ~chosen)
+            yield Cause.LOST, f"{_named(standard, chosen)}, divided by all", c * ~chosen
+            yield Cause.DOUBLED, _named(standard, chosen), c * (1 + chosen) / (c @ (1 + chosen))
 
 
 def _levels(

@@ -12,7 +12,7 @@ The distance is the root of the mean square over a leaf. What rounding allows is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -53,6 +53,7 @@ class StepStandard(Standard):
         self.unit = unit or program.unit or max(widths)
         self.wide, self.not_wide = self._in_float64(program.draws)
         self._rows: dict[Rows, Result | None] = {}
+        self._elsewhere_made: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
         exact, own = self._noise(self.wide is not None), self._noise(False)
         sizes = np.array([rms(x) for x in self.best.floats])
         # A leaf that is 0 in exact arithmetic, as the bias of an attention's keys, has no other noise than its own.
@@ -92,8 +93,11 @@ class StepStandard(Standard):
 
     def repeated(self, rows: Sequence[int]) -> Result | None:
         """The same, of copies of them in a batch of the full size, where they divide it: the program is compiled."""
-        n = self.subject.examples
-        return self.one([*rows] * (n // len(rows)) if n % len(rows) == 0 else rows)
+        return self.one(self._copies(rows))
+
+    def _copies(self, rows: Sequence[int]) -> Sequence[int]:
+        n = self.examples
+        return [*rows] * (n // len(rows)) if n % len(rows) == 0 else rows
 
     def narrow(self, rows: Sequence[int]) -> Result | None:
         try:
@@ -107,6 +111,27 @@ class StepStandard(Standard):
             return self.in_float64(split, batch) if wide else self.subject.divided(split, batch)
         except (NotWide, ValueError):  # or one that it cannot take
             return None
+
+    def counts(self) -> Iterator[np.ndarray]:
+        """All the same; or what a leaf of the batch holds, as a mask or a number of tokens does."""
+        yield from super().counts()
+        for leaf in self.subject.arrays():
+            each = leaf.reshape(self.examples, -1)
+            yield np.count_nonzero(each, axis=1).astype(np.float64)
+            if leaf.dtype.kind in "fiub":
+                yield each.sum(axis=1, dtype=np.float64)
+
+    def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
+        key = seed, split, rows, wide
+        if key not in self._elsewhere_made:
+            subject = self.subject
+            batch = subject.batch if rows is None else subject.rows(self._copies(rows))
+            try:
+                made = subject.run(split, batch, wide, noise=perturbation(seed, 0.5, 0.5))
+            except Exception:  # whatever a foreign step raises there
+                made = None
+            self._elsewhere_made[key] = made
+        return self._elsewhere_made[key]
 
     @cached_property
     def depends_on_places(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -78,6 +79,12 @@ class Subject:
         self.names: tuple[str, ...] = ()
         self._structure: tree.Structure | None = None
         self._steps: dict[Split, Step] = {}
+
+    def on(self, batch: Tree) -> Subject:
+        """The same step, with another batch of as many examples."""
+        other = copy.copy(self)
+        other.batch = batch
+        return other
 
     @property
     def params(self) -> Tree:
@@ -198,6 +205,10 @@ class Subject:
         """A batch of these examples."""
         leaves, structure = tree.flatten(OPERATION, self.batch)
         return tree.unflatten(structure, [_taken(x, np.array(rows, np.int32)) for x in leaves])
+
+    def arrays(self) -> list[np.ndarray]:
+        """The leaves of the batch that have a row for each example."""
+        return [_array(x) for x in tree.flatten(OPERATION, self.batch)[0] if not is_absent(x) and _shape(x)]
 
     def with_row_of(self, row: int, other: int) -> Iterator[Tree]:
         """The batch, one leaf after the other with another example's values in a row."""

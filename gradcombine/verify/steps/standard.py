@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 import numpy as np
 
-from gradcombine.verify.steps.running import Result, Rows, Split
+from gradcombine.verify.steps.running import WHOLE, Result, Rows, Split
 
 EACH = 64
 """Up to how many examples each is looked at by itself; more are looked at in groups."""
 
 SAME = 0.01
 """How far fitted coefficients may be from those of a hypothesis, which is then tried itself."""
+
+POINTS = 48
+"""At how many other parameters, at most, examples are looked at where a result has few elements."""
 
 CERTAIN = 1e3
 """By how many times rounding an example has to show in the gradient for its coefficient to be fitted."""
@@ -65,6 +68,11 @@ class Standard(ABC):
         del split, wide, backwards
         return None
 
+    def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
+        """What a division, or one batch of some examples, gives at other parameters; None where that is not known."""
+        del seed, split, rows, wide
+        return None
+
     def resolution(self, floats: Floats) -> list[np.ndarray]:
         """How far from a result, elementwise, another one may be that is called the same."""
         return [np.full(x.shape, 2 * one) for x, one in zip(floats, self.allowed(False), strict=True)]
@@ -92,29 +100,55 @@ class Standard(ABC):
 
         The weights are None where no leaf is one, and where its elements do not determine them.
         """
-        whole, every = self.best.floats, list(range(len(self.best.floats)))
+        every = list(range(len(self.best.floats)))
         if self.given is not None:
             return np.array([self.given[list(rows)].sum() for rows in self.units()]), every
-        for leaves in [every, *([i] for i in sorted(every, key=lambda i: -whole[i].size))]:
-            c = self._solved(whole, leaves, self.wide is not None)
-            if c is None or abs(c.sum() - 1) > SAME:
-                continue
+        for c, leaves in self._proposed(every):
             near = self._distances_from(c)
             means = [i for i in every if near[i] <= 1]
             if set(leaves) <= set(means):
                 return c, means
-        equal = np.full(len(self.units()), 1 / len(self.units()))
-        near = self._distances_from(equal)
-        means = [i for i in every if near[i] <= 1]
-        return (equal, means) if len(means) == len(every) else (None, [])
+        return None, []
+
+    def _proposed(self, every: list[int]) -> Iterator[tuple[np.ndarray, list[int]]]:
+        """Weights of the units that one batch may have, and the leaves that have to show them."""
+        whole, wide = self.best.floats, self.wide is not None
+        for leaves in [every, *([i] for i in sorted(every, key=lambda i: -whole[i].size))]:
+            c = self._solved(whole, leaves, wide)
+            if c is not None and abs(c.sum() - 1) <= SAME:
+                yield c, leaves
+        for counts in self.counts():
+            if counts.min() >= 0 and counts.any():
+                c = np.array([counts[list(rows)].sum() for rows in self.units()]) / counts.sum()
+                yield c, every
+        c = self._solved(whole, every, wide, elsewhere=True)
+        if c is not None and abs(c.sum() - 1) <= SAME:
+            yield c, every
+
+    def counts(self) -> Iterator[np.ndarray]:
+        """What the examples may weigh in one batch."""
+        yield np.ones(self.examples)
+
+    @cached_property
+    def excluded(self) -> bool:
+        """Whether one batch is no combination of its examples, whatever they weigh."""
+        every = range(len(self.best.floats))
+        if self.combination[0] is not None:
+            return len(self.combination[1]) < len(every)
+        floats, terms, _ = self._system(self.best.floats, every, self.wide is not None, elsewhere=True)
+        matrix, target = self._scaled(floats, terms, every, self.wide is not None)
+        coefficients = np.linalg.lstsq(matrix.T, target, rcond=None)[0]
+        return bool(np.linalg.norm(coefficients @ matrix - target) > (2 + np.abs(coefficients).sum()) * len(every))
 
     @property
     def weights(self) -> np.ndarray | None:
         return self.combination[0]
 
-    def fitted(self, result: Result, wide: bool) -> np.ndarray | None:
+    def fitted(self, result: Result, split: Split, wide: bool) -> np.ndarray | None:
         """The weights of the units in a division's result, by least squares over the leaves that are means."""
-        return self._solved(result.floats, self.combination[1], wide)
+        leaves = self.combination[1]
+        x = self._solved(result.floats, leaves, wide)
+        return self._solved(result.floats, leaves, wide, split=split, elsewhere=True) if x is None else x
 
     def _distances_from(self, weights: np.ndarray) -> np.ndarray:
         used = [(a, x.floats) for a, x in zip(weights, self.columns(), strict=True) if x is not None]
@@ -124,7 +158,7 @@ class Standard(ABC):
     @cached_property
     def likely(self) -> np.ndarray | None:
         """The weights, or where rounding leaves them open the nearest ones: for what proves itself in any case."""
-        if self.given is not None:
+        if self.weights is not None:
             return self.weights
         return self._solved(self.best.floats, range(len(self.best.floats)), self.wide is not None, certain=0)
 
@@ -137,16 +171,40 @@ class Standard(ABC):
         parts = totals[:, None] * self.likely
         return [float(x) for x in totals[np.abs(parts - np.round(parts)).max(axis=1) < 0.02][:3]]
 
-    def _solved(self, floats: Floats, leaves: Sequence[int], wide: bool, certain: float = CERTAIN) -> np.ndarray | None:
+    def _solved(
+        self,
+        floats: Floats,
+        leaves: Sequence[int],
+        wide: bool,
+        certain: float = CERTAIN,
+        split: Split = WHOLE,
+        elsewhere: bool = False,
+    ) -> np.ndarray | None:
         """The combination of the units that is nearest to a result; None where rounding leaves it open."""
-        columns = dict(enumerate(self.columns()))
-        shown = {i: x.floats for i, x in columns.items() if x is not None and any(np.any(x.floats[j]) for j in leaves)}
-        solved = self.nearest(floats, list(shown.values()), wide, leaves, certain)
+        together, terms, shown = self._system(floats, leaves, wide, split, elsewhere)
+        solved = self.nearest(together, terms, wide, leaves, certain)
         if solved is None:
             return None
-        weights = np.zeros(len(columns))
-        weights[list(shown)] = solved
+        weights = np.zeros(len(self.units()))
+        weights[shown] = solved
         return weights
+
+    def _system(
+        self, floats: Floats, leaves: Sequence[int], wide: bool, split: Split = WHOLE, elsewhere: bool = False
+    ) -> tuple[Floats, Sequence[Floats], list[int]]:
+        """A result, and what the units give that show in it; at other parameters as well, where that is asked for."""
+        columns = dict(enumerate(self.columns()))
+        shown = {i: x.floats for i, x in columns.items() if x is not None and any(np.any(x.floats[j]) for j in leaves)}
+        points: list[tuple[Floats, list[Floats]]] = [(floats, list(shown.values()))]
+        needed = self.overdetermined * len(shown) / max(sum(floats[j].size for j in leaves), 1)
+        for seed in range(min(int(np.ceil(needed)), POINTS) if elsewhere and needed > 1 else 0):
+            made = self.elsewhere(seed, split, None, wide)
+            parts = [self.elsewhere(seed, WHOLE, self.units()[i], self.wide is not None) for i in shown]
+            if made is not None and None not in parts:
+                points.append((made.floats, [x.floats for x in parts if x is not None]))
+        together = [np.stack(x) for x in zip(*(result for result, _ in points), strict=True)]
+        terms = [[np.stack(x) for x in zip(*term, strict=True)] for term in zip(*(x for _, x in points), strict=True)]
+        return together, terms, list(shown)
 
     def nearest(
         self,
@@ -157,18 +215,23 @@ class Standard(ABC):
         certain: float = CERTAIN,
     ) -> np.ndarray | None:
         """The coefficients of least squares that make a result of terms; None where rounding leaves them open."""
-        leaves, allowed = range(len(floats)) if leaves is None else leaves, self.allowed(wide)
-        scales = {j: 1 / (allowed[j] * np.sqrt(max(floats[j].size, 1))) for j in leaves if allowed[j] > 0}
-        if not terms or not scales:
-            return None
-        matrix = np.stack([np.concatenate([x[j].ravel() * a for j, a in scales.items()]) for x in terms])
-        target = np.concatenate([floats[j].ravel() * a for j, a in scales.items()])
+        leaves = range(len(floats)) if leaves is None else leaves
+        matrix, target = self._scaled(floats, terms, leaves, wide)
         equations = int(np.count_nonzero(np.any(matrix != 0, axis=0)))
-        if equations < self.overdetermined * len(terms):
+        if not matrix.size or equations < self.overdetermined * len(terms):
             return None
         if np.linalg.svd(matrix, compute_uv=False)[-1] < certain * np.sqrt(len(leaves)):
             return None
         return np.linalg.lstsq(matrix.T, target, rcond=None)[0]
+
+    def _scaled(
+        self, floats: Floats, terms: Sequence[Floats], leaves: Sequence[int], wide: bool
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Terms as rows, and a result, in units of what rounding allows to each leaf."""
+        allowed = self.allowed(wide)
+        scales = {j: 1 / (allowed[j] * np.sqrt(max(floats[j].size, 1))) for j in leaves if allowed[j] > 0}
+        rows = [np.concatenate([np.zeros(0), *(x[j].ravel() * a for j, a in scales.items())]) for x in (floats, *terms)]
+        return np.stack(rows[1:]) if terms else np.zeros((0, len(rows[0]))), rows[0]
 
 
 def rms(x: np.ndarray) -> float:

@@ -1,0 +1,95 @@
+"""Steps of few parameters, whose gradients do not determine what each example weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gradcombine.verify import Cause, check_step
+
+Batch = dict[str, np.ndarray]
+Step = Callable[[np.ndarray, Batch], Any]
+
+
+def parts(batch: Batch, k: int) -> list[Batch]:
+    size = -(-len(batch["x"]) // k)
+    return [{name: rows[i : i + size] for name, rows in batch.items()} for i in range(0, len(batch["x"]), size)]
+
+
+def taken(batch: Batch, rows: Any) -> Batch:
+    return {name: values[rows] for name, values in batch.items()}
+
+
+def gradient(w: np.ndarray, batch: Batch) -> np.ndarray:
+    """Of the mean square of the errors of the real examples."""
+    off = (batch["x"] @ w - batch["y"]) * batch["real"]
+    return 2 * (batch["x"].T @ off) / max(batch["real"].sum(), 1)
+
+
+def weighted(w: np.ndarray, batch: Batch, k: int, one: Step = gradient) -> np.ndarray:
+    divided = parts(batch, k)
+    return sum(one(w, x) * x["real"].sum() for x in divided) / batch["real"].sum()
+
+
+def normalized(w: np.ndarray, batch: Batch) -> np.ndarray:
+    x = (batch["x"] - batch["x"].mean(0)) / (batch["x"].std(0) + batch["x"].dtype.type(1e-3))
+    return gradient(w, batch | {"x": x})
+
+
+def clipped(w: np.ndarray, batch: Batch) -> np.ndarray:
+    made = gradient(w, batch)
+    return made * min(1, 0.1 / max(np.linalg.norm(made), 1e-30))
+
+
+STEPS: dict[str, tuple[Callable[[int], Step], Cause | None]] = {
+    "right": (lambda k: lambda w, b: weighted(w, b, k), None),
+    "mean of means": (
+        lambda k: lambda w, b: sum(gradient(w, x) for x in parts(b, k)) / w.dtype.type(k),
+        Cause.MEAN_OF_MEANS,
+    ),
+    "sum": (lambda k: lambda w, b: weighted(w, b, k) * w.dtype.type(k), Cause.SUM),
+    "last is lost": (
+        lambda k: lambda w, b: gradient(w, b if k == 1 else taken(b, np.s_[:-1])),
+        Cause.LOST,
+    ),
+    "first counts twice": (
+        lambda k: lambda w, b: gradient(w, b if k == 1 else taken(b, np.r_[0, np.arange(len(b["x"]))])),
+        Cause.DOUBLED,
+    ),
+    "decay": (lambda k: lambda w, b: weighted(w, b, k) + w * w.dtype.type(0.01 * (k - 1)), Cause.ADDED),
+    "statistics": (lambda k: lambda w, b: weighted(w, b, k, normalized), Cause.STATISTICS),
+    "clipped": (lambda k: lambda w, b: weighted(w, b, k, clipped), Cause.CHANGED_BEFORE),
+}
+
+
+# One number that is clipped has no direction to tell it by.
+@pytest.mark.parametrize(("name", "params"), [(x, p) for x in STEPS for p in (1, 5) if (x, p) != ("clipped", 1)])
+def test_causes_of_steps_with_fewer_parameters_than_examples(name: str, params: int) -> None:
+    make_step, cause = STEPS[name]
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.normal(size=(12, params)).astype(np.float32),
+        "y": rng.normal(size=12).astype(np.float32),
+        "real": np.float32([0, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 1]),
+    }
+    report = check_step(make_step, rng.normal(size=params).astype(np.float32), batch, microbatches=(2, 4))
+    assert [fault.cause for fault in report.faults] == ([] if cause is None else [cause]), report
+
+
+def test_what_its_elements_leave_open_is_not_called_statistics() -> None:
+    """One number, and weights that stand nowhere in the batch: a mean of means looks like statistics of a batch."""
+    rng = np.random.default_rng(1)
+    batch = {"x": rng.normal(size=(8, 1)).astype(np.float32), "y": rng.normal(size=8).astype(np.float32)}
+
+    def make_step(k: int) -> Step:
+        def one(w: np.ndarray, x: Batch) -> np.ndarray:
+            weights = np.exp(x["y"])
+            return 2 * (x["x"].T @ ((x["x"] @ w - x["y"]) * weights)) / weights.sum()
+
+        return lambda w, b: sum(one(w, x) for x in parts(b, k)) / w.dtype.type(k)
+
+    report = check_step(make_step, np.ones(1, np.float32), batch, microbatches=(4,))
+    assert [fault.cause for fault in report.faults] == [Cause.UNEXPLAINED], report
