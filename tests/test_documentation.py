@@ -18,7 +18,7 @@ PAGES = (
     "docs/reliability.md",
     "docs/replicated.md",
 )
-PROGRAMS = ("docs/state_files.md",)
+PROGRAMS = ("docs/audit.md", "docs/plan.md", "docs/state_files.md", "docs/verification.md")
 """Pages whose listings go on with what the ones before them made."""
 
 
