@@ -7,7 +7,7 @@ import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, TypedDict, TypeVar
 
 import numpy as np
 import typer
@@ -35,6 +35,7 @@ from gradcombine.verify.mapping import Rules, read_rules
 from gradcombine.verify.origin import explain
 from gradcombine.verify.plan import plan_named
 from gradcombine.verify.plan import report as plan_report
+from gradcombine.verify.recurrent import says_gradients
 from gradcombine.verify.report import Section, show
 from gradcombine.verify.suite import findings, places
 
@@ -93,6 +94,14 @@ def diff_command(
     roundings: Annotated[
         float | None, typer.Option(help="How many roundings in a row that noise is of; by default estimated.", min=1)
     ] = None,
+    gradients: Annotated[
+        bool | None,
+        typer.Option(
+            "--gradients/--values",
+            help="What the dumps hold, where two biases of one side are one of the other: values add up, gradients do "
+            "not. By default told by names (grads.pt, gradients/...), and by biases that differ.",
+        ),
+    ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.", metavar="FILE")] = None,
 ) -> None:
@@ -120,19 +129,23 @@ def diff_command(
                 raise GradCombineError("diff", expected, "one")
             passes = _diffed_logs((a, b), chosen, json, html)
         else:
-            passes = _diffed((a, b), allowed, chosen, reference, roundings, json, html)
+            if gradients is None and any(says_gradients(Path(path).name) for path in (a, b)):
+                gradients = True
+            asked = _Asked(allowed=allowed, rules=chosen, roundings=roundings, gradients=gradients)
+            passes = _diffed((a, b), asked, reference, json, html)
     raise typer.Exit(0 if passes else 1)
 
 
-def _diffed(
-    paths: tuple[str, str],
-    allowed: Allowed,
-    rules: Rules,
-    reference: str | None,
-    roundings: float | None,
-    json: Path | None,
-    html: Path | None,
-) -> bool:
+class _Asked(TypedDict):
+    """What `diff` and `diff_steps` are both asked with."""
+
+    allowed: Allowed
+    rules: Rules
+    roundings: float | None
+    gradients: bool | None
+
+
+def _diffed(paths: tuple[str, str], asked: _Asked, reference: str | None, json: Path | None, html: Path | None) -> bool:
     columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     several = is_steps(paths[0]) and is_steps(paths[1])
     errors = Console(stderr=True)
@@ -143,13 +156,11 @@ def _diffed(
             bar.update(task, description=name[-40:], completed=done, total=total)
 
         if several:
-            report = diff_steps(
-                *paths, allowed=allowed, rules=rules, reference=reference, roundings=roundings, progress=progress
-            )
+            report = diff_steps(*paths, **asked, reference=reference, progress=progress)
         else:
             third = None if reference is None else open_dump(reference)
             dumps = open_dump(paths[0]), open_dump(paths[1])
-            report = diff(*dumps, allowed=allowed, rules=rules, reference=third, roundings=roundings, progress=progress)
+            report = diff(*dumps, **asked, reference=third, progress=progress)
     verdict, sections = diff_report.verdict(report), diff_report.sections(report)
     _tell(paths, verdict, report.passes, sections, diff_report.as_json(report), json, html)
     return report.passes

@@ -12,10 +12,10 @@ import numpy as np
 from gradcombine.errors import GradCombineError, require_path
 from gradcombine.verify.comparison import LeafDifference, Meter, badness
 from gradcombine.verify.dumps import Dump, Entry, detect, open_dump
-from gradcombine.verify.layouts import common
-from gradcombine.verify.mapping import NO_RULES, Pair, Rules, canonical, conventional, match
+from gradcombine.verify.layouts import common, flipped, transposed_convolution
+from gradcombine.verify.mapping import NO_RULES, Matching, Pair, Rules, conventional, match
 from gradcombine.verify.reference import Errors, Judgement, errors, judge, unfit
-from gradcombine.verify.similarity import ALIKE, Axes, closest
+from gradcombine.verify.similarity import ALIKE, closest
 from gradcombine.verify.ulp import comparable
 
 
@@ -51,15 +51,21 @@ class Row(NamedTuple):
 
     @property
     def transposed(self) -> bool:
-        """Whether the second leaf is like the first only with its axes in another order, though the shapes agree.
+        """Whether the leaves are alike only with their axes in another order than shapes and names say.
 
-        A kernel that is transposed by mistake looks like that; if it is meant, a rule can say so, or the names do: a
-        ``weight`` of PyTorch has the axes of a ``kernel`` of flax or Keras in another order.
+        A kernel that is transposed by mistake looks like that, or one that should have been; if it is meant, a rule can
+        say so, or the names do: a ``weight`` of PyTorch has the axes of a ``kernel`` of flax or Keras in another order.
         """
-        axes, shape = self.pair.axes, self.difference.shape
-        if axes is None or self.pair.reason == "rule" or conventional(self.pair):
+        (_, _, axes, reason, reversed_along), shape = self.pair, self.difference.shape
+        if reason == "rule" or reason.startswith("gates") or reversed_along:
             return False
-        return tuple(shape[i] for i in axes) == shape
+        if not conventional(self.pair):
+            return axes is not None and tuple(shape[i] for i in axes) == shape
+        if len(shape) == 2:
+            return axes is None and shape[0] > 1 and self.difference.cosine >= ALIKE
+        way = transposed_convolution(self.pair, len(shape))
+        # One of a convolution over each channel is not flipped.
+        return way is not None and axes == way[0] and 1 not in shape
 
 
 class LeftOut(NamedTuple):
@@ -103,6 +109,7 @@ def diff(
     rules: Rules = NO_RULES,
     reference: Dump | None = None,
     roundings: float | None = None,
+    gradients: bool | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> DiffReport:
     """Compares two dumps leaf by leaf; only leaves that may be transposed are loaded whole, others in pieces.
@@ -115,6 +122,9 @@ def diff(
         Then a leaf passes if both sides are within their rounding noise, whatever is allowed; one that the reference
         lacks is left out.
       roundings: how many in a row the noise is that of; None to estimate.
+      gradients: whether the dumps hold gradients, not values: of two biases that are one on the other side each has the
+        gradient of that one, and their values add up to its. None to tell by the names (``gradients/...``), and by
+        biases that differ; where neither tells, these are left out.
       progress: called before each leaf, and after the last, with its name, the elements so far and all elements.
 
     Raises:
@@ -129,9 +139,19 @@ def diff(
     >>> report.passes, report.rows[0].pair.axes
     (True, (1, 0))
     """
-    a, b = common(a, b, canonical, lambda name: rules.find(name) is not None or rules.ignores(name))
+    ruled = {found[1] for found in map(rules.find, a) if found is not None}
+
+    def fixed(name: str) -> bool:
+        return name in ruled or rules.find(name) is not None or rules.ignores(name)
+
+    named_as_b = reference is not None and sum(name in b for name in reference) > sum(name in a for name in reference)
+    if reference is not None:  # laid out as the side that it is named as
+        sides = (a, reference) if named_as_b else (reference, b)
+        first, second, _ = common(*sides, fixed, gradients)
+        reference = second if named_as_b else first
+    a, b, known = common(a, b, fixed, gradients)
     everything = sum(entry.size for entry in a.values())
-    matching = match(a, b, rules, lambda name: progress(f"matching {name}", 0, everything))
+    matching = _with_flipped(a, b, match(a, b, rules, lambda name: progress(f"matching {name}", 0, everything), known))
     total, done = sum(a[pair.a].size for pair in matching.pairs), 0
     rows: list[Row] = []
     left_out: list[LeftOut] = []
@@ -142,6 +162,8 @@ def diff(
             left_out.append(LeftOut(_name(pair), reason))
         else:
             difference = _measured(a[pair.a], b[pair.b], pair)
+            if difference.cosine < ALIKE and (turned := flipped(a, b, pair)) is not None:
+                pair, difference = turned, _measured(a[pair.a], b[pair.b], turned)
             rows.append(Row(pair, difference, allowed.passes(difference)))
             done += a[pair.a].size
     progress("", done, total)
@@ -152,10 +174,23 @@ def diff(
     for side, dump, names in (("A", a, matching.only_a), ("B", b, matching.only_b)):
         left_out += [LeftOut(name, f"{side}: {dump[name].unread}") for name in names if dump[name].unread]
     if reference is not None:
-        rows, unjudged = _judged(rows, a, b, reference, roundings)
+        rows, unjudged = _judged(rows, a, b, reference, roundings, named_as_b)
         left_out += unjudged
     rows.sort(key=lambda row: (row.passes, *badness(row.difference)))
     return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows))
+
+
+def _with_flipped(a: Dump, b: Dump, matching: Matching) -> Matching:
+    """With the transposed convolutions among the leaves that are left."""
+    pairs, rest = list(matching.pairs), dict.fromkeys(matching.only_b)
+    for x in matching.only_a:
+        found = (flipped(a, b, Pair(x, y, None, "values")) for y in rest if sorted(a[x].shape) == sorted(b[y].shape))
+        pair = next(filter(None, found), None)
+        if pair is not None:
+            pairs.append(pair)
+            rest.pop(pair.b)
+    taken = {pair.a for pair in pairs}
+    return Matching(tuple(pairs), tuple(x for x in matching.only_a if x not in taken), tuple(rest))
 
 
 def _mixed_up(a: Dump, b: Dump, rows: list[Row]) -> tuple[tuple[str, str], ...]:
@@ -179,18 +214,21 @@ def _incomparable(a: Entry, b: Entry) -> str:
 
 def _measured(a: Entry, b: Entry, pair: Pair) -> LeafDifference:
     meter = Meter(_name(pair), a.shape, a.dtype, b.dtype)
-    for left, right in _in_step(_pieces(a), _pieces(b, pair.axes)):
+    for left, right in _in_step(_pieces(a), _pieces(b, pair)):
         meter.add(left, right)
     return meter.result()
 
 
-def _pieces(entry: Entry, *orders: Axes | None) -> Iterator[np.ndarray]:
-    """The elements of a leaf with its axes in one order after another; only one that is transposed is loaded whole."""
-    if not any(orders):
+def _pieces(entry: Entry, *pairs: Pair) -> Iterator[np.ndarray]:
+    """The elements of the second leaf of a pair as the first has them, by one pair after another.
+
+    Only one that is transposed is loaded whole.
+    """
+    if not any(pair.axes for pair in pairs):
         return entry.pieces()
     whole = entry.whole()
-    for axes in filter(None, orders):
-        whole = whole.transpose(axes)
+    for pair in pairs:
+        whole = np.flip(whole, pair.flipped).transpose(pair.axes or range(whole.ndim))
     return iter([whole.reshape(-1)])
 
 
@@ -207,10 +245,9 @@ def _in_step(*sides: Iterator[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
 
 
 def _judged(
-    rows: list[Row], a: Dump, b: Dump, reference: Dump, roundings: float | None
+    rows: list[Row], a: Dump, b: Dump, reference: Dump, roundings: float | None, named_as_b: bool
 ) -> tuple[list[Row], list[LeftOut]]:
     """The rows with their judgements; those without are left out. The reference is named as one of the sides is."""
-    named_as_b = sum(row.pair.b in reference for row in rows) > sum(row.pair.a in reference for row in rows)
     base = {row.pair.b: b[row.pair.b] for row in rows} if named_as_b else {row.pair.a: a[row.pair.a] for row in rows}
     found = {pair.a: pair for pair in match(base, reference).pairs}
     measured: dict[str, Errors] = {}
@@ -227,10 +264,10 @@ def _judged(
             left_out.append(LeftOut(name, f"reference of {exact.dtype}: {problem}"))
             continue
         # Of a reference that is named as B is, the axes are brought into the order of B, then into that of A.
-        orders = (pair.axes, row.pair.axes) if named_as_b else (pair.axes,)
+        ways = (pair, row.pair) if named_as_b else (pair,)
 
-        def pieces(row: Row = row, exact: Entry = exact, orders: tuple[Axes | None, ...] = orders) -> Iterator[Any]:
-            return _in_step(_pieces(a[row.pair.a]), _pieces(b[row.pair.b], row.pair.axes), _pieces(exact, *orders))
+        def pieces(row: Row = row, exact: Entry = exact, ways: tuple[Pair, ...] = ways) -> Iterator[Any]:
+            return _in_step(_pieces(a[row.pair.a]), _pieces(b[row.pair.b], row.pair), _pieces(exact, *ways))
 
         measured[name] = errors(name, (left.dtype, right.dtype), pieces)
     judgements = {each.name: each for each in judge(list(measured.values()), roundings)}
@@ -282,13 +319,14 @@ def diff_steps(
     rules: Rules = NO_RULES,
     reference: str | Path | None = None,
     roundings: float | None = None,
+    gradients: bool | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> StepReport:
     """Compares two directories of dumps, step by step, by the last number in the dumps' names.
 
     Args:
       a, b: directories of files such as ``step_00003.npz``.
-      allowed, rules, roundings: as for `diff`.
+      allowed, rules, roundings, gradients: as for `diff`.
       reference: a directory of the same steps in float64.
       progress: called before each step, and after the last.
 
@@ -306,7 +344,9 @@ def diff_steps(
         if exact is not None and step in exact:
             third = open_dump(exact[step])
         dumps = open_dump(left[step]), open_dump(right[step])
-        reports[step] = diff(*dumps, allowed=allowed, rules=rules, reference=third, roundings=roundings)
+        reports[step] = diff(
+            *dumps, allowed=allowed, rules=rules, reference=third, roundings=roundings, gradients=gradients
+        )
     progress("", len(both), len(both))
     only_a, only_b = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
     nameless = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]

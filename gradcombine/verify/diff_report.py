@@ -72,6 +72,7 @@ def as_json(report: DiffReport | StepReport) -> dict[str, Any]:
         "mixed_up": [list(each) for each in report.mixed_up],
         "leaves": [
             {"a": row.pair.a, "b": row.pair.b, "matched_by": row.pair.reason, "axes": row.pair.axes}
+            | ({"flipped": row.pair.flipped} if row.pair.flipped else {})
             | {"passes": row.passes}
             | ({} if row.judgement is None else {"judgement": _judgement(row.judgement)})
             | {key: _plain(value) for key, value in row.difference._asdict().items() if key != "name"}
@@ -98,7 +99,8 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         ),
         Section(
             "Leaves that are alike only in another order of axes, though their shapes agree",
-            "A kernel that was transposed by mistake looks like that. If it is meant, a rule can say so (transpose).",
+            "A kernel that was transposed by mistake looks like that, or one that should have been, or a transposed "
+            "convolution of flax that should have been flipped. If it is meant, a rule can say so (transpose).",
             columns=("leaf", "axes of B"),
             rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.transposed],
         ),
@@ -155,7 +157,12 @@ def _cells(row: Row) -> Cells:
     return Cells(
         (
             leaf.name,
-            ", ".join(filter(None, (reason, f"axes {_axes(row)}" if row.pair.axes else ""))),
+            ", ".join(
+                filter(
+                    None,
+                    (reason, f"axes {_axes(row)}" if row.pair.axes else "", "flipped" if row.pair.flipped else ""),
+                )
+            ),
             " x ".join(map(str, leaf.shape)) or "scalar",
             leaf.dtypes[0] if leaf.same_dtype else " | ".join(leaf.dtypes),
             *(
@@ -198,7 +205,7 @@ def _sides(report: DiffReport | StepReport) -> tuple[tuple[str, tuple[Any, ...]]
 
 
 def _axes(row: Row) -> str:
-    return ", ".join(map(str, row.pair.axes or ()))
+    return ", ".join(map(str, row.pair.axes or range(len(row.difference.shape))))
 
 
 def _judgement(judgement: Judgement) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""One parameter in two shapes: attention that one framework packs and another splits; heads as an axis, or in another.
+"""One parameter in two shapes: what one framework packs and another splits; heads as an axis, or in another.
 
 PyTorch's MultiheadAttention has one ``in_proj_weight`` of shape (3 d, d), flax and Keras have ``query/kernel``,
-``key/kernel`` and ``value/kernel`` of shape (d, heads, d / heads), and ``out/kernel`` of (heads, d / heads, d).
+``key/kernel`` and ``value/kernel`` of shape (d, heads, d / heads), and ``out/kernel`` of (heads, d / heads, d). Its
+transposed convolutions are those of flax with the kernel flipped.
 """
 
 from __future__ import annotations
@@ -15,27 +16,61 @@ import numpy as np
 
 from gradcombine.formats import Entry, from_array
 from gradcombine.verify.dumps import Dump
+from gradcombine.verify.mapping import Pair, canonical, conventional
+from gradcombine.verify.recurrent import gates
+from gradcombine.verify.similarity import ALIKE, MAX_SIZE, Axes, cosine
 
 _PACKED = re.compile(r"(.*?)(?:in_proj|qkv|qkv_proj|c_attn)[_./](weight|bias|kernel)")
 _PARTS = "qkv"
 
 
 def common(
-    a: Dump, b: Dump, canonical: Callable[[str], tuple[str, ...]], fixed: Callable[[str], bool]
-) -> tuple[Dump, Dump]:
-    """Both dumps, where one of them splits or merges what the other does not.
+    a: Dump, b: Dump, fixed: Callable[[str], bool], gradients: bool | None = None
+) -> tuple[Dump, Dump, tuple[Pair, ...]]:
+    """Both dumps, where one of them splits or merges what the other does not; and the pairs that are known by that.
 
     ``attn.in_proj_weight`` becomes ``attn.q_proj_weight``, ``attn.k_proj_weight`` and ``attn.v_proj_weight`` if the
     other dump packs nothing; and two axes side by side become one if only then the shape is that of the other's leaf of
-    this name, or of any leaf. Elements stay in their order.
+    this name, or of any leaf. Elements stay in their order. Recurrent cells become gates, if they are laid out
+    differently (`gradcombine.verify.recurrent`).
 
     Args:
       a, b: the dumps.
-      canonical: what tells which names are alike.
       fixed: whether a leaf stays as it is, for instance since a rule names it.
+      gradients: whether the dumps hold gradients; None if they themselves tell.
     """
-    a, b = _split(a, b, fixed), _split(b, a, fixed)
-    return _merged(a, b, canonical, fixed), _merged(b, a, canonical, fixed)
+    a, b, pairs = gates(a, b, fixed, gradients)
+    paired = {name for pair in pairs for name in pair[:2]}
+
+    def stays(name: str) -> bool:
+        return name in paired or fixed(name)
+
+    a, b = _split(a, b, stays), _split(b, a, stays)
+    return _merged(a, b, stays), _merged(b, a, stays), pairs
+
+
+def transposed_convolution(pair: Pair, axes: int) -> tuple[Axes, Axes] | None:
+    """How a transposed convolution of flax, (H, W, I, O), lies beside PyTorch's, (I, O, H, W): it is flipped besides.
+
+    Returns:
+      The order of the second leaf's axes that gives the first one, and its spatial axes; None if the names are not
+      those of the two frameworks.
+    """
+    if not 3 <= axes <= 5 or not conventional(pair):
+        return None
+    if "kernel" in pair.b:
+        return (axes - 2, axes - 1, *range(axes - 2)), tuple(range(axes - 2))
+    return (*range(2, axes), 0, 1), tuple(range(2, axes))
+
+
+def flipped(a: Dump, b: Dump, pair: Pair) -> Pair | None:
+    """The pair as a `transposed_convolution`; None if the leaves are not alike in that way."""
+    left, right = a[pair.a], b[pair.b]
+    way = transposed_convolution(pair, len(left.shape))
+    if way is None or tuple(right.shape[i] for i in way[0]) != left.shape or left.size > MAX_SIZE:
+        return None
+    alike = cosine(left.whole(), np.flip(right.whole(), way[1]).transpose(way[0])) >= ALIKE
+    return pair._replace(axes=way[0], flipped=way[1]) if alike else None
 
 
 def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
@@ -68,7 +103,7 @@ def _packed_axis(shape: tuple[int, ...]) -> int | None:
     return None
 
 
-def _merged(dump: Dump, other: Dump, canonical: Callable[[str], tuple[str, ...]], fixed: Callable[[str], bool]) -> Dump:
+def _merged(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
     times = Counter(map(canonical, other))
     named = {canonical(name): leaf.shape for name, leaf in other.items() if times[canonical(name)] == 1}
     sizes = {tuple(sorted(leaf.shape)) for leaf in other.values()}

@@ -152,14 +152,16 @@ class Pair(NamedTuple):
     Attributes:
       a, b: their names.
       axes: the order of b's axes that gives a; None if they are in a's order.
-      reason: what matched: ``"rule"`` (``"rule, axes by values"``), ``"name"``, ``"similar name"``, ``"shape"`` or
-        ``"values"``.
+      reason: what matched: ``"rule"`` (``"rule, axes by values"``), ``"gates"`` (`gradcombine.verify.recurrent`),
+        ``"name"``, ``"similar name"``, ``"shape"`` or ``"values"``.
+      flipped: the axes of b along which it is reversed.
     """
 
     a: str
     b: str
     axes: Axes | None
     reason: str
+    flipped: Axes = ()
 
 
 class Matching(NamedTuple):
@@ -170,7 +172,13 @@ class Matching(NamedTuple):
     only_b: tuple[str, ...]
 
 
-def match(a: Dump, b: Dump, rules: Rules = NO_RULES, reading: Callable[[str], None] = lambda name: None) -> Matching:
+def match(
+    a: Dump,
+    b: Dump,
+    rules: Rules = NO_RULES,
+    reading: Callable[[str], None] = lambda name: None,
+    known: Iterable[Pair] = (),
+) -> Matching:
     """Pairs the leaves of two dumps.
 
     In this order, each for the leaves that are left: the rules; equal names; names that differ only in their
@@ -182,6 +190,7 @@ def match(a: Dump, b: Dump, rules: Rules = NO_RULES, reading: Callable[[str], No
       a, b: the dumps.
       rules: which leaf is which, as far as it is known.
       reading: called with the name of each leaf before its values are read.
+      known: pairs that need not be found.
 
     Raises:
       GradCombineError: for a rule that names a leaf that is not there, or of another shape.
@@ -194,6 +203,8 @@ def match(a: Dump, b: Dump, rules: Rules = NO_RULES, reading: Callable[[str], No
         rest_a.pop(left)
         rest_b.pop(right)
 
+    for each in known:
+        pair(each.a, each.b, each.reason, each.axes)
     for name in list(rest_a):
         ruled = rules.find(name)
         if ruled is None:

@@ -64,14 +64,15 @@ def align(a: Entry, b: Entry) -> Alignment:
     left, right = a.whole(), b.whole()
     options: list[Alignment] = []
     for order in orders(a.shape, b.shape):
-        options.append(Alignment(order, _cosine(left, right if order is None else right.transpose(order))))
+        options.append(Alignment(order, cosine(left, right if order is None else right.transpose(order))))
         if order is None and options[0].cosine >= CERTAIN:
             break
     # The first of equals.
     return max(options, key=lambda option: option.cosine)
 
 
-def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Of the angle between two arrays, where both are finite; 1 if both are 0, and 0 if one is."""
     x, y = (side.astype(np.float64 if side.dtype.kind != "c" else np.complex128).reshape(-1) for side in (a, b))
     finite = np.isfinite(x) & np.isfinite(y)
     x, y = x[finite], y[finite]

@@ -46,6 +46,60 @@ def test_what_both_pack_stays_packed(tmp_path: Path) -> None:
     assert diff(dump({"in_proj_weight": np.ones((5, 8))}), dump({"w": np.ones((8, 5))}), rules=Rules()).passes
 
 
+GATED = RNG.normal(size=(4, 6, 6))
+BIASES = RNG.normal(size=(2, 4, 6))
+
+
+def flax_cell(order: str = "ifgo", **biases: Any) -> dict[str, Any]:
+    """An LSTM whose input is as long as its state, gate by gate; the gates of PyTorch's blocks in some order."""
+    kernels = {f"cell/{side}{gate}/kernel": w.T for side in "ih" for gate, w in zip(order, GATED, strict=True)}
+    return kernels | {f"cell/h{gate}/bias": bias for gate, bias in zip(order, BIASES.sum(0), strict=True)} | biases
+
+
+TORCH_CELL = {
+    **{f"rnn.weight_{side}h_l0": GATED.reshape(24, 6) for side in "ih"},
+    **{f"rnn.bias_{side}h_l0": bias.reshape(24) for side, bias in zip("ih", BIASES, strict=True)},
+}
+
+
+def test_gates_are_compared_by_their_names() -> None:
+    """A swapped one is not taken for the other, though the values would say so; nor a kernel that is not transposed."""
+    report = diff(dump(TORCH_CELL), dump(flax_cell()))
+    assert report.passes and len(report.rows) == 12
+    found = {row.pair.a: row.pair.b for row in report.rows}
+    assert found["rnn.weight_hh_l0[g]"] == "cell/hg/kernel"
+    assert found["rnn.bias_ih_l0[o] + rnn.bias_hh_l0[o]"] == "cell/ho/bias"
+    swapped = diff(dump(flax_cell("figo")), dump(TORCH_CELL))
+    assert sum(row.passes for row in swapped.rows) == 6
+    assert ("cell/hi/bias", "rnn.bias_ih_l0[f] + rnn.bias_hh_l0[f]") in swapped.mixed_up
+    straight = flax_cell(**{f"cell/h{gate}/kernel": w for gate, w in zip("ifgo", GATED, strict=True)})
+    assert sum(not row.passes for row in diff(dump(TORCH_CELL), dump(straight)).rows) == 4
+    assert not diff(dump(TORCH_CELL), dump(flax_cell()), gradients=True).passes
+    gradients = flax_cell(**{f"cell/h{gate}/bias": b for gate, b in zip("ifgo", BIASES[0], strict=True)})
+    each = TORCH_CELL | {"rnn.bias_hh_l0": TORCH_CELL["rnn.bias_ih_l0"]}
+    assert len(diff(dump(each), dump(gradients), gradients=True).rows) == 16
+    assert diff(dump(each), dump(gradients), gradients=True).passes
+    undecided = diff(dump(each), dump(gradients))
+    assert not undecided.passes and len(undecided.left_out) == 4
+    assert diff(dump(TORCH_CELL), dump(TORCH_CELL)).elements == sum(x.size for x in TORCH_CELL.values())
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 3, 2), (3, 3, 3, 3), (5, 2, 4)], ids=str)
+def test_a_transposed_convolution_of_flax_is_flipped(sizes: tuple[int, ...]) -> None:
+    """By name or by values; one that is not flipped passes with a note, and a flipped plain convolution does not."""
+    kernel = RNG.normal(size=sizes)
+    axes = tuple(range(len(sizes) - 2))
+    weight = np.moveaxis(np.flip(kernel, axes), (-2, -1), (0, 1))
+    for name in ("up/kernel", "params/ConvTranspose_0/kernel"):
+        (row,) = diff(dump({"up.weight": weight}), dump({name: kernel})).rows
+        assert row.passes and row.pair.flipped == axes and not row.transposed
+        assert diff(dump({name: kernel}), dump({"up.weight": weight})).passes
+    (row,) = diff(dump({"up.weight": weight}), dump({"up/kernel": np.flip(kernel, axes)})).rows
+    assert row.passes and row.transposed
+    plain = np.moveaxis(np.flip(kernel, axes), (-1, -2), (0, 1))
+    assert not diff(dump({"up.weight": plain}), dump({"up/kernel": kernel})).passes
+
+
 def test_a_transposed_kernel_has_no_heads() -> None:
     """Axes become one only where nothing else fits."""
     x = RNG.normal(size=(4, 2, 8))
@@ -88,6 +142,8 @@ def test_a_weight_is_a_kernel_transposed(names: tuple[str, str], noted: bool) ->
     x = RNG.normal(size=(5, 5))
     (row,) = diff(dump({names[0]: x}), dump({names[1]: x.T})).rows
     assert row.passes and row.transposed is noted
+    (row,) = diff(dump({names[0]: x}), dump({names[1]: x})).rows
+    assert row.passes and row.transposed is not noted
 
 
 def test_swapped_names_are_said(tmp_path: Path) -> None:
