@@ -31,7 +31,8 @@ class JaxBackend:
     def split(self, node: Any) -> Split | None:
         one_level = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
         entries, definition = one_level
-        if jax.tree_util.treedef_is_leaf(definition):
+        # A node without children, as a module of static fields is, counts as one node too.
+        if jax.tree_util.treedef_is_leaf(definition) and definition.num_leaves:
             return None
         keys = tuple(jax.tree_util.keystr(path) for path, _ in entries)
         return Split(keys, tuple(child for _, child in entries), definition.unflatten, definition)

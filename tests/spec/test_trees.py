@@ -291,3 +291,14 @@ def _saved_and_loaded(state: Any, convert: Any) -> Any:
     file.seek(0)
     loaded = np.load(file)
     return tree.unflatten(structure, [None if x is None else convert(loaded[str(i)]) for i, x in enumerate(leaves)])
+
+
+@needs_jax
+def test_a_node_without_children_is_no_leaf() -> None:
+    """As modules of static fields alone are."""
+    import equinox as eqx
+
+    nodes = [eqx.nn.Identity(), np.float32(1)]
+    leaves, structure = tree.flatten("test", nodes)
+    assert leaves == [1]
+    assert isinstance(tree.unflatten(structure, leaves)[0], eqx.nn.Identity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -25,6 +25,8 @@ class Case(NamedTuple):
       own: the same in its own precision.
       wide: whether the result is in float64.
       terms: of the loss, if they are known.
+      leaves: those that a hypothesis has to account for; None: all.
+      rest: which part of the difference it may leave over, beside rounding.
     """
 
     split: Split
@@ -32,6 +34,12 @@ class Case(NamedTuple):
     own: Result
     wide: bool
     terms: Terms | None = None
+    leaves: tuple[int, ...] | None = None
+    rest: float = 2.0**-20
+
+    def among(self, leaves: Iterable[int]) -> list[int]:
+        """Those of the leaves that are to be accounted for."""
+        return [i for i in leaves if self.leaves is None or i in self.leaves]
 
 
 def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
@@ -65,7 +73,7 @@ def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def accounts_for(
-    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Sequence[int] | None = None
+    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Iterable[int] | None = None
 ) -> bool:
     """Whether a prediction is within rounding of the result, and much nearer to it than one batch is.
 
@@ -73,10 +81,11 @@ def accounts_for(
       terms: how many results it is made of, by the sum of their coefficients.
       leaves: those that it is about; None: all.
     """
-    chosen = np.arange(len(predicted)) if leaves is None else np.array(leaves, np.intp)
+    chosen = np.array(case.among(range(len(predicted)) if leaves is None else leaves), np.intp)
     near = standard.shares(case.result.floats, predicted, case.wide, 2 + terms)[chosen]
     far = standard.shares(case.result.floats, standard.best.floats, case.wide, 2 + terms)[chosen]
-    return bool(near.max(initial=0) <= 1 and far.max(initial=0) >= 4 * near.max(initial=0) and far.max(initial=0) > 1)
+    nearest, furthest = near.max(initial=0), far.max(initial=0)
+    return bool(nearest <= max(1, case.rest * furthest) and furthest >= 4 * nearest and furthest > 1)
 
 
 def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]:

@@ -89,7 +89,8 @@ def narrow(samples: Sequence[tuple[Standard, Case]]) -> Iterator[Answer]:
             continue
         looked_at = [x for x in found if x is not None]
         for text, combine in _ways(standard, pieces):
-            predicted = [combine(x.parts) for x in looked_at]
+            with np.errstate(over="ignore"):
+                predicted = [combine(x.parts) for x in looked_at]
             pairs = [x.agreeing(y) for x, y in zip(looked_at, predicted, strict=True)]
             hits, telling = sum(x for x, _ in pairs), sum(x for _, x in pairs)
             if telling >= TELLING and hits >= 0.99 * telling:

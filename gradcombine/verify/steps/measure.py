@@ -59,7 +59,8 @@ class StepStandard(Standard):
         # A leaf that is 0 in exact arithmetic, as the bias of an attention's keys, has no other noise than its own.
         self.noise = np.where(sizes > 2.0**-40 * sizes.max(initial=0), exact, own)
         if subject.returns_params:
-            stored = np.array([self.unit * rms(x) for _, x in subject.param_leaves])
+            stored = np.zeros_like(self.noise)
+            stored[: len(subject.param_leaves)] = [self.unit * rms(x) for _, x in subject.param_leaves]
             self.noise, exact = self.noise + stored, exact + stored
         largest = np.array([rms(x) for x in self._largest()])
         sums = gamma(2 * min(subject.examples, EACH) + 5, self.unit) * largest
@@ -117,7 +118,9 @@ class StepStandard(Standard):
         yield from super().counts()
         for leaf in self.subject.arrays():
             each = leaf.reshape(self.examples, -1)
-            yield np.count_nonzero(each, axis=1).astype(np.float64)
+            # The first word of a sequence is not predicted, and the last predicts nothing.
+            for counted in (each, each[:, 1:], each[:, :-1]):
+                yield np.count_nonzero(counted, axis=1).astype(np.float64)
             if leaf.dtype.kind in "fiub":
                 yield each.sum(axis=1, dtype=np.float64)
 
@@ -134,6 +137,15 @@ class StepStandard(Standard):
         return self._elsewhere_made[key]
 
     @cached_property
+    def with_its_constants(self) -> list[np.ndarray] | None:
+        """One batch in float64 with the constants of the step's own precision; None where that cannot be had."""
+        step = precision.with_constants(self.subject, min(self.own.dtypes, key=rounding_unit))
+        try:
+            return None if step is None else list(self.subject.wide(WHOLE, self.subject.batch, step=step).floats)
+        except (NotWide, NotFiniteError):
+            return None
+
+    @cached_property
     def depends_on_places(self) -> bool:
         """Whether one batch of the same examples in reverse gives something else."""
         n, subject = self.subject.examples, self.subject
@@ -148,9 +160,13 @@ class StepStandard(Standard):
             move by little, its result moves by too much, or not at all.
         """
         subject = self.subject
-        wide = subject.wide(split, batch)
         scales = 2.0**-44, 2.0**-24, 2.0**-6
-        moved = [subject.wide(split, batch, noise=perturbation(0, scale, 2.0**-6)) for scale in scales]
+        zero = 0.0 if any(np.any(x) for _, x in subject.param_leaves) else 2.0**-6
+        try:
+            wide = subject.wide(split, batch)
+            moved = [subject.wide(split, batch, noise=perturbation(0, scale, zero)) for scale in scales]
+        except NotFiniteError as error:
+            raise NotWide(f"{error.path} is not finite there, or where the parameters are a little different") from None
         rounding = 2**6 * UNIT64 * max(rms(x) for x in wide.floats)
         for i, name in enumerate(subject.names):
             distances = [rms(x.floats[i] - wide.floats[i]) for x in moved]

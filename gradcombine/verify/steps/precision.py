@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine.types import Tree
-from gradcombine.verify.steps.running import WHOLE, Subject
+from gradcombine.verify.steps.running import WHOLE, Step, Subject
 from gradcombine.verify.ulp import rounding_unit
 
 
@@ -36,6 +37,40 @@ def read(subject: Subject) -> Program:
             except Exception:  # a step of another framework, or one that cannot be traced
                 continue
     return Program()
+
+
+def with_constants(subject: Subject, dtype: np.dtype) -> Step | None:
+    """The step on one batch in float64, its constants rounded to what they are in its own precision.
+
+    ``1 - 0.999`` is another number in float32, by the rounding of 0.999. None where JAX is not there to trace it.
+    """
+    jax, step = sys.modules.get("jax"), subject.step(WHOLE)
+    if jax is None or subject.framework not in ("jax", "numpy"):
+        return None
+    core = import_module("jax.extend.core")
+
+    def rounded(value: Any) -> Any:
+        wide = getattr(value, "dtype", None) == np.float64 or isinstance(value, float)
+        return np.asarray(value).astype(dtype).astype(np.float64) if wide else value
+
+    def of(node: Any) -> Any:
+        if type(node) in (tuple, list):
+            return type(node)(map(of, node))
+        if isinstance(node, core.Literal):
+            return core.Literal(rounded(node.val), node.aval)
+        if isinstance(node, core.ClosedJaxpr):
+            return node.replace(jaxpr=of(node.jaxpr), consts=[rounded(x) for x in node.consts])
+        if not hasattr(node, "eqns"):
+            return node
+        inner = [x.replace(invars=of(x.invars), params={k: of(v) for k, v in x.params.items()}) for x in node.eqns]
+        return node.replace(eqns=inner)
+
+    def made(params: Tree, batch: Tree) -> Tree:
+        program, shapes = jax.make_jaxpr(step, return_shape=True)(params, batch)
+        results = jax.jit(core.jaxpr_as_fun(of(program)))(*jax.tree.leaves((params, batch)))
+        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+    return made
 
 
 def _in_jax(step: Any, params: Tree, batch: Tree) -> Program:

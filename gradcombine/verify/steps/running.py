@@ -6,12 +6,13 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.registry import dtype_of, is_absent, owner
+from gradcombine.backends.registry import dtype_of, is_absent, loaded, owner
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.ulp import kind_of, rounding_unit
@@ -73,7 +74,7 @@ class Subject:
 
     def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns_params: bool) -> None:
         self._make, self.returns_params = make_step, returns_params
-        self._params, self._params_structure = tree.flatten(OPERATION, params)
+        self._params, self._params_structure = flattened(params)
         self.batch = batch
         self.examples = examples(batch)
         self.names: tuple[str, ...] = ()
@@ -94,7 +95,7 @@ class Subject:
     @property
     def framework(self) -> str:
         """Whose arrays enter."""
-        backends = [owner(x) for x in [*self._params, *tree.flatten(OPERATION, self.batch)[0]] if x is not None]
+        backends = [owner(x) for x in [*self._params, *flattened(self.batch)[0]] if x is not None]
         return next((x.name for x in backends if x is not None and x.name != "numpy"), "numpy")
 
     @property
@@ -127,6 +128,7 @@ class Subject:
         noise: Callable[[np.ndarray], np.ndarray] | None = None,
         batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
         start: Sequence[np.ndarray] | None = None,
+        step: Step | None = None,
     ) -> Result:
         """What the step gives.
 
@@ -137,8 +139,9 @@ class Subject:
           noise, batch_noise: what changes the float parameters, and the floats of the batch.
           start: float64 parameters to take in place of the subject's own, one a float leaf; the result is still the
             distance from these.
+          step: another one, in its place.
         """
-        made, before = self._called(self.step(split), batch, wide, noise, batch_noise, start)
+        made, before = self._called(step or self.step(split), batch, wide, noise, batch_noise, start)
         result = self._result(made, before)
         narrow = next((x for x in result.dtypes if rounding_unit(x) > rounding_unit(np.dtype(np.float64))), None)
         if wide and narrow is not None:
@@ -147,8 +150,8 @@ class Subject:
 
     def of(self, function: Step, batch: Tree, wide: bool) -> list[np.ndarray]:
         """The float leaves that another function of parameters and batch gives, in float64."""
-        leaves = tree.flatten(OPERATION, self._called(function, batch, wide)[0], is_leaf=_is_sparse)[0]
-        arrays = [_array(x) for x in leaves if not is_absent(x)]
+        leaves = flattened(self._called(function, batch, wide)[0])[0]
+        arrays = [_array(x) for x in leaves if _is_there(x)]
         return [as_floats(x) for x in arrays if _is_float_dtype(x.dtype)]
 
     def _called(
@@ -169,7 +172,7 @@ class Subject:
             for context in _wide_contexts() if wide else ():
                 stack.enter_context(context)
             arguments = [_copied(x, wide, noise) for x in entered]
-            leaves, structure = tree.flatten(OPERATION, batch)
+            leaves, structure = flattened(batch)
             rows = tree.unflatten(structure, [_copied(x, wide, batch_noise) for x in leaves])
             before = [_array(x) for x in arguments if _is_float(x)]
             return function(tree.unflatten(self._params_structure, arguments), rows), before
@@ -203,16 +206,16 @@ class Subject:
 
     def rows(self, rows: Sequence[int]) -> Tree:
         """A batch of these examples."""
-        leaves, structure = tree.flatten(OPERATION, self.batch)
+        leaves, structure = flattened(self.batch)
         return tree.unflatten(structure, [_taken(x, np.array(rows, np.int32)) for x in leaves])
 
     def arrays(self) -> list[np.ndarray]:
         """The leaves of the batch that have a row for each example."""
-        return [_array(x) for x in tree.flatten(OPERATION, self.batch)[0] if not is_absent(x) and _shape(x)]
+        return [_array(x) for x in flattened(self.batch)[0] if _is_there(x) and _shape(x)]
 
     def with_row_of(self, row: int, other: int) -> Iterator[Tree]:
         """The batch, one leaf after the other with another example's values in a row."""
-        leaves, structure = tree.flatten(OPERATION, self.batch)
+        leaves, structure = flattened(self.batch)
         rows = np.arange(self.examples, dtype=np.int32)
         rows[row] = other
         for i, leaf in enumerate(leaves):
@@ -220,13 +223,13 @@ class Subject:
 
     def zeros(self) -> Tree:
         """A batch of as many examples, all of them zeros: what padding is made of."""
-        leaves, structure = tree.flatten(OPERATION, self.batch)
+        leaves, structure = flattened(self.batch)
         return tree.unflatten(structure, [as_kind(np.zeros_like(_array(x)), x) if _shape(x) else x for x in leaves])
 
     def _result(self, made: Tree, before: Sequence[np.ndarray]) -> Result:
-        leaves, structure = tree.flatten(OPERATION, made, is_leaf=_is_sparse)
-        self._compare(structure)
-        present = [(i, _array(x)) for i, x in enumerate(leaves) if not is_absent(x)]
+        leaves, structure = flattened(made)
+        self._compare(made, structure)
+        present = [(i, _array(x)) for i, x in enumerate(leaves) if _is_there(x)]
         floats = [(i, x) for i, x in present if _is_float_dtype(x.dtype)]
         if not floats:
             raise GradCombineError(OPERATION, "a step that returns float arrays", f"{len(leaves)} leaves, none of them")
@@ -234,18 +237,25 @@ class Subject:
         self.names = tuple(paths[i] or "(root)" for i, _ in floats)
         wide = [widened(x) for _, x in floats]
         if self.returns_params:
-            if [x.shape for x in wide] != [x.shape for x in before]:
+            new, others = wide[: len(before)], wide[len(before) :]
+            if [x.shape for x in new] != [x.shape for x in before]:
                 raise GradCombineError(OPERATION, "new parameters of the shapes of the old", "others")
-            wide = [x - widened(y) for x, y in zip(wide, before, strict=True)]
+            wide = [x - widened(y) for x, y in zip(new, before, strict=True)] + others
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
         others = tuple(x for _, x in present if not _is_float_dtype(x.dtype))
         return Result(tuple(map(as_floats, wide)), others, tuple(x.dtype for _, x in floats))
 
-    def _compare(self, structure: tree.Structure) -> None:
-        if self.returns_params and structure != self._params_structure:
-            raise tree.difference(OPERATION, self._params_structure, structure)
+    def _compare(self, made: Tree, structure: tree.Structure) -> None:
+        """Refuses another structure than that of the parameters, with metrics after them or not, and of other runs."""
+        if self.returns_params:
+            expected, count = self._params_structure, len(self._params_structure.children)
+            starts = [made]
+            if type(made) is tuple and made:
+                starts += [made[0], made[:count]]
+            if all(flattened(x)[1] != expected for x in starts):
+                raise tree.difference(OPERATION, expected, structure)
         if self._structure is None:
             self._structure = structure
         elif structure != self._structure:
@@ -259,12 +269,17 @@ class NotFiniteError(GradCombineError):
         super().__init__(OPERATION, "a step whose result is finite", "NaN or infinity", path)
 
 
+def flattened(value: Tree) -> tuple[list[Any], tree.Structure]:
+    """The leaves of a tree, rows of TensorFlow and what is no array (names, functions) among them; its structure."""
+    return tree.flatten(OPERATION, value, is_leaf=lambda node: _is_sparse(node) or _is_static(node))
+
+
 def examples(batch: Tree) -> int:
     """How many examples a batch has: the length of the first axis, which all leaves but scalars share."""
-    leaves, structure = tree.flatten(OPERATION, batch)
+    leaves, structure = flattened(batch)
     found: tuple[str, int] | None = None
     for path, leaf in zip(structure.paths(), leaves, strict=True):
-        shape = () if is_absent(leaf) else _shape(leaf)
+        shape = _shape(leaf) if _is_there(leaf) else ()
         if not shape:
             continue
         if found and shape[0] != found[1]:
@@ -290,12 +305,16 @@ def as_kind(array: np.ndarray, like: Any) -> Any:
 
 
 def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndarray], np.ndarray]:
-    """What changes each element by up to ``unit`` of itself, at random; of ``zero``, where it is 0."""
+    """What changes each element by up to ``unit`` of itself, at random; by up to so much of ``zero``, where it is 0.
+
+    No sign changes: states hold squares, and roots are taken of them.
+    """
     rng = np.random.default_rng(seed)
 
     def changed(x: np.ndarray) -> np.ndarray:
         wide = widened(x)
-        return (wide + unit * rng.uniform(-1, 1, x.shape) * np.where(wide == 0, zero, wide)).astype(x.dtype)
+        moves = unit * rng.uniform(-1, 1, x.shape)
+        return np.where(wide == 0, zero * np.abs(moves), wide + moves * wide).astype(x.dtype)
 
     return changed
 
@@ -307,7 +326,7 @@ def _wide_contexts() -> list[AbstractContextManager[Any]]:
 
 def _copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
     """An array that a step may donate, wide or changed where asked."""
-    if is_absent(x) or not _is_array(x):
+    if not _is_there(x) or not _is_array(x):
         return x
     array = _array(x)
     if not _is_float_dtype(array.dtype):
@@ -327,7 +346,7 @@ def _is_key(x: Any) -> bool:
 
 
 def _is_float(x: Any) -> bool:
-    return not is_absent(x) and _is_array(x) and _is_float_dtype(dtype_of(x))
+    return _is_there(x) and _is_array(x) and _is_float_dtype(dtype_of(x))
 
 
 def _is_float_dtype(dtype: np.dtype) -> bool:
@@ -351,6 +370,18 @@ def _is_sparse(x: Any) -> bool:
     return tf is not None and isinstance(x, tf.IndexedSlices)
 
 
+def _is_static(x: Any) -> bool:
+    """Whether a node is no array and holds none: a name, a type or a function, which enters steps as it is."""
+    if isinstance(x, (str, bytes, type, Enum)):
+        return True
+    return callable(x) and owner(x) is None and all(backend.split(x) is None for backend in loaded())
+
+
+def _is_there(x: Any) -> bool:
+    """Whether a leaf is an array or a number."""
+    return not _is_static(x) and not is_absent(x)
+
+
 def _array(x: Any) -> np.ndarray:
     if _is_sparse(x):
         x = sys.modules["tensorflow"].convert_to_tensor(x)
@@ -364,7 +395,7 @@ def _shape(x: Any) -> tuple[int, ...]:
 
 
 def _taken(x: Any, rows: np.ndarray) -> Any:
-    if is_absent(x) or not _shape(x):
+    if not _is_there(x) or not _shape(x):
         return x
     return x[rows] if _is_key(x) else as_kind(_array(x)[rows], x)
 

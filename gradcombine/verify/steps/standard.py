@@ -144,9 +144,11 @@ class Standard(ABC):
     def weights(self) -> np.ndarray | None:
         return self.combination[0]
 
-    def fitted(self, result: Result, split: Split, wide: bool) -> np.ndarray | None:
-        """The weights of the units in a division's result, by least squares over the leaves that are means."""
-        leaves = self.combination[1]
+    def fitted(
+        self, result: Result, split: Split, wide: bool, leaves: Sequence[int] | None = None
+    ) -> np.ndarray | None:
+        """The weights of the units in a division's result, by least squares over leaves; None: all that are means."""
+        leaves = self.combination[1] if leaves is None else leaves
         x = self._solved(result.floats, leaves, wide)
         return self._solved(result.floats, leaves, wide, split=split, elsewhere=True) if x is None else x
 

@@ -1,0 +1,194 @@
+"""Steps as people write them: metrics beside gradients, optimizers and their states, modules, names in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradcombine.verify import Cause, check_step
+from tests.verify.steps import by_hand, defects
+
+PARAMS, BATCH = by_hand.params(), by_hand.batch()
+
+
+def norm(grads: Any) -> Any:
+    return np.sqrt(sum((x * x).sum() for x in grads))
+
+
+def with_metrics(make: Any, sums: Any, k: int) -> Any:
+    """The loss is right, whatever the gradients are."""
+
+    def step(p: Any, batch: Any) -> Any:
+        grads = make(sums, k)(p, batch)
+        return grads, {"loss": p[0].sum()}
+
+    return step
+
+
+def clipped(make: Any, sums: Any, k: int) -> Any:
+    """The mean is clipped: no combination of what single examples give."""
+
+    def step(p: Any, batch: Any) -> Any:
+        grads = make(sums, k)(p, batch)
+        size = norm(grads)
+        return [x * (x.dtype.type(0.01) / size) for x in grads]
+
+    return step
+
+
+def rms_prop(make: Any, sums: Any, k: int, decay: float = 0.5) -> Any:
+    """New parameters and squares, and metrics after them; ``1 - decay`` and the decay are exact in float32, or not."""
+
+    def step(state: Any, batch: Any) -> Any:
+        p, squares = state
+        grads = make(sums, k)(p, batch)
+        kept = p[0].dtype.type(decay)
+        squares = [kept * s + (1 - kept) * g * g for s, g in zip(squares, grads, strict=True)]
+        made = [
+            x - g / np.sqrt(s / (1 - kept) + g.dtype.type(1)) / 8 for x, g, s in zip(p, grads, squares, strict=True)
+        ]
+        return made, squares, {"norm": norm(grads)}
+
+    return step
+
+
+def normalized(sums: Any, k: int) -> Any:
+    """Each microbatch by its own statistics, which are averaged over time as well."""
+    del sums
+
+    def step(p: Any, batch: Any) -> Any:
+        total, running = 0.0, p["mean"]
+        for part in defects.pieces(batch, k):
+            x = part["tokens"].astype(p["w"].dtype)
+            x = (x - x.mean(0)) / (x.std(0) + 1)
+            total = total + x.T @ (x @ p["w"] - 1) / len(x)
+            running = running / 2 + x.mean() * p["mean"]
+        return {"w": p["w"] - total / k, "mean": running}
+
+    return step
+
+
+def relabelled(sums: Any, k: int) -> Any:
+    """A batch that says what it is, and how it is to be scaled."""
+
+    def step(p: Any, batch: Any) -> Any:
+        assert batch["task"] == "words"
+        rows = {name: x for name, x in batch.items() if name in BATCH}
+        return [batch["scale"](x) for x in defects.right(sums, k)(p, rows)]
+
+    return step
+
+
+def squares() -> Any:
+    return [np.zeros_like(x) for x in PARAMS]
+
+
+FOUR, NEW = {"microbatches": (4,)}, {"returns": "params"}
+WRITTEN: dict[str, tuple[Any, Any, Any, dict[str, Any], Cause | None, str]] = {
+    "metrics": (partial(with_metrics, defects.right), PARAMS, BATCH, {}, None, ""),
+    "a sum and a right loss": (
+        partial(with_metrics, defects.sum_of_means), PARAMS, BATCH, {}, Cause.SUM, "in 3 of 4 leaves",
+    ),
+    "clipped": (partial(clipped, defects.right), PARAMS, BATCH, {}, None, ""),
+    "clipped mean of means": (
+        partial(clipped, defects.mean_of_means), PARAMS, BATCH, FOUR, Cause.MEAN_OF_MEANS, "of 158 rows",
+    ),
+    "clipped and lost": (
+        partial(clipped, defects.only_the_last), PARAMS, BATCH, FOUR, Cause.LOST, "examples 0, 1, 2, 3, 4, 5",
+    ),
+    "squares and metrics": (partial(rms_prop, defects.right), (PARAMS, squares()), BATCH, NEW, None, ""),
+    "squares of means of means": (
+        partial(rms_prop, defects.mean_of_means), (PARAMS, squares()), BATCH, NEW | FOUR, Cause.MEAN_OF_MEANS, "",
+    ),
+    "statistics that are kept": (
+        normalized, {"w": PARAMS[1][:1].repeat(6, 0), "mean": np.ones(3, np.float32)}, BATCH, NEW, Cause.STATISTICS,
+        "seen in ['w'], not in all",
+    ),
+    "a name and a function": (relabelled, PARAMS, BATCH | {"task": "words", "scale": np.negative}, {}, None, ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_people_return_and_pass(name: str) -> None:
+    make, params, batch, options, cause, detail = WRITTEN[name]
+    report = check_step(partial(make, by_hand.sums), params, batch, **options)
+    assert report.cause is cause, str(report)
+    assert all(run.accuracy is not None for run in report.runs)
+    assert cause is None or detail in report.faults[0].detail, str(report)
+
+
+def test_a_wrong_division_is_named_before_constants_that_float32_has_not() -> None:
+    """1 - 0.9999 is further from float64 than rounding noise: NumPy's programs cannot be read."""
+    make = partial(rms_prop, defects.mean_of_means, by_hand.sums, decay=0.9999)
+    report = check_step(make, (PARAMS, squares()), BATCH, returns="params", microbatches=(4,))
+    assert [fault.cause for fault in report.faults] == [Cause.MEAN_OF_MEANS, Cause.INACCURATE], str(report)
+
+
+X = {"x": np.random.default_rng(0).normal(size=(8, 5)).astype(np.float32)}
+
+
+def adam(k: int) -> Any:
+    tx = optax.adam(0.1)
+
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean(jnp.tanh(x @ p["w"]) ** 2)
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        p, s = state
+        made = [jax.value_and_grad(loss)(p, x) for x in jnp.split(batch["x"], k)]
+        value, grads = jax.tree.map(lambda *x: sum(x) / k, *made)
+        updates, s = tx.update(grads, s)
+        return (optax.apply_updates(p, updates), s), {"loss": value}
+
+    return step
+
+
+def module(k: int) -> Any:
+    @eqx.filter_jit
+    def step(model: Any, batch: Any) -> Any:
+        def loss(model: Any, x: Any) -> Any:
+            return jnp.mean(jax.vmap(model)(x) ** 2)
+
+        made = [eqx.filter_grad(loss)(model, x) for x in jnp.split(batch["x"], k)]
+        return jax.tree.map(lambda *x: sum(x) / k, *made)
+
+    return step
+
+
+def of_adam() -> Any:
+    p = {"w": np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)}
+    return p, optax.adam(0.1).init(p)
+
+
+def of_modules() -> Any:
+    one, other = jax.random.split(jax.random.key(0))
+    layers = [
+        eqx.nn.Linear(5, 4, key=one),
+        eqx.nn.Lambda(jax.nn.relu),
+        eqx.nn.Identity(),
+        eqx.nn.Linear(4, 2, key=other),
+    ]
+    return eqx.nn.Sequential(layers)
+
+
+@pytest.mark.parametrize(
+    ("make", "params", "returns"),
+    [
+        (adam, of_adam, "params"),
+        pytest.param(module, of_modules, "gradients", marks=pytest.mark.full),
+    ],
+)
+def test_optimizers_and_modules_are_not_accused(make: Any, params: Callable[[], Any], returns: Any) -> None:
+    with jax.numpy_dtype_promotion("standard"):
+        report = check_step(make, params(), X, returns=returns, microbatches=(2,))
+    assert report.passes, str(report)
+    assert all(run.accuracy is not None for run in report.runs), str(report)
