@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import json
 import multiprocessing
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 from examples.survive_faults import supervise
 from gradcombine import GradCombineError, ledger, statefile
 from gradcombine.statefile import container
-from tests.faults import training
+from tests.faults import anew, bad_replicas, training
 from tests.faults.training import Engine, Run, Unbroken
 from tests.faults.verdict import Outcome, examine
 from tests.multi_process.tensorflow_cluster import free_addresses
@@ -50,6 +51,8 @@ class Fault(NamedTuple):
       rank: of the process that it strikes.
       after: at how many places that process passes it strikes.
       draw: a number from 0 to 1: where to cut, how far to jump.
+
+    The kinds of `bad_replicas` are of a replica that goes on, and computes the wrong thing.
     """
 
     kind: str
@@ -59,7 +62,7 @@ class Fault(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One run: the first number of processes, the numbers after each start, and a fault of each start.
+    """One run: the first number of processes, the numbers after each start, a fault of each start, and a policy.
 
     With ``live`` all faults strike the first start, those of one process only the first of them; the others go on.
     """
@@ -68,6 +71,7 @@ class Plan(NamedTuple):
     sizes: tuple[int, ...]
     faults: tuple[Fault, ...]
     live: bool = False
+    policy: str = ""
 
 
 def draw_plan(rng: random.Random) -> Plan:
@@ -78,20 +82,42 @@ def draw_plan(rng: random.Random) -> Plan:
         sizes.append(rng.choice((sizes[-1], rng.randint(1, 4))))
     # Two processes pass 11 places in each window; one that is never reached is no fault.
     faults = [
-        Fault(rng.choice(KINDS), rng.randrange(size), rng.randint(0, 48 // size), rng.random()) for size in sizes[:-1]
+        Fault(rng.choice((*KINDS, *bad_replicas.KINDS)), rng.randrange(size), rng.randint(0, 48 // size), rng.random())
+        for size in sizes[:-1]
     ]
-    return Plan(rng.choice(("exact", "exact", "tree")), tuple(sizes), tuple(faults))
+    scheme = rng.choice(("exact", "exact", "tree"))
+    # One process alone has nobody to be compared with.
+    alone = {"shape": "nan", "stale": "nan", "doubled": "nan", "flipped": "nan"}
+    faults = [
+        x._replace(kind=alone.get(x.kind, x.kind)) if size == 1 else x
+        for x, size in zip(faults, sizes[:-1], strict=True)
+    ]
+    if any(fault.kind in bad_replicas.KINDS for fault in faults):
+        return Plan("exact", tuple(sizes), tuple(faults), policy=rng.choice(bad_replicas.POLICIES))
+    return Plan(scheme, tuple(sizes), tuple(faults))
 
 
 def draw_live(rng: random.Random, plan: Plan) -> Plan:
     """The same faults, where processes go on without those that are lost; these come back, unless they are resized."""
     size = max(2, plan.sizes[0])
-    faults = tuple(fault._replace(rank=rng.randrange(size), after=fault.after // 2) for fault in plan.faults)
-    return plan._replace(scheme="exact", sizes=(size,) * len(plan.sizes), faults=faults, live=True)
+    faults = tuple(
+        fault._replace(
+            kind="kill" if fault.kind in bad_replicas.KINDS else fault.kind,
+            rank=rng.randrange(size),
+            after=fault.after // 2,
+        )
+        for fault in plan.faults
+    )
+    return Plan("exact", (size,) * len(plan.sizes), faults, live=True)
 
 
 def run_plan(
-    plan: Plan, engine: Callable[[], Engine], expected: Unbroken, plant: str, patience: float, limit: float
+    plan: Plan,
+    engine: Callable[[], Engine],
+    unbroken: Callable[..., Unbroken],
+    plant: str,
+    patience: float,
+    limit: float,
 ) -> Outcome:
     """One run, in a folder of its own, from its start to its end, and what there is to say of it."""
     outcome, begun = Outcome(), time.monotonic()
@@ -103,7 +129,8 @@ def run_plan(
             outcome.late.append(str(error))
         except RefusedError:
             pass
-        examine(Path(name), expected, outcome, goes_on=plan.live)
+        expected = functools.partial(unbroken, plan.scheme, plan.policy)
+        examine(Path(name), expected, outcome, plan.policy, goes_on=plan.live)
     outcome.seconds = time.monotonic() - begun
     return outcome
 
@@ -131,7 +158,18 @@ class Place(NamedTuple):
         returns: int = 0,
     ) -> Any:
         """Starts one process. ``told``: how many places each has passed, then whether it waits for the others."""
-        run = Run(self.folder, plan.scheme, attempt, rank, len(addresses), self.plant, lambda place: None, returns)
+        run = Run(
+            self.folder,
+            plan.scheme,
+            attempt,
+            rank,
+            len(addresses),
+            self.plant,
+            lambda place: None,
+            [],
+            plan.policy,
+            returns,
+        )
         process = FORK.Process(target=work, args=(self.engine, run, plan.live, addresses, fault, told))
         process.start()
         self.outcome.starts += 1
@@ -241,7 +279,7 @@ def work(engine: Callable[[], Engine], run: Run, live: bool, addresses: Sequence
         told[run.rank] += 1
         told[run.size + run.rank] = 0
         if fault is not None and passed == fault.after:
-            strike(fault, run.folder)
+            strike(fault, run)
         told[run.size + run.rank] = place == "merge"
         passed += 1
 
@@ -254,7 +292,7 @@ def work(engine: Callable[[], Engine], run: Run, live: bool, addresses: Sequence
         else:
             lent = engine()
             lent.join(addresses, run.rank)
-            result = training.train(lent, run._replace(at=at))
+            result = anew.train(lent, run._replace(at=at))
             lent.wait_for_all()
         (run.folder / f"result-{name}").write_text(result)
         code = 0
@@ -268,10 +306,12 @@ def work(engine: Callable[[], Engine], run: Run, live: bool, addresses: Sequence
     os._exit(code)  # a regular exit would wait for the processes that are lost
 
 
-def strike(fault: Fault, folder: Path) -> None:
+def strike(fault: Fault, run: Run) -> None:
     """What happens to this process."""
     own = os.getpid()
-    if fault.kind in ("kill", "cut"):
+    if fault.kind in bad_replicas.KINDS:
+        run.bad.append(fault.kind)
+    elif fault.kind in ("kill", "cut"):
         os.kill(own, signal.SIGKILL)
     elif fault.kind == "stop":
         os.kill(own, signal.SIGSTOP)
@@ -287,7 +327,7 @@ def strike(fault: Fault, folder: Path) -> None:
     elif fault.kind == "clock":
         moved, real = (fault.draw - 0.5) * 1e9, time.time
         time.time = lambda: real() + moved
-        for file in folder.iterdir():
+        for file in run.folder.iterdir():
             os.utime(file, (real() + moved, real() + moved))
 
 
@@ -362,11 +402,14 @@ class Campaign(NamedTuple):
         kinds = Counter(fault.kind for plan in self.plans for fault in plan.faults)
         drawn = ", ".join(f"{kind} {count}" for kind, count in sorted(kinds.items()))
         again = sum(x.again for x in self.outcomes)
+        struck = Counter(f"{kind} ({policy})" for x in self.outcomes for kind, policy in x.bad)
+        bad = ", ".join(f"{how} {count}" for how, count in sorted(struck.items())) or "none"
         seconds = sorted(x.seconds for x in self.outcomes)
         return (
             f"{self.engine}: {len(self.outcomes)} runs, "
             + ", ".join(f"{name} {count}" for name, count in counted.items())
             + f"\n  faults drawn: {drawn}"
+            + f"\n  bad replicas found: {bad}"
             + f"\n  processes started {sum(x.starts for x in self.outcomes)}, microbatches computed again {again}"
             + f"\n  seconds a run: median {seconds[len(seconds) // 2]:.1f}, longest {seconds[-1]:.1f}"
         )
@@ -375,28 +418,32 @@ class Campaign(NamedTuple):
 def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit: float, patience: float) -> Campaign:
     """Draws and runs; a line for each run."""
     engine, campaign = engine_of(name), Campaign(name, [], [])
-    with FORK.Pool(1) as pool:  # this process must not start the framework
-        expected = {scheme: pool.apply(reference, (engine, scheme)) for scheme in training.SCHEMES}
+
+    @functools.cache
+    def unbroken(scheme: str, policy: str, skipped: frozenset[int]) -> Unbroken:
+        with FORK.Pool(1) as pool:  # this process must not start the framework
+            return pool.apply(reference, (engine, scheme, policy, skipped))
+
     for number in range(first, first + runs):
         plan = draw_plan(random.Random(f"{seed}.{number}"))
         if plant:  # a defect shows where processes start anew from what was saved
             faults = tuple(fault._replace(kind="kill") for fault in plan.faults)
-            plan = plan._replace(scheme="exact", faults=faults, live=False)
+            plan = Plan("exact", plan.sizes, faults)
         elif name == "jax" and number % 5 in (1, 3):
             plan = draw_live(random.Random(f"{seed}.{number}.live"), plan)
-        outcome = run_plan(plan, engine, expected[plan.scheme], plant, patience, limit)
+        outcome = run_plan(plan, engine, unbroken, plant, patience, limit)
         campaign.plans.append(plan)
         campaign.outcomes.append(outcome)
         faults = " ".join(f"{fault.kind}@{fault.rank}+{fault.after}" for fault in plan.faults)
         sizes = "-".join(map(str, plan.sizes))
         said = "; ".join(outcome.said) or "good"
-        how = "live" if plan.live else plan.scheme
+        how = "live" if plan.live else plan.policy or plan.scheme
         print(f"{name} {seed}.{number} {how} {sizes} {faults}: {outcome.seconds:.1f} s, {said}", flush=True)
     return campaign
 
 
-def reference(engine: Callable[[], Engine], scheme: str) -> Unbroken:
-    return training.alone(engine(), scheme)
+def reference(engine: Callable[[], Engine], *which: Any) -> Unbroken:
+    return training.alone(engine(), *which)
 
 
 def engine_of(name: str) -> Callable[[], Engine]:

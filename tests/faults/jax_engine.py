@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine import ledger
+from gradcombine import faults, ledger
 from tests.faults.training import Scheme
 
 
@@ -25,6 +25,49 @@ def gradient(params: Any, x: Any, y: Any) -> Any:
 @jax.jit
 def descend(params: Any, grads: Any) -> Any:
     return jax.tree.map(lambda p, g: p - jnp.float32(0.125) * g, params, grads)
+
+
+class Processes:
+    """A collective of processes, for arrays outside of compiled code.
+
+    Args:
+      devices: one of each, in the order of the processes.
+    """
+
+    def __init__(self, devices: Sequence[Any]) -> None:
+        self.ranks = [device.process_index for device in devices]
+        self._mesh = Mesh(np.array(devices), ("process",))
+
+    def size(self) -> int:
+        return len(self.ranks)
+
+    def rank(self) -> np.int32:
+        return np.int32(self.ranks.index(jax.process_index()))
+
+    def all_gather(self, arrays: Sequence[Any]) -> list[Any]:
+        arrays = [np.asarray(x) for x in arrays]
+        own = np.frombuffer(b"".join(x.tobytes() for x in arrays), np.uint8)
+        rows = jax.make_array_from_process_local_data(NamedSharding(self._mesh, P("process")), own[None])
+        everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(self._mesh, P()))
+        found = np.asarray(jax.block_until_ready(everywhere(rows)).addressable_data(0))
+        ends = np.cumsum([x.nbytes for x in arrays])[:-1]
+        parts = np.split(found, ends, axis=1)
+        return [np.ascontiguousarray(y).view(x.dtype).reshape(-1, *x.shape) for x, y in zip(arrays, parts, strict=True)]
+
+    def all_sum(self, arrays: Sequence[Any]) -> list[Any]:
+        return [x.sum(0, dtype=x.dtype) for x in self.all_gather(arrays)]
+
+    def all_max(self, arrays: Sequence[Any]) -> list[Any]:
+        return [x.max(0) for x in self.all_gather(arrays)]
+
+    def reduce_scatter_map(self, function: Callable[..., Any], summed: Sequence[Any], common: Sequence[Any]) -> Any:
+        return function(self.all_sum(summed), common)
+
+    def mark_varying(self, arrays: Sequence[Any]) -> list[Any]:
+        return list(arrays)
+
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+        return None
 
 
 class JaxEngine:
@@ -51,9 +94,12 @@ class JaxEngine:
             self._merges[key] = _merge(scheme, key, jax.devices())
         return self._merges[key](held)
 
+    def find(self, values: Any, window: Any, twins: Any) -> faults.Faults:
+        return faults.find(Processes(jax.devices()), values, window=window, twins=twins)
+
 
 def _merge(scheme: Scheme, assignment: Any, devices: Sequence[Any]) -> Callable[..., Any]:
-    mesh = jax.sharding.Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
+    mesh = Mesh(np.array(devices), ("data",), axis_types=(AxisType.Auto,))
     own = NamedSharding(mesh, P("data"))
 
     def merge(stacked: Any) -> Any:

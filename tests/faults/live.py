@@ -7,19 +7,17 @@ microbatches with it, so they are missing. One that comes back has none, and bri
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import ledger, statefile
 from gradcombine.reductions import Numbered
-from tests.faults.jax_engine import descend, gradient
+from tests.faults.jax_engine import Processes, descend, gradient
 from tests.faults.training import SCHEMES, WINDOWS, Log, Run, begin, bits, digest, is_finite, microbatch, on_host, saved
 
 GROUPS = 16
@@ -34,47 +32,15 @@ def join(addresses: Sequence[str], rank: int) -> None:
     )
 
 
-class Survivors:
-    """A collective of processes, for arrays outside of compiled code."""
+class Survivors(Processes):
+    """Those that live, in a group of their own."""
 
     def __init__(self, devices: Sequence[Any]) -> None:
         known = multihost_utils.live_devices.devices
         # The same on all of them; a process that has come back has another incarnation.
         group = sum(known[device] for device in devices) // GROUPS % GROUPS
-        self.ranks = sorted({device.process_index for device in devices})
-        self._devices = [[x for x in devices if x.process_index == rank][group] for rank in self.ranks]
-        self._mesh = Mesh(np.array(self._devices), ("process",))
-
-    def size(self) -> int:
-        return len(self._devices)
-
-    def rank(self) -> np.int32:
-        return np.int32(self.ranks.index(jax.process_index()))
-
-    def all_gather(self, arrays: Sequence[Any]) -> list[Any]:
-        arrays = [np.asarray(x) for x in arrays]
-        own = np.frombuffer(b"".join(x.tobytes() for x in arrays), np.uint8)
-        rows = jax.make_array_from_process_local_data(NamedSharding(self._mesh, P("process")), own[None])
-        everywhere = jax.jit(lambda x: x, out_shardings=NamedSharding(self._mesh, P()))
-        found = np.asarray(jax.block_until_ready(everywhere(rows)).addressable_data(0))
-        ends = np.cumsum([x.nbytes for x in arrays])[:-1]
-        parts = np.split(found, ends, axis=1)
-        return [np.ascontiguousarray(y).view(x.dtype).reshape(-1, *x.shape) for x, y in zip(arrays, parts, strict=True)]
-
-    def all_sum(self, arrays: Sequence[Any]) -> list[Any]:
-        return [x.sum(0, dtype=x.dtype) for x in self.all_gather(arrays)]
-
-    def all_max(self, arrays: Sequence[Any]) -> list[Any]:
-        return [x.max(0) for x in self.all_gather(arrays)]
-
-    def reduce_scatter_map(self, function: Callable[..., Any], summed: Sequence[Any], common: Sequence[Any]) -> Any:
-        return function(self.all_sum(summed), common)
-
-    def mark_varying(self, arrays: Sequence[Any]) -> list[Any]:
-        return list(arrays)
-
-    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
-        return None
+        ranks = sorted({device.process_index for device in devices})
+        super().__init__([[x for x in devices if x.process_index == rank][group] for rank in ranks])
 
 
 def train(run: Run) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine import ledger, tree
+from gradcombine import faults, ledger, tree
 from tests.faults.training import Scheme, on_host
 
 
@@ -56,6 +56,12 @@ class TensorFlowEngine:
             return ledger.merge_held(scheme.reduction, held, assignment, gc.tf_replicas(), scheme.order)
 
         return on_host(self._on_replicas(merge, [_tensors(state) for state in held]))
+
+    def find(self, values: Any, window: Any, twins: Any) -> faults.Faults:
+        def find(given: Any) -> Any:
+            return faults.find(gc.tf_replicas(), given[0], window=given[1], twins=given[2])
+
+        return on_host(self._on_replicas(find, _tensors((values, window, twins))))
 
     def _on_replicas(self, function: Callable[..., Any], value: Any) -> Any:
         local = self._strategy.experimental_local_results

@@ -5,15 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import ledger, reductions, statefile, tree
-from gradcombine.reductions import Numbered
+from gradcombine import faults, ledger, reductions, tree
 
 WINDOWS, MICROBATCHES, LOGICAL, WIDTH = 4, 8, 4, 17
 POISONED = 1
@@ -39,6 +38,10 @@ class Engine(Protocol):
 
     def merge(self, scheme: Scheme, held: Sequence[Any], assignment: ledger.Assignment) -> Any:
         """The window of all processes, on the host. ``held``: as many states on all of them."""
+        ...
+
+    def find(self, values: Any, window: Any, twins: Any) -> faults.Faults:
+        """`gradcombine.faults.find` over all processes."""
         ...
 
 
@@ -76,6 +79,8 @@ class Run(NamedTuple):
       rank, size: which process it is, of how many.
       plant: a defect, or nothing.
       at: called at each place where a fault may strike, with its name.
+      bad: what is wrong with this process, from now on.
+      policy: what is done about bad replicas; nothing where all are good.
       returns: how many processes were started one by one before this one, where the others go on.
     """
 
@@ -86,15 +91,21 @@ class Run(NamedTuple):
     size: int
     plant: str
     at: Callable[[str], None]
+    bad: list[str]
+    policy: str = ""
     returns: int = 0
 
 
-def microbatch(window: int, number: int) -> tuple[np.ndarray, np.ndarray, np.int32]:
-    """Examples, and how much they count; their gradients are of many scales, so that an order of additions shows."""
+def microbatch(window: int, number: int, policy: str = "") -> tuple[np.ndarray, np.ndarray, np.int32]:
+    """Examples, and how much they count; their gradients are of many scales, so that an order of additions shows.
+
+    Under a policy for bad replicas, all examples are numbers.
+    """
     rng = np.random.default_rng([window, number])
     x = (rng.normal(size=(4, WIDTH)) * 2.0 ** rng.integers(-6, 3)).astype(np.float32)
     y = np.sin(x).sum(1)
-    return x, np.full_like(y, np.nan) if (window, number) == (POISONED, 5) else y, weight(number)
+    is_poisoned = (window, number) == (POISONED, 5) and not policy
+    return x, np.full_like(y, np.nan) if is_poisoned else y, weight(number)
 
 
 def weight(number: int) -> np.int32:
@@ -131,99 +142,17 @@ def _mean(scheme: str, gradients: Sequence[Any], numbers: Sequence[int] = range(
     return gc.combine(mean, [gradients[number] for number in numbers], weights, order=SCHEMES[scheme].order)
 
 
-def alone(engine: Engine, scheme: str) -> Unbroken:
-    """The unbroken run: each window is one list."""
+def alone(engine: Engine, scheme: str, policy: str = "", skipped: Collection[int] = ()) -> Unbroken:
+    """The unbroken run: each window is one list. ``skipped``: the windows that are left out, by the policy."""
     params, gradients, updates = begin(), list[list[Any]](), list[bool]()
     for window in range(WINDOWS):
-        batches = [microbatch(window, number) for number in range(MICROBATCHES)]
+        batches = [microbatch(window, number, policy) for number in range(MICROBATCHES)]
         gradients.append([on_host(engine.gradient(params, x, y)) for x, y, _ in batches])
         combined = _mean(scheme, gradients[-1])
-        updates.append(is_finite(combined))
+        updates.append(is_finite(combined) and window not in skipped)
         if updates[-1]:
             params = on_host(engine.descend(params, combined))
     return Unbroken(scheme, gradients, updates, bits(params))
-
-
-def train(engine: Engine, run: Run) -> str:
-    """One of several processes, from what there is of the run to its end."""
-    scheme = SCHEMES[run.scheme]
-    reduction, like = scheme.reduction, begin()
-    acc = gc.accumulate(reduction, scheme.every, order=scheme.order)
-
-    def add(state: Any, value: Any, number: Any, weight: Any) -> Any:
-        return acc.update(Numbered(value, number), state, weight)
-
-    # Exact sums take seconds to compile, for a handful of microbatches; NumPy gives the same bits.
-    update = (
-        engine.compiled(add) if run.scheme == "tree" else lambda state, value, *rest: add(state, on_host(value), *rest)
-    )
-    folder, log = run.folder, Log(run)
-
-    def part(window: int, holder: int, state: Any) -> Any:
-        return statefile.save_part, folder, window, holder, reduction, state
-
-    index, params, parts, _ = statefile.recover(folder, reduction, like, start=like)
-    log.recovered(index, parts, acc)
-    engine.wait_for_all()  # what is written now would be read by those who come later
-    is_begun = saved(statefile.begin_window, folder, index, params)
-    while index < WINDOWS:
-        held, todo, assignment = shares(scheme, acc, parts, run)
-        for holder, numbers in todo.items():
-            for number in numbers:
-                run.at("compute")
-                log(computed=[index, number])
-                x, y, weight = microbatch(index, number)
-                gradients = engine.gradient(params, x, y)
-                held[holder] = on_host(update(held[holder], gradients, np.int32(number), weight))
-                run.at("save")
-                is_begun = is_begun or saved(statefile.begin_window, folder, index, params)
-                if not run.plant.startswith("saved-"):
-                    log.saved(index, held[holder], is_begun and saved(*part(index, holder, held[holder])))
-        run.at("merge")
-        if run.plant == "saved-at-end":
-            for holder, state in held.items():
-                saved(*part(index, holder, state))
-        padding = max(map(len, assignment)) - len(held)
-        merged = engine.merge(scheme, [*held.values(), *[acc.init(like)] * padding], assignment)
-        combined, account = acc.value(merged), ledger.read(merged)
-        seen = held[min(held)] if held and run.plant == "skip-not-agreed" else merged
-        is_kept = is_finite(acc.value(seen))
-        log(applied=index, missing=account.missing, doubled=account.doubled, bits=digest(combined), update=is_kept)
-        ledger.require_once(merged)
-        run.at("apply")
-        if is_kept:
-            params = on_host(engine.descend(params, combined))
-        index += 1
-        is_begun = saved(statefile.begin_window, folder, index, params)
-        run.at("begin")
-        parts = {}
-        if run.plant == "saved-after-update":
-            for holder, state in held.items():
-                saved(*part(index, holder, state))
-    return bits(params)
-
-
-def shares(scheme: Scheme, acc: Any, parts: dict[int, Any], run: Run) -> tuple[dict[int, Any], dict[int, Any], Any]:
-    """What this process holds by holder, what it has to do, and the assignment: the same on all processes."""
-    if scheme.name == "tree":
-        assignment = ledger.deal(range(LOGICAL), run.size)
-        mine = assignment[run.rank]
-        held = {logical: parts.get(logical, acc.init(begin())) for logical in mine}
-        blocks = {logical: range(logical * scheme.every, (logical + 1) * scheme.every) for logical in mine}
-        todo = {x: [n for n in blocks[x] if n not in ledger.read(held[x]).held] for x in mine}
-        return held, todo, assignment
-    # Whose file a process will replace, it holds: else what another one holds would be on no disk for a while.
-    groups = [[parts[holder] for holder in parts if holder % run.size == rank] for rank in range(run.size)]
-    has = [[n for part in group for n in ledger.read(part).held] for group in groups]
-    missing = sorted(set(range(MICROBATCHES)) - {n for numbers in has for n in numbers})
-    dealt = ledger.deal(missing, run.size, has)
-    if run.plant == "dealt-twice" and missing:
-        dealt = [sorted({*numbers, missing[0]}) for numbers in dealt]
-    state = acc.init(begin())
-    for part in groups[run.rank]:
-        merged = scheme.reduction.merge(state.levels[0], part.levels[0])
-        state = state._replace(levels=(merged,), step=state.step + part.step)
-    return {run.rank: state}, {run.rank: dealt[run.rank]}, [[rank] for rank in range(run.size)]
 
 
 def saved(save: Callable[..., None], *args: Any) -> bool:

@@ -6,11 +6,13 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gradcombine.faults import KINDS as COLUMNS
+from tests.faults.bad_replicas import KINDS
 from tests.faults.training import MICROBATCHES, WINDOWS, Unbroken
 
 Entries = list[dict[str, Any]]
@@ -18,11 +20,17 @@ Entries = list[dict[str, Any]]
 
 @dataclass
 class Outcome:
-    """What was found of one run. ``again``: how many microbatches were computed once more; ``wasted``: for no fault."""
+    """What was found of one run.
+
+    Attributes:
+      again: how many microbatches were computed once more; ``wasted``: those of them for which there was no fault.
+      bad: of each replica that computed the wrong thing, what that was, and the policy.
+    """
 
     seconds: float = 0.0
     starts: int = 0
     again: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     lost: list[str] = field(default_factory=list[str])
     doubled: list[str] = field(default_factory=list[str])
     wasted: list[str] = field(default_factory=list[str])
@@ -38,13 +46,16 @@ class Outcome:
         return not self.said
 
 
-def examine(folder: Path, expected: Unbroken, outcome: Outcome, goes_on: bool) -> None:
+def examine(
+    folder: Path, unbroken: Callable[[frozenset[int]], Unbroken], outcome: Outcome, policy: str, goes_on: bool
+) -> None:
     """Holds what the processes have written against what each microbatch and each bit has to be.
 
     Args:
       folder: of the run.
-      expected: the unbroken run.
+      unbroken: the unbroken run, in which these windows are left out by the policy.
       outcome: to be filled.
+      policy: of bad replicas.
       goes_on: whether processes go on without those that are lost.
     """
     logs = {
@@ -52,9 +63,12 @@ def examine(folder: Path, expected: Unbroken, outcome: Outcome, goes_on: bool) -
         for file in sorted(folder.glob("log-*"))
     }
     entries = [entry for log in logs.values() for entry in log]
+    outcome.bad += [(entry["kind"], policy) for entry in entries if "struck" in entry]
+    skipped = frozenset(entry["skipped"] for entry in entries if "skipped" in entry)
+    expected = unbroken(skipped)
     computed = Counter(tuple(entry["computed"]) for entry in entries if "computed" in entry)
     applied = [entry for entry in entries if "applied" in entry]
-    differs = [*_recovered(entries, expected), *_updates(logs, expected)]
+    differs = [*_bad_replicas(logs, policy, skipped), *_recovered(entries, expected), *_updates(logs, expected)]
     for entry in applied:
         window = entry["applied"]
         outcome.lost += [f"{window}.{number}: not in the window" for number in entry["missing"]]
@@ -68,7 +82,8 @@ def examine(folder: Path, expected: Unbroken, outcome: Outcome, goes_on: bool) -
                 outcome.lost.append(f"{window}.{number}: never computed, so another window's was counted")
     outcome.differs += sorted(differs, key=lambda said: said[: len("window 0")])  # a cause before what follows of it
     outcome.again = sum(computed.values()) - len(computed)
-    allowed = Counter(x for name, log in logs.items() if not _ended_well(folder, name) for x in _cost(log, goes_on))
+    ended = {name: not (folder / f"result-{name}").exists() for name in logs}
+    allowed = Counter(x for name, log in logs.items() for x in _cost(log, ended[name], goes_on))
     for file in folder.glob("cut-*"):
         allowed.update(tuple(x) for x in json.loads(file.read_text()))
     for (window, number), times in sorted(computed.items()):
@@ -84,8 +99,8 @@ def examine(folder: Path, expected: Unbroken, outcome: Outcome, goes_on: bool) -
         shutil.copytree(folder, Path(keep) / folder.name)
 
 
-def _cost(log: Entries, goes_on: bool) -> list[tuple[int, int]]:
-    """The microbatches that may be computed again because this process was ended.
+def _cost(log: Entries, was_ended: bool, goes_on: bool) -> list[tuple[int, int]]:
+    """The microbatches that may be computed again because of what has happened to this process.
 
     =====================  =============================================================================
     what has happened      what may be computed again
@@ -93,11 +108,13 @@ def _cost(log: Entries, goes_on: bool) -> list[tuple[int, int]]:
     a process is ended     the one that it was computing: of each process that a restart ends
     the disk was full      what it has computed since, up to a save that holds it
     others go on           what it held of its window: they do not read its file
+    a replica is dropped   what it held of its window
     a file is cut off      what the part held; of a beginning, what the parts held that need it (`cut`)
     =====================  =============================================================================
     """
     unsaved, held, is_full = list[tuple[int, int]](), set[tuple[int, int]](), False
-    for entry in log:
+    dropped = [(entry["dropped"], number) for entry in log if "dropped" in entry for number in entry["numbers"]]
+    for entry in log if was_ended else ():
         if "computed" in entry:
             window, number = entry["computed"]
             unsaved.append((window, number))
@@ -110,12 +127,8 @@ def _cost(log: Entries, goes_on: bool) -> list[tuple[int, int]]:
         elif "unsaved" in entry:
             is_full = True
     if goes_on:
-        return sorted({*held, *unsaved})
-    return unsaved if is_full else unsaved[-1:]
-
-
-def _ended_well(folder: Path, name: str) -> bool:
-    return (folder / f"result-{name}").exists()
+        return dropped + sorted({*held, *unsaved})
+    return dropped + (unsaved if is_full else unsaved[-1:])
 
 
 def _recovered(entries: Iterable[dict[str, Any]], expected: Unbroken) -> Iterable[str]:
@@ -144,3 +157,30 @@ def _updates(logs: dict[str, Entries], expected: Unbroken) -> Iterable[str]:
             verb, instead = ("applied", "left out") if update else ("left out", "applied")
             told = ", ".join(wrong)
             yield f"window {window}: {verb} in the unbroken run, {instead} by {told}: the skip was not agreed on"
+
+
+def _bad_replicas(logs: dict[str, Entries], policy: str, skipped: Collection[int]) -> Iterable[str]:
+    """Bad replicas that were not found, that were found where there are none, or on which not all have agreed."""
+    struck = [
+        (name, entry["struck"], entry["kind"]) for name, log in logs.items() for entry in log if "struck" in entry
+    ]
+    found = {name: [entry for entry in log if "found" in entry] for name, log in logs.items()}
+    for generation in sorted({name.split("-")[0] for name in logs}):
+        heard = [found[name] for name in logs if name.split("-")[0] == generation]
+        if any(one != heard[0] for one in heard):
+            yield f"start {generation}: replicas have found other faults than others, or told others of them"
+        bad = [one for one in struck if one[0].split("-")[0] == generation]
+        if len(heard[0]) != len(bad):
+            yield f"start {generation}: {len(bad)} bad replicas, {len(heard[0])} times found"
+            continue
+        for (name, window, kind), entry in zip(bad, heard[0], strict=True):
+            rank, column, table = int(name.split("-")[2]), COLUMNS.index(KINDS[kind]), entry["table"]
+            rows = {i for i, row in enumerate(table) if row[column]}
+            others = {i for i, row in enumerate(table) if any(row) and i not in rows}
+            # Of two that differ nobody can say which is right; a microbatch is doubled by two; a stale window's may be.
+            count = 2 if kind == "doubled" or (kind in ("shape", "flipped") and len(table) == 2) else 1
+            told = f"replica {rank}: " in entry["told"] and entry["policy"] == policy
+            if not told or rank not in rows or len(rows) != count or (others and kind != "stale"):
+                yield f"window {window}: replica {rank} was {kind}, and this was found: {entry}"
+    if (expected := {window for _, window, _ in struck} if policy == "skip" else set[int]()) != set(skipped):
+        yield f"windows {sorted(skipped)}: left out by the policy, instead of {sorted(expected)}"

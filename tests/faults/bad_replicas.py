@@ -1,0 +1,107 @@
+"""Replicas that compute the wrong thing, and what all of them do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from gradcombine import GradCombineError, faults, ledger, statefile
+from gradcombine.faults import KINDS as COLUMNS
+from gradcombine.reductions import Numbered
+from tests.faults.training import MICROBATCHES, WIDTH, Engine, Log, Run, begin
+
+KINDS = {
+    "nan": "nan",
+    "infinity": "infinity",
+    "shape": "structure",
+    "stale": "stale",
+    "doubled": "doubled",
+    "flipped": "differs",
+}
+"""What can be wrong, and the column of `gradcombine.faults.KINDS` that has to say so."""
+POLICIES = ("raise", "skip", "drop")
+
+
+class RaisedError(Exception):
+    """The policy "raise": the same on all replicas, which start anew from what those without a fault have saved."""
+
+
+class Replica:
+    """What is wrong with this replica, once something is, and what all of them decide at the end of a window."""
+
+    def __init__(self, engine: Engine, run: Run, log: Log, acc: Any, reduction: Any) -> None:
+        self._engine, self._run, self._log, self._acc, self._reduction = engine, run, log, acc, reduction
+        self._previous: Any = None
+
+    def params(self, window: int, params: Any) -> Any:
+        """The parameters, of which one bit may have changed."""
+        if not self._strikes(window, "flipped"):
+            return params
+        w = params["w"].copy()
+        w.view(np.uint32)[3] ^= 1
+        return {**params, "w": w}
+
+    def gradient(self, window: int, value: Any) -> Any:
+        for kind, wrong in (("nan", np.nan), ("infinity", -np.inf)):
+            if self._strikes(window, kind):
+                value = {**value, "w": np.where(np.arange(WIDTH) == 5, np.float32(wrong), value["w"])}
+        return value
+
+    def number(self, window: int, held: Any, todo: Any) -> int | None:
+        """A microbatch that is another replica's, to be counted here as well."""
+        others = sorted({*range(MICROBATCHES)}.difference(ledger.read(held).held, todo))
+        return others[-1] if others and self._strikes(window, "doubled") else None
+
+    def end(self, window: int, state: Any, params: Any) -> tuple[Any, Any, list[int], bool]:
+        """The end of a window: faults are looked for, by all, and what is found is handled, alike on all.
+
+        Returns:
+          This replica's state and the parameters that it goes on with; the replicas to which what is missing may be
+          dealt; whether the window is left out.
+        """
+        run, behind, own = self._run, 0, state
+        if self._previous is not None and self._strikes(window, "stale"):
+            state, behind = self._previous, 1
+        elif self._strikes(window, "shape"):
+            longer = {**begin(), "w": np.zeros(WIDTH + 1, np.float32)}
+            state = self._acc.init(longer)
+            for number in ledger.read(own).held:
+                state = self._acc.update(Numbered(longer, np.int32(number)), state)
+        self._previous = own
+        # How many microbatches a replica holds is its own; which window they are of is not.
+        at = state._replace(step=np.int32(0), index=np.int32(window - behind))
+        found = self._engine.find(self._acc.value(state), at, params)
+        table: Any = np.asarray(found.table)
+        everybody, named = range(run.size), np.flatnonzero(table.any(1)).tolist()
+        if not named:
+            return state, params, [*everybody], False
+        try:
+            faults.require_none(found, begin())
+        except GradCombineError as error:
+            told = str(error)
+        else:
+            told = ""
+        self._log(found=window, table=table.tolist(), told=told, policy=run.policy)
+        mine = table[run.rank]
+        if run.policy != "skip" and mine.any():
+            self._log(dropped=window, numbers=ledger.read(own).held)
+            state = faults.drop(self._reduction, state, found)
+            if mine[COLUMNS.index("structure")]:
+                state = self._acc.init(begin())
+            state = state._replace(step=np.int32(0), index=np.int32(0))
+            statefile.save_part(run.folder, window, run.rank, self._reduction, state)  # none starts from the wrong one
+        if run.policy == "raise":
+            self._engine.wait_for_all()
+            raise RaisedError(told)
+        if mine[COLUMNS.index("differs")]:
+            params = statefile.recover(run.folder, self._reduction, begin(), start=begin()).begun
+        good = [rank for rank in everybody if rank not in named]
+        return state, params, good or [*everybody], run.policy == "skip"
+
+    def _strikes(self, window: int, kind: str) -> bool:
+        if kind not in self._run.bad:
+            return False
+        self._run.bad.remove(kind)
+        self._log(struck=window, kind=kind)
+        return True
