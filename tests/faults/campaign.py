@@ -68,13 +68,14 @@ class Fault(NamedTuple):
 class Plan(NamedTuple):
     """One run: the number of processes in each start, the faults, and a policy.
 
-    With ``live`` all faults strike the first start, those of one process only the first of them; the others go on.
+    The way ``"live"``: all faults strike the first start, those of one process only the first of them; the others go
+    on. ``"checkpoint"``: TensorFlow's `AccumulatedStep` and tf.train.Checkpoint.
     """
 
     scheme: str
     sizes: tuple[int, ...]
     faults: tuple[Fault, ...]
-    live: bool = False
+    way: str = ""
     policy: str = ""
 
 
@@ -106,14 +107,20 @@ def draw_live(rng: random.Random, plan: Plan) -> Plan:
     """The same faults, where processes go on without those that are lost; these come back, unless they are resized."""
     size = max(2, plan.sizes[0])
     faults = tuple(
-        fault._replace(
-            kind="kill" if fault.kind in bad_replicas.KINDS else fault.kind,
-            rank=rng.randrange(size),
-            after=fault.after // 2,
-        )
+        fault._replace(kind=_of_processes(fault.kind), rank=rng.randrange(size), after=fault.after // 2)
         for fault in plan.faults
     )
-    return Plan("exact", (size,) * len(plan.sizes), faults, live=True)
+    return Plan("exact", (size,) * len(plan.sizes), faults, "live")
+
+
+def draw_checkpoint(rng: random.Random, plan: Plan) -> Plan:
+    """The same faults, where the workers' windows are in TensorFlow's checkpoints."""
+    faults = tuple(fault._replace(kind=_of_processes(fault.kind)) for fault in plan.faults)
+    return Plan("exact", plan.sizes, faults, "checkpoint")
+
+
+def _of_processes(kind: str) -> str:
+    return "kill" if kind in bad_replicas.KINDS else kind
 
 
 def run_plan(
@@ -128,14 +135,14 @@ def run_plan(
     outcome, begun = Outcome(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gradcombine-faults-") as name:
         try:
-            run = run_live if plan.live else run_anew
+            run = run_live if plan.way == "live" else run_anew
             run(plan, Place(Path(name), engine, plant, outcome), patience, limit)
         except TimeoutError as error:
             outcome.late.append(str(error))
         except RefusedError:
             pass
         expected = functools.partial(unbroken, plan.scheme, plan.policy)
-        examine(Path(name), expected, outcome, plan.policy, goes_on=plan.live)
+        examine(Path(name), expected, outcome, plan.policy, goes_on=plan.way == "live")
     outcome.seconds = time.monotonic() - begun
     return outcome
 
@@ -175,7 +182,7 @@ class Place(NamedTuple):
             plan.policy,
             returns,
         )
-        process = FORK.Process(target=work, args=(self.engine, run, plan.live, addresses, faults, told))
+        process = FORK.Process(target=work, args=(self.engine, run, plan.way, addresses, faults, told))
         process.start()
         self.outcome.starts += 1
         return process
@@ -270,7 +277,7 @@ def busy(pid: int) -> int:
     return (int(fields[11]) + int(fields[12])) * 2 // os.sysconf("SC_CLK_TCK")
 
 
-def work(engine: Callable[[], Engine], run: Run, live: bool, addresses: Sequence[str], faults: Any, told: Any) -> None:
+def work(engine: Callable[[], Engine], run: Run, way: str, addresses: Sequence[str], faults: Any, told: Any) -> None:
     """One process, in a session of its own; its words are in a file."""
     os.setsid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
@@ -291,7 +298,7 @@ def work(engine: Callable[[], Engine], run: Run, live: bool, addresses: Sequence
         passed += 1
 
     try:
-        if live:
+        if way == "live":
             from tests.faults import live as trainer
 
             trainer.join(addresses, run.rank)
@@ -299,7 +306,12 @@ def work(engine: Callable[[], Engine], run: Run, live: bool, addresses: Sequence
         else:
             lent = engine()
             lent.join(addresses, run.rank)
-            result = anew.train(lent, run._replace(at=at))
+            if way == "checkpoint":
+                from tests.faults import checkpoints
+
+                result = checkpoints.train(lent, run._replace(at=at))  # pyright: ignore[reportArgumentType]
+            else:
+                result = anew.train(lent, run._replace(at=at))
             lent.wait_for_all()
         (run.folder / f"result-{name}").write_text(result)
         code = 0
@@ -436,15 +448,16 @@ def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit:
         if plant:  # a defect shows where processes start anew from what was saved
             faults = tuple(fault._replace(kind="kill") for fault in plan.faults)
             plan = Plan("exact", plan.sizes, faults)
-        elif name == "jax" and number % 5 in (1, 3):
-            plan = draw_live(random.Random(f"{seed}.{number}.live"), plan)
+        elif number % 5 in (1, 3):
+            draw = draw_live if name == "jax" else draw_checkpoint
+            plan = draw(random.Random(f"{seed}.{number}.live"), plan)
         outcome = run_plan(plan, engine, unbroken, plant, patience, limit)
         campaign.plans.append(plan)
         campaign.outcomes.append(outcome)
         faults = " ".join(f"{fault.kind}@{fault.rank}+{fault.after}" for fault in plan.faults)
         sizes = "-".join(map(str, plan.sizes))
         said = "; ".join(outcome.said) or "good"
-        how = "live" if plan.live else plan.policy or plan.scheme
+        how = plan.way or plan.policy or plan.scheme
         print(f"{name} {seed}.{number} {how} {sizes} {faults}: {outcome.seconds:.1f} s, {said}", flush=True)
     return campaign
 

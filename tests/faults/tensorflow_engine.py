@@ -18,7 +18,7 @@ class TensorFlowEngine:
     """One worker of several, all of which are started anew when one is lost."""
 
     def __init__(self) -> None:
-        self._strategy = tf.distribute.get_strategy()
+        self.strategy = tf.distribute.get_strategy()
 
         @tf.function(reduce_retracing=True)
         def gradient(params: Any, x: Any, y: Any) -> Any:
@@ -37,13 +37,13 @@ class TensorFlowEngine:
     def join(self, addresses: Sequence[str], rank: int) -> None:
         task = {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}}
         os.environ["TF_CONFIG"] = json.dumps(task)
-        self._strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        self.strategy = tf.distribute.MultiWorkerMirroredStrategy()
 
     def wait_for_all(self) -> None:
         self._on_replicas(lambda x: gc.tf_replicas().all_sum([x]), tf.ones(()))
 
     def gradient(self, params: Any, x: Any, y: Any) -> Any:
-        return self._gradient(_tensors(params), tf.constant(x), tf.constant(y))
+        return self._gradient(*map(_tensors, (params, x, y)))
 
     def descend(self, params: Any, gradients: Any) -> Any:
         return self._descend(_tensors(params), _tensors(gradients))
@@ -63,8 +63,13 @@ class TensorFlowEngine:
 
         return on_host(self._on_replicas(find, _tensors((values, window, twins))))
 
+    def ledger_of(self, window: Any) -> ledger.Ledger:
+        """What the windows of all workers hold together."""
+        (counts,) = self._on_replicas(lambda x: gc.tf_replicas().all_sum([x]), window.levels[0].counts)
+        return ledger.read(window.levels[0]._replace(counts=counts))
+
     def _on_replicas(self, function: Callable[..., Any], value: Any) -> Any:
-        local = self._strategy.experimental_local_results
+        local = self.strategy.experimental_local_results
         leaves, structure = tree.flatten("merge", value)
         kept: list[Any] = []
 
@@ -73,7 +78,7 @@ class TensorFlowEngine:
             kept[:] = [after]
             return found
 
-        results = self._strategy.run(run, args=(leaves,))
+        results = self.strategy.run(run, args=(leaves,))
         return tree.unflatten(kept[0], [local(x)[0] for x in results])
 
 

@@ -78,13 +78,13 @@ class ReplicaState:
         """This replica's state as it is in the variables, of which the position alone is read."""
         return self._state(self._leaves())
 
-    def contributed(self, gradients: Any, weight: Any) -> tuple[Pending, tf.Tensor]:
+    def contributed(self, gradients: Any, weight: Any, number: Any = None) -> tuple[Pending, tf.Tensor]:
         """One more contribution to this replica's window, for `write`, and whether it is full then.
 
         Nothing is written yet.
         """
-        if not self._in_place():
-            after = self.window.contribute(self.read(), gradients, weight)
+        if not self._in_place() or number is not None:
+            after = self.window.contribute(self.read(), gradients, weight, number=number)
             return Pending(after), self.window.is_full(after)
         contribution, leaves = self.window.reduction.contribution, self._leaves()
         assert contribution is not None

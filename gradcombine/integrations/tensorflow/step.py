@@ -147,18 +147,22 @@ class AccumulatedStep(tf.Module):
         self._with_gradient: set[int] = set()
         self._left_out: set[int] = set()
 
-    def __call__(self, *batch: Any, totals: Mapping[str, Any] | None = None) -> tuple[Any, ...]:
+    def __call__(
+        self, *batch: Any, totals: Mapping[str, Any] | None = None, number: Any | None = None
+    ) -> tuple[Any, ...]:
         """One microbatch on each replica.
 
         Args:
           *batch: what ``gradients`` takes; under a strategy, tf.distribute's per-replica values.
           totals: with ``totals="given"``, by denominator the total of the window over its microbatches and replicas.
+          number: of the microbatch, with a reduction that is `gradcombine.reductions.numbered`; under a strategy, a
+            per-replica value. None: that of its place.
 
         Returns:
           Whether the window was full and has been applied, a boolean scalar; and the ``outputs`` of ``gradients``, per
           replica under a strategy (None where there are none). With ``terms``, `WindowMetrics` as a third.
         """
-        return self._step(tf.__internal__.autograph.control_status_ctx(), batch, totals)
+        return self._step(tf.__internal__.autograph.control_status_ctx(), batch, totals, number)
 
     def flush(self) -> Any:
         """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
@@ -209,13 +213,13 @@ class AccumulatedStep(tf.Module):
     # AutoGraph would take seconds to convert the library's code, which does not need it. The caller's functions are
     # converted if the tf.function around uses AutoGraph, which ``status`` says.
     @tf.autograph.experimental.do_not_convert
-    def _step(self, status: Any, batch: tuple[Any, ...], totals: Any) -> tuple[Any, ...]:
+    def _step(self, status: Any, batch: tuple[Any, ...], totals: Any, number: Any) -> tuple[Any, ...]:
         self._require_cross_replica()
         if (totals is None) == (self._terms is not None and self._terms.is_given):
             raise error("totals={...} in each call, with totals='given' and not else", shown(totals))
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
         compute, begun = converted(self._gradients, status), graph_size()
-        pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, totals, *batch))
+        pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, totals, number, *batch))
         full = self._agreed(ready)
         tensors = [x for x in tf.nest.flatten(self._local((pending, full)), expand_composites=True) if tf.is_tensor(x)]
         with run_after([*effects_since(begun), *tensors]):
@@ -239,7 +243,9 @@ class AccumulatedStep(tf.Module):
         self._strategy.run(self._end)
         return applied if self._terms is None else (applied, told)
 
-    def _accumulated(self, compute: Callable[..., Any], totals: Any, *batch: Any) -> tuple[Any, tf.Tensor, Any]:
+    def _accumulated(
+        self, compute: Callable[..., Any], totals: Any, number: Any, *batch: Any
+    ) -> tuple[Any, tf.Tensor, Any]:
         targets = self._targets()
         if self._terms is None:
             gradients, weight, *outputs = checked_result(compute(*batch), targets)
@@ -248,7 +254,9 @@ class AccumulatedStep(tf.Module):
             several, weights, weight, told, outputs = self._terms.computed(compute, batch, totals, targets)
             dense = {name: [*map(dense_gradient, grads, targets)] for name, grads in several.items()}
             columns, entering = list(dense.values()), [self._terms.contribution(dense, weights), told]
-        contributed = [state.contributed(x, weight) for state, x in zip(self._held(), entering, strict=True)]
+        # What is told of a window has no ledger of its own.
+        held = zip(self._held(), entering, (number, None), strict=False)
+        contributed = [state.contributed(x, weight, its) for state, x, its in held]
         pending, (ready, *_) = zip(*contributed, strict=True)
         pending = [one._replace(after=self._window.end(one.after, ready)) for one in pending]
         # Which variables have a gradient is known while tracing, and only then.
