@@ -113,7 +113,7 @@ def draw_live(rng: random.Random, plan: Plan) -> Plan:
     return Plan("exact", (size,) * len(plan.sizes), faults, "live")
 
 
-def draw_checkpoint(rng: random.Random, plan: Plan) -> Plan:
+def plan_of_checkpoints(plan: Plan) -> Plan:
     """The same faults, where the workers' windows are in TensorFlow's checkpoints."""
     faults = tuple(fault._replace(kind=_of_processes(fault.kind)) for fault in plan.faults)
     return Plan("exact", plan.sizes, faults, "checkpoint")
@@ -197,7 +197,7 @@ def run_anew(plan: Plan, place: Place, patience: float, limit: float) -> None:
         size = plan.sizes[min(attempt, len(plan.sizes) - 1)]
         for fault in plan.faults:
             if fault.kind == "cut" and fault.start == attempt - 1:
-                cut(place.folder, plan.scheme, fault.draw)
+                cut(place.folder, plan, fault.draw)
         faults = [[x for x in plan.faults if (x.start, x.rank) == (attempt, rank)] for rank in range(size)]
         addresses, told = free_addresses(size), FORK.RawArray("q", 2 * size)
         ended[:] = [place.start(plan, attempt, rank, addresses, faults[rank], told) for rank in range(size)]
@@ -228,7 +228,7 @@ def run_live(plan: Plan, place: Place, patience: float, limit: float) -> None:
                         continue
                     fault = faults.pop(rank, None)
                     if fault is not None and fault.kind == "cut":
-                        cut(place.folder, plan.scheme, fault.draw)
+                        cut(place.folder, plan, fault.draw)
                     del processes[rank]
                     if fault is None or fault.kind != "resize":
                         returns += 1
@@ -342,7 +342,9 @@ def strike(fault: Fault, run: Run) -> None:
     elif fault.kind == "resize":
         os._exit(75)
     elif fault.kind == "disk":
-        fill_disk(int(fault.draw * 4000))
+        fill_disk(int(fault.draw * 4000), container, "write")
+        if "tensorflow" in sys.modules:
+            fill_disk(int(fault.draw * 4000), sys.modules["tensorflow"].train.CheckpointManager, "save")
     elif fault.kind == "clock":
         moved, real = (fault.draw - 0.5) * 1e9, time.time
         time.time = lambda: real() + moved
@@ -350,45 +352,57 @@ def strike(fault: Fault, run: Run) -> None:
             os.utime(file, (real() + moved, real() + moved))
 
 
-def fill_disk(room: int, files: int = 3) -> None:
-    """The next files are refused by the system when they are longer than so many bytes."""
-    real, left = container.write, files
+def fill_disk(room: int, owner: Any, name: str, files: int = 3) -> None:
+    """The next files that a function writes are refused by the system when they are longer than so many bytes."""
+    real, left = getattr(owner, name), files
 
-    def write(*args: Any) -> None:
+    def write(*args: Any, **options: Any) -> None:
         nonlocal left
         left -= 1
         if left < 0:
-            return real(*args)
+            return real(*args, **options)
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
         try:
-            real(*args)
+            return real(*args, **options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    container.write = write
+    setattr(owner, name, write)
 
 
-def cut(folder: Path, scheme: str, draw: float) -> None:
-    """Cuts off one of the files that were written last, at any byte; of the beginnings, one in a run."""
-    files = sorted(folder.glob("window-*.npz"), key=lambda file: file.name)
-    newest = files[-1].name.split(".")[0] if files else ""
-    chosen = [file for file in files if file.name.startswith(newest)]
-    if list(folder.glob("cut-*begun*")):
-        chosen = [file for file in chosen if "begun" not in file.name]
-    if chosen:
-        position = draw * len(chosen)
-        file = chosen[int(position)]
-        # What it costs: the microbatches of a part; with a beginning, those of all parts that need it.
-        parts = [x for x in files if x.name.startswith(newest) and "begun" not in x.name]
-        window = int(newest.removeprefix("window-"))
-        if "begun" not in file.name:
-            parts = [file]
-        elif window == 0:
-            parts = []
-        held = [[window, n] for part in parts for n in numbers_in(part, scheme)]
-        (folder / f"cut-{len(list(folder.glob('cut-*')))}-{file.name}.json").write_text(json.dumps(held))
-        os.truncate(file, int((position % 1) * file.stat().st_size))
+def cut(folder: Path, plan: Plan, draw: float) -> None:
+    """Cuts off one of the files that were written last, at any byte; of the beginnings, one in a run.
+
+    What that costs is noted: the microbatches of a part; with a beginning, those of all parts that need it; with a
+    worker's newest checkpoint, the last one in it.
+    """
+    if plan.way == "checkpoint":
+        newest = [max(own.glob("*.index"), key=lambda x: x.stat().st_mtime_ns) for own in folder.glob("worker-*")]
+        chosen = [file for index in newest for file in sorted(index.parent.glob(f"{index.stem}.*"))]
+    else:
+        files = sorted(folder.glob("window-*.npz"), key=lambda file: file.name)
+        newest = files[-1].name.split(".")[0] if files else ""
+        chosen = [file for file in files if file.name.startswith(newest)]
+        if list(folder.glob("cut-*begun*")):
+            chosen = [file for file in chosen if "begun" not in file.name]
+    if not chosen:
+        return
+    position = draw * len(chosen)
+    file = chosen[int(position)]
+    if plan.way == "checkpoint":
+        rank = file.parent.name.rpartition("-")[2]
+        logs = sorted(folder.glob(f"log-*-{rank}.jsonl"), key=lambda log: int(log.name.split("-")[1]))
+        entries = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+        saved = [entry for entry in entries if "saved" in entry][-1:]
+        held = [[entry["saved"], number] for entry in saved for number in entry["numbers"][-1:]]
+    else:
+        window = int(file.name.split(".")[0].removeprefix("window-"))
+        # The first window begins with what is known.
+        parts = [file] if "begun" not in file.name else chosen if window else []
+        held = [[window, n] for part in parts if "begun" not in part.name for n in numbers_in(part, plan.scheme)]
+    (folder / f"cut-{len(list(folder.glob('cut-*')))}-{file.name}.json").write_text(json.dumps(held))
+    os.truncate(file, int((position % 1) * file.stat().st_size))
 
 
 def numbers_in(part: Path, scheme: str) -> list[int]:
@@ -448,9 +462,10 @@ def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit:
         if plant:  # a defect shows where processes start anew from what was saved
             faults = tuple(fault._replace(kind="kill") for fault in plan.faults)
             plan = Plan("exact", plan.sizes, faults)
-        elif number % 5 in (1, 3):
-            draw = draw_live if name == "jax" else draw_checkpoint
-            plan = draw(random.Random(f"{seed}.{number}.live"), plan)
+        elif name == "jax" and number % 5 in (1, 3):
+            plan = draw_live(random.Random(f"{seed}.{number}.live"), plan)
+        elif name == "tensorflow" and number % 5 == 1:
+            plan = plan_of_checkpoints(plan)
         outcome = run_plan(plan, engine, unbroken, plant, patience, limit)
         campaign.plans.append(plan)
         campaign.outcomes.append(outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import keras
@@ -246,3 +247,23 @@ def test_sparse_gradients_become_dense(strategy: Any, run: Any) -> None:
 def test_windows_of_a_length_that_changes(strategy: Any, run: Any) -> None:
     step = run(AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=lambda index: index + 1))
     assert feed(strategy, step, range(6)) == [True, False, True, False, False, True]
+
+
+@REPLICATED
+def test_microbatches_have_the_numbers_that_calls_give_them(strategy: Any, run: Any) -> None:
+    """So that what other replicas have left of a window is dealt to those that are there."""
+    w, size = tf.Variable(tf.zeros(3)), strategy.num_replicas_in_sync
+    numbered = gc.reductions.numbered(gc.reductions.mean(), 2 * size)
+    module = AccumulatedStep(given, [w], subtract, every=2, reduction=numbered)
+    step = run(module)
+    for k in (1, 0):
+        value, weight = (per_replica(strategy, partial(of, k=k)) for of in (gradient_at, weight_at))
+        number = per_replica(strategy, lambda r, k=k: np.int32(k * size + r))
+        step(value, weight, number=number)
+        held = [gc.ledger.read(state).held for state in module.states()]
+        assert held == [tuple(x * size + r for x in range(k, 2)) for r in range(size)]
+    gc.ledger.require_once(*module.states())
+    np.testing.assert_array_equal(w.numpy(), -exact_mean(size, range(2)))
+    plain = AccumulatedStep(given, [w], subtract, every=2)
+    with pytest.raises(gc.GradCombineError, match="no number, or a reduction that is numbered"):
+        plain(value, weight, number=number)
