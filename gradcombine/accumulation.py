@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from gradcombine import binary_counter, tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import owner, require_scalar, resolve
+from gradcombine.backends.registry import owner, require_count, resolve
 from gradcombine.errors import MOST, GradCombineError, require_integer, require_order, shown
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.dtypes import INT32
@@ -175,8 +175,8 @@ def require_state(state: Any) -> None:
         binary_counter.require_counter(state.levels)
     elif len(state.levels) > 1:
         raise GradCombineError("accumulate", "a state of 1 level, or a BinaryCounter", f"{len(state.levels)} levels")
-    require_scalar("accumulate", "an integer scalar", state.step, "iu", ".step")
-    require_scalar("accumulate", "an integer scalar", state.index, "iu", ".index")
+    require_count("accumulate", state.step, ".step")
+    require_count("accumulate", state.index, ".index")
 
 
 def _require_begun_here(backend: Backend, state: AccumulateState, length: int | Callable[[Array], Any]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import require_scalar, resolve, shape_of
+from gradcombine.backends.registry import require_count, resolve, shape_of
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.pairwise import fold_levels
 from gradcombine.reductions.algebra import Reduction
@@ -45,7 +45,7 @@ def depth_of(counter: BinaryCounter) -> int:
 
 def require_counter(counter: BinaryCounter) -> None:
     """Refuses a counter whose parts are not a stacked state and a count."""
-    require_scalar("accumulate", "an integer scalar", counter.filled, "iu", ".levels.filled")
+    require_count("accumulate", counter.filled, ".levels.filled")
     leaves, _ = tree.flatten("accumulate", counter.stacked)
     levels = {None if leaf is None else shape_of(leaf)[:1] for leaf in leaves}
     if len(levels) != 1 or levels & {None, (), (0,)}:

@@ -171,13 +171,19 @@ def require_integer(operation: str, expected: str, value: Any, lowest: int = 1, 
 
 
 def require_path(operation: str, expected: str, path: Any) -> Path:
-    """The path that a text or an object of paths stands for; refuses what no file system can name."""
+    """The path that a text or an object of paths stands for; refuses what the file system cannot name or find out."""
     try:
         found = Path(path)
         if b"\0" in os.fsencode(found):
             raise ValueError
     except Exception:
         raise GradCombineError(operation, expected, shown(path)) from None
+    try:
+        os.stat(found)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:  # a name that is too long, a link to itself, a folder that is closed
+        raise GradCombineError(operation, expected, f"{shown(str(path))}: {error.strerror}") from None
     return found
 
 

@@ -276,6 +276,7 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
     trees = require_list("welford", "a list of trees", values)
     require_dtypes("welford", trees[0], _WELFORD_DTYPES)
     require_flag("welford", "fused", fused)
+    require_flag("welford", "divided", divided)
     kept = dtypes.parse(accumulator, "welford")
     if kept is None or kept.name not in _WELFORD_DTYPES:
         raise GradCombineError("welford", f"an accumulator of {', '.join(_WELFORD_DTYPES)}", accumulator)
@@ -304,7 +305,8 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | N
     array([2.375], dtype=float32)
     """
     trees = require_list("mean_of_means", "a list of trees", values)
-    if len(trees) % require_integer("mean_of_means", "1 rank or more", ranks):
+    ranks = require_integer("mean_of_means", "1 rank or more", ranks)
+    if len(trees) % ranks:
         raise GradCombineError("mean_of_means", f"a multiple of {ranks} trees", len(trees))
     scales = None if weights is None else require_items("mean_of_means", f"{len(trees)} weights", weights)
     if scales is not None and len(scales) != len(trees):

@@ -108,7 +108,7 @@ class NumpyBackend:
         return np.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
-        native = np.asarray(array).dtype.newbyteorder("=")
+        native = self.dtype(array).newbyteorder("=")
         whole = np.ascontiguousarray(array, native).reshape(np.shape(array))
         return whole.view(dtype) if whole.dtype.itemsize == np.dtype(dtype).itemsize else whole[..., None].view(dtype)
 
@@ -116,7 +116,8 @@ class NumpyBackend:
         return np.left_shift(a, np.asarray(amount, np.int32))
 
     def shift_right(self, a: Array, amount: Array | int) -> Array:
-        return np.right_shift(a, np.asarray(amount, a.dtype if a.dtype.kind == "u" else np.int32))
+        dtype = self.dtype(a)
+        return np.right_shift(a, np.asarray(amount, dtype if dtype.kind == "u" else np.int32))
 
     def maximum(self, a: Array, b: Array) -> Array:
         if np.asarray(a).dtype.kind in "iu":

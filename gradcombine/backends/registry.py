@@ -112,11 +112,38 @@ def shape_of(array: Any) -> tuple[int, ...]:
     return described(array).shape(array)
 
 
+def holds_values(leaf: Any) -> bool:
+    """Whether a leaf has values of its dtype: a spec has none, and a Python integer may be too wide for its own."""
+    if isinstance(leaf, int):
+        return leaf.bit_length() < 32
+    return hasattr(leaf, "__add__")  # a framework's array, or a number
+
+
+def is_array_of(leaf: Any, dtype: np.dtype | str, shape: tuple[int, ...] | None = None) -> bool:
+    """Whether a leaf holds values of a dtype, in any byte order, in a shape if one is given."""
+    backend = owner(leaf)
+    if backend is None or not holds_values(leaf) or backend.dtype(leaf).name != str(dtype):
+        return False
+    return shape is None or backend.shape(leaf) == shape
+
+
+def in_words(leaf: Any) -> str:
+    """A leaf as messages name it: an array by its shape and dtype."""
+    backend = owner(leaf)
+    if backend is None or not holds_values(leaf):
+        return shown(leaf)
+    return f"shape {backend.shape(leaf)} and dtype {backend.dtype(leaf)}"
+
+
+def require_count(operation: str, leaf: Any, path: str) -> None:
+    """Refuses what is not an int32 scalar, as states count in."""
+    if not is_array_of(leaf, "int32", ()):
+        raise GradCombineError(operation, "an integer scalar of 32 bits", in_words(leaf), path)
+
+
 def require_scalar(operation: str, expected: str, leaf: Any, kinds: str, path: str = "") -> None:
     """Refuses what is not a scalar array or number of one of these NumPy kinds of dtype."""
     backend = owner(leaf)
-    if backend is None:
-        raise GradCombineError(operation, expected, shown(leaf), path)
-    shape, dtype = backend.shape(leaf), np.dtype(backend.dtype(leaf))
-    if shape != () or dtype.kind not in kinds:
-        raise GradCombineError(operation, expected, f"shape {shape} and dtype {dtype}", path)
+    whole = backend is not None and holds_values(leaf) and backend.shape(leaf) == ()
+    if backend is None or not whole or np.dtype(backend.dtype(leaf)).kind not in kinds:
+        raise GradCombineError(operation, expected, in_words(leaf), path)

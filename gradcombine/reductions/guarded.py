@@ -10,8 +10,8 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, is_absent, require_scalar, resolve, shape_of
-from gradcombine.errors import GradCombineError
+from gradcombine.backends.registry import dtype_of, is_absent, require_count, resolve, shape_of
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import parse
@@ -118,7 +118,12 @@ class Guarded:
     def _require(self, state: Any) -> None:
         if not isinstance(state, GuardedState):
             raise GradCombineError(self.name, "a GuardedState", type(state).__name__)
-        require_scalar(self.name, "an integer scalar", state.count, "iu", ".count")
+        require_count(self.name, state.count, ".count")
+        kinds, _ = tree.flatten(self.name, state.made_for, tree.is_static)
+        if not all(map(tree.is_static, kinds)):
+            raise GradCombineError(self.name, "a state made for constants", shown(state.made_for))
+        leaves = tree.flatten(self.name, state.empty)[0]
+        self._alike("a caller", resolve(self.name, leaves), state.empty, self._given(state.value))
 
     def _matching(self, state: GuardedState, value: Tree) -> list[Any]:
         """The leaves of a contribution, after a check that it is one for this state."""

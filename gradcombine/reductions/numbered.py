@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import is_absent, owner, require_scalar, resolve, shape_of
+from gradcombine.backends.registry import in_words, is_absent, is_array_of, require_scalar, resolve
 from gradcombine.errors import GradCombineError, require_integer
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.dtypes import INT32
@@ -110,9 +110,8 @@ def numbered(reduction: Reduction, microbatches: int) -> NumberedReduction:
     def opened(state: State) -> NumberedState:
         if not isinstance(state, NumberedState):
             raise GradCombineError(name, "a NumberedState", type(state).__name__)
-        shape = None if owner(state.counts) is None else shape_of(state.counts)
-        if shape != (count,):
-            raise GradCombineError(name, f"a ledger of {count} microbatches", f"shape {shape}", ".counts")
+        if not is_array_of(state.counts, INT32, (count,)):
+            raise GradCombineError(name, f"a ledger of {count} microbatches", in_words(state.counts), ".counts")
         return state
 
     @no_autograph
@@ -128,12 +127,12 @@ def numbered(reduction: Reduction, microbatches: int) -> NumberedReduction:
             raise GradCombineError(name, "Numbered(value, number)", type(value).__name__)
         require_scalar(name, "the number of a microbatch, an integer scalar", value.number, "iu", ".number")
         backend = resolve(name, [held.counts, value.number])
-        number = backend.cast(backend.asarray(value.number), INT32)
+        number = backend.asarray(value.number)
         known = backend.concrete(number)
         if known is not None and not PLACEHOLDER <= int(known) < count:
             expected = f"the number of a microbatch, from 0 to {count - 1}, or -1"
             raise GradCombineError(name, expected, int(known), ".number")
-        one = backend.cast(backend.asarray(np.arange(count, dtype=INT32)) == number, INT32)
+        one = backend.cast(backend.asarray(np.arange(count, dtype=INT32)) == backend.cast(number, INT32), INT32)
         _require_apart(name, held.counts, one)
         return NumberedState(reduction.update(held.value, value.value, weight), backend.asarray(held.counts) + one)
 

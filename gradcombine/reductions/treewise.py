@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, is_absent, owner, require_scalar, resolve, shape_of
-from gradcombine.errors import GradCombineError, at, shown
+from gradcombine.backends.registry import (
+    dtype_of,
+    in_words,
+    is_absent,
+    is_array_of,
+    require_count,
+    require_scalar,
+    resolve,
+    shape_of,
+)
+from gradcombine.errors import GradCombineError, at, attribute, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts
@@ -237,8 +247,10 @@ class _Treewise:
         totals = Totals(state.weight, state.count)
 
         def finish(a: Any, kind: Any) -> Any:
-            if a is None:
+            if kind.dtype is None:
                 return _absent(backend, kind)
+            if a is None:
+                raise GradCombineError(self.cell.name, f"an accumulator for contributions of {kind}", "none")
             return self.cell.finish(backend, a, totals, self.cell.output(kind.dtype))
 
         return tree.unflatten(flat.structure, self._each(flat.structure, finish, flat.values, flat.made_for))
@@ -365,26 +377,53 @@ def _summary(a: Any) -> str:
     return f"{held} in {getattr(a, 'in_words', type(a).__name__)}" if kept is not a else held
 
 
-def _require_totals(operation: str, weight: Any, count: Any) -> None:
-    """Refuses a state whose sum of weights or number of contributions is damaged."""
-    if not parts(weight):
-        raise GradCombineError(operation, "a real scalar", shown(weight), ".weight")
-    for part in parts(weight):
-        require_scalar(operation, "a real scalar", part, "fiu", ".weight")
-    require_scalar(operation, "an integer scalar", count, "iu", ".count")
+class _Forms:
+    """In the place of a backend: makes forms of arrays, which take no memory."""
+
+    def full(self, shape: tuple[int, ...], fill: Any, dtype: np.dtype, like: Any = ()) -> _Form:
+        return _Form(shape, dtype.name)
 
 
-def _require_running(cell: Cell, structure: tree.Structure, values: Sequence[Any], made_for: Sequence[Any]) -> None:
-    """Refuses accumulators of other dtypes, in any byte order, than contributions of these have."""
-    for i, (a, kind) in enumerate(zip(values, made_for, strict=True)):
-        if a is not None and kind.dtype is None:
-            expected = "no accumulator, where there is no gradient"
-            raise GradCombineError(cell.name, expected, shown(a), structure.path(i))
-        if a is not None and (not parts(a) or any(owner(x) is None for x in parts(a))):
-            raise GradCombineError(cell.name, "an accumulator of arrays", shown(a), structure.path(i))
-        if a is not None and dtype_of(parts(a)[0]).name != (running := cell.running(kind.dtype)).name:
-            expected = f"an accumulator of {running}, for contributions of {kind.dtype}"
-            raise GradCombineError(cell.name, expected, dtype_of(parts(a)[0]), structure.path(i))
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What an array is to be like; its dtype may be in any byte order."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+_FORMS: Any = _Forms()
+
+
+def _is_like(a: Any, form: Any) -> bool:
+    if isinstance(form, _Form):
+        return is_array_of(a, form.dtype, form.shape)
+    return a.__class__ is form.__class__ and len(a) == len(form) and all(map(_is_like, a, form))
+
+
+def _is_accumulator(cell: Cell, a: Any, running: np.dtype, form: Callable[..., Any]) -> bool:
+    """Whether an accumulator is like the empty one for contributions of its shape."""
+    try:
+        if isinstance(a, tuple):
+            return _is_like(a, form(running, cell.shape(a)))
+        return is_array_of(a, running) and isinstance(form(running, ()), _Form)
+    except Exception:  # of whatever a caller has made of it
+        return False
+
+
+def _received(a: Any) -> str:
+    words = attribute(a, "in_words")
+    return words if isinstance(words, str) else in_words(a)
+
+
+def _require_weight(cell: Cell, weight: Any, made_for: Iterable[Any]) -> None:
+    """Refuses a damaged sum of weights."""
+    widest = dtypes.of_weights(kind.dtype for kind in made_for if kind.dtype is not None)
+    form = cell.empty_weight(_FORMS, widest, ())
+    if isinstance(form, _Form):
+        require_scalar(cell.name, "a real scalar", weight, "fiu", ".weight")
+    elif not _is_like(weight, form):
+        raise GradCombineError(cell.name, "a sum of weights as this reduction has it", shown(weight), ".weight")
 
 
 def _opened(cell: Cell, kind: type, state: State) -> _Opened:
@@ -395,16 +434,25 @@ def _opened(cell: Cell, kind: type, state: State) -> _Opened:
     """
     if type(state) is not kind:
         raise GradCombineError(cell.name, f"a {kind.__name__}", type(state).__name__)
-    _require_totals(cell.name, state.weight, state.count)
     made_for, structure = tree.flatten(cell.name, state.dtypes, tree.is_static)
     if not all(map(tree.is_static, made_for)):
         raise GradCombineError(cell.name, "a state whose dtypes are constants", shown(state.dtypes))
     split = tree.split_as(cell.name, structure, state.value)
     values = [None if tree.is_static(a) else a for a in split]
-    try:
-        _require_running(cell, structure, values, made_for)
-    except RecursionError:  # tuples in tuples, where no accumulator has any
-        raise GradCombineError(cell.name, "an accumulator of arrays", "tuples in tuples without an end") from None
+    form = cache(lambda running, shape: cell.empty(_FORMS, shape, running, None))
+    for i, (a, entry) in enumerate(zip(values, made_for, strict=True)):
+        if entry.dtype is None:
+            if a is not None:
+                expected = "no accumulator, where there is no gradient"
+                raise GradCombineError(cell.name, expected, shown(a), structure.path(i))
+            continue
+        if not dtypes.is_of(entry.dtype, cell.kinds):
+            raise GradCombineError(cell.name, f"a state for {' or '.join(cell.kinds)}", entry, structure.path(i))
+        if a is not None and not _is_accumulator(cell, a, running := cell.running(entry.dtype), form):
+            expected = f"an accumulator of {running}, for contributions of {entry.dtype}, as this reduction has it"
+            raise GradCombineError(cell.name, expected, _received(a), structure.path(i))
+    _require_weight(cell, state.weight, made_for)
+    require_count(cell.name, state.count, ".count")
     return _Opened(structure, values, made_for)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, require_number
+from gradcombine.errors import GradCombineError, renamed, require_number, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.moments import moments
@@ -398,9 +398,14 @@ def measured(reduction: Reduction) -> Reduction:
         leaves, structure = tree.flatten("measured", value)
         backend = resolve("measured", [*leaves, weight])
         norm = global_norm("measured", backend, leaves, structure)
-        wide = state.metrics.parts[0].dtypes.dtype
+        try:
+            wide = state.metrics.parts[0].dtypes.dtype
+            norm = backend.cast(norm, wide)
+        except Exception:  # of what a caller has made of it
+            raise GradCombineError(
+                reduction.name, "the state of the metrics", shown(state.metrics), ".metrics"
+            ) from None
         one = backend.full((), 1, dtypes.INT32), backend.full((), 1, wide)
-        norm = backend.cast(norm, wide)
         return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
 
     @no_autograph

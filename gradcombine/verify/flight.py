@@ -129,7 +129,10 @@ class FlightRecorder:
           GradCombineError: for digests of other leaves that a callback has met.
         """
         while self._pending:
-            self._record(*self._pending.popleft())
+            try:
+                self._record(*self._pending.popleft())
+            except GradCombineError as problem:  # the steps after it are written
+                self._problem = self._problem or problem
         wait()
         if not self._closed:
             os.close(self._file)
@@ -162,7 +165,7 @@ class FlightRecorder:
             self._write(f"{step} {'*' if replica == EVERY else replica} {row}".encode())
 
     def _row(self, digests: Any) -> str:
-        array = np.asarray(digests)
+        array = _array(digests)
         if array.dtype != WORD or array.shape != (len(self._leaves), 2):
             expected = f"uint32 digests of {len(self._leaves)} leaves, of shape ({len(self._leaves)}, 2)"
             raise GradCombineError("FlightRecorder", expected, f"{array.dtype} of shape {array.shape}")
@@ -218,9 +221,16 @@ def _by_replica(digests: Any) -> dict[int, Any]:
         return {start + i: row for start, rows in parts for i, row in enumerate(rows)}
     # A tf.distribute value has one of each replica.
     of_replicas = getattr(digests, "values", digests)
-    if not isinstance(of_replicas, (list, tuple)) and np.ndim(of_replicas) != 3:
-        return {EVERY: of_replicas}
+    if not isinstance(of_replicas, (list, tuple)) and (array := _array(of_replicas)).ndim != 3:
+        return {EVERY: array}
     return dict(enumerate(cast("Sequence[Any]", of_replicas)))
+
+
+def _array(digests: Any) -> np.ndarray:
+    try:
+        return np.asarray(digests)
+    except Exception:  # NumPy has several, and a foreign class may have others
+        raise GradCombineError("FlightRecorder", "digests of gradcombine.digest", shown(digests)) from None
 
 
 def _within(name: str, tree_name: str) -> bool:

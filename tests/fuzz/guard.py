@@ -82,7 +82,7 @@ def where(error: BaseException) -> str:
     return f"{type(error).__name__} at {place}"
 
 
-_OF_USERS = (".own_", "self.identity(", ".inner.update(", "jax.vjp(", "progress(", ".loss(")
+_OF_USERS = (".own_", "self.identity(", ".inner.update(", "jax.vjp(", "progress(", "known(ulp(", ".loss(")
 """How the library calls functions that it was given."""
 
 

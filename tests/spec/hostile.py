@@ -466,7 +466,14 @@ TAKES_NUMBER: dict[str, Call] = {
     "ulp": lambda x: assert_within_ulp(ONE, ONE, x),
     "ulp of a leaf": lambda x: assert_within_ulp(ONE, ONE, {"(root)": x}),
 }
-PATHS: dict[str, Any] = {"None": None, "a number": 3, "a NUL": "a\0.npz", "a surrogate": "\ud800.npz", **OWN_CODE}
+PATHS: dict[str, Any] = {
+    "None": None,
+    "a long name": "a" * 300 + ".npz",
+    "a number": 3,
+    "a NUL": "a\0.npz",
+    "a surrogate": "\ud800.npz",
+    **OWN_CODE,
+}
 TAKES_PATH: dict[str, Call] = {
     "inspect": statefile.inspect,
     "save": lambda x: statefile.save(x, SUM, SUM.init(ONE)),
@@ -535,6 +542,11 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "ranks of floats": lambda: explain([ONE, ONE], ONE, ranks=[1.5]),
     "ranks of None": lambda: foreign_orders.mean_of_means([ONE], ranks=None),
     "weights of a number": lambda: foreign_orders.mean_of_means([ONE], ranks=1, weights=3),
+    "ranks of an object": lambda: foreign_orders.mean_of_means([ONE], ranks=Failing("__floordiv__")),
+    "divided of an object": lambda: foreign_orders.welford([ONE], divided=Failing()),
+    "a number of 64 bits": lambda: gc.combine(
+        reductions.numbered(SUM, 4), [reductions.Numbered(ONE, np.int64(2**32 + 1))]
+    ),
     "twins of a number": lambda: FlightRecorder("never.log", ONE, twins=3),
     "behind of text": lambda: FlightRecorder("never.log", ONE, behind="1"),
     "a state of None among others": lambda: statefile.resize(SUM, [SUM.init(ONE), None], 2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import UserList
 from collections.abc import Callable, Iterator
 from enum import IntEnum
@@ -42,6 +43,84 @@ def test_what_is_no_good_is_refused(table: str, call: str) -> None:
 @pytest.mark.parametrize("name", hostile.OTHERS)
 def test_other_calls_are_refused(name: str) -> None:
     assert refusal(hostile.OTHERS[name]) == ""
+
+
+NESTED: Any = functools.reduce(lambda node, _: (node,), range(3000), np.float32(1))
+NO_PARTS: dict[str, Any] = {
+    "None": None,
+    "text": "text",
+    "2**31": 2**31,
+    "10**400": 10**400,
+    "a float": 1.5,
+    "an object": hostile.Mute(),
+    "an empty tuple": (),
+    "a list": [hostile.ONE],
+    "a pair": (hostile.ONE, hostile.ONE),
+    "three of three": (np.int32([1, 2, 3]),) * 3,
+    "tuples in tuples": NESTED,
+    "another shape": np.ones((2, 3), np.float32),
+    "integers of 64 bits": np.int64([1, 2]),
+    "objects": np.array([None, None]),
+    "a scalar": np.uint64(2**63),
+    "a spec": hostile.shaped((2,)),
+    "a constant": tree.static_dtype("float32"),
+}
+"""In the place of any part of a state; most of them are no such part."""
+DAMAGED: dict[str, gc.Reduction] = {
+    "mean": reductions.mean(),
+    "exact": reductions.mean("exact"),
+    "many": reductions.sum("exact", max_terms=2**20),
+    "compensated": reductions.sum("compensated"),
+    "moments": reductions.moments(),
+    "rows": reductions.row_mean(4),
+    "numbered": reductions.numbered(reductions.sum(), 4),
+    "measured": reductions.measured(reductions.max()),
+    "own": gc.Reduction(np.zeros_like, lambda s, x, w: s + w * x, np.add, lambda s: s),
+}
+
+
+def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield path
+    for key in node if isinstance(node, dict) else range(len(node)) if isinstance(node, tuple) else ():
+        yield from places(node[key], (*path, key))
+
+
+def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
+    if not path:
+        return value
+    items = [replaced(x, path[1:], value) if i == path[0] else x for i, x in enumerate(node)]
+    return type(node)(*items) if hasattr(node, "_fields") else tuple(items)
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_every_part_of_a_state_is_looked_at(name: str) -> None:
+    """Whatever stands in the place of a part: a result, or the one error; and no part is taken for another."""
+    reduction = DAMAGED[name]
+    value = {"rows": hostile.ROWS, "numbered": reductions.Numbered(hostile.ONE, 2)}.get(name, hostile.ONE)
+    state = reduction.update(reduction.init(value), value, 2)
+    uses: dict[str, Callable[[Any], Any]] = {
+        "update": lambda s: reduction.update(s, value, 2),
+        "merge": lambda s: reduction.merge(state, s),
+        "finalize": reduction.finalize,
+        "clear": reduction.clear,
+        "merge_replicas": lambda s: gc.merge_replicas(reduction, s, over=gc.LOCAL),
+    }
+    happened = {
+        (use, path, what): received
+        for path in places(state)
+        if len(path) < 5
+        for what, part in NO_PARTS.items()
+        for use, call in uses.items()
+        if (received := refusal(lambda: call(replaced(state, path, part)))) not in ("", "nothing")  # noqa: B023
+    }
+    assert happened == {}
+
+
+def test_a_state_without_its_accumulator_has_no_result() -> None:
+    """None would say that the parameter has no gradient."""
+    state = reductions.mean().init(hostile.ONE)
+    with pytest.raises(gc.GradCombineError, match="an accumulator for contributions of float32"):
+        reductions.mean().finalize(state._replace(value=None))
 
 
 STATEFUL: dict[str, gc.Reduction] = {
