@@ -439,7 +439,11 @@ def _opened(cell: Cell, kind: type, state: State) -> _Opened:
         raise GradCombineError(cell.name, "a state whose dtypes are constants", shown(state.dtypes))
     split = tree.split_as(cell.name, structure, state.value)
     values = [None if tree.is_static(a) else a for a in split]
-    form = cache(lambda running, shape: cell.empty(_FORMS, shape, running, None))
+
+    @cache
+    def form(running: np.dtype, shape: tuple[int, ...]) -> Any:
+        return cell.empty(_FORMS, shape, running, None)
+
     for i, (a, entry) in enumerate(zip(values, made_for, strict=True)):
         if entry.dtype is None:
             if a is not None:

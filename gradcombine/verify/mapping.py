@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import signal
+import threading
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from gradcombine.errors import GradCombineError, require_file
+from gradcombine.errors import GradCombineError, require_file, shown
 from gradcombine.verify import similarity
 from gradcombine.verify.dumps import Dump
 from gradcombine.verify.similarity import Axes, closest
@@ -43,13 +45,36 @@ class Rules(NamedTuple):
     def find(self, name: str) -> tuple[Rule, str | None] | None:
         """The rule for a name of the first dump, and the name in the second."""
         for rule in self.rules:
-            matched = rule.pattern.fullmatch(name)
+            matched = _fullmatch(rule.pattern, name)
             if matched is not None:
                 return rule, None if rule.template is None else _expanded(rule.template, matched)
         return None
 
     def ignores(self, name: str) -> bool:
-        return any(pattern.fullmatch(name) for pattern in self.ignored)
+        return any(_fullmatch(pattern, name) for pattern in self.ignored)
+
+
+SECONDS = 1.0
+"""For a name and a pattern; most take less than a millionth of it."""
+
+
+def _fullmatch(pattern: re.Pattern[str], name: str) -> re.Match[str] | None:
+    """``pattern.fullmatch(name)``, which may go through all ways to split a name, bounded in time.
+
+    By a signal, which only the main thread can have, and Windows has not: elsewhere the time is not bounded.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        return pattern.fullmatch(name)
+
+    def late(*_: Any) -> None:
+        raise GradCombineError("diff", f"a pattern that matches a name in {SECONDS:g} s", shown(pattern.pattern), name)
+
+    handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        return pattern.fullmatch(name)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
 
 
 NO_RULES = Rules()

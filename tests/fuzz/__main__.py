@@ -17,6 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--inputs", type=int, default=100_000, help="for each name, less what its share leaves out")
     parser.add_argument("--seed", type=int, default=0, help="input i of a name is made of the seed, the name and i")
+    parser.add_argument("--seconds", type=float, default=3600, help="at most for each name, whose inputs end there")
     parser.add_argument("--only", default="", help="names that contain this")
     parser.add_argument("--room", choices=list(ROOMS), action="append", help="one of the rooms; by default all")
     parser.add_argument("--from-name", help=argparse.SUPPRESS)
@@ -24,10 +25,11 @@ def main() -> int:
     options = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     if options.from_name is not None:
-        work(options.room[0], options.inputs, options.seed, options.only, options.from_name, options.from_input)
+        place = options.from_name, options.from_input
+        work(options.room[0], options.inputs, options.seed, options.only, options.seconds, *place)
         return 0
     total: Counter[str] = Counter()
-    for result in campaign(options.inputs, options.seed, options.only, tuple(options.room or ROOMS)):
+    for result in campaign(options.inputs, options.seed, options.only, tuple(options.room or ROOMS), options.seconds):
         total.update(result.counts)
         counts = ", ".join(f"{n:,} {kind}" for kind, n in sorted(result.counts.items()))
         print(f"{result.room:17}{result.name:48}{counts} ({result.seconds:.0f} s)", flush=True)

@@ -136,7 +136,7 @@ def _read(r: Random, reader: Any) -> tuple[str, str]:
     return outcome if peak <= most else ("defect", f"{peak} bytes of memory")
 
 
-def work(room: str, inputs: int, seed: int, only: str, name: str, start: int) -> None:
+def work(room: str, inputs: int, seed: int, only: str, seconds: float, name: str, start: int) -> None:
     """Runs a room's jobs, from an input of one of them on; says on its output what comes of them, a line each."""
     reached = not name
     for job in jobs(room, inputs):
@@ -144,17 +144,19 @@ def work(room: str, inputs: int, seed: int, only: str, name: str, start: int) ->
         if not reached or only not in job.name:
             continue
         with bounded():
-            _work(job, seed, start if job.name == name else 0)
+            _work(job, seed, start if job.name == name else 0, seconds)
     for folder in _folders():
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _work(job: Job, seed: int, start: int) -> None:
+def _work(job: Job, seed: int, start: int, seconds: float) -> None:
     counts: dict[str, int] = {}
     defects: dict[str, list[int]] = {}
     begun = time.monotonic()
     for i in range(start, job.inputs):
         if i % 64 == start % 64:
+            if time.monotonic() - begun > seconds:
+                break
             _say("at", job.name, i)
             faulthandler.dump_traceback_later(100 * SECONDS, exit=True)  # what a signal cannot interrupt
         kind, what = job.run(Random(f"{seed}:{job.name}:{i}"))
@@ -192,19 +194,22 @@ class Result(NamedTuple):
     seconds: float
 
 
-def campaign(inputs: int, seed: int, only: str = "", rooms: tuple[str, ...] = tuple(ROOMS)) -> Iterator[Result]:
+def campaign(
+    inputs: int, seed: int, only: str = "", rooms: tuple[str, ...] = tuple(ROOMS), seconds: float = 3600
+) -> Iterator[Result]:
     """Runs all rooms, one after another, in a folder of their own: a hostile path may be one to write to."""
+    options = ["--inputs", str(inputs), "--seed", str(seed), "--only", only, "--seconds", str(seconds)]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
     with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
-        yield from _campaign(inputs, seed, only, rooms, {"cwd": folder, "env": environment})
+        yield from _campaign(options, rooms, {"cwd": folder, "env": environment})
 
 
-def _campaign(inputs: int, seed: int, only: str, rooms: tuple[str, ...], place: dict[str, Any]) -> Iterator[Result]:
+def _campaign(options: list[str], rooms: tuple[str, ...], place: dict[str, Any]) -> Iterator[Result]:
     for room in rooms:
         name, at = "", 0
         while True:
-            command = [sys.executable, "-m", "tests.fuzz", "--inputs", str(inputs), "--seed", str(seed), "--only", only]
+            command = [sys.executable, "-m", "tests.fuzz", *options]
             command += ["--room", room, "--from-name", name, "--from-input", str(at)]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
             process = subprocess.Popen(command, **pipes, **place)

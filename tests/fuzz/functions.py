@@ -7,6 +7,7 @@ import importlib
 import inspect
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -401,14 +402,15 @@ DOORS = {
 """What has targets of its own."""
 
 
+@cache
+def _required(function: Callable[..., Any]) -> set[str]:
+    parameters = inspect.signature(function).parameters.items()
+    return {name for name, p in parameters if p.default is inspect.Parameter.empty}
+
+
 def call(target: Target, drawn: Drawn) -> tuple[dict[str, Any], Callable[[], Any]]:
     """The arguments of one input, and the call with them."""
-    r = drawn.r
-    required = {
-        name
-        for name, p in inspect.signature(target.function).parameters.items()
-        if p.default is inspect.Parameter.empty
-    }
+    r, required = drawn.r, _required(target.function)
     arguments = {name: kind(drawn) for name, kind in target.kinds.items() if name in required or r.random() < 0.5}
     free = [name for name in arguments if name not in FIXED]
     for name in r.sample(free, min(len(free), r.choice([0, 1, 1, 1, 1, 1, 1, 2, 2, 3]))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import zipfile
 from collections import Counter
 from functools import partial
@@ -13,6 +14,7 @@ import pytest
 
 from gradcombine import GradCombineError
 from gradcombine.formats import from_array
+from gradcombine.verify import mapping
 from gradcombine.verify.diff import diff
 from gradcombine.verify.dumps import Dump, open_dump
 from gradcombine.verify.mapping import Rules, match, read_rules
@@ -178,3 +180,19 @@ def test_rules_that_do_not_fit_are_named(tmp_path: Path, name: str, message: str
     (tmp_path / "rules.toml").write_text(f"[[rule]]\na = 'w'\nb = '{name}'")
     with pytest.raises(GradCombineError, match=message):
         match(dump({"w": KERNELS[0]}), dump({"v": np.ones(3)}), read_rules(tmp_path / "rules.toml"))
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows bounds no time")
+@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)*b", "(.*)*b", ".*.*.*.*.*.*.*b"])
+@pytest.mark.parametrize("side", ["ignore_a", "ignore_b"])
+def test_a_pattern_that_would_match_without_an_end_is_refused(
+    side: str, pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mapping, "SECONDS", 0.02)
+    (tmp_path / "rules.toml").write_text(f"{side} = ['{pattern}']")
+    leaves = dump({"a" * 150: KERNELS[0]})
+    before = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[1]
+    with pytest.raises(GradCombineError, match="expected a pattern that matches a name in") as caught:
+        match(leaves, leaves, read_rules(tmp_path / "rules.toml"))
+    assert caught.value.path == "a" * 150
+    assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[1]) == before
