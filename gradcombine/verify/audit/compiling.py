@@ -73,7 +73,10 @@ def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
         expected = f"a step on devices of {target.name}: one that holds a mesh is built with a mesh of these"
         raise GradCombineError("audit", expected, f"one on {', '.join(sorted(others))}")
     program: Program = foreign(
-        "audit", "a compiled function whose HLO can be read", step, lambda: Program(step.as_text())
+        "audit",
+        "a compiled function whose HLO can be read",
+        step,
+        lambda: Program(step.as_text(), shardings=_shardings(step)),
     )
     sizes = foreign("audit", "a compiled function that tells its memory", step, lambda: step.memory_analysis())
     return Built(program, _memory(sizes, target), _donated(step, len(program.parameters)))
@@ -196,6 +199,15 @@ def _kinds(compiled: Any) -> set[str]:
 
     places = (getattr(compiled, "input_shardings", ()), getattr(compiled, "output_shardings", ()))
     return {device.device_kind for x in jax.tree.leaves(places) for device in x.device_set}
+
+
+def _shardings(compiled: Any) -> list[str]:
+    """Of the program's parameters, as HLO writes them: XLA of JAX 0.12 leaves them out of the text."""
+    from gradcombine.backends.jax_versions import hlo_parser
+
+    executable: Any = getattr(compiled, "runtime_executable", lambda: None)()
+    made = getattr(executable, "get_parameter_shardings", lambda: None)()
+    return [str(hlo_parser().HloSharding.from_proto(x)) for x in made or ()]
 
 
 def _donated(compiled: Any, parameters: int) -> list[int]:

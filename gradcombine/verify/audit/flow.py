@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.verify.audit.hlo import Instruction, Module, Shape
+from gradcombine.verify.audit.hlo import Instruction, Shape
+from gradcombine.verify.audit.program import Program
 
 MOVING = {
     "get-tuple-element",
@@ -82,7 +83,7 @@ class Flow:
       module: the program.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Program) -> None:
         self.module = module
         self.places: list[Place] = []
         self._first: dict[str, dict[str, Node]] = {}
@@ -299,8 +300,7 @@ class Equality:
         return self._intern(new)
 
     def _sharding(self, x: Instruction) -> int:
-        found = re.search(r"\bsharding=\{(.*?)\}(?=,|$| )", x.attributes)
-        text = found[1] if found else ""
+        text = self.flow.module.sharding(x).strip("{}")
         if self.devices == 1 or text == "replicated":
             return self.one
         tiles = re.match(r"devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?$", text)

@@ -137,11 +137,19 @@ class Program(Module):
     Args:
       text: as XLA prints it, for instance ``compiled.as_text()``.
       lines: of source that a framework knows of an operation, by its name; otherwise those of the text.
+      shardings: of the entry's parameters, where the text does not tell.
     """
 
-    def __init__(self, text: str, lines: Lines = no_lines) -> None:
+    def __init__(self, text: str, lines: Lines = no_lines, shardings: Sequence[str] = ()) -> None:
         super().__init__(text)
-        self._lines = lines
+        self._lines, self._shardings = lines, shardings
+
+    def sharding(self, parameter: Instruction) -> str:
+        """How devices hold a parameter of the entry, as HLO writes it; empty where nothing tells."""
+        if found := re.search(r"\bsharding=(\{.*?\})(?=,|$| )", parameter.attributes):
+            return found[1]
+        number = int(parameter.inside)
+        return self._shardings[number] if number < len(self._shardings) else ""
 
     def frames(self, x: Instruction) -> list[Frame]:
         return [*self._lines(x.op_name)] or super().frames(x)
