@@ -9,7 +9,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from gradcombine.errors import GradCombineError, require_file, shown
 from gradcombine.verify import similarity
@@ -45,33 +45,35 @@ class Rules(NamedTuple):
     def find(self, name: str) -> tuple[Rule, str | None] | None:
         """The rule for a name of the first dump, and the name in the second."""
         for rule in self.rules:
-            matched = _fullmatch(rule.pattern, name)
+            matched = _in_time(rule.pattern.pattern, lambda rule=rule: rule.pattern.fullmatch(name), name)
             if matched is not None:
                 return rule, None if rule.template is None else _expanded(rule.template, matched)
         return None
 
     def ignores(self, name: str) -> bool:
-        return any(_fullmatch(pattern, name) for pattern in self.ignored)
+        return any(_in_time(x.pattern, lambda x=x: x.fullmatch(name), name) for x in self.ignored)
 
 
 SECONDS = 1.0
-"""For a name and a pattern; most take less than a millionth of it."""
+"""For a name and a pattern, and to compile a pattern; most take less than a thousandth of it."""
+
+_T = TypeVar("_T")
 
 
-def _fullmatch(pattern: re.Pattern[str], name: str) -> re.Match[str] | None:
-    """``pattern.fullmatch(name)``, which may go through all ways to split a name, bounded in time.
+def _in_time(pattern: str, call: Callable[[], _T], name: str = "") -> _T:
+    """What a call with a pattern returns, which may go through all ways to split a name, bounded in time.
 
     By a signal, which only the main thread can have, and Windows has not: elsewhere the time is not bounded.
     """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        return pattern.fullmatch(name)
+        return call()
 
     def late(*_: Any) -> None:
-        raise GradCombineError("diff", f"a pattern that matches a name in {SECONDS:g} s", shown(pattern.pattern), name)
+        raise GradCombineError("diff", f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
 
     handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
-        return pattern.fullmatch(name)
+        return call()
     finally:
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
@@ -139,7 +141,7 @@ def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
         raise GradCombineError("diff", "a list of regular expressions in the rules", repr(content))
     for text in cast("list[Any]", content):
         try:
-            yield re.compile(text)
+            yield _in_time(text, lambda text=text: re.compile(text))
         except (re.error, TypeError, OverflowError, RecursionError) as error:
             raise GradCombineError("diff", "a regular expression in the rules", f"{text!r}: {error}") from None
 

@@ -157,7 +157,7 @@ def _work(job: Job, seed: int, start: int, seconds: float) -> None:
         if i % 64 == start % 64:
             if time.monotonic() - begun > seconds:
                 break
-            _say("at", job.name, i)
+            _say("at", job.name, i, counts)
             faulthandler.dump_traceback_later(100 * SECONDS, exit=True)  # what a signal cannot interrupt
         kind, what = job.run(Random(f"{seed}:{job.name}:{i}"))
         counts[kind] = counts.get(kind, 0) + 1
@@ -214,19 +214,21 @@ def _campaign(options: list[str], rooms: tuple[str, ...], place: dict[str, Any])
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
             process = subprocess.Popen(command, **pipes, **place)
             assert process.stdout is not None
-            done = name
+            counts: dict[str, int] | None = None  # of the inputs of a name that has begun
             for line in process.stdout:
                 if not line.startswith(":: "):
                     continue
                 kind, *what = json.loads(line[3:])
                 if kind == "at":
-                    name, at = what
+                    name, at, counts = what
                 else:
-                    done = what[0]
+                    counts = None
                     yield Result(room, *what)
             if process.wait() == 0:
                 break
-            if done == name:
+            if counts is None:
                 raise RuntimeError(f"room {room} ended with status {process.returncode} after {name} {at}")
-            yield Result(room, name, {"defect": 1}, {f"ended the process ({process.returncode})": [1, [at]]}, 0.0)
+            yield Result(
+                room, name, counts | {"defect": 1}, {f"ended the process ({process.returncode})": [1, [at]]}, 0.0
+            )
             at += 64

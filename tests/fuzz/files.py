@@ -15,7 +15,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import h5py
 import numpy as np
+from typer.testing import CliRunner
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
@@ -23,6 +25,7 @@ from gradcombine.formats import npz, safetensors
 from gradcombine.verify import FlightRecorder, first_divergence
 from gradcombine.verify.audit import report, target
 from gradcombine.verify.audit.step import audit_file
+from gradcombine.verify.command import app
 from gradcombine.verify.diff import diff
 from gradcombine.verify.dumps import open_dump
 from gradcombine.verify.flight import read_log
@@ -158,8 +161,41 @@ def _read_traces(path: Path) -> Any:
     return str(first_divergence(path.parent, FOLDER / "trace"))
 
 
-def _sharded(index: bytes) -> bytes:
-    return index
+def _hdf5() -> bytes:
+    def write(buffer: Any) -> None:
+        with h5py.File(buffer, "w") as file:
+            for name, x in ARRAYS.items():
+                file.create_dataset(name, data=x, compression="gzip" if x.size > 6 else None)
+            file["layer/again"] = h5py.SoftLink("/layer/kernel")
+            file.create_dataset("text", data="words")
+
+    return _bytes_of(write)
+
+
+def _checkpoint() -> bytes:
+    """The index of a checkpoint of TensorFlow, whose data file is left beside the damaged ones."""
+    import tensorflow as tf
+
+    checkpoint = tf.train.Checkpoint(w=tf.Variable([1.0, 2.0]), text=tf.Variable("words"))
+    return Path(f"{checkpoint.write(str(FOLDER / 'x'))}.index").read_bytes()
+
+
+def _orbax() -> bytes:
+    """The metadata of a checkpoint of Orbax, whose arrays are left beside the damaged ones."""
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        checkpointer.save(FOLDER / "orbax", {"w": np.ones(2, np.float32), "n": 3}, force=True)
+    return (FOLDER / "orbax" / "_METADATA").read_bytes()
+
+
+def _command(path: Path) -> None:
+    """The command with a file: it ends with a status that is documented, 2 in one line."""
+    run = CliRunner().invoke(app, ["diff", str(path), str(FOLDER / "a.safetensors"), "--rules", str(path)])
+    if not isinstance(run.exception, (type(None), SystemExit)):
+        raise run.exception
+    if run.exit_code not in (0, 1, 2) or (run.exit_code == 2 and len(run.stderr.splitlines()) != 1):
+        raise AssertionError(f"status {run.exit_code}, {len(run.stderr.splitlines())} lines")
 
 
 RULES = b"""ignore_a = ["optimizer/.*"]
@@ -224,6 +260,10 @@ def readers() -> dict[str, Reader]:
         "rules": Reader("x.toml", RULES, read_rules),
         "baseline": Reader("x.json", BASELINE, report.read_baseline),
         "target": Reader("x.pbtxt", target.H100.encode(), lambda path: target.find_target(f"{path}:8", compiles=False)),
+        "dump .h5": Reader("x.h5", _hdf5(), _read_dump, None, 0.3),
+        "tf.train checkpoint": Reader("x.index", _checkpoint(), _read_dump, None, 0.1),
+        "Orbax checkpoint": Reader("orbax/_METADATA", _orbax(), lambda path: _read_dump(path.parent), None, 0.01),
+        "command": Reader("x.npz", _bytes_of(lambda file: np.savez(file, **ARRAYS)), _command, None, 0.1),
         "HLO text": Reader("x.txt", HLO, audit_file, None, 0.1),
         "HLO proto": Reader("x.pb", b"", audit_file, None, 0.1),
     }
