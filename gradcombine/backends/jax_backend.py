@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -272,11 +273,35 @@ def _compiled(kernel: Kernel, static: tuple[Any, ...], arrays: tuple[Array, ...]
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _totals(kernel: Kernel, static: tuple[Any, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-    terms = kernel(BACKEND, *static, *arrays)
-    # Reduced together, what they are made of is read once; and on CPU a reduction of one array alone is cut into
-    # windows, which takes thirty times as long.
+    def of_rows(*arrays: Array) -> tuple[Array, ...]:
+        terms = kernel(BACKEND, *static, *arrays)
+        rows = _rows(terms[0].shape)
+        if rows > 1:
+            terms = _summed([term.reshape(rows, -1) if term.ndim == 1 else term for term in terms], 1)
+        return _summed(terms, 0)
+
+    def of_all(*arrays: Array) -> tuple[Array, ...]:
+        return _summed(kernel(BACKEND, *static, *arrays), 0)
+
+    # XLA on CPU gives the rows of a result to different cores, and a scalar to one; elsewhere rows would be written.
+    return lax.platform_dependent(*arrays, cpu=of_rows, default=of_all)
+
+
+def _summed(terms: Sequence[Array], axis: int) -> tuple[Array, ...]:
+    """The sums over this axis and those after it.
+
+    Reduced together, what they are made of is read once; and on CPU a reduction of one array alone is cut into windows,
+    which takes thirty times as long.
+    """
     zeros = [jnp.zeros((), term.dtype) for term in terms]
-    return tuple(lax.reduce(list(terms), zeros, lambda a, b: [*map(lax.add, a, b)], tuple(range(terms[0].ndim))))
+    return tuple(lax.reduce(list(terms), zeros, lambda a, b: [*map(lax.add, a, b)], tuple(range(axis, terms[0].ndim))))
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    """How many sums to make first: one for each index of the first axis, or part of a vector; 1 if they are short."""
+    size = math.prod(shape)
+    rows = shape[0] if len(shape) > 1 else next((n for n in (64, 16, 4, 2) if size % n == 0), 1)
+    return rows if size >= 256 * rows > 0 else 1
 
 
 def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[Any]) -> list[Any]:

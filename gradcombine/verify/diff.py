@@ -62,7 +62,7 @@ class Row(NamedTuple):
         if not conventional(self.pair):
             return axes is not None and tuple(shape[i] for i in axes) == shape
         if len(shape) == 2:
-            return axes is None and shape[0] > 1 and self.difference.cosine >= ALIKE
+            return axes is None and shape[0] == shape[1] > 1 and self.difference.cosine >= ALIKE
         way = transposed_convolution(self.pair, len(shape))
         # One of a convolution over each channel is not flipped.
         return way is not None and axes == way[0] and 1 not in shape
@@ -85,6 +85,7 @@ class DiffReport(NamedTuple):
       left_out: leaves that could not be compared, since they hold no numbers, or numbers of two kinds.
       mixed_up: leaves of A whose own counterpart is not like them, each with the leaf of B that is: names that were
         swapped, where the shapes fit.
+      tied: leaves without a counterpart whose bits are those of another leaf on their side, each with that leaf.
     """
 
     rows: tuple[Row, ...]
@@ -93,6 +94,7 @@ class DiffReport(NamedTuple):
     elements: int
     left_out: tuple[LeftOut, ...] = ()
     mixed_up: tuple[tuple[str, str], ...] = ()
+    tied: tuple[tuple[str, str], ...] = ()
 
     @property
     def passes(self) -> bool:
@@ -177,7 +179,19 @@ def diff(
         rows, unjudged = _judged(rows, a, b, reference, roundings, named_as_b)
         left_out += unjudged
     rows.sort(key=lambda row: (row.passes, *badness(row.difference)))
-    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows))
+    tied = (*_tied(a, only_a), *_tied(b, only_b))
+    return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows), tied)
+
+
+def _tied(dump: Dump, alone: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """Leaves without a counterpart that have the bits of another leaf, such as an embedding that is the last layer."""
+    for name in alone:
+        leaf = dump[name]
+        for other, twin in dump.items():
+            same = other not in alone and leaf.size > 1 and (twin.shape, twin.dtype) == (leaf.shape, leaf.dtype)
+            if same and all(x.tobytes() == y.tobytes() for x, y in _in_step(leaf.pieces(), twin.pieces())):
+                yield name, other
+                break
 
 
 def _with_flipped(a: Dump, b: Dump, matching: Matching) -> Matching:

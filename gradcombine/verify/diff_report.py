@@ -70,6 +70,7 @@ def as_json(report: DiffReport | StepReport) -> dict[str, Any]:
         "only_b": list(report.only_b),
         "left_out": [each._asdict() for each in report.left_out],
         "mixed_up": [list(each) for each in report.mixed_up],
+        "tied": [list(each) for each in report.tied],
         "leaves": [
             {"a": row.pair.a, "b": row.pair.b, "matched_by": row.pair.reason, "axes": row.pair.axes}
             | ({"flipped": row.pair.flipped} if row.pair.flipped else {})
@@ -85,6 +86,7 @@ def _of_dumps(report: DiffReport) -> list[Section]:
     equal = [row for row in report.rows if row.difference.equal_bits and row.difference.same_dtype]
     differ = [row for row in report.rows if not (row.difference.equal_bits and row.difference.same_dtype)]
     plotted = [row for row in differ if not row.difference.equal_bits][:PLOTTED]
+    tied = dict(report.tied)
     return [
         Section(
             "Leaves that were not compared",
@@ -94,8 +96,13 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         ),
         Section(
             "Leaves without a counterpart",
+            "A rules file can leave them out (ignore_a, ignore_b).",
             columns=("leaf", ""),
-            rows=[Cells((name, f"only in {side}"), False) for side, names in _sides(report) for name in names],
+            rows=[
+                Cells((name, f"only in {side}" + (f", with the bits of {tied[name]}" if name in tied else "")), False)
+                for side, names in _sides(report)
+                for name in names
+            ],
         ),
         Section(
             "Leaves that are alike only in another order of axes, though their shapes agree",
@@ -107,7 +114,8 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         Section(
             "Which side is off",
             "By how many times its own rounding noise each side is away from the reference; off from "
-            f"{LIMIT:g} times on. The noise is that of so many roundings in a row.",
+            f"{LIMIT:g} times on. The noise is that of so many roundings in a row. Where the reference is off, it may be "
+            "that both sides compute something else in the same way.",
             columns=("leaf", "verdict", "A", "B", "roundings"),
             rows=[
                 Cells((each.name, each.verdict, *(f"{x:,.3g}" for x in (each.a, each.b, each.roundings))), each.passes)

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.errors import GradCombineError
-from gradcombine.formats import Entry, entry, from_blocks, unread
+from gradcombine.formats import Entry, from_blocks, unread
 from gradcombine.types import Tree
 
 _OWN_DTYPES = {
@@ -87,7 +87,7 @@ def read(operation: str, path: Path) -> dict[str, Entry]:
 
 def _refused(operation: str, path: Path, error: Exception) -> GradCombineError:
     """What weights-only loading says, without its advice to load the file by other means."""
-    text = str(error)
+    text = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))
     expected = f"{path.name} to be a whole file of torch.save"
     only = f"{path.name} to hold tensors, numbers, text, lists and dicts alone (torch.save(model.state_dict(), path))"
     if (named := re.search(r"GLOBAL (\S+)", text)) is not None:
@@ -98,7 +98,8 @@ def _refused(operation: str, path: Path, error: Exception) -> GradCombineError:
         return GradCombineError(operation, only, "a tar file of PyTorch before 0.2, which is not unpacked")
     if "Weights only load failed" in text or isinstance(error, KeyError):
         return GradCombineError(operation, only, "another pickle, or none at all")
-    return GradCombineError(operation, expected, entry.first_line(error).partition(". ")[0])
+    first = next(iter(text.splitlines()), "").partition(". ")[0]
+    return GradCombineError(operation, expected, f"{type(error).__name__}: {first}")
 
 
 def _leaves(operation: str, node: Any, keys: tuple[Any, ...], seen: Iterator[int]) -> Iterator[tuple[Any, Any]]:

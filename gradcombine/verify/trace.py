@@ -400,11 +400,13 @@ def _in_step(
             continue
         limit = allowed if isinstance(allowed, Allowed) else allowed.get(stage, EQUAL_BITS)
         report = diff(left, right, allowed=limit, rules=rules)
-        apart = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.transposed]
+        apart = [row for row in report.rows if not row.passes] or [
+            row for row in report.rows if row.transposed and row.pair.axes
+        ]
         if apart or not report.passes:
             unmatched = (*report.only_a, *report.only_b)
             row = apart[0] if apart else None
-            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:])
+            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:6])
         unrecorded = []
     return None
 

@@ -107,6 +107,18 @@ def test_split_and_replicated_leaves_in_one_jax_program() -> None:
 
 
 @pytest.mark.needs("jax")
+@pytest.mark.parametrize(("shape", "rows"), [((512, 256), 512), ((2**15,), 64), ((512, 8), 0), ((2**15 + 1,), 0)])
+def test_rows_are_summed_apart_on_a_cpu(shape: tuple[int, ...], rows: int) -> None:
+    """XLA gives the rows of one result to several cores, a scalar to one; the sums are the same."""
+    import jax
+
+    array = bits(np.dtype(np.float32), shape)
+    compiled = jax.jit(gc.digest).lower(array).compile()
+    assert (f"(u32[{rows}]{{0}}, u32[{rows}]{{0}}) fusion(" in compiled.as_text()) == bool(rows)
+    assert np.asarray(compiled(array)).tolist() == [expected(array)]
+
+
+@pytest.mark.needs("jax")
 def test_64_bits_in_jax() -> None:
     import jax
 

@@ -146,6 +146,14 @@ def test_a_weight_is_a_kernel_transposed(names: tuple[str, str], noted: bool) ->
     assert row.passes and row.transposed is not noted
 
 
+def test_a_tied_leaf_is_said_to_be_one(tmp_path: Path) -> None:
+    x = {"embed.weight": RNG.normal(size=(5, 3)), "norm.weight": RNG.normal(size=3)}
+    np.savez(tmp_path / "a.npz", **x, **{"head.weight": x["embed.weight"], "other.weight": x["norm.weight"] + 1})
+    np.savez(tmp_path / "b.npz", **x)
+    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert code == 1 and output.count("only in A, with the bits of embed.weight") == 1 == output.count("with the bits")
+
+
 def test_swapped_names_are_said(tmp_path: Path) -> None:
     a, b, c = (RNG.normal(size=(6, 6)) for _ in range(3))
     np.savez(tmp_path / "a.npz", q=a, k=b, other=c, gain=1.0)

@@ -6,6 +6,7 @@ import io
 import pickle
 import tarfile
 import warnings
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -169,6 +170,11 @@ def nested(path: Path) -> None:
     torch.save(content, path)
 
 
+def foreign(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("hello.txt", "x")
+
+
 def numberless(path: Path) -> None:
     content: list[Any] = []
     for _ in range(40):
@@ -188,6 +194,7 @@ def numberless(path: Path) -> None:
         (lambda path: path.write_text("hello, this is no pickle"), "another pickle, or none at all"),
         (lambda path: path.write_bytes(b""), "to be a whole file of torch.save"),
         (tar, "a tar file of PyTorch before 0.2"),
+        (foreign, "RuntimeError: file in archive is not in a subdirectory: hello.txt"),
         (script, "an archive of TorchScript"),
         (nested, "a tree that contains itself"),
         (numberless, "1000 of them"),
