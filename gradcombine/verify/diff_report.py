@@ -114,8 +114,8 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         Section(
             "Which side is off",
             "By how many times its own rounding noise each side is away from the reference; off from "
-            f"{LIMIT:g} times on. The noise is that of so many roundings in a row. Where the reference is off, it may be "
-            "that both sides compute something else in the same way.",
+            f"{LIMIT:g} times on. The noise is that of so many roundings in a row. Where the reference is off, both "
+            "sides may compute something else in the same way.",
             columns=("leaf", "verdict", "A", "B", "roundings"),
             rows=[
                 Cells((each.name, each.verdict, *(f"{x:,.3g}" for x in (each.a, each.b, each.roundings))), each.passes)
