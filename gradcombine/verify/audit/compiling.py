@@ -76,7 +76,7 @@ def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
         "audit",
         "a compiled function whose HLO can be read",
         step,
-        lambda: Program(step.as_text(), shardings=_shardings(step)),
+        lambda: Program(step.as_text(), shardings=shardings(step)),
     )
     sizes = foreign("audit", "a compiled function that tells its memory", step, lambda: step.memory_analysis())
     return Built(program, _memory(sizes, target), _donated(step, len(program.parameters)))
@@ -201,7 +201,7 @@ def _kinds(compiled: Any) -> set[str]:
     return {device.device_kind for x in jax.tree.leaves(places) for device in x.device_set}
 
 
-def _shardings(compiled: Any) -> list[str]:
+def shardings(compiled: Any) -> list[str]:
     """Of the program's parameters, as HLO writes them: XLA of JAX 0.12 leaves them out of the text."""
     from gradcombine.backends.jax_versions import hlo_parser
 

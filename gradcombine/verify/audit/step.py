@@ -68,6 +68,8 @@ class Audit(NamedTuple):
         if isinstance(self.program, Graph):
             names = ", ".join(name for name in RULES if name not in self.judged)
             found += ["what is moved in memory, and products", names, *self.program.unread()]
+        elif self.program.devices > 1 and "" in map(self.program.sharding, self.program.parameters):
+            found.append("how arguments are split, and so what devices repeat")
         return found
 
     @property

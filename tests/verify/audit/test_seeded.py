@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from gradcombine.verify.audit import audit
+from gradcombine.verify.audit import audit, audit_file
+from gradcombine.verify.audit.compiling import shardings
+from gradcombine.verify.audit.findings import find
+from gradcombine.verify.audit.program import Program
 from tests.verify.audit.seeded import CASES, OURS
 
 
@@ -34,3 +39,15 @@ def test_a_defect_is_found_and_its_twin_is_clean(name: str, defect: bool) -> Non
 def test_our_own_steps_are_clean(name: str) -> None:
     case = OURS[name](jax.devices())
     assert audit(case.step, *case.args).findings == []
+
+
+def test_hlo_that_does_not_tell_how_arguments_are_split(tmp_path: Path) -> None:
+    """As XLA of JAX 0.12 writes it; a compiled step knows it nevertheless."""
+    case = CASES["batch gathered"][0](jax.devices(), True)
+    compiled = case.step.lower(*case.args).compile()
+    text = re.sub(r", sharding=\{.*?\}(?=,|$| )", "", compiled.as_text())
+    (tmp_path / "step.txt").write_text(text)
+    (report,) = audit_file(tmp_path / "step.txt")
+    assert "how arguments are split, and so what devices repeat" in report.unread
+    assert "repeated-work" not in {x.name for x in report.findings}
+    assert "repeated-work" in {x.name for x in find(Program(text, shardings=shardings(compiled)), ())}
