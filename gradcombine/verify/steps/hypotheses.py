@@ -11,7 +11,7 @@ add up to the same in each microbatch, and so on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from math import lcm
 
@@ -151,19 +151,34 @@ def _added(standard: StepStandard, case: Case) -> Iterator[Answer]:
     except (NotWide, ValueError):
         return
     added = [x - y for x, y in zip(divided.floats, whole.floats, strict=True)]
+    params = _params_of(standard)
+    moved = {i: p + one[i] for i, p in params.items()} if subject.returns_params else {}
+    if moved:
+        factor = _factor([x - y for x, y in zip(case.result.floats, one, strict=True)], moved, sorted(moved))
+        if factor is not None:
+            predicted = [x + factor * moved[i] if i in moved else x for i, x in enumerate(one)]
+            if accounts_for(standard, case, predicted, 4, sorted(moved)):
+                yield Cause.ADDED, f"{factor:.6g} times the new parameters"
+                return
     if not accounts_for(standard, case, [x + y for x, y in zip(one, added, strict=True)], 4):
         return
     differ = [i for i, share in enumerate(standard.shares(divided.floats, whole.floats, case.wide)) if share > 1]
     some = "" if len(differ) == len(one) else f", in {len(differ)} of {len(one)} leaves"
     size = max(float(np.abs(x).max(initial=0)) for x in added)
     text = f"up to {size:.3g}, where all examples are copies of one, too"
-    params = _params_of(standard)
-    if differ and all(i in params for i in differ):
-        off, p = flat([added[i] for i in differ]), flat([params[i] for i in differ])
-        factor = float(off @ p / max(float(p @ p), 1e-300))
-        if np.linalg.norm(off - factor * p) < SAME * np.linalg.norm(off):
-            text = f"{factor:.6g} times the parameters"
+    factor = _factor(added, params, differ)
+    if factor is not None:
+        text = f"{factor:.6g} times the parameters"
     yield Cause.ADDED, text + some
+
+
+def _factor(added: Floats, params: Mapping[int, np.ndarray], leaves: Sequence[int]) -> float | None:
+    """By what the parameters are multiplied in what is added to these leaves; None where they are not."""
+    if not leaves or any(i not in params for i in leaves):
+        return None
+    off, p = flat([added[i] for i in leaves]), flat([params[i] for i in leaves])
+    factor = float(off @ p / max(float(p @ p), 1e-300))
+    return factor if np.linalg.norm(off - factor * p) < SAME * np.linalg.norm(off) else None
 
 
 def _params_of(standard: StepStandard) -> dict[int, np.ndarray]:

@@ -19,8 +19,18 @@ import numpy as np
 
 from gradcombine.types import Tree
 from gradcombine.verify.steps import precision
-from gradcombine.verify.steps.running import WHOLE, NotFiniteError, NotWide, Result, Rows, Split, Subject, perturbation
-from gradcombine.verify.steps.standard import EACH, Floats, Standard, gamma, over, rms
+from gradcombine.verify.steps.running import (
+    WHOLE,
+    NotFiniteError,
+    NotWide,
+    Result,
+    Rows,
+    Split,
+    Subject,
+    as_floats,
+    perturbation,
+)
+from gradcombine.verify.steps.standard import EACH, Floats, Standard, flat, gamma, over, rms
 from gradcombine.verify.ulp import rounding_unit
 
 TIMES = 16
@@ -71,6 +81,23 @@ class StepStandard(Standard):
     def allowed(self, wide: bool) -> np.ndarray:
         """How far rounding may move one result, a number a leaf."""
         return self._allowed * (WIDE_TIMES * UNIT64 / self.unit if wide else 1.0)
+
+    def shows(self, floats: Floats) -> bool:
+        """Whether a division in float64 is further from one batch than the rounding of float32 would allow."""
+        allowed = 2 * self._allowed * rounding_unit(np.dtype(np.float32)) / self.unit
+        far = [rms(x - y) for x, y in zip(floats, self.best.floats, strict=True)]
+        return bool(np.any(np.array(far) > allowed))
+
+    @property
+    def hidden(self) -> str:
+        """Up to what size differences pass."""
+        sizes = np.array([x.size for x in self.own.floats])
+        allowed = float(np.sqrt(sizes @ (2 * self._allowed) ** 2))
+        of_whole, of_params = (
+            over(allowed, float(np.linalg.norm(flat(x))))
+            for x in (self.own.floats, [as_floats(x) for _, x in self.subject.param_leaves])
+        )
+        return f"of less than {of_whole:.2g} of the result, or {of_params:.2g} of the parameters"
 
     def accuracy(self, result: Result, reference: Floats) -> tuple[np.ndarray, np.ndarray]:
         """The distance of each leaf from a reference: over what is allowed, and over the noise."""

@@ -402,4 +402,6 @@ def _taken(x: Any, rows: np.ndarray) -> Any:
 
 def _line(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    # TensorFlow's first line may be a heading, and the last one the error.
+    chosen = [lines[0], *lines[-1:]] if lines and lines[0].endswith(":") else lines[:1]
+    return " ".join(x.strip() for x in chosen) or type(error).__name__

@@ -137,8 +137,11 @@ class Standard(ABC):
             return len(self.combination[1]) < len(every)
         floats, terms, _ = self._system(self.best.floats, every, self.wide is not None, elsewhere=True)
         matrix, target = self._scaled(floats, terms, every, self.wide is not None)
-        coefficients = np.linalg.lstsq(matrix.T, target, rcond=None)[0]
-        return bool(np.linalg.norm(coefficients @ matrix - target) > (2 + np.abs(coefficients).sum()) * len(every))
+        # Weights are no longer than 1, and so are the shortest that fit; what rounding hides is left out.
+        largest = float(np.linalg.norm(matrix, 2)) if matrix.size else 0.0
+        coefficients = np.linalg.lstsq(matrix.T, target, rcond=1 / max(largest, 1))[0]
+        off = np.linalg.norm(coefficients @ matrix - target)
+        return bool(np.linalg.norm(coefficients) > 2 or off > (2 + np.abs(coefficients).sum()) * len(every))
 
     @property
     def weights(self) -> np.ndarray | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -76,6 +80,23 @@ def normalized(sums: Any, k: int) -> Any:
     return step
 
 
+def kept_in_float32(sums: Any, k: int) -> Any:
+    """The same, of what no float64 comes through."""
+    step = normalized(sums, k)
+    return lambda p, batch: {"w": step(p, batch)["w"].astype(np.float32)}
+
+
+def decayed_each(sums: Any, k: int) -> Any:
+    """One update, and the new parameters decay at each microbatch."""
+
+    def step(p: Any, batch: Any) -> Any:
+        kept = [x.dtype.type(1 - 2**-10) for x in p]
+        grads = defects.right(sums, k)(p, batch)
+        return [(x - g / 8) * y**k for x, g, y in zip(p, grads, kept, strict=True)]
+
+    return step
+
+
 def relabelled(sums: Any, k: int) -> Any:
     """A batch that says what it is, and how it is to be scaled."""
 
@@ -112,6 +133,7 @@ WRITTEN: dict[str, tuple[Any, Any, Any, dict[str, Any], Cause | None, str]] = {
         normalized, {"w": PARAMS[1][:1].repeat(6, 0), "mean": np.ones(3, np.float32)}, BATCH, NEW, Cause.STATISTICS,
         "seen in ['w'], not in all",
     ),
+    "decay of new parameters": (decayed_each, PARAMS, BATCH, NEW, Cause.ADDED, "times the new parameters"),
     "a name and a function": (relabelled, PARAMS, BATCH | {"task": "words", "scale": np.negative}, {}, None, ""),
 }  # fmt: skip
 
@@ -192,3 +214,28 @@ def test_optimizers_and_modules_are_not_accused(make: Any, params: Callable[[], 
         report = check_step(make, params(), X, returns=returns, microbatches=(2,))
     assert report.passes, str(report)
     assert all(run.accuracy is not None for run in report.runs), str(report)
+
+
+def test_statistics_are_named_in_float32_too() -> None:
+    params = {"w": PARAMS[1][:1].repeat(6, 0), "mean": np.ones(3, np.float32)}
+    report = check_step(partial(kept_in_float32, by_hand.sums), params, BATCH)
+    assert report.cause is Cause.STATISTICS, str(report)
+
+
+@pytest.mark.full
+def test_keras_on_jax() -> None:
+    """In a process of its own, whose Keras is on JAX."""
+    command = [sys.executable, "-m", "tests.verify.steps.on_keras_jax"]
+    environment = {**os.environ, "KERAS_BACKEND": "jax"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-5000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == {
+        "right": None,
+        "normalized layers": None,
+        "mean of means": "MEAN_OF_MEANS",
+        "the last dropped": "LOST",
+        "normalized batches": "STATISTICS",
+        "dropout": "KEY",
+        "trained": None,
+        "trained on means of means": "MEAN_OF_MEANS",
+    }

@@ -112,3 +112,24 @@ def test_what_is_added_is_named_whatever_it_is(of: Any, detail: str, rate: float
 def test_a_schedule_is_named_however_slow(factor: float, k: int) -> None:
     report = check(partial(scheduled, factor=factor), k)
     assert report.cause is Cause.BY_PLACE, str(report)
+
+
+def of_bfloat16(sums: Any, k: int, rate: float, narrow: bool = False) -> Any:
+    """Gradients of bfloat16 parameters, computed in float32 or what is wider; or in float32 in any case."""
+
+    def step(params: Floats, batch: Any) -> Floats:
+        wide = [x.astype(FLOAT32 if narrow else np.promote_types(x.dtype, FLOAT32)) for x in params]
+        made = added(sums, k, rate, lambda p: p)(wide, batch)
+        return [x.astype(BFLOAT16 if narrow else p.dtype) for x, p in zip(made, params, strict=True)]
+
+    return step
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("rate", [0, 1e-2, 1e-4])
+def test_little_is_found_or_said_to_be_hidden_beside_bfloat16(rate: float, narrow: bool) -> None:
+    make = partial(of_bfloat16, by_hand.sums, rate=rate, narrow=narrow)
+    report = check_step(make, cast(by_hand.params(), BFLOAT16), by_hand.batch(16), microbatches=(4,))
+    assert report.cause is (Cause.ADDED if rate and not narrow else None), str(report)
+    assert all(run.invariance <= 1 for run in report.runs)
+    assert any("which its own rounding hides" in text for text in report.not_checked) is narrow
