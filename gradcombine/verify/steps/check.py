@@ -49,7 +49,8 @@ def check_step(
         are 8 to 64 examples: each of them is then run by itself too, in a batch of n copies.
       microbatches, devices: numbers to divide by; all pairs of them are run.
       returns: ``"gradients"``: whatever tree the step returns, a loss and metrics too, is a mean over the examples.
-        ``"params"``: it returns a tree like ``params``, and its distance from them is compared.
+        ``"params"``: it returns a tree like ``params``, and its distance from them is compared; metrics may follow it
+        in a tuple.
       pad: ``(batch, n) -> batch``, with n placeholder rows after the examples, which must not count. None: not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
         the gradient of the term's sum over these examples, and the weight that the sum is divided by. None: a term that

@@ -87,6 +87,9 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
             by_each = [part.weights[other] for part in parts]
             yield Divided(f"{name} by the weight of {other} in each microbatch", summed(name, [k * x for x in by_each]))
             yield Divided(f"{name} by the weight of {other} in each microbatch, added up", summed(name, by_each))
+        for other in names:
+            text = f"{name} by the weight of {name} in each microbatch, added up, and by the weight of {other}"
+            yield Divided(text, summed(name, [part.weights[name] * total(other) for part in parts]))
         yield Divided(f"{name} by the number of microbatches too", summed(name, [k * total(name)] * k))
         yield Divided(f"{name} by the number of microbatches", summed(name, [float(k)] * k))
         yield Divided(f"{name} by nothing", summed(name, [1.0] * k))

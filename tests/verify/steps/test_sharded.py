@@ -80,6 +80,33 @@ def test_devices_are_not_accused(make: Any, devices: tuple[int, ...]) -> None:
     assert all(run.accuracy is not None for run in report.runs)
 
 
+def filled_up(batch: Any, n: int) -> Any:
+    return jax.tree.map(lambda x: np.concatenate([x, np.zeros((n, *x.shape[1:]), x.dtype)]), batch)
+
+
+@pytest.mark.full
+def test_all_divisions_of_uneven_examples() -> None:
+    """18 examples on 1 to 8 devices, in 1 or 2 microbatches: filled up where they do not divide, and reversed."""
+
+    def make(microbatches: int, devices: int = 1) -> Any:
+        step, parts = make_step(microbatches, devices), microbatches * devices
+        return lambda params, batch: step(params, filled_up(batch, -len(batch["x"]) % parts))
+
+    batch = jax.tree.map(lambda x: np.concatenate([x, x[:2] / 2]), BATCH)
+    with jax.numpy_dtype_promotion("standard"):
+        report = check_step(make, PARAMS, batch, microbatches=(1, 2), devices=(1, 2, 4, 8), pad=filled_up)
+    assert report.passes, str(report)
+    names = [run.name for run in report.runs]
+    assert [name for name in names if "8 devices" in name] == [
+        "one batch on 8 devices",
+        "one batch on 8 devices with 6 rows of padding",
+        "2 microbatches on 8 devices",
+        "2 microbatches on 8 devices with 14 rows of padding",
+        "2 microbatches on 8 devices in reverse order",
+    ]
+    assert not report.not_checked
+
+
 @pytest.mark.parametrize(
     ("combine", "cause", "detail"),
     [

@@ -181,6 +181,17 @@ CASES: dict[str, Case] = {
         "further by the weight of words",
         terms=WITH_HEADS,
     ),
+    # What looks further ahead is a mean in each microbatch, which is added to sums, and divided by their tokens.
+    "AI-Hypercomputer/maxtext#3311": loss_case(
+        lambda params, parts: (
+            ratio(ahead, params, parts)
+            + sum(ratio(ahead_2, params, [x]) for x in parts) / sum(ahead(params, x)[1] for x in parts)
+        ),
+        right(ahead, ahead_2),
+        Cause.DENOMINATOR,
+        "further by the weight of further in each microbatch, added up, and by the weight of words",
+        terms=WITH_HEADS,
+    ),
     # The balance over a batch is not the mean of the balances over its microbatches.
     "pytorch/torchtitan#3000": loss_case(
         beside_words(lambda params, parts: sum(balance_of_all(params, x) for x in parts) / len(parts)),
@@ -195,13 +206,13 @@ CASES: dict[str, Case] = {
     "modelscope/ms-swift#10116": loss_case(
         lambda params, parts: ratio(ahead, params, parts) / len(parts), right(ahead), Cause.SCALED, "by 0.25"
     ),
-    # In one piece or in chunks: the same but for rounding, in an accumulator that is wide enough.
+    # What each chunk adds to the gradient of the weights is rounded to 16 bits as it is stored; float32 is wide enough.
     "RL-Align/RL-Kernel#270": (
         partial(in_chunks, dtype=jnp.bfloat16),
         in_chunks,
         {},
         Cause.PRECISION,
-        "",
+        "each element is off by what 16 bits round",
     ),
     # Rows that several microbatches look up keep a part of what is added to them.
     "openxla/xla#49143": (
