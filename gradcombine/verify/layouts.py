@@ -123,3 +123,5 @@ def _merges(shape: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """The shapes with two axes side by side made one: those of two or three axes alone have heads."""
     for i in range(len(shape) - 1 if len(shape) in (2, 3) else 0):
         yield (*shape[:i], math.prod(shape[i : i + 2]), *shape[i + 2 :])
+    if len(shape) >= 3:  # channels and multiplier of Keras' convolution over each channel
+        yield (*shape[:-2], 1, math.prod(shape[-2:]))

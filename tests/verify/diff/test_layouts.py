@@ -146,6 +146,16 @@ def test_a_weight_is_a_kernel_transposed(names: tuple[str, str], noted: bool) ->
     assert row.passes and row.transposed is not noted
 
 
+@pytest.mark.parametrize("multiplier", [1, 2])
+def test_a_convolution_over_each_channel(multiplier: int) -> None:
+    """PyTorch's (C m, 1, H, W) against Keras' (H, W, C, m)."""
+    x = RNG.normal(size=(5 * multiplier, 1, 3, 3))
+    kernel = x.reshape(5, multiplier, 3, 3).transpose(2, 3, 0, 1)
+    for name in ("conv/kernel", "layers/depthwise/vars/0"):
+        (row,) = diff(dump({"conv.weight": x}), dump({name: kernel})).rows
+        assert row.passes and not row.transposed
+
+
 def test_a_tied_leaf_is_said_to_be_one(tmp_path: Path) -> None:
     x = {"embed.weight": RNG.normal(size=(5, 3)), "norm.weight": RNG.normal(size=3)}
     np.savez(tmp_path / "a.npz", **x, **{"head.weight": x["embed.weight"], "other.weight": x["norm.weight"] + 1})
