@@ -378,7 +378,8 @@ def cut(folder: Path, plan: Plan, draw: float) -> None:
     worker's newest checkpoint, the last one in it.
     """
     if plan.way == "checkpoint":
-        newest = [max(own.glob("*.index"), key=lambda x: x.stat().st_mtime_ns) for own in folder.glob("worker-*")]
+        saved = [list(own.glob("*.index")) for own in sorted(folder.glob("worker-*"))]
+        newest = [max(files, key=lambda file: file.stat().st_mtime_ns) for files in saved if files]
         chosen = [file for index in newest for file in sorted(index.parent.glob(f"{index.stem}.*"))]
     else:
         files = sorted(folder.glob("window-*.npz"), key=lambda file: file.name)
@@ -394,8 +395,8 @@ def cut(folder: Path, plan: Plan, draw: float) -> None:
         rank = file.parent.name.rpartition("-")[2]
         logs = sorted(folder.glob(f"log-*-{rank}.jsonl"), key=lambda log: int(log.name.split("-")[1]))
         entries = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
-        saved = [entry for entry in entries if "saved" in entry][-1:]
-        held = [[entry["saved"], number] for entry in saved for number in entry["numbers"][-1:]]
+        last = [entry for entry in entries if "saved" in entry][-1:]
+        held = [[entry["saved"], number] for entry in last for number in entry["numbers"][-1:]]
     else:
         window = int(file.name.split(".")[0].removeprefix("window-"))
         # The first window begins with what is known.

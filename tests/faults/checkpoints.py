@@ -99,7 +99,7 @@ def recover(engine: TensorFlowEngine, folder: Path) -> Found:
         for index in sorted(own.glob("*.index"), key=_number, reverse=True):
             try:
                 reader.checkpoint().restore(str(index.with_suffix(""))).assert_consumed()
-            except (tf.errors.OpError, ValueError, AssertionError):  # cut off
+            except (tf.errors.OpError, IndexError, ValueError, AssertionError):  # cut off
                 continue
             rank = int(own.name.rpartition("-")[2])
             found.append((int(reader.window), rank, reader.values(), reader.state()))

@@ -1,0 +1,87 @@
+"""A parameter server, a worker that is killed in the middle of a function, and its successor; prints one line of JSON.
+
+The function adds its gradient to a variable, and also returns it with its number, for a ledger.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import multiprocessing
+import os
+import signal
+import time
+from typing import Any
+
+os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="")
+
+import numpy as np
+import tensorflow as tf
+
+from gradcombine import GradCombineError, ledger, reductions
+from gradcombine.reductions import Numbered
+from tests.multi_process.tensorflow_cluster import free_addresses
+
+COUNT = 4
+GRADIENTS = 4.0 ** np.arange(COUNT, dtype=np.float32)
+"""By number: a sum of them says how often each was added."""
+
+
+def serve(cluster: Any, job: str, begin: Any) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent
+    begin.wait()
+    tf.distribute.Server(tf.train.ClusterSpec(cluster), job_name=job, task_index=0).join()
+
+
+def main() -> None:
+    # Forked where TensorFlow is imported and has started nothing.
+    context: Any = multiprocessing.get_context("fork")
+    server, worker = free_addresses(2)
+    cluster = {"ps": [server], "worker": [worker]}
+    begins = [context.Event() for _ in range(3)]
+    jobs = zip(("ps", "worker", "worker"), begins, strict=True)
+    processes = [context.Process(target=serve, args=(cluster, job, begin), daemon=True) for job, begin in jobs]
+    for process in processes:
+        process.start()
+    for begin in begins[:2]:
+        begin.set()
+    resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec(cluster), rpc_layer="grpc")
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    coordinator = tf.distribute.coordinator.ClusterCoordinator(strategy)
+    with strategy.scope():
+        added, may_end = tf.Variable(0.0), tf.Variable(False)
+
+    @tf.function
+    def run(number: Any) -> Any:
+        gradient = tf.gather(GRADIENTS, number)
+        added.assign_add(gradient)
+        tf.while_loop(lambda _: tf.logical_not(may_end), lambda turn: turn + 1, [0])
+        return gradient, number
+
+    scheduled = [coordinator.schedule(run, args=(tf.constant(number),)) for number in range(COUNT)]
+    while added.numpy() == 0:
+        time.sleep(0.02)
+    processes[1].kill()
+    processes[1].join()
+    begins[2].set()
+    may_end.assign(True)
+    coordinator.join()
+
+    total, refused = reductions.numbered(reductions.sum(), COUNT), ""
+    state = total.init(np.float32(0))
+    for result in scheduled:
+        state = total.update(state, Numbered(*(np.asarray(x) for x in result.fetch())))
+    ledger.require_once(state)
+    try:
+        total.update(state, Numbered(*(np.asarray(x) for x in scheduled[0].fetch())))
+    except GradCombineError as error:
+        refused = str(error)
+    merged = float(total.finalize(state))
+    print(json.dumps({"added": float(added.numpy()), "merged": merged, "refused": refused}), flush=True)
+    for process in processes:
+        process.kill()
+    os._exit(0)  # a regular exit waits for the cluster
+
+
+if __name__ == "__main__":
+    main()
