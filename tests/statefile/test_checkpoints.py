@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc as garbage
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,83 @@ def test_tensorflow(tmp_path: Path, name: str) -> None:
     values, structure = iter(restored.leaves), tree.flatten("test", state)[1]
     back = [None if x is None else next(values).numpy() for x in tree.flatten("test", state)[0]]
     assert contents(tree.unflatten(structure, back)) == contents(state)
+
+
+SUM, MEAN = reductions.sum(), reductions.mean()
+LEDGERS = {count: reductions.numbered(SUM, count) for count in (8, 16)}
+PARAMS = {"w": jnp.zeros(())}
+
+
+def through(folder: Path, way: str, before: Any, after: Any, begun: int) -> Any:
+    """The state that another transformation goes on with, and its update; microbatch k has gradient k, weight 1 + k."""
+    (every, reduction), (new_every, new) = before, after
+    tx, other = (
+        accumulate(optax.sgd(-1.0), every, reduction=reduction),
+        accumulate(optax.sgd(-1.0), new_every, reduction=new),
+    )
+    state, target = tx.init(PARAMS), other.init(PARAMS)
+    for k in range(begun):
+        _, state = tx.update({"w": jnp.float32(k)}, state, PARAMS, weight=1 + k)
+    if way == "orbax":
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "state", state)
+            checkpointer.wait_until_finished()
+            return checkpointer.restore(folder / "state", target), other.update
+    statefile.save(folder / "window.npz", reduction, state.window)
+    return target._replace(window=statefile.load(folder / "window.npz", new, PARAMS)), other.update
+
+
+WAYS = pytest.mark.parametrize("way", ["file", "orbax"])
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("before", "begun", "after", "applied"),
+    [(4, 3, 2, [20, 50, 98]), (4, 3, 3, [20, 92]), (2, 1, 4, [20, 148]), (4, 4, 2, [50, 98])],
+)
+@pytest.mark.parametrize("ledger", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_a_window_of_another_length_loses_nothing(
+    tmp_path: Path, way: str, before: int, begun: int, after: int, applied: list[float], ledger: bool
+) -> None:
+    """One as long as the new length, or longer, ends with the next microbatch; a shorter one goes on."""
+    reduction = LEDGERS[8] if ledger else SUM
+    state, update = through(tmp_path, way, (before, reduction), (after, reduction), begun)
+    found, options = [], {}
+    for k in range(begun, 8):
+        if ledger:
+            options["number"] = k
+        updates, state = update({"w": jnp.float32(k)}, state, PARAMS, weight=1 + k, **options)
+        if state.applied:
+            found.append(float(updates["w"]))
+    assert found == applied
+
+
+@WAYS
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (SUM, LEDGERS[8], "states of 'sum'|tree structures do not match"),
+        (MEAN, reductions.mean("exact"), "expected ExactMeanState, received MeanState|tree structures do not match"),
+    ],
+)
+def test_a_window_of_another_kind_is_refused(tmp_path: Path, way: str, before: Any, after: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        through(tmp_path, way, (4, before), (4, after), 3)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("before", "after"), [(8, 16), (16, 8)])
+def test_orbax_refuses_a_ledger_of_another_length(tmp_path: Path, before: int, after: int) -> None:
+    with pytest.raises(ValueError, match=rf"shape: \({after},\) is not compatible with the stored shape: \({before},"):
+        through(tmp_path, "orbax", (4, LEDGERS[before]), (4, LEDGERS[after]), 3)
+    garbage.collect()  # the reads that Orbax leaves off say so as they are collected
+
+
+def test_orbax_keeps_the_fields_of_a_state_and_not_the_name_of_its_reduction(tmp_path: Path) -> None:
+    """A mean holds what a sum does, so that the one goes on as the other; a file of `statefile` is refused."""
+    state, update = through(tmp_path, "orbax", (4, MEAN), (4, SUM), 3)
+    updates, _ = update({"w": jnp.float32(3)}, state, PARAMS, weight=4)
+    assert float(updates["w"]) == sum(k * (1 + k) for k in range(4))
+    with pytest.raises(gc.GradCombineError, match="expected states of 'sum', received states of 'mean'"):
+        through(tmp_path, "file", (4, MEAN), (4, SUM), 3)

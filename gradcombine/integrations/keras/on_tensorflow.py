@@ -4,39 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import tensorflow as tf
 
 from gradcombine.integrations.keras.settings import Parts, error
 from gradcombine.integrations.keras.window import KerasWindow
-from gradcombine.integrations.tensorflow.state import ReplicaState
+from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.integrations.tensorflow.step import dense_gradient, require_synchronous
 from gradcombine.replicas import tf_replicas
 from gradcombine.types import AccumulateState
 from gradcombine.window import Window
-
-
-class Layout(tf.train.experimental.PythonState):
-    """What a window is made of: tf.train.Checkpoint would restore another one's variables by their numbers alone.
-
-    Args:
-      lines: the same for windows that can be restored from each other.
-    """
-
-    def __init__(self, lines: Sequence[str]) -> None:
-        self._text = "\n".join(lines).encode()
-
-    def serialize(self) -> bytes:
-        """For the checkpoint."""
-        return self._text
-
-    def deserialize(self, string_value: bytes) -> None:
-        """Refuses a checkpoint of another window, before its variables are read."""
-        if string_value != self._text:
-            pair = zip_longest(self._text.decode().split("\n"), string_value.decode().split("\n"))
-            raise error(*next((f"a window with {a}", b) for a, b in pair if a != b))
 
 
 class TensorflowWindow(KerasWindow):
@@ -86,7 +64,7 @@ class TensorflowWindow(KerasWindow):
             component.assign(touched)
 
     def checkpointed(self, kind: str) -> Layout:
-        return Layout([kind, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
+        return Layout("Accumulate", [kind, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
 
     def values(self, variable: Any) -> list[Any]:
         return [x.numpy() for x in self._components(variable)]

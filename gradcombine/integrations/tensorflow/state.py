@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import tensorflow as tf
 
 from gradcombine import tree
 from gradcombine.backends.tensorflow_backend import in_plain_graph, unguarded
+from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction, Shortcuts
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State
 from gradcombine.window import Window
@@ -135,6 +137,13 @@ class ReplicaState:
         *leaves, step, index = arrays
         return AccumulateState(tree.unflatten(self._structure, leaves), step, index)
 
+    def layout(self) -> Layout:
+        """What a checkpoint has to be of, for this state to be restored from it."""
+        leaves = [next(iter(x)) if isinstance(x, list) else x for x in self._variables]
+        return Layout(
+            self.window.operation, [self.window.reduction.name, *(f"{x.dtype.name}{x.shape}" for x in leaves)]
+        )
+
     def _in_place(self) -> bool:
         return self._added > 0 and in_plain_graph()
 
@@ -164,6 +173,28 @@ class ReplicaState:
     def _state(self, leaves: Sequence[Any]) -> AccumulateState:
         position = {name: tf.convert_to_tensor(_of_this_replica(x)) for name, x in self.position.items()}
         return AccumulateState(levels=tree.unflatten(self._structure, list(leaves)), **position)
+
+
+class Layout(tf.train.experimental.PythonState):
+    """What a window is made of: tf.train.Checkpoint would restore another one's variables by their numbers alone.
+
+    Args:
+      operation: for error messages.
+      lines: the same for windows that can be restored from each other.
+    """
+
+    def __init__(self, operation: str, lines: Sequence[str]) -> None:
+        self._operation, self._text = operation, "\n".join(lines).encode()
+
+    def serialize(self) -> bytes:
+        """For the checkpoint."""
+        return self._text
+
+    def deserialize(self, string_value: bytes) -> None:
+        """Refuses a checkpoint of another window, before its variables are read."""
+        if string_value != self._text:
+            pair = zip_longest(self._text.decode().split("\n"), string_value.decode().split("\n"))
+            raise GradCombineError(self._operation, *next((f"a window with {a}", b) for a, b in pair if a != b))
 
 
 def in_local_variables(window: Window, specs: Any) -> ReplicaState:

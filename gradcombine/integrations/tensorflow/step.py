@@ -141,6 +141,7 @@ class AccumulatedStep(tf.Module):
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
         self._state = in_local_variables(self._window, specs if self._terms is None else self._terms.like(specs))
         self.position, self.windows = self._state.position, self._state.windows
+        self.layout = self._state.layout()
         self._metrics = None if self._terms is None else self._terms.metrics(self._window, specs)
         if self._metrics is not None:
             self.metrics_position, self.metrics_windows = self._metrics.position, self._metrics.windows

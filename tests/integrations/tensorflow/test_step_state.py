@@ -61,6 +61,58 @@ def test_states_go_through_a_file(name: str, tmp_path: Path) -> None:
         np.testing.assert_array_equal(w.numpy(), exact_mean(strategy.num_replicas_in_sync, range(2, 4)), strict=True)
 
 
+def saved_and_restored(folder: Path, before: dict[str, Any], after: dict[str, Any], begun: int) -> list[float]:
+    """The sums that a step applies which goes on with a window of so many microbatches, until all of eight are in."""
+
+    def made(settings: dict[str, Any]) -> tuple[AccumulatedStep, list[float]]:
+        applied: list[float] = []
+        w = tf.Variable(0.0)
+        options = {"reduction": gc.reductions.sum(), **settings}
+        step = AccumulatedStep(lambda g: ([g], 1), [w], lambda g, _: applied.append(float(g[0])), **options)
+        return step, applied
+
+    old, _ = made(before)
+    for k in range(begun):
+        old(tf.constant(float(k)))
+    path = tf.train.Checkpoint(step=old).save(folder / "window")
+    new, applied = made(after)
+    tf.train.Checkpoint(step=new).restore(path).assert_consumed()
+    for k in range(begun, 8):
+        new(tf.constant(float(k)))
+    new.flush()
+    return applied
+
+
+@pytest.mark.parametrize(
+    ("before", "begun", "after", "applied"),
+    [(4, 3, 2, [6, 9, 13]), (4, 3, 3, [6, 15, 7]), (2, 1, 4, [6, 22]), (4, 4, 2, [9, 13])],
+)
+def test_a_checkpoint_of_another_length_loses_nothing(
+    tmp_path: Path, before: int, begun: int, after: int, applied: list[float]
+) -> None:
+    """A window as long as the new length, or longer, ends with the next microbatch; a shorter one goes on."""
+    assert saved_and_restored(tmp_path, {"every": before}, {"every": after}, begun) == applied
+
+
+NUMBERED = {count: gc.reductions.numbered(gc.reductions.mean(), count) for count in (8, 16)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (gc.reductions.mean(), gc.reductions.sum(), "expected a window with sum, received mean"),
+        (gc.reductions.sum(), gc.reductions.max(), "expected a window with max, received sum"),
+        (gc.reductions.mean("exact"), gc.reductions.mean(), r"expected a window with float32\(\), received int32"),
+        (gc.reductions.mean(), NUMBERED[8], r"expected a window with numbered\(mean\), received mean"),
+        (NUMBERED[8], NUMBERED[16], r"expected a window with int32\(16,\), received int32\(8,\)"),
+    ],
+)
+def test_a_checkpoint_of_another_reduction_is_refused(tmp_path: Path, before: Any, after: Any, message: str) -> None:
+    """TensorFlow restores variables by their numbers alone, and a mean has those of a sum."""
+    with pytest.raises(gc.GradCombineError, match=f"AccumulatedStep: {message}"):
+        saved_and_restored(tmp_path, {"every": 8, "reduction": before}, {"every": 8, "reduction": after}, 3)
+
+
 def test_states_that_do_not_match_are_refused() -> None:
     with scope("mirrored_2") as strategy:
         module = AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=2)
