@@ -121,9 +121,9 @@ class StepStandard(Standard):
 
     def repeated(self, rows: Sequence[int]) -> Result | None:
         """The same, of copies of them in a batch of the full size, where they divide it: the program is compiled."""
-        return self.one(self._copies(rows))
+        return self.one(self.copies(rows))
 
-    def _copies(self, rows: Sequence[int]) -> Sequence[int]:
+    def copies(self, rows: Sequence[int]) -> Sequence[int]:
         n = self.examples
         return [*rows] * (n // len(rows)) if n % len(rows) == 0 else rows
 
@@ -155,7 +155,7 @@ class StepStandard(Standard):
         key = seed, split, rows, wide
         if key not in self._elsewhere_made:
             subject = self.subject
-            batch = subject.batch if rows is None else subject.rows(self._copies(rows))
+            batch = subject.batch if rows is None else subject.rows(self.copies(rows))
             try:
                 made = subject.run(split, batch, wide, noise=perturbation(seed, 0.5, 0.5))
             except Exception:  # whatever a foreign step raises there

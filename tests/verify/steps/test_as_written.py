@@ -97,6 +97,19 @@ def decayed_each(sums: Any, k: int) -> Any:
     return step
 
 
+def decays_within(sums: Any, k: int) -> Any:
+    """The parameters decay at each microbatch, and are moved at the last one."""
+
+    def step(p: Any, batch: Any) -> Any:
+        total, now = 0.0, p
+        for part in defects.pieces(batch, k):
+            total = [x + g / k for x, g in zip(total or [0] * len(p), defects.mean(sums, now, part), strict=True)]
+            now = [x * x.dtype.type(1 - 2**-10) for x in now]
+        return [x - g / 8 for x, g in zip(now, total, strict=True)]
+
+    return step
+
+
 def relabelled(sums: Any, k: int) -> Any:
     """A batch that says what it is, and how it is to be scaled."""
 
@@ -134,6 +147,9 @@ WRITTEN: dict[str, tuple[Any, Any, Any, dict[str, Any], Cause | None, str]] = {
         "seen in ['w'], not in all",
     ),
     "decay of new parameters": (decayed_each, PARAMS, BATCH, NEW, Cause.ADDED, "times the new parameters"),
+    "decay between microbatches": (
+        decays_within, PARAMS, BATCH | {"mask": np.ones_like(BATCH["mask"])}, NEW, Cause.MOVED, "by -0.00097656",
+    ),
     "a name and a function": (relabelled, PARAMS, BATCH | {"task": "words", "scale": np.negative}, {}, None, ""),
 }  # fmt: skip
 
