@@ -16,7 +16,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import is_absent, resolve, shape_of
+from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import (
     GradCombineError,
     renamed,
@@ -209,7 +209,8 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     shapes: list[tuple[int, ...]] = []
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         with renamed("ring", path):
-            shapes += [] if is_absent(leaf) else [shape_of(leaf)]
+            backend = resolve("ring", [leaf])
+            shapes += [] if is_absent(leaf) else [backend.shape(backend.asarray(leaf))]
     packs = [shapes] if packed else [[shape] for shape in shapes]
     numbers = [_chunks(pack, dtype, len(trees)) for pack, dtype in zip(packs, kinds, strict=False)]
     chunks = iter([leaf for pack in numbers for leaf in pack])

@@ -261,7 +261,9 @@ def to_dense(rows: Any) -> Array:
     backend = resolve("to_dense", [slices.indices, slices.values])
     with renamed("to_dense"):
         shape = (slices.rows, *backend.shape(slices.values)[1:])
-    zeros = backend.full(shape, 0, backend.dtype(slices.values))
+    if not holds_numbers(dtype := backend.dtype(slices.values)):
+        raise GradCombineError("to_dense", "values of a dtype of numbers", dtype)
+    zeros = backend.full(shape, 0, dtype)
     once = _once("to_dense", backend, rows, slices.rows)
     return zeros if once is None else backend.put(zeros, *once)
 

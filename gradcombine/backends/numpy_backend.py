@@ -71,7 +71,10 @@ class NumpyBackend:
         return None
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
-        return np.full(shape, fill, dtype)
+        try:
+            return np.full(shape, fill, dtype)
+        except ValueError:
+            raise GradCombineError("numpy", "a shape that an array can have", shown(shape)) from None
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         with np.errstate(all="ignore"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
@@ -11,7 +12,7 @@ from gradcombine import tree
 from gradcombine.accumulation import accumulate
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
-from gradcombine.errors import GradCombineError, require_installed, require_integer, shown
+from gradcombine.errors import GradCombineError, require_flag, require_installed, require_integer, require_items, shown
 from gradcombine.lists import combine
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, require_reduction
@@ -276,6 +277,9 @@ def check_reduction(
         raise GradCombineError("check_reduction", "a function as asarray", shown(asarray))
     kinds = [dtypes.kind(dtype_of(x)) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
     whole = "integer" in kinds
+    elements, weights = (_numbers(name, x) for name, x in (("elements", elements), ("weights", weights)))
+    require_flag("check_reduction", "commutative", commutative)
+    require_flag("check_reduction", "weighted", weighted)
     usable = [weight for weight in weights if not whole or float(weight).is_integer()]
     if not usable:
         raise GradCombineError("check_reduction", "a weight, a whole one if leaves are integers", shown(weights))
@@ -285,9 +289,16 @@ def check_reduction(
             _try(reduction, like, law, ulps, _contributions(like, law.terms, elements, usable, asarray), examples)
 
 
+def _numbers(name: str, values: Any) -> list[Any]:
+    numbers = require_items("check_reduction", f"numbers as {name}", values)
+    if not all(isinstance(x, Number) for x in numbers):
+        raise GradCombineError("check_reduction", f"numbers as {name}", shown(numbers))
+    return numbers
+
+
 def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, examples: int) -> None:
     import hypothesis
-    from hypothesis.errors import Flaky
+    from hypothesis.errors import Flaky, InvalidArgument
 
     broken: list[tuple[Terms, Sides]] = []
 
@@ -312,7 +323,12 @@ def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, e
     except BrokenLaw:
         # As it was raised last, for the smallest contributions, without what hypothesis adds about itself.
         raise BrokenLaw(reduction.name, law, *broken[-1]) from None
+    except InvalidArgument as error:
+        raise GradCombineError("check_reduction", "leaves of a size that can be drawn", shown(error)) from None
     except Flaky:
+        if not broken:
+            expected = "functions that return the same for the same arguments"
+            raise GradCombineError("check_reduction", expected, reduction.name) from None
         # The same contributions have broken a law, and have not.
         raise BrokenLaw(reduction.name, DETERMINISTIC, *broken[-1]) from None
 

@@ -169,7 +169,11 @@ def distances(kind: Kind, left: np.ndarray, right: np.ndarray) -> Distances:
         return _integer_distances(*(_standard(side) for side in (left, right)))
     unit = narrower(left.dtype, right.dtype)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        x, y = (side.astype(unit, copy=False) for side in (left, right))
+        # Not each narrow float is cast to each other one; all are to float32, as they are.
+        x, y = (
+            (side if side.dtype == unit or side.itemsize > 1 else side.astype(np.float32)).astype(unit, copy=False)
+            for side in (left, right)
+        )
     if kind == "complex":
         return Distances(np.maximum(*(ulp_distance(part(x), part(y)) for part in (np.real, np.imag))))
     ulps = ulp_distance(x, y)

@@ -118,7 +118,7 @@ def horovod_all_reduce(
 ) -> Any:
     options = {"prescale_factor": prescale_factor, "gradient_predivide_factor": gradient_predivide_factor}
     reduce = horovod.AllReduce(over, op, process_set=process_set, **options)
-    return reduce(grads, [tf.Variable(x) for x in grads])
+    return reduce(grads, [tf.Variable([0.0, 0.0])])
 
 
 def local_aggregation(backward_passes_per_step: Any, mode: Any, size: Any, average: Any, grads: Any) -> Any:

@@ -82,7 +82,10 @@ def where(error: BaseException) -> str:
     return f"{type(error).__name__} at {place}"
 
 
-_OF_USERS = (".own_", "self.identity(", ".inner.update(", "jax.vjp(", "progress(", "known(ulp(", ".loss(")
+_OF_USERS = (
+    *(".own_", "self.identity(", ".inner.update(", "progress(", "known(ulp(", "= length(index)", ".loss("),
+    *("jax.vjp(", "jax.value_and_grad(", "self._wrap("),
+)
 """How the library calls functions that it was given."""
 
 

@@ -170,6 +170,11 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "batch_argnums": lambda x: for_optax.map_replicas(own, gc.LOCAL, batch_argnums=x),
     "use_grad_mean": lambda x: for_optax.MultiSteps(SGD, 2, use_grad_mean=x),
     "max_norm": for_optax.skip_large,
+    "a norm of skip_large_updates": lambda x: for_optax.skip_large_updates({"w": np.float32(1)}, 0, None, x),
+    "op": lambda x: horovod.AllReduce(gc.LOCAL, x),
+    "prescale_factor": lambda x: horovod.AllReduce(gc.LOCAL, prescale_factor=x),
+    "process_set": lambda x: horovod.AllReduce(gc.LOCAL, process_set=x),
+    "windows": lambda x: check_microbatches(own, 0.0, [[x]], SGD, own),
     "every of costs": lambda x: zero.exchange_costs(reductions.sum(), 0.0, x, 2),
     "replicas of costs": lambda x: zero.exchange_costs(reductions.sum(), 0.0, 2, x),
     "variables": lambda x: AccumulatedStep(own, x, own, 2),
@@ -188,6 +193,12 @@ def test_what_doors_refuse(call: Callable[[Any], Any]) -> None:
         name for name, value in (OWN_CODE | {"text": "text", "a dict": {"a": 1}}).items() if not refusal(call, value)
     }
     assert taken == set()
+
+
+@pytest.mark.parametrize("skip", [for_optax.skip_large(1.0), for_optax.skip_not_finite])
+def test_skip_functions_take_gradients_alone(skip: Any) -> None:
+    values = OWN_CODE | {"text": "text", "an object": object(), "texts": np.array(["a"])}
+    assert {name for name, value in values.items() if not refusal(lambda x: skip({"w": x}, 0, None), value)} == set()
 
 
 def test_costs_of_accumulators_of_several_arrays_are_refused() -> None:

@@ -19,6 +19,7 @@ from gradcombine.tree import static_absence, static_dtype, static_rows
 from gradcombine.verify import (
     FlightRecorder,
     assert_within_ulp,
+    check_reduction,
     compare,
     equal_bits,
     explain,
@@ -547,6 +548,12 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "a number of 64 bits": lambda: gc.combine(
         reductions.numbered(SUM, 4), [reductions.Numbered(ONE, np.int64(2**32 + 1))]
     ),
+    "a shape without an end": lambda: gc.mean([shaped((2**70,))]),
+    "a ring of shapes": lambda: foreign_orders.ring([shaped((2**70,))]),
+    "rows of durations": lambda: sparse.to_dense(rows_with(np.ones((2, 3), "m8[s]"))),
+    "elements of text": lambda: check_reduction(SUM, elements=["1"]),
+    "weights of lists": lambda: check_reduction(SUM, weights=[[1]]),
+    "leaves that nothing draws": lambda: check_reduction(SUM, like=np.broadcast_to(np.float32(0), (2**40,))),
     "twins of a number": lambda: FlightRecorder("never.log", ONE, twins=3),
     "behind of text": lambda: FlightRecorder("never.log", ONE, behind="1"),
     "a state of None among others": lambda: statefile.resize(SUM, [SUM.init(ONE), None], 2),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcombine import GradCombineError
-from gradcombine.verify import NAN_DISTANCE, equal_bits, ulp_distance
+from gradcombine.verify import NAN_DISTANCE, compare, equal_bits, ulp_distance
 
 DTYPES = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 
@@ -58,3 +58,9 @@ def test_equal_bits_sees_the_sign_of_a_zero(a: float, b: float, equal: bool) -> 
 def test_refuses_what_cannot_be_compared(other: np.ndarray) -> None:
     with pytest.raises(GradCombineError, match=r"expected two arrays of shape \(2,\) and dtype float32"):
         ulp_distance(np.zeros(2, np.float32), other)
+
+
+def test_narrow_floats_that_no_cast_joins_are_compared() -> None:
+    """There is no cast from float8_e5m2 to float8_e8m0fnu."""
+    a, b = np.ones(2, ml_dtypes.float8_e8m0fnu), np.array([1, 2], ml_dtypes.float8_e5m2)
+    assert not compare(a, b).equal_bits and not compare(b, a).equal_bits

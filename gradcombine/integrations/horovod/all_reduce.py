@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
-import numpy as np
 import tensorflow as tf
 
 from gradcombine import reductions, replicas, tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
-from gradcombine.errors import GradCombineError, require_order, shown
+from gradcombine.errors import (
+    GradCombineError,
+    require_collective,
+    require_items,
+    require_number,
+    require_one_of,
+    require_order,
+    shown,
+)
 from gradcombine.integrations.tensorflow import sparse
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
@@ -98,16 +106,17 @@ class AllReduce:
         order: Order = "sequential",
     ) -> None:
         require_order("AllReduce", order)
-        if op not in get_args(Op):
-            raise GradCombineError("AllReduce", f"an op of {list(get_args(Op))}", shown(op))
+        require_collective("AllReduce", over)
+        require_one_of("AllReduce", f"an op of {list(get_args(Op))}", op, get_args(Op))
+        for factor in (prescale_factor, postscale_factor, gradient_predivide_factor):
+            require_number("AllReduce", "finite factors, and no predivision by 0", factor, -math.inf)
+        if gradient_predivide_factor == 0:
+            raise GradCombineError("AllReduce", "finite factors, and no predivision by 0", gradient_predivide_factor)
         if gradient_predivide_factor != 1 and op != "average":
             text = "gradient_predivide_factor not supported with op != Average"
             raise HorovodError(text, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
         if compression is not None and op in ("min", "max"):
             raise GradCombineError("AllReduce", f"no compression for {op!r}", shown(compression))
-        factors = prescale_factor, postscale_factor, gradient_predivide_factor
-        if not all(np.isfinite(factor) for factor in factors) or gradient_predivide_factor == 0:
-            raise GradCombineError("AllReduce", "finite factors, and no predivision by 0", factors)
         self._over, self._op = over, op
         self._order: Order = order
         self._before = prescale_factor / gradient_predivide_factor
@@ -188,7 +197,7 @@ class AllReduce:
 
 
 def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
-    ranks = tuple(process_set)
+    ranks = tuple(require_items("AllReduce", "a process set of different ranks, one or more", process_set))
     whole = all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks)
     if not ranks or not whole or len(set(ranks)) != len(ranks):
         raise GradCombineError("AllReduce", "a process set of different ranks, one or more", shown(process_set))

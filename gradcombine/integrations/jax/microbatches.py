@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from gradcombine.errors import GradCombineError, shown
+from gradcombine import tree
+from gradcombine.backends.registry import shape_of
+from gradcombine.errors import GradCombineError, renamed, require_integer
 from gradcombine.types import Tree
 
 
@@ -85,9 +85,12 @@ def _most_blocks(x: Any) -> int:
 def examples(operation: str, batch: Tree) -> int:
     """The length of the first axis, which all arrays of a batch share."""
     found: dict[int, str] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        name = jax.tree_util.keystr(path)
-        shape = np.shape(leaf)
+    leaves, structure = tree.flatten(operation, batch)
+    for leaf, name in zip(leaves, structure.paths(), strict=True):
+        if leaf is None:
+            continue
+        with renamed(operation, name):
+            shape = shape_of(leaf)
         if not shape:
             raise GradCombineError(operation, "a batch argument with a first axis of examples", "a scalar", name)
         if found and shape[0] not in found:
@@ -102,12 +105,4 @@ def examples(operation: str, batch: Tree) -> int:
 def require_count(operation: str, microbatches: Any) -> int:
     """Refuses a number of microbatches that is not an integer of 1 or more."""
     expected = "a number of microbatches that is an integer of 1 or more"
-    try:
-        if isinstance(microbatches, (bool, np.bool_)):
-            raise TypeError
-        count = operator.index(microbatches)
-    except TypeError:
-        raise GradCombineError(operation, expected, shown(microbatches)) from None
-    if count < 1:
-        raise GradCombineError(operation, expected, count)
-    return count
+    return require_integer(operation, expected, microbatches)

@@ -10,7 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradcombine.errors import GradCombineError, shown
+from gradcombine import tree
+from gradcombine.backends.registry import is_absent, load
+from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Tree
 
 Skip: TypeAlias = Callable[[Tree, Array, Tree], tuple[Array, Any]]
@@ -62,7 +65,7 @@ def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, param
     """
     if updates is _NOT_GIVEN:
         return skip_not_finite
-    returned: Any = optax.skip_not_finite(updates, gradient_step, params)
+    returned: Any = optax.skip_not_finite(_gradients("skip_not_finite", updates), gradient_step, params)
     left_out, detail = returned
     return left_out, {**detail, "num_not_finite": detail["num_not_finite"].astype(jnp.int32)}
 
@@ -98,8 +101,8 @@ def skip_large(max_norm: Any) -> Skip:
     def skip(updates: Tree, gradient_step: Any, params: Tree = None) -> tuple[Array, Any]:
         del params
         bound = max_norm(gradient_step) if callable(max_norm) else known
-        norm = jnp.sqrt(_norm_squared(updates))
-        left_out = ~(norm <= jnp.asarray(bound, norm.dtype))
+        norm = jnp.sqrt(_norm_squared("skip_large", updates))
+        left_out = ~(norm <= _bound("skip_large", bound, norm.dtype))
         return left_out, {"should_skip": left_out, "norm": norm}
 
     return skip
@@ -128,8 +131,8 @@ def skip_large_updates(
     True
     """
     del gradient_step, params
-    squared = _norm_squared(updates)
-    left_out = ~(squared < jnp.asarray(max_squared_norm, squared.dtype))
+    squared = _norm_squared("skip_large_updates", updates)
+    left_out = ~(squared < _bound("skip_large_updates", max_squared_norm, squared.dtype))
     return left_out, {"should_skip": left_out, "norm_squared": squared}
 
 
@@ -157,8 +160,31 @@ def first_detail(operation: str, skip: Skip, params: Tree) -> Any:
     return decide(operation, skip, jax.tree.map(jnp.zeros_like, params), jnp.int32(0), params)[1]
 
 
-def _norm_squared(updates: Tree) -> Array:
-    squares = [jnp.sum(_square(leaf)) for leaf in jax.tree.leaves(updates)]
+def _gradients(operation: str, updates: Tree) -> list[Array]:
+    """The arrays of numbers that gradients are."""
+    leaves, structure = tree.flatten(operation, updates)
+    backend, found = load("jax"), list[Array]()
+    for leaf, path in zip(leaves, structure.paths(), strict=True):
+        if not is_absent(leaf):
+            with renamed(operation, path):
+                found.append(backend.asarray(leaf))
+            if dtypes.kind(backend.dtype(leaf)) not in dtypes.NUMERIC:
+                raise GradCombineError(operation, "gradients of numbers", backend.dtype(leaf), path)
+    return found
+
+
+def _bound(operation: str, value: Any, dtype: Any) -> Array:
+    try:
+        bound = jnp.asarray(value, dtype)
+        if bound.shape != ():
+            raise TypeError
+    except Exception:  # of what is no number
+        raise GradCombineError(operation, "a norm that is a number", shown(value)) from None
+    return bound
+
+
+def _norm_squared(operation: str, updates: Tree) -> Array:
+    squares = [jnp.sum(_square(leaf)) for leaf in _gradients(operation, updates)]
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in squares) else jnp.float32
     return jnp.sum(jnp.stack([x.astype(dtype) for x in squares])) if squares else jnp.zeros((), dtype)
 

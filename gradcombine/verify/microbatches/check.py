@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.backends.registry import shape_of
+from gradcombine.errors import GradCombineError, require_list, require_number, shown
 from gradcombine.verify.microbatches import causes
 from gradcombine.verify.microbatches.causes import MicrobatchReport
 from gradcombine.verify.microbatches.subject import OPERATION, NotWide, Subject, Trace, observe, replay
@@ -117,7 +118,10 @@ def _subject(loss: Any, inner: Any, accumulating: Any, arguments: Any) -> Subjec
 
 
 def _examples(microbatch: Any) -> float:
-    return float(tree.flatten(OPERATION, microbatch)[0][0].shape[0])
+    first = next((shape_of(x) for x in tree.flatten(OPERATION, microbatch)[0] if x is not None), ())
+    if not first:
+        raise GradCombineError(OPERATION, "microbatches of arrays with an axis of examples", shown(microbatch))
+    return float(first[0])
 
 
 def _concatenated(microbatches: Sequence[Any]) -> Any:
@@ -127,16 +131,16 @@ def _concatenated(microbatches: Sequence[Any]) -> Any:
 
 
 def _weight(value: Any) -> float:
-    weight = float(value)
-    if not 0 < weight < float("inf"):
+    weight = require_number(OPERATION, "positive weights", value, 0)
+    if not weight:
         raise GradCombineError(OPERATION, "positive weights", weight)
     return weight
 
 
 def _require_windows(windows: Sequence[Sequence[Any]]) -> None:
-    if not len(windows) or not all(map(len, windows)):
-        expected = "at least one window, and at least one microbatch in each"
-        raise GradCombineError(OPERATION, expected, [len(w) for w in windows])
+    expected = "at least one window, and at least one microbatch in each"
+    for window in require_list(OPERATION, expected, windows):
+        require_list(OPERATION, expected, window)
 
 
 def _require_finite(trace: Trace) -> None:

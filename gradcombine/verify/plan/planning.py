@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, require_items, shown
 from gradcombine.verify.audit import Audit, Target, find_target
 from gradcombine.verify.audit.program import size_text
 from gradcombine.verify.audit.step import made_by
@@ -157,9 +157,10 @@ def plan(
     from gradcombine.verify.plan import compiled, problem, ways  # which import JAX
 
     found = target if isinstance(target, Target) else find_target(target)
-    wanted = [ways.way_of(name) for name in (ways.DEFAULT if names is None else names)]
+    expected = f"names of ways, for instance {ways.DEFAULT[0]}"
+    wanted = [ways.way_of(name) for name in (ways.DEFAULT if names is None else require_items("plan", expected, names))]
     if not wanted:
-        raise GradCombineError("plan", f"names of ways, for instance {ways.DEFAULT[0]}", "none")
+        raise GradCombineError("plan", expected, "none")
     settings = {
         "has_aux": has_aux,
         "weight": weight,

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.integrations.jax import UNTIL_FLUSH, LossOutput, TrainStep, train_step, value_and_grad, zero
 from gradcombine.integrations.optax import accumulate_and_apply, map_replicas
 from gradcombine.reductions.algebra import Reduction
@@ -79,6 +79,8 @@ def way_of(name: str) -> Way:
     >>> way_of("zero1"), way_of("every+replicated").name
     (Way(calls='window', place='zero1', numbers=()), 'every')
     """
+    if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise GradCombineError("plan", "a way by its name", shown(name))
     words = [word.strip() for word in name.split("+")]
     known = [*CALLS, *PLACES, *NUMBERS]
     if unknown := [word for word in words if word not in known]:

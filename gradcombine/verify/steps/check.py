@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, require_integer, require_one_of, shown
+from gradcombine.errors import GradCombineError, require_integer, require_items, require_one_of, shown
 from gradcombine.types import Tree
 from gradcombine.verify.steps.hypotheses import Case, explain
 from gradcombine.verify.steps.measure import StepStandard
@@ -217,7 +217,7 @@ def _differ(a: Result, b: Result) -> bool:
 
 def _splits(microbatches: Sequence[int], devices: Sequence[int]) -> list[Split]:
     for name, values in (("microbatches", microbatches), ("devices", devices)):
-        if isinstance(values, (str, bytes)) or not hasattr(values, "__len__") or not len(values):
+        if isinstance(values, (str, bytes)) or not require_items(OPERATION, f"numbers of {name}", values):
             raise GradCombineError(OPERATION, f"numbers of {name}", shown(values))
     counts, on = (
         [require_integer(OPERATION, f"a number of {name}", x) for x in values]
