@@ -71,7 +71,8 @@ def test_a_few_inputs_of_each_function() -> None:
 
 
 def test_a_few_files_of_each_reader() -> None:
-    assert run(lambda name: "HLO" not in name, "files", 2 * FEW) == {}
+    slow = ("HLO", "command", "Orbax")
+    assert run(lambda name: not any(x in name for x in slow), "files", 2 * FEW) == {}
 
 
 @pytest.mark.full
