@@ -24,7 +24,7 @@ def reduced(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     path = tmp_path_factory.mktemp("ring") / "results.npz"
     command = [sys.executable, "-m", "tests.foreign_orders.mirrored", str(request.param), str(path)]
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert ran.returncode == 0, ran.stderr
     with np.load(path) as results:
         return request.param, {name: results[name].tobytes() for name in results.files}
