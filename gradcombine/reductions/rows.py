@@ -62,7 +62,7 @@ class RowTable(NamedTuple):
     @property
     def in_words(self) -> str:
         """What states that are merged must have in common."""
-        return f"rows of an array of shape {self.shape}, with capacity {shape_of(self.values)[0]}"
+        return f"rows of an array of shape {self.shape}, with capacity {self.values.shape[0]}"
 
 
 def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np.dtype, like: Any) -> RowTable:

@@ -411,6 +411,14 @@ def _is_accumulator(cell: Cell, a: Any, running: np.dtype, form: Callable[..., A
         return False
 
 
+def _wanted(cell: Cell, a: Any, running: np.dtype, form: Callable[..., Any]) -> str:
+    try:
+        words = form(running, cell.shape(a)).in_words
+    except Exception:  # for a form without words, or a shape that there is none of
+        words = None
+    return words if isinstance(words, str) else "what this reduction makes"
+
+
 def _received(a: Any) -> str:
     words = attribute(a, "in_words")
     return words if isinstance(words, str) else in_words(a)
@@ -453,7 +461,9 @@ def _opened(cell: Cell, kind: type, state: State) -> _Opened:
         if not dtypes.is_of(entry.dtype, cell.kinds):
             raise GradCombineError(cell.name, f"a state for {' or '.join(cell.kinds)}", entry, structure.path(i))
         if a is not None and not _is_accumulator(cell, a, running := cell.running(entry.dtype), form):
-            expected = f"an accumulator of {running}, for contributions of {entry.dtype}, as this reduction has it"
+            expected = (
+                f"an accumulator of {running}, for contributions of {entry.dtype}: {_wanted(cell, a, running, form)}"
+            )
             raise GradCombineError(cell.name, expected, _received(a), structure.path(i))
     _require_weight(cell, state.weight, made_for)
     require_count(cell.name, state.count, ".count")
