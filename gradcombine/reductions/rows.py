@@ -57,7 +57,7 @@ class RowTable(NamedTuple):
         rows = self.extent.rows if tree.is_static(self.extent) else None
         if rows is None:
             raise GradCombineError("rows", "a constant number of rows", shown(self.extent))
-        return (rows, *shape_of(self.values)[1:])
+        return (rows, *tuple(self.values.shape)[1:])
 
     @property
     def in_words(self) -> str:
