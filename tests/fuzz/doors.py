@@ -128,7 +128,7 @@ def local_aggregation(backward_passes_per_step: Any, mode: Any, size: Any, avera
 
 
 def audited(step: Any, args: Any, target: Any) -> Any:
-    return audit(step, *args, target=target)
+    return audit(step, *(args if isinstance(args, list) else [args]), target=target)
 
 
 def planned(loss: Any, params: Any, batch: Any, optimizer: Any, microbatches: Any, target: Any, names: Any) -> Any:

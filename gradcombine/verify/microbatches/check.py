@@ -18,7 +18,7 @@ from gradcombine.verify.microbatches.subject import OPERATION, NotWide, Subject,
 from gradcombine.verify.microbatches.window import FLOAT32, Window
 from gradcombine.verify.steps.hypotheses import linear
 from gradcombine.verify.steps.report import Cause, Fault
-from gradcombine.verify.steps.running import WHOLE
+from gradcombine.verify.steps.running import WHOLE, line
 from gradcombine.verify.ulp import rounding_unit
 
 _ADAPTERS = "gradcombine.verify.microbatches"
@@ -64,7 +64,8 @@ def check_microbatches(
 
     Raises:
       GradCombineError: for no window or an empty one, weights that are not positive, gradients that are not finite, an
-        ``accumulating`` that does not use its argument, and an optimizer that is neither optax's nor Keras'.
+        ``accumulating`` that does not use its argument, an optimizer that is neither optax's nor Keras', and functions
+        that do not take what they are given, with what they raised.
 
     The gradient has to be within the rounding bound of `gradcombine.verify.microbatches.window`: with n
     microbatches, ``gamma(2 n + 5) max|g|`` elementwise, in float32, and one rounding to the gradients' dtype.
@@ -88,8 +89,25 @@ def check_microbatches(
         if not callable(function):
             raise GradCombineError(OPERATION, f"a function as {name}", shown(function))
     _require_windows(windows)
-    weigh, joined = weights or _examples, join or _concatenated
+    for given in (params, *(microbatch for window in windows for microbatch in window)):
+        tree.flatten(OPERATION, given)  # JAX's own, of a tree that contains itself, leaves no depth for other calls
     subject = _subject(loss, inner, accumulating, arguments)
+    try:
+        return _checked(subject, params, windows, weights or _examples, join or _concatenated)
+    except GradCombineError:
+        raise
+    except Exception as error:  # whatever foreign functions raise
+        expected = "a loss and optimizers that take these parameters and microbatches"
+        raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {line(error)}") from error
+
+
+def _checked(
+    subject: Subject,
+    params: Any,
+    windows: Sequence[Sequence[Any]],
+    weigh: Callable[[Any], float],
+    joined: Callable[[Sequence[Any]], Any],
+) -> MicrobatchReport:
     scales = [[_weight(weigh(microbatch)) for microbatch in window] for window in windows]
     whole = _full_batch(subject, params, windows, scales, joined)
     every = max(map(len, windows))

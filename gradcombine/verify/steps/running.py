@@ -113,7 +113,7 @@ class Subject:
             except GradCombineError:
                 raise
             except Exception as error:  # whatever a foreign function raises
-                received = f"{type(error).__name__}: {_line(error)}"
+                received = f"{type(error).__name__}: {line(error)}"
                 raise GradCombineError(OPERATION, f"a make_step for {split}", received) from error
             if not callable(made):
                 raise GradCombineError(OPERATION, "make_step to return a step(params, batch)", type(made).__name__)
@@ -185,7 +185,7 @@ class Subject:
             raise
         except Exception as error:  # whatever a foreign step raises
             expected = f"a step that takes {examples(batch)} examples as {split}"
-            raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {_line(error)}") from error
+            raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {line(error)}") from error
 
     def wide(self, split: Split, batch: Tree, **others: Any) -> Result:
         """The same in float64.
@@ -198,7 +198,7 @@ class Subject:
         except Exception as error:  # whatever a foreign step raises
             if isinstance(error, (NotWide, NotFiniteError)):
                 raise
-            raise NotWide(f"it does not run in float64: {_line(error)}") from None
+            raise NotWide(f"it does not run in float64: {line(error)}") from None
 
     def read(self, made: Tree) -> Result:
         """What is given in place of a result."""
@@ -400,7 +400,8 @@ def _taken(x: Any, rows: np.ndarray) -> Any:
     return x[rows] if _is_key(x) else as_kind(_array(x)[rows], x)
 
 
-def _line(error: Exception) -> str:
+def line(error: Exception) -> str:
+    """What an error says, in one line."""
     lines = str(error).strip().splitlines()
     # TensorFlow's first line may be a heading, and the last one the error.
     chosen = [lines[0], *lines[-1:]] if lines and lines[0].endswith(":") else lines[:1]

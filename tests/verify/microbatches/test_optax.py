@@ -11,9 +11,10 @@ import numpy as np
 import optax
 import pytest
 
+import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.optax import accumulate
-from gradcombine.verify import Cause
+from gradcombine.verify import Cause, check_microbatches
 from tests.verify.microbatches.problem import (
     ALIKE,
     ALIKE_PARTIAL,
@@ -238,3 +239,31 @@ def test_leaves_without_a_gradient() -> None:
     params = PARAMS | {"unused": None}
     report = check(ALIKE, SGD, right, params=params)
     assert report.passes, str(report)
+
+
+@pytest.mark.parametrize(
+    ("params", "received"),
+    [
+        ({"w": np.zeros(2, np.float32), b"k": np.zeros(2, np.float32)}, "ValueError"),
+        ({"w": np.array({"w": 1.0}, object)}, "TypeError"),
+        ({"w": [[[]]]}, ""),
+    ],
+    ids=["keys without an order", "objects", "none"],
+)
+def test_parameters_that_the_loss_cannot_take_are_refused(params: Any, received: str) -> None:
+    def loss(p: Any, x: Any) -> Any:
+        return jnp.mean((x @ p["w"]) ** 2)
+
+    windows = [[np.ones((2, 2), np.float32)] * 2]
+    with pytest.raises(gc.GradCombineError, match=f"^check_microbatches: expected .*{received}"):
+        check_microbatches(loss, params, windows, optax.sgd(0.1), lambda inner: optax.MultiSteps(inner, 2))
+
+
+def test_parameters_that_contain_themselves_are_refused_before_jax_sees_them() -> None:
+    params: dict[str, Any] = {"w": np.zeros(2, np.float32)}
+    params["self"] = params
+    windows = [[np.ones((2, 2), np.float32)] * 2]
+    for _ in range(2):
+        with pytest.raises(gc.GradCombineError, match="check_microbatches"):
+            check_microbatches(lambda p, x: x.mean(), params, windows, optax.sgd(0.1), lambda inner: inner)
+    assert jnp.zeros(2).sum() == 0
