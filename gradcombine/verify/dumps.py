@@ -200,7 +200,11 @@ def _read_tensorflow(path: Path) -> Dump:
     import tensorflow as tf
 
     prefix = tf.train.latest_checkpoint(path) if path.is_dir() else str(path).removesuffix(".index")
-    reader = tf.train.load_checkpoint(prefix)
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+    except MemoryError as error:  # TensorFlow makes room for a damaged length before it looks at the checksum
+        received = f"{path}, whose index asks for more memory than there is"
+        raise GradCombineError("diff", "a checkpoint of TensorFlow", received) from error
     dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
     entries = {}
     for key in sorted(shapes):
