@@ -16,6 +16,7 @@ from gradcombine.errors import GradCombineError, importing, shown
 FRAMEWORKS = ("jax", "tensorflow")
 _NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
 _PLAIN = np.dtype(np.bool_)
+_INT32 = np.dtype(np.int32)
 
 
 @cache
@@ -119,12 +120,14 @@ def holds_values(leaf: Any) -> bool:
     return hasattr(leaf, "__add__")  # a framework's array, or a number
 
 
-def is_array_of(leaf: Any, dtype: np.dtype | str, shape: tuple[int, ...] | None = None) -> bool:
+def is_array_of(leaf: Any, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> bool:
     """Whether a leaf holds values of a dtype, in any byte order, in a shape if one is given."""
     backend = owner(leaf)
-    if backend is None or not holds_values(leaf) or backend.dtype(leaf).name != str(dtype):
+    if backend is None or not holds_values(leaf):
         return False
-    return shape is None or backend.shape(leaf) == shape
+    own = backend.dtype(leaf)
+    # Names take NumPy microseconds, and each call of a reduction asks for each leaf.
+    return (own == dtype or own.name == dtype.name) and (shape is None or backend.shape(leaf) == shape)
 
 
 def in_words(leaf: Any) -> str:
@@ -137,7 +140,7 @@ def in_words(leaf: Any) -> str:
 
 def require_count(operation: str, leaf: Any, path: str) -> None:
     """Refuses what is not an int32 scalar, as states count in."""
-    if not is_array_of(leaf, "int32", ()):
+    if not is_array_of(leaf, _INT32, ()):
         raise GradCombineError(operation, "an integer scalar of 32 bits", in_words(leaf), path)
 
 

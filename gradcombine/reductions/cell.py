@@ -106,8 +106,10 @@ class Cell(ABC):
 
     def require_dtype(self, made_for: np.dtype, dtype: np.dtype) -> None:
         """Refuses a dtype that does not enter and leave the accumulator as the one that it was made for."""
+        if dtype == made_for:
+            return
         running, received = self.running(made_for), self.running(dtype)
-        if dtype != made_for and (received, self.output(dtype)) != (running, self.output(made_for)):
+        if (received, self.output(dtype)) != (running, self.output(made_for)):
             expected = f"dtype {made_for}, accumulated in {running}"
             raise GradCombineError(self.name, expected, f"{dtype}, accumulated in {received}")
 

@@ -148,7 +148,7 @@ class Guarded:
             if old is None and new is None:
                 arrays.append(None)
                 continue
-            kinds = [None if x is None else (str(backend.dtype(x)), backend.shape(x)) for x in (old, new)]
+            kinds = [None if x is None else (backend.dtype(x), backend.shape(x)) for x in (old, new)]
             if kinds[0] != kinds[1]:
                 wanted, got = ("no array" if kind is None else f"{kind[0]} of shape {kind[1]}" for kind in kinds)
                 raise GradCombineError(self.name, f"{wanted} from {function}", got, path)

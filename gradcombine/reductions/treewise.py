@@ -381,7 +381,7 @@ class _Forms:
     """In the place of a backend: makes forms of arrays, which take no memory."""
 
     def full(self, shape: tuple[int, ...], fill: Any, dtype: np.dtype, like: Any = ()) -> _Form:
-        return _Form(shape, dtype.name)
+        return _Form(shape, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -389,7 +389,7 @@ class _Form:
     """What an array is to be like; its dtype may be in any byte order."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: np.dtype
 
 
 _FORMS: Any = _Forms()
@@ -448,9 +448,14 @@ def _opened(cell: Cell, kind: type, state: State) -> _Opened:
     split = tree.split_as(cell.name, structure, state.value)
     values = [None if tree.is_static(a) else a for a in split]
 
+    # Many leaves have one dtype, and some one shape.
     @cache
     def form(running: np.dtype, shape: tuple[int, ...]) -> Any:
         return cell.empty(_FORMS, shape, running, None)
+
+    @cache
+    def running_of(dtype: np.dtype) -> np.dtype | None:
+        return cell.running(dtype) if dtypes.is_of(dtype, cell.kinds) else None
 
     for i, (a, entry) in enumerate(zip(values, made_for, strict=True)):
         if entry.dtype is None:
@@ -458,9 +463,9 @@ def _opened(cell: Cell, kind: type, state: State) -> _Opened:
                 expected = "no accumulator, where there is no gradient"
                 raise GradCombineError(cell.name, expected, shown(a), structure.path(i))
             continue
-        if not dtypes.is_of(entry.dtype, cell.kinds):
+        if (running := running_of(entry.dtype)) is None:
             raise GradCombineError(cell.name, f"a state for {' or '.join(cell.kinds)}", entry, structure.path(i))
-        if a is not None and not _is_accumulator(cell, a, running := cell.running(entry.dtype), form):
+        if a is not None and not _is_accumulator(cell, a, running, form):
             expected = (
                 f"an accumulator of {running}, for contributions of {entry.dtype}: {_wanted(cell, a, running, form)}"
             )

@@ -26,7 +26,15 @@ import numpy as np
 
 from gradcombine.backends.registry import dtype_of, owner
 from gradcombine.digests import WORD, digested
-from gradcombine.errors import GradCombineError, require_file, require_integer, require_items, require_path, shown
+from gradcombine.errors import (
+    GradCombineError,
+    attribute,
+    require_file,
+    require_integer,
+    require_items,
+    require_path,
+    shown,
+)
 from gradcombine.types import Tree, no_autograph
 from gradcombine.verify.trace import call_host, names, require_step, wait
 
@@ -213,14 +221,14 @@ def _by_replica(digests: Any) -> dict[int, Any]:
     """One replica's digests each, by its number; `EVERY` where they are not told apart."""
     if isinstance(digests, dict):
         return cast("dict[int, Any]", digests)
-    shards: Any = getattr(digests, "addressable_shards", None)
+    shards = attribute(digests, "addressable_shards")
     if shards is not None and (len(shards) > 1 or not digests.is_fully_addressable):
         if digests.is_fully_replicated and digests.ndim == 2:
             return {shard.device.id: shard.data for shard in shards}
         parts: list[tuple[int, Any]] = [(shard.index[0].start or 0, np.asarray(shard.data)) for shard in shards]
         return {start + i: row for start, rows in parts for i, row in enumerate(rows)}
     # A tf.distribute value has one of each replica.
-    of_replicas = getattr(digests, "values", digests)
+    of_replicas = digests if (values := attribute(digests, "values")) is None else values
     if not isinstance(of_replicas, (list, tuple)) and (array := _array(of_replicas)).ndim != 3:
         return {EVERY: array}
     return dict(enumerate(cast("Sequence[Any]", of_replicas)))

@@ -141,15 +141,18 @@ class StepStandard(Standard):
             return None
 
     def counts(self) -> Iterator[np.ndarray]:
-        """All the same; or what a leaf of the batch holds, as a mask or a number of tokens does."""
-        yield from super().counts()
+        """All the same; or what a leaf of the batch holds, as a mask or a number of tokens does; each once."""
+        found = [*super().counts()]
         for leaf in self.subject.arrays():
             each = leaf.reshape(self.examples, -1)
             # The first word of a sequence is not predicted, and the last predicts nothing.
-            for counted in (each, each[:, 1:], each[:, :-1]):
-                yield np.count_nonzero(counted, axis=1).astype(np.float64)
+            found += [np.count_nonzero(x, axis=1).astype(np.float64) for x in (each, each[:, 1:], each[:, :-1])]
             if leaf.dtype.kind in "fiub":
-                yield each.sum(axis=1, dtype=np.float64)
+                found.append(each.sum(axis=1, dtype=np.float64))
+        different: dict[bytes, np.ndarray] = {}
+        for counts in found:
+            different.setdefault((counts / (counts.sum() or 1)).tobytes(), counts)
+        yield from different.values()
 
     def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
         key = seed, split, rows, wide

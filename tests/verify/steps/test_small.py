@@ -93,3 +93,32 @@ def test_what_its_elements_leave_open_is_not_called_statistics() -> None:
 
     report = check_step(make_step, np.ones(1, np.float32), batch, microbatches=(4,))
     assert [fault.cause for fault in report.faults] == [Cause.UNEXPLAINED], report
+
+
+def test_a_defect_that_shows_in_reverse_alone_is_named_there() -> None:
+    """The first example, which counts twice, is none in the order that is given."""
+    rng = np.random.default_rng(0)
+    batch = {
+        "x": rng.normal(size=(8, 5)).astype(np.float32),
+        "y": rng.normal(size=8).astype(np.float32),
+        "real": np.float32([0, 1, 1, 1, 1, 1, 1, 1]),
+    }
+    make_step, cause = STEPS["first counts twice"]
+    (fault,) = check_step(make_step, np.ones(5, np.float32), batch).faults
+    assert (fault.cause, fault.run) == (cause, "4 microbatches in reverse order")
+
+
+def test_weights_that_stand_nowhere_in_the_batch_are_fitted_at_other_parameters() -> None:
+    """Of 10 examples and 3 numbers; the gradient is no polynomial of the parameters, whose terms would be too few."""
+    rng = np.random.default_rng(1)
+    batch = {"x": rng.normal(size=(10, 3)).astype(np.float32), "y": rng.normal(size=10).astype(np.float32)}
+
+    def one(w: np.ndarray, part: Batch) -> np.ndarray:
+        weights, product = np.exp(part["y"]), part["x"] @ w
+        return part["x"].T @ (weights * (np.tanh(product) - part["y"]) / np.cosh(product) ** 2) / weights.sum()
+
+    def make_step(k: int) -> Step:
+        return lambda w, b: sum(one(w, x) for x in parts(b, k)) / w.dtype.type(k)
+
+    (fault,) = check_step(make_step, np.float32([1, -2, 0.5]), batch, microbatches=(2,)).faults
+    assert fault.cause is Cause.MEAN_OF_MEANS, fault
