@@ -14,7 +14,7 @@ from gradcombine.errors import GradCombineError
 from tests.fuzz.values import OwnError, bits
 
 SECONDS = 5.0
-"""For one input; most take less than a thousandth of it."""
+"""Of processor time, for one input, so that other programs do not count; most take less than a thousandth of it."""
 
 MARGIN = 1 << 30
 """Bytes of address space that an input may have beyond what the process has when the first one runs."""
@@ -38,20 +38,20 @@ def bounded() -> Generator[None, None, None]:
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN, before[1]))
-    handler = signal.signal(signal.SIGALRM, late)
+    handler = signal.signal(signal.SIGPROF, late)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        signal.signal(signal.SIGALRM, handler)
+        signal.signal(signal.SIGPROF, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def happened(arguments: Any, run: Callable[[], Any], allowed: tuple[type[BaseException], ...] = ()) -> tuple[str, str]:
     """What came of one input: "accepted", "refused", or what must not be; and its class, for the report."""
     before = bits(arguments)
-    signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
     try:
         run()
         outcome = "accepted", ""
@@ -69,7 +69,7 @@ def happened(arguments: Any, run: Callable[[], Any], allowed: tuple[type[BaseExc
     except BaseException as error:
         outcome = ("refused", "") if of_a_function_of_the_user(error) else ("defect", where(error))
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     if bits(arguments) != before:
         return "defect", "an argument has changed"
     return outcome
