@@ -60,7 +60,7 @@ def squared_norm(value: Tree) -> Array:
             array = backend.asarray(leaf)
         if dtypes.kind(backend.dtype(array)) not in _FLOATING:
             raise GradCombineError("squared_norm", "a dtype that is float or complex", backend.dtype(array), path)
-        magnitude = abs(array)
+        magnitude = abs(array) if dtypes.kind(backend.dtype(array)) == "complex" else array
         magnitude = backend.cast(magnitude, dtypes.working(backend.dtype(magnitude)))
         sums.append(backend.total(backend.product(magnitude, magnitude)))
     widest = max((backend.dtype(x) for x in sums), key=lambda dtype: dtype.itemsize, default=dtypes.FLOAT32)

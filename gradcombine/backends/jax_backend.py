@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -44,10 +44,7 @@ class JaxBackend:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise GradCombineError("jax", "an array", f"the shape/dtype spec {leaf}")
         array = NUMPY.asarray(leaf)
-        try:
-            return _exactly(jnp.asarray(array, jax.dtypes.canonicalize_dtype(array.dtype)), array.dtype)
-        except (TypeError, jax.errors.JaxRuntimeError):  # of what JAX, or XLA, has no dtype for
-            raise GradCombineError("jax", "a dtype that JAX has", array.dtype) from None
+        return _exactly(jnp.asarray(array, _canonical(array.dtype)), array.dtype)
 
     def dtype(self, leaf: Any) -> np.dtype:
         if not hasattr(leaf, "dtype"):
@@ -58,7 +55,7 @@ class JaxBackend:
             raise GradCombineError("jax", "a dtype of numbers", leaf.dtype) from None
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
-        return tuple(leaf.shape)
+        return NUMPY.shape(leaf)
 
     def concrete(self, array: Array) -> np.ndarray | None:
         return None if isinstance(array, Tracer) else np.asarray(array)
@@ -73,7 +70,7 @@ class JaxBackend:
         return np.zeros(shape, jax.dtypes.float0)
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
-        narrow = jax.dtypes.canonicalize_dtype(dtype)
+        narrow = _canonical(dtype)
         if len(like) == 1 and isinstance(like[0], (jax.Array, jax.ShapeDtypeStruct)) and like[0].shape == shape:
             return _exactly(_full_like(like[0], fill, narrow), dtype)
         # What belongs to several leaves may differ between replicas only where all of them do: else a leaf that is the
@@ -85,7 +82,7 @@ class JaxBackend:
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         if isinstance(array, jax.Array) and array.dtype == dtype:
             return array
-        return _exactly(jnp.asarray(array).astype(jax.dtypes.canonicalize_dtype(dtype)), dtype)
+        return _exactly(jnp.asarray(array).astype(_canonical(dtype)), dtype)
 
     def add(self, a: Array, b: Array) -> Array:
         return jnp.add(a, b)
@@ -317,6 +314,25 @@ def _alike(among: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
     missing = [tuple(axes - varying(array)) for array in arrays]
     pairs = zip(arrays, missing, strict=True)
     return [lax.pcast(array, names, to="varying") if names else jnp.asarray(array) for array, names in pairs]
+
+
+def _canonical(dtype: np.dtype) -> np.dtype:
+    """The dtype that JAX has for one of NumPy: of 32 bits for one of 64, unless jax_enable_x64 is set."""
+    if not _has(dtype):
+        raise GradCombineError("jax", "a dtype that JAX has", dtype)
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+@cache
+def _has(dtype: np.dtype) -> bool:
+    if not dtype.isnative or not hasattr(jnp, dtype.name):
+        return False
+    try:
+        with jax.ensure_compile_time_eval():
+            jax.device_put(np.zeros((), dtype))
+    except jax.errors.JaxRuntimeError:  # a name that XLA has nothing for
+        return False
+    return True
 
 
 def _exactly(array: Array, dtype: np.dtype) -> Array:

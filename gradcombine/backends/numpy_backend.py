@@ -77,8 +77,12 @@ class NumpyBackend:
             raise GradCombineError("numpy", "a shape that an array can have", shown(shape)) from None
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
+        array = np.asarray(array)
         with np.errstate(all="ignore"):
-            return np.asarray(array).astype(dtype, copy=False)
+            try:
+                return array.astype(dtype, copy=False)
+            except TypeError:  # ml_dtypes has no cast between some narrow dtypes, all of which float32 holds
+                return array.astype(np.float32).astype(dtype)
 
     def add(self, a: Array, b: Array) -> Array:
         with np.errstate(all="ignore"):

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
@@ -32,11 +33,14 @@ class TensorflowBackend:
         if isinstance(leaf, tf.TensorSpec):
             raise GradCombineError("tensorflow", "a tensor", f"the shape/dtype spec {leaf}")
         try:
-            return tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
+            tensor = tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
         except GradCombineError:
             raise
         except (TypeError, ValueError):
             raise GradCombineError("tensorflow", "a dense tensor of numbers", type(leaf).__name__) from None
+        if tensor.dtype.name in _STORED:
+            raise _no_kernels(tensor.dtype.name)
+        return tensor
 
     def dtype(self, leaf: Any) -> np.dtype:
         if not self.owns(leaf):
@@ -69,10 +73,14 @@ class TensorflowBackend:
         return None
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+        if dtype not in _COMPUTED:
+            raise _no_kernels(dtype)
         filling = tf.constant(np.asarray(fill, dtype))
         return tf.fill(shape, filling) if shape else filling
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
+        if dtype not in _COMPUTED and dtype.name not in _CAST:
+            raise _no_kernels(dtype)
         return tf.cast(array, tf.as_dtype(dtype))
 
     def add(self, a: Array, b: Array) -> Array:
@@ -112,13 +120,17 @@ class TensorflowBackend:
             chosen = tf.convert_to_tensor(a if known else b)
             shape = tf.broadcast_static_shape(tf.convert_to_tensor(a).shape, tf.convert_to_tensor(b).shape)
             return chosen if chosen.shape == shape else tf.broadcast_to(chosen, shape)
+        if isinstance(condition, bool) and not tf.inside_function():
+            # There a == b is no tensor, but whether both are one object.
+            received = "a tf.Graph of TensorFlow 1, whose tensors are compared by identity"
+            raise GradCombineError("tensorflow", "eager execution or a tf.function", received)
         return tf.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
         if array.dtype.is_complex:
             array = tf.stack([tf.math.real(array), tf.math.imag(array)], axis=-1)
-        if "float8" in array.dtype.name:
-            raise GradCombineError("tensorflow", "a dtype that tf.bitcast takes", array.dtype.name)
+        if array.dtype.name in _CAST:
+            raise _no_kernels(array.dtype.name)
         return tf.bitcast(array, tf.as_dtype(dtype))
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
@@ -260,6 +272,8 @@ class TensorflowBackend:
         return tf.gather(array, positions)
 
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
+        if not array.shape.num_elements():
+            return array
         # On CPU a position past the end is an error, so there is one more row for all of them.
         longer = tf.concat([array, tf.zeros_like(array[:1])], axis=0)
         inside = tf.minimum(positions, array.shape[0])
@@ -271,6 +285,24 @@ class TensorflowBackend:
             tf.debugging.Assert(tf.reduce_all(condition), [str(GradCombineError(operation, expected, received))])
         elif not np.all(value):
             raise GradCombineError(operation, expected, received)
+
+
+_COMPUTED = frozenset(map(np.dtype, "?bhiqBHIQefdFD")) | {np.dtype(ml_dtypes.bfloat16)}
+"""The dtypes that TensorFlow has kernels for."""
+
+
+_CAST = frozenset({"float8_e4m3fn", "float8_e5m2"})
+"""Those that it casts, and does nothing else with."""
+
+
+_STORED = (
+    frozenset(x for x in vars(ml_dtypes) if x[-1].isdigit() or x.endswith(("fn", "fnu", "fnuz"))) - _CAST - {"bfloat16"}
+)
+"""Those that it may hold, and nothing more."""
+
+
+def _no_kernels(dtype: Any) -> GradCombineError:
+    return GradCombineError("tensorflow", "a dtype that TensorFlow computes with", dtype)
 
 
 _WORTH_COMPILING = 1 << 14

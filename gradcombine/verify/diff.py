@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, require_path
+from gradcombine.errors import GradCombineError, require_integer, require_number, require_path, shown
 from gradcombine.verify.comparison import LeafDifference, Meter, badness
 from gradcombine.verify.dumps import Dump, Entry, detect, open_dump
 from gradcombine.verify.layouts import common, flipped, transposed_convolution
-from gradcombine.verify.mapping import NO_RULES, Matching, Pair, Rules, conventional, match
+from gradcombine.verify.mapping import NO_RULES, Matching, Pair, Rules, conventional, match, require_rules
 from gradcombine.verify.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.similarity import ALIKE, closest
 from gradcombine.verify.ulp import comparable
@@ -39,6 +39,16 @@ class Allowed(NamedTuple):
 
 
 EQUAL_BITS = Allowed()
+
+
+def require_allowed(operation: str, allowed: Any) -> None:
+    """Refuses what is not an `Allowed` of two numbers, or of none."""
+    if not isinstance(allowed, Allowed):
+        raise GradCombineError(operation, "Allowed(ulp, relative)", shown(allowed))
+    if allowed.ulp is not None:
+        require_integer(operation, "an ulp of 0 or more", allowed.ulp, 0)
+    if allowed.relative is not None:
+        require_number(operation, "a relative difference of 0 or more", allowed.relative, 0)
 
 
 class Row(NamedTuple):
@@ -141,6 +151,8 @@ def diff(
     >>> report.passes, report.rows[0].pair.axes
     (True, (1, 0))
     """
+    require_allowed("diff", allowed)
+    require_rules("diff", rules)
     ruled = {found[1] for found in map(rules.find, a) if found is not None}
 
     def fixed(name: str) -> bool:

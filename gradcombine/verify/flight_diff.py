@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine.formats import unread
 from gradcombine.verify.dumps import Dump
 from gradcombine.verify.flight import EVERY, Leaf, Log
-from gradcombine.verify.mapping import NO_RULES, Rules, match
+from gradcombine.verify.mapping import NO_RULES, Rules, match, require_rules
 from gradcombine.verify.report import Cells, Section
 
 SHOWN = 8
@@ -72,6 +72,7 @@ def diff_logs(a: Log, b: Log, rules: Rules = NO_RULES) -> LogReport:
       a, b: from `gradcombine.verify.flight.read_log`.
       rules: which leaf is which, if names cannot tell.
     """
+    require_rules("diff_logs", rules)
     problems = [*_of_leaves(a, b, rules), *_of_log("A", a), *_of_log("B", b)]
     pairs = _pairs(a, b, rules)
     steps = [sorted({step for step, _ in log.rows}) for log in (a, b)]

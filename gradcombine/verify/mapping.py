@@ -54,6 +54,20 @@ class Rules(NamedTuple):
         return any(_in_time(x.pattern, lambda x=x: x.fullmatch(name), name) for x in self.ignored)
 
 
+def require_rules(operation: str, rules: Any) -> None:
+    """Refuses what is not `Rules`."""
+    made = isinstance(rules, Rules) and all(isinstance(x, tuple) for x in rules)
+    if not made or not (all(map(_is_rule, rules.rules)) and all(isinstance(x, re.Pattern) for x in rules.ignored)):
+        raise GradCombineError(operation, "rules, as read_rules returns them", shown(rules))
+
+
+def _is_rule(x: Any) -> bool:
+    if not isinstance(x, Rule) or not isinstance(x.pattern, re.Pattern):
+        return False
+    turned = x.transpose is None or (isinstance(x.transpose, tuple) and all(type(axis) is int for axis in x.transpose))
+    return turned and (x.template is None or isinstance(x.template, str))
+
+
 SECONDS = 1.0
 """For a name and a pattern, and to compile a pattern; most take less than a thousandth of it."""
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, require_path
+from gradcombine.errors import GradCombineError, renamed, require_path, shown
 from gradcombine.tree import Structure
 from gradcombine.types import Tree, no_autograph
 from gradcombine.verify.comparison import describe_ulp
-from gradcombine.verify.diff import EQUAL_BITS, Allowed, LeftOut, Row, diff, dumps_by_step
+from gradcombine.verify.diff import EQUAL_BITS, Allowed, LeftOut, Row, diff, dumps_by_step, require_allowed
 from gradcombine.verify.dumps import Dump, open_dump
-from gradcombine.verify.mapping import NO_RULES, Rules
+from gradcombine.verify.mapping import NO_RULES, Rules, require_rules
 from gradcombine.verify.pytorch import converted
 
 STAGES = ("inputs", "gradients", "combined", "updates", "params")
@@ -252,8 +252,9 @@ def _plain(key: str) -> str | None:
 def call_host(operation: str, arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], None]) -> None:
     """``write(step, arrays)``, with NumPy arrays: now if the values are known, else when the program runs."""
     backend = resolve(operation, [*arrays, step])
-    if all(backend.concrete(backend.asarray(x)) is not None for x in (*arrays, step)):
-        write(step, arrays)
+    number, *known = (backend.concrete(backend.asarray(x)) for x in (step, *arrays))
+    if number is not None and all(x is not None for x in known):
+        write(number, known)
     elif backend.name == "jax":
         from jax.experimental import io_callback
 
@@ -364,6 +365,12 @@ def first_divergence(
     None
     1
     """
+    require_rules("first_divergence", rules)
+    limits = dict(allowed) if isinstance(allowed, Mapping) else dict.fromkeys(STAGES, allowed)
+    if unknown := limits.keys() - set(STAGES):
+        raise GradCombineError("first_divergence", f"stages of {', '.join(STAGES)}", shown(unknown))
+    for limit in limits.values():
+        require_allowed("first_divergence", limit)
     left, right = (dumps_by_step(require_path("first_divergence", "a directory", path)) for path in (a, b))
     both = [step for step in left if step in right]
     if not both:
@@ -372,7 +379,7 @@ def first_divergence(
         )
     lacking: list[Divergence] = []
     for step in both:
-        divergence = _in_step(step, open_dump(left[step]), open_dump(right[step]), allowed, rules, lacking)
+        divergence = _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules, lacking)
         if divergence is not None:
             return divergence
     lacking += [Divergence(step, None, None, UNKNOWN) for step in left.keys() ^ right.keys()]
@@ -383,7 +390,7 @@ def _in_step(
     step: int,
     a: Dump,
     b: Dump,
-    allowed: Allowed | Mapping[str, Allowed],
+    allowed: Mapping[str, Allowed],
     rules: Rules,
     lacking: list[Divergence],
 ) -> Divergence | None:
@@ -398,8 +405,7 @@ def _in_step(
                 lacking.append(Divergence(step, stage, None, UNKNOWN, tuple(unrecorded), (*left, *right)))
             unrecorded.append(stage)
             continue
-        limit = allowed if isinstance(allowed, Allowed) else allowed.get(stage, EQUAL_BITS)
-        report = diff(left, right, allowed=limit, rules=rules)
+        report = diff(left, right, allowed=allowed.get(stage, EQUAL_BITS), rules=rules)
         apart = [row for row in report.rows if not row.passes] or [
             row for row in report.rows if row.transposed and row.pair.axes
         ]

@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=100_000, help="for each name, less what its share leaves out")
     parser.add_argument("--seed", type=int, default=0, help="input i of a name is made of the seed, the name and i")
     parser.add_argument("--seconds", type=float, default=3600, help="at most for each name, whose inputs end there")
-    parser.add_argument("--only", default="", help="names that contain this")
+    parser.add_argument("--only", default="", help="names in which this pattern is found")
     parser.add_argument("--room", choices=list(ROOMS), action="append", help="one of the rooms; by default all")
     parser.add_argument("--from-name", help=argparse.SUPPRESS)
     parser.add_argument("--from-input", type=int, default=0, help=argparse.SUPPRESS)

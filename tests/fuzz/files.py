@@ -24,6 +24,7 @@ from gradcombine import reductions, statefile
 from gradcombine.formats import npz, safetensors
 from gradcombine.verify import FlightRecorder, first_divergence
 from gradcombine.verify.audit import report, target
+from gradcombine.verify.audit.compiling import hlo_parser
 from gradcombine.verify.audit.step import audit_file
 from gradcombine.verify.command import app
 from gradcombine.verify.diff import diff
@@ -243,6 +244,7 @@ def readers() -> dict[str, Reader]:
     header = tensors[8 : 8 + int.from_bytes(tensors[:8], "little")]
     member = _bytes_of(lambda file: np.save(file, ARRAYS["layer/kernel"]))
     os_errors: tuple[type[BaseException], ...] = (OSError,)
+    proto = hlo_parser().hlo_module_from_text(HLO.decode()).as_serialized_hlo_module_proto()
     return {
         "dump .npz": Reader("x.npz", _bytes_of(lambda file: np.savez(file, **ARRAYS)), _read_dump, (member, _zipped)),
         "dump .npz, compressed": Reader(
@@ -253,19 +255,19 @@ def readers() -> dict[str, Reader]:
         ),
         "dump .safetensors": Reader("x.safetensors", tensors, _read_dump, (header, _safetensors)),
         "dump .index.json": Reader("x.index.json", json.dumps(index).encode(), _read_dump),
-        "state .npz": Reader("x.npz", state, _read_state, (_header(state), _with_header(state)), 0.3, os_errors),
-        "state .safetensors": Reader("x.safetensors", _state(".safetensors"), _read_state, None, 0.3, os_errors),
-        "trace": Reader("damaged/step_00000002.npz", whole, _read_traces, (member, _zipped), 0.3),
-        "flight log": Reader("x.log", log, _read_log, (_unchecked(log), _checked), 0.3),
+        "state .npz": Reader("x.npz", state, _read_state, (_header(state), _with_header(state)), allowed=os_errors),
+        "state .safetensors": Reader("x.safetensors", _state(".safetensors"), _read_state, None, allowed=os_errors),
+        "trace": Reader("damaged/step_00000002.npz", whole, _read_traces, (member, _zipped)),
+        "flight log": Reader("x.log", log, _read_log, (_unchecked(log), _checked)),
         "rules": Reader("x.toml", RULES, read_rules),
         "baseline": Reader("x.json", BASELINE, report.read_baseline),
         "target": Reader("x.pbtxt", target.H100.encode(), lambda path: target.find_target(f"{path}:8", compiles=False)),
-        "dump .h5": Reader("x.h5", _hdf5(), _read_dump, None, 0.3),
-        "tf.train checkpoint": Reader("x.index", _checkpoint(), _read_dump, None, 0.1),
-        "Orbax checkpoint": Reader("orbax/_METADATA", _orbax(), lambda path: _read_dump(path.parent), None, 0.01),
-        "command": Reader("x.npz", _bytes_of(lambda file: np.savez(file, **ARRAYS)), _command, None, 0.1),
-        "HLO text": Reader("x.txt", HLO, audit_file, None, 0.1),
-        "HLO proto": Reader("x.pb", b"", audit_file, None, 0.1),
+        "dump .h5": Reader("x.h5", _hdf5(), _read_dump),
+        "tf.train checkpoint": Reader("x.index", _checkpoint(), _read_dump),
+        "Orbax checkpoint": Reader("orbax/_METADATA", _orbax(), lambda path: _read_dump(path.parent)),
+        "command": Reader("x.npz", _bytes_of(lambda file: np.savez(file, **ARRAYS)), _command, None, 0.2),
+        "HLO text": Reader("x.txt", HLO, audit_file),
+        "HLO proto": Reader("x.pb", proto, audit_file),
     }
 
 

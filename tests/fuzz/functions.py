@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import importlib
 import inspect
+import os
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,12 +67,14 @@ class Target(NamedTuple):
       kinds: what each argument is drawn from.
       share: the part of all inputs that it is given.
       allowed: the errors that it is documented to raise beside `GradCombineError`.
+      terms: contributions for the reduction that it returns, if it does.
     """
 
     function: Callable[..., Any]
     kinds: Mapping[str, Kind]
     share: float = 1.0
     allowed: tuple[type[BaseException], ...] = ()
+    terms: Kind = Drawn.trees
 
 
 def const(*values: Any) -> Kind:
@@ -81,12 +85,72 @@ def of(kind: Callable[..., Any], *args: Any) -> Kind:
     return lambda d: kind(d.r, *args)
 
 
+def _numbered(d: Drawn) -> Any:
+    """A state that holds each of four microbatches once, in most cases."""
+    reduction, held = reductions.numbered(d.reduction(), 4), 4 if d.r.random() < 0.7 else 3
+    return _state(reduction, [reductions.Numbered(d.tree(), number) for number in range(held)])
+
+
+def _state(reduction: gc.Reduction, values: list[Any]) -> Any:
+    state = reduction.init(values[0].value)
+    for value in values:
+        state = reduction.update(state, value)
+    return state
+
+
+def _stack(d: Drawn) -> Any:
+    """A value of each of two replicas."""
+    return d.leaf((2, 2), "float32")
+
+
+def _of_float(d: Drawn) -> Any:
+    return d.leaf((2,), "float32")
+
+
+def _twice(d: Drawn) -> Any:
+    """The tree that was drawn for the argument before, in most cases."""
+    return d.tree() if d.r.random() < 0.3 else d.latest
+
+
+def _file(d: Drawn) -> Any:
+    """One that holds a state of the drawn reduction, in most cases."""
+    path = _paths(d)
+    with suppress(GradCombineError, OSError):
+        statefile.save_replicas(path, d.reduction(), [d.any_state()])
+    return path
+
+
+def _folder(d: Drawn) -> str:
+    """One with the beginning of a window, and a part of it."""
+    folder = f"{FOLDER}/windows{d.r.randrange(2)}"
+    with suppress(GradCombineError):
+        statefile.begin_window(folder, 0, d.tree())
+        reduction = reductions.numbered(d.reduction(), 4)
+        statefile.save_part(folder, 0, 1, reduction, _state(reduction, [reductions.Numbered(d.tree(), 0)]))
+    return folder
+
+
+def _part(d: Drawn) -> gc.Reduction:
+    return reductions.numbered(d.reduction(), 4)
+
+
+@cache
+def _recordings() -> list[str]:
+    """The folders of three traces, of which the last one differs."""
+    folders = [tempfile.mkdtemp(dir=FOLDER) for _ in range(3)]
+    for i, folder in enumerate(folders):
+        with record(folder) as recorder:
+            for step in range(2):
+                recorder(step, gradients={"w": np.float32([1, step])}, params={"w": np.float32(i // 2)})
+    return folders
+
+
 def _paths(d: Drawn) -> Any:
     name = d.r.choice(["a.npz", "b.safetensors", "c.txt", "", "not/there.npz"])
     return d.r.choice([str, Path])(f"{FOLDER}/{name}")
 
 
-FOLDER = tempfile.mkdtemp(prefix="fuzz")
+FOLDER = tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
 """Where functions write; removed at the end by who runs them."""
 
 KINDS: dict[str, Kind] = {
@@ -270,7 +334,7 @@ def described_error(operation: Any, expected: Any, received: Any, path: Any) -> 
 METHODS: dict[str, Target] = {
     f.__name__: Target(f, kinds)  # pyright: ignore[reportAttributeAccessIssue]
     for f, kinds in [
-        (ledger_read, {"state": lambda d: reductions.numbered(d.reduction(), 4).init(d.tree())}),
+        (ledger_read, {"state": _numbered, "microbatches": const(4)}),
         (reduction_update, {}),
         (reduction_merge, {"other": Drawn.any_state}),
         (reduction_finalize, {}),
@@ -292,7 +356,7 @@ METHODS: dict[str, Target] = {
         (recorded, {"gradients": Drawn.tree, "params": Drawn.tree}),
         (flight_recorded, {}),
         (flown, {}),
-        (stacked_assign, {"other": lambda d: d.leaf((d.r.choice([2, 3]), 2), "float32")}),
+        (stacked_assign, {"replicas": const(2), "value": _stack, "other": _stack}),
         (described_error, {}),
     ]
 }
@@ -317,13 +381,21 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "gradcombine.foreign_orders.addn_blocks": {"names": lambda d: d.r.choice([None, ["a", "b"], ["x"] * 3])},
     "gradcombine.sparse.row_sparse": {"values": lambda d: d.leaf((2, 2), "float32"), "rows": const(4, 10**6)},
     "gradcombine.sparse.densify": {"values": lambda d: {"w": _rows(d)}},
+    "gradcombine.reductions.per_leaf": {"reductions": lambda d: dict.fromkeys(("w", "b"), reductions.max())},
+    "gradcombine.statefile.inspect": {"path": _file},
+    "gradcombine.statefile.load": {"path": _file},
+    "gradcombine.statefile.load_replicas": {"path": _file},
+    "gradcombine.statefile.recover": {"folder": _folder, "reduction": _part},
+    "gradcombine.statefile.save_part": {"folder": _folder, "index": const(0), "reduction": _part, "state": _numbered},
     "gradcombine.statefile.resize": {"every": const(None, 4), "state": Drawn.any_state},
-    "gradcombine.verify.equal_bits": {"a": of(array), "b": of(array)},
-    "gradcombine.verify.ulp_distance": {"a": of(array), "b": of(array)},
+    "gradcombine.verify.equal_bits": {"a": _of_float, "b": _of_float},
+    "gradcombine.verify.ulp_distance": {"a": _of_float, "b": _of_float},
+    "gradcombine.verify.assert_equal_bits": {"b": _twice},
+    "gradcombine.verify.assert_within_ulp": {"b": _twice},
     "gradcombine.verify.explain": {"ranks": const(None, [1, 2]), "progress": const(lambda number, name: None)},
     "gradcombine.verify.first_divergence": {
-        "a": _paths,
-        "b": _paths,
+        "a": lambda d: d.r.choice(_recordings()),
+        "b": lambda d: d.r.choice(_recordings()),
         "allowed": const({}, {"params": None}),
         "rules": const(None),
     },
@@ -337,14 +409,24 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "examples": const(1),
     },
 }
+TERMS: dict[str, Kind] = {
+    f"gradcombine.reductions.{name}": terms
+    for name, terms in {
+        "numbered": lambda d: [reductions.Numbered(value, number) for number, value in enumerate(d.trees())],
+        "ratio": lambda d: [reductions.Ratio(value, d.weight()) for value in d.trees()],
+        "ratios": lambda d: [{"tokens": reductions.Ratio(value, d.weight())} for value in d.trees()],
+        "per_leaf": lambda d: [{"w": value, "b": value} for value in d.trees()],
+        "row_sum": lambda d: [_rows(d) for _ in d.trees()],
+        "row_mean": lambda d: [_rows(d) for _ in d.trees()],
+    }.items()
+}
 SHARES = {
-    "gradcombine.verify.explain": 0.02,
-    "gradcombine.verify.check_reduction": 0.002,
-    "saved_and_loaded": 0.1,
-    "saved_replicas": 0.1,
-    "recorded": 0.2,
-    "flight_recorded": 0.2,
-    "flown": 0.2,
+    "gradcombine.verify.explain": 0.2,
+    "gradcombine.verify.check_reduction": 0.05,
+    "gradcombine.statefile.recover": 0.5,
+    "gradcombine.statefile.save_part": 0.5,
+    "saved_and_loaded": 0.3,
+    "saved_replicas": 0.2,
     "gradcombine.tf_replicas": 0.01,
 }
 
@@ -363,7 +445,7 @@ def target_of(name: str, function: Callable[..., Any]) -> Target:
         if parameter.name not in special and parameter.name not in KINDS:
             raise KeyError(f"{name} has a parameter {parameter.name} without a strategy")
         kinds[parameter.name] = special.get(parameter.name) or KINDS[parameter.name]
-    return Target(function, kinds, SHARES.get(name, 1.0), _allowed(name))
+    return Target(function, kinds, SHARES.get(name, 1.0), _allowed(name), TERMS.get(name, Drawn.trees))
 
 
 def _allowed(name: str) -> tuple[type[BaseException], ...]:
@@ -404,8 +486,9 @@ DOORS = {
 
 @cache
 def _required(function: Callable[..., Any]) -> set[str]:
+    """The parameters without a default, and the one whose default takes seconds."""
     parameters = inspect.signature(function).parameters.items()
-    return {name for name, p in parameters if p.default is inspect.Parameter.empty}
+    return {name for name, p in parameters if p.default is inspect.Parameter.empty or name == "examples"}
 
 
 def call(target: Target, drawn: Drawn) -> tuple[dict[str, Any], Callable[[], Any]]:
@@ -419,7 +502,7 @@ def call(target: Target, drawn: Drawn) -> tuple[dict[str, Any], Callable[[], Any
     def run() -> Any:
         result = target.function(**arguments)
         if isinstance(result, gc.Reduction):
-            return gc.combine(result, drawn.trees())
+            return gc.combine(result, target.terms(drawn))
         return result
 
     return arguments, run

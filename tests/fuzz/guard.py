@@ -62,8 +62,9 @@ def happened(arguments: Any, run: Callable[[], Any], allowed: tuple[type[BaseExc
     except (*allowed, OwnError):
         outcome = "refused", ""
     except MemoryError as error:
-        # Arrays of a size that was asked for.
-        outcome = ("refused", "") if "Unable to allocate" in str(error) and not allowed else ("defect", where(error))
+        # Arrays of a size that was asked for: not by a file.
+        asked = "Unable to allocate" in str(error) and arguments is not None
+        outcome = ("refused", "") if asked else ("defect", where(error))
     except LateError:
         outcome = "defect", f"no end after {SECONDS} s"
     except BaseException as error:

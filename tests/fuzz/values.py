@@ -370,6 +370,9 @@ class Drawn:
     Args:
       r: where the choices come from.
       asarray: a framework's array of a NumPy one.
+
+    Attributes:
+      latest: the tree that was drawn last.
     """
 
     def __init__(self, r: Random, asarray: Callable[[np.ndarray], Any] = lambda x: x) -> None:
@@ -378,6 +381,7 @@ class Drawn:
         self._reduction: gc.Reduction | None = None
         self._order: Any = None
         self._every: int | None = None
+        self.latest: Any = None
 
     def leaf(self, shape: tuple[int, ...], dtype: str) -> Any:
         r, size = self.r, math.prod(shape)
@@ -416,7 +420,8 @@ class Drawn:
         return self._form
 
     def tree(self) -> Any:
-        return self._filled(self.form())
+        self.latest = self._filled(self.form())
+        return self.latest
 
     def _filled(self, form: Any) -> Any:
         if form is None:

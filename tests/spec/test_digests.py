@@ -191,7 +191,7 @@ def test_what_has_no_digest_is_refused() -> None:
         ({"rng": jax.random.key(0)}, "jax.random.key_data"),
         (
             {"w": tf.cast(tf.ones(2), tf.dtypes.experimental.float8_e5m2)},
-            r"leaf \['w'\]: expected a dtype that tf.bitcast takes",
+            r"leaf \['w'\]: expected a dtype that TensorFlow computes with",
         ),
         ({"w": "text"}, "an array, a number"),
         ([tf.ones(2), jax.numpy.ones(2)], "arrays of one framework"),
