@@ -113,6 +113,17 @@ def shape_of(array: Any) -> tuple[int, ...]:
     return described(array).shape(array)
 
 
+def placeholder(leaf: Any) -> Any:
+    """A leaf as `init` may be given it: of zeros that take no memory, in the leaf's shape and dtype."""
+    if is_absent(leaf):
+        return leaf
+    backend = described(leaf)
+    try:
+        return np.broadcast_to(np.zeros((), backend.dtype(leaf)), backend.shape(leaf))
+    except ValueError:
+        raise GradCombineError("init", "a shape that an array can have", shown(backend.shape(leaf))) from None
+
+
 def holds_values(leaf: Any) -> bool:
     """Whether a leaf has values of its dtype: a spec has none, and a Python integer may be too wide for its own."""
     if isinstance(leaf, int):

@@ -295,9 +295,8 @@ _CAST = frozenset({"float8_e4m3fn", "float8_e5m2"})
 """Those that it casts, and does nothing else with."""
 
 
-_STORED = (
-    frozenset(x for x in vars(ml_dtypes) if x[-1].isdigit() or x.endswith(("fn", "fnu", "fnuz"))) - _CAST - {"bfloat16"}
-)
+_NARROW = {name for name in vars(ml_dtypes) if name[-1].isdigit() or name.endswith(("fn", "fnu", "fnuz"))}
+_STORED = frozenset(_NARROW - _CAST - {"bfloat16"})
 """Those that it may hold, and nothing more."""
 
 

@@ -148,7 +148,7 @@ class _Defined(Cell):
         for number in parts(identity):
             if not _fits(number, running):
                 raise GradCombineError(self.name, f"a number of {running} as empty", shown(number))
-        numbers = [np.asarray(number, running)[()] for number in parts(identity)]
+        numbers: list[Any] = [np.asarray(number, running)[()] for number in parts(identity)]
         return refilled(identity, [backend.full(shape, number, running, [like]) for number in numbers])
 
     def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Accumulator:

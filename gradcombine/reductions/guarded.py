@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, is_absent, require_count, resolve, shape_of
+from gradcombine.backends.registry import is_absent, placeholder, require_count, resolve
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
@@ -53,7 +53,7 @@ class Guarded:
         leaves, structure = tree.flatten(self.name, like)
         kinds = [tree.static_of(leaf, with_shape=True) for leaf in leaves]
         present = [leaf for leaf, kind in zip(leaves, kinds, strict=True) if kind.dtype is not None]
-        zeros = [None if is_absent(x) else np.broadcast_to(np.zeros((), dtype_of(x)), shape_of(x)) for x in leaves]
+        zeros = [None if is_absent(x) else placeholder(x) for x in leaves]
         made, inner = tree.flatten(self.name, self.own_init(tree.unflatten(structure, zeros)))
         backend = resolve(self.name, [*leaves, *made])
         # Placed as the leaves are: a state that begins the same on all replicas may still become each one's own.

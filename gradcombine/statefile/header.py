@@ -15,7 +15,7 @@ import numpy as np
 import gradcombine
 from gradcombine import binary_counter, tree
 from gradcombine.accumulation import require_state
-from gradcombine.backends.registry import is_absent, load, owner
+from gradcombine.backends.registry import load, owner, placeholder
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile.container import refused
@@ -160,7 +160,7 @@ def layout(operation: str, state: State) -> Layout:
 def template(operation: str, reduction: Reduction, like: Tree, levels: int | None) -> State:
     """The empty state that the reduction makes for trees like ``like``, in NumPy arrays; a window if it has levels."""
     leaves, structure = tree.flatten(operation, like)
-    part = reduction.init(tree.unflatten(structure, map(_spec, leaves)))
+    part = reduction.init(tree.unflatten(structure, map(placeholder, leaves)))
     if levels is None:
         return part
     zero = np.zeros((), np.int32)
@@ -226,16 +226,6 @@ def _named(described: tuple[Any, Any] | None) -> str:
 def _described(leaf: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
     backend = None if leaf is None else owner(leaf)
     return None if backend is None else (backend.dtype(leaf), backend.shape(leaf))
-
-
-def _spec(leaf: Any) -> Any:
-    """An array of the leaf's shape that takes no memory."""
-    if is_absent(leaf):
-        return leaf
-    described = _described(leaf)
-    assert described is not None
-    dtype, shape = described
-    return np.broadcast_to(np.zeros((), dtype), shape)
 
 
 def value_of(operation: str, leaf: Any, path: str) -> Any:

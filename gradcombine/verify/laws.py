@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.accumulation import accumulate
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
+from gradcombine.backends.registry import dtype_of, is_absent, placeholder, resolve
 from gradcombine.errors import GradCombineError, require_flag, require_installed, require_integer, require_items, shown
 from gradcombine.lists import combine
 from gradcombine.reductions import dtypes
@@ -355,7 +355,7 @@ def _contributions(
     def leaf(x: Any) -> Any:
         if is_absent(x):
             return strategies.just(x)
-        spec = np.broadcast_to(np.zeros((), dtype_of(x)), shape_of(x))
+        spec = placeholder(x)
         drawn = [y for y in elements if _holds(spec.dtype, y)]
         if not drawn:
             raise GradCombineError("check_reduction", f"elements that are {spec.dtype}", shown(elements))

@@ -56,16 +56,19 @@ class Rules(NamedTuple):
 
 def require_rules(operation: str, rules: Any) -> None:
     """Refuses what is not `Rules`."""
-    made = isinstance(rules, Rules) and all(isinstance(x, tuple) for x in rules)
-    if not made or not (all(map(_is_rule, rules.rules)) and all(isinstance(x, re.Pattern) for x in rules.ignored)):
+    fields: tuple[Any, ...] = rules if isinstance(rules, Rules) else ()
+    if not fields or not all(isinstance(x, tuple) for x in fields) or not all(map(_is_rule, fields[0])):
         raise GradCombineError(operation, "rules, as read_rules returns them", shown(rules))
+    if not all(isinstance(x, re.Pattern) for x in fields[1]):
+        raise GradCombineError(operation, "patterns of names to ignore", shown(fields[1]))
 
 
-def _is_rule(x: Any) -> bool:
-    if not isinstance(x, Rule) or not isinstance(x.pattern, re.Pattern):
+def _is_rule(rule: Any) -> bool:
+    if not isinstance(rule, Rule):
         return False
-    turned = x.transpose is None or (isinstance(x.transpose, tuple) and all(type(axis) is int for axis in x.transpose))
-    return turned and (x.template is None or isinstance(x.template, str))
+    pattern, template, axes = cast(tuple[Any, ...], rule)
+    turned = axes is None or (isinstance(axes, tuple) and all(type(axis) is int for axis in cast(Any, axes)))
+    return isinstance(pattern, re.Pattern) and turned and (template is None or isinstance(template, str))
 
 
 SECONDS = 1.0

@@ -366,7 +366,9 @@ def first_divergence(
     1
     """
     require_rules("first_divergence", rules)
-    limits = dict(allowed) if isinstance(allowed, Mapping) else dict.fromkeys(STAGES, allowed)
+    limits: dict[str, Any] = dict.fromkeys(STAGES, allowed)
+    if isinstance(allowed, Mapping):
+        limits = dict(allowed)
     if unknown := limits.keys() - set(STAGES):
         raise GradCombineError("first_divergence", f"stages of {', '.join(STAGES)}", shown(unknown))
     for limit in limits.values():

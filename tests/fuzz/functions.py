@@ -20,7 +20,7 @@ from gradcombine import digests, reductions, replicated, sparse, statefile
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import require_reduction
 from gradcombine.verify import FlightRecorder, record
-from tests.fuzz.values import FUNCTIONS, Drawn, array, huge, junk, mutated
+from tests.fuzz.values import FUNCTIONS, Drawn, huge, junk, mutated
 
 Kind = Callable[[Drawn], Any]
 
