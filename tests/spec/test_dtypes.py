@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -133,3 +135,53 @@ def test_a_mean_of_integers_is_an_error(values: Any) -> None:
 def test_python_numbers_are_32_bits_wide() -> None:
     assert gc.add_n([1.5, 2.5]).dtype == np.float32
     assert gc.add_n([1, 2]).dtype == np.int32
+
+
+OTHERS = [
+    np.dtype(x)
+    for x in (
+        *("f2", "g", "G", ">f4", ">i8", "?", "u2", "M8[s]", "O"),
+        *(ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float8_e8m0fnu, ml_dtypes.float8_e4m3b11fnuz),
+        *(ml_dtypes.float6_e2m3fn, ml_dtypes.float4_e2m1fn, ml_dtypes.int2, ml_dtypes.uint4, ml_dtypes.int4),
+    )
+]
+REDUCTIONS: dict[Callable[..., Any], float] = {
+    gc.reductions.sum: 2.0,
+    gc.reductions.mean: 1.0,
+    gc.reductions.max: 1.0,
+    gc.reductions.min: 1.0,
+}
+"""With the value of two ones."""
+
+
+@pytest.mark.parametrize("framework", ["numpy", "tensorflow", pytest.param("jax", marks=pytest.mark.full)])
+def test_what_a_framework_has_no_kernels_for_is_refused(framework: str) -> None:
+    """Of dtypes of leaves and of results: the value, or a refusal, and no error of the framework's own."""
+    asarray = _asarray(framework)
+    counts: Counter[bool] = Counter()
+    for leaf, output in [(dtype, None) for dtype in OTHERS] + [(np.dtype(np.float32), dtype) for dtype in OTHERS]:
+        try:
+            ones = asarray(np.ones(2).astype(leaf))
+        except (TypeError, ValueError, RuntimeError):  # no array that could be handed over
+            continue
+        for make, expected in REDUCTIONS.items():
+            try:
+                result = gc.combine(make(**({"output_dtype": output} if output else {})), [ones, ones])
+            except gc.GradCombineError:
+                counts[False] += 1
+            else:
+                np.testing.assert_array_equal(np.asarray(result).astype(np.complex128), [expected] * 2)
+                counts[True] += 1
+    assert min(counts[True], counts[False]) > 10
+
+
+def _asarray(framework: str) -> Callable[[np.ndarray], Any]:
+    if framework == "numpy":
+        return np.asarray
+    if framework == "jax":
+        import jax.numpy as jnp
+
+        return jnp.asarray
+    import tensorflow as tf
+
+    return tf.constant

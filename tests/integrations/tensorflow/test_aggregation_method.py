@@ -152,3 +152,30 @@ def test_what_is_no_tensor_is_a_type_error_too() -> None:
 def test_an_unknown_execution(execution: Any, names: Any) -> None:
     with pytest.raises(gc.GradCombineError, match="aggregate: expected"):
         aggregate([tf.constant(1.0)] * 2, 0, execution, names)
+
+
+REDUCTIONS = [
+    *(gc.reductions.sum(x) for x in ("fast", "compensated", "exact")),
+    *(gc.reductions.mean(x) for x in ("fast", "exact")),
+    *(gc.reductions.max(), gc.reductions.product(), gc.reductions.moments(), gc.reductions.adasum()),
+    *(gc.reductions.zeroed(gc.reductions.sum()), gc.reductions.measured(gc.reductions.sum())),
+]
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS, ids=lambda reduction: reduction.name)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_graph_of_tensorflow_1_has_the_bits_or_is_refused(reduction: gc.Reduction, weighted: bool) -> None:
+    """There a == b is no tensor: it says whether two tensors are one object."""
+    terms = [np.float32([1, 2, 3e8]), np.float32([0, 2, 3]), np.float32([-1, np.nan, -3e8])]
+    weights = [1.0, 0.0, 2.5] if weighted else None
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        try:
+            result = gc.combine(reduction, [tf.constant(x) for x in terms], weights)
+        except gc.GradCombineError as error:
+            if "a tf.Graph of TensorFlow 1" not in str(error):
+                raise
+            return
+        received = session.run(result)
+    expected = gc.combine(reduction, terms, weights)
+    for x, y in zip(tf.nest.flatten(received), tf.nest.flatten(expected), strict=True):
+        np.testing.assert_array_equal(x, np.asarray(y))

@@ -196,3 +196,9 @@ def test_a_row_too_many_stops_a_function_that_checks() -> None:
     for indices in ([1, 2, 3], [1, 2, 13]):
         with pytest.raises(tf.errors.InvalidArgumentError, match="at most 2 different rows, all in range"):
             run("check")(tf.constant(indices))
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (3, 2, 0)])
+def test_rows_without_elements(shape: tuple[int, ...]) -> None:
+    made = to_dense(gc.sparse.row_sparse(tf.constant([1, 3, 1]), tf.zeros(shape), ROWS))
+    assert tuple(made.shape) == (ROWS, *shape[1:])

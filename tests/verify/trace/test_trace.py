@@ -196,6 +196,23 @@ def test_an_allowance_by_stage(tmp_path: Path) -> None:
     assert first_divergence(a, b, allowed=Allowed(relative=1e-3)) is None
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"allowed": {"gradient": Allowed(ulp=4)}}, "stages of inputs, gradients, combined, updates, params, received"),
+        ({"allowed": {"gradients": 4}}, r"Allowed\(ulp, relative\), received 4"),
+        ({"allowed": Allowed(ulp=-1)}, "an ulp of 0 or more, received -1"),
+        ({"allowed": Allowed(relative=np.nan)}, "a relative difference of 0 or more, received nan"),
+        ({"rules": "rules.toml"}, "rules, as read_rules returns them, received 'rules.toml'"),
+        ({"rules": Rules(("w",))}, "rules, as read_rules returns them"),  # pyright: ignore[reportArgumentType]
+        ({"rules": Rules((), ("w",))}, "patterns of names to ignore"),  # pyright: ignore[reportArgumentType]
+    ],
+)
+def test_settings_that_mean_nothing(options: Any, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(gc.GradCombineError, match=f"first_divergence: expected {expected}"):
+        first_divergence(write(tmp_path / "a"), tmp_path / "a", **options)
+
+
 def test_what_was_not_recorded_is_said(tmp_path: Path) -> None:
     for name, value in (("a", 1), ("b", 2)):
         with record(tmp_path / name) as recorder:
