@@ -80,12 +80,12 @@ def accumulate(
     """
     require_reduction("accumulate", reduction)
     require_order("accumulate", order)
-    length = every if callable(every) else _length(every)
+    length = every if callable(every) else require_length(every)
     depth = 1
     if order == "tree":
         if callable(length) and max_every is None:
             raise GradCombineError("accumulate", "max_every, for a function with order 'tree'", "None")
-        depth = _length(max_every if callable(length) else length).bit_length()
+        depth = require_length(max_every if callable(length) else length).bit_length()
 
     @no_autograph
     def init(like: Tree) -> AccumulateState:
@@ -190,7 +190,8 @@ def _require_begun_here(backend: Backend, state: AccumulateState, length: int | 
         raise GradCombineError("accumulate", expected, int(step), ".step")
 
 
-def _length(every: Any) -> int:
+def require_length(every: Any) -> int:
+    """The integer that the length of a window is."""
     return require_integer("accumulate", _EXPECTED_LENGTH, every)
 
 
@@ -201,10 +202,10 @@ def length_at(length: int | Callable[[Array], Any], index: Array) -> Array:
     every = length(index)
     backend = owner(every)
     if backend is None:
-        return _length(every)
+        return require_length(every)
     known = backend.concrete(backend.asarray(every))
     if known is not None:
-        return _length(known)
+        return require_length(known)
     if backend.dtype(every).kind not in "iu":
         raise GradCombineError("accumulate", _EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
     return backend.maximum(every, backend.full((), 1, backend.dtype(every)))

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.accumulation import Accumulator, accumulate, length_at, whole_window
+from gradcombine.accumulation import Accumulator, accumulate, length_at, require_length, whole_window
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import MOST, GradCombineError, require_collective, require_order, shown
@@ -71,7 +71,9 @@ class Window:
     def __post_init__(self) -> None:
         require_collective(self.operation, self.over)
         require_order(self.operation, self.order)
-        _ = self.accumulator  # a bad length is refused here, before there is a state
+        if not callable(self.every):
+            object.__setattr__(self, "every", require_length(self.every))
+        _ = self.accumulator  # a bad function is refused here, before there is a state
 
     @cached_property
     def accumulator(self) -> Accumulator:
@@ -83,7 +85,7 @@ class Window:
     @property
     def ends_by_flush(self) -> bool:
         """Whether nothing but a flush ends windows, which is the host's to know."""
-        return isinstance(self.every, (int, np.integer)) and bool(self.every == UNTIL_FLUSH)
+        return not callable(self.every) and self.every == UNTIL_FLUSH
 
     @no_autograph
     def init(self, like: Tree) -> AccumulateState:

@@ -31,6 +31,14 @@ def _loss(params: Any, batch: Any) -> Any:
     return jnp.mean((params["w"] - batch) ** 2)
 
 
+def _terms(params: Any, batch: Any) -> Any:
+    return for_jax.LossOutput({"value": _loss(params, batch)}, {"tokens": jnp.float32(4)})
+
+
+def _tensors(d: Drawn) -> Any:
+    return [tf.constant(np.asarray(d.leaf((2,), "float32")))]
+
+
 def _grads(d: Drawn) -> Any:
     return {"w": d.leaf((2,), "float32")}
 
@@ -68,7 +76,8 @@ def multi_steps(opt: Any, every_k_schedule: Any, use_grad_mean: Any, accumulator
 
 
 def optax_all_reduce(reduction: Any, over: Any, order: Any, grads: Any) -> Any:
-    return for_optax.all_reduce(reduction, over=over, order=order).update(grads, optax.EmptyState())
+    tx = for_optax.all_reduce(reduction, over=over, order=order)
+    return jax.eval_shape(jax.vmap(lambda _: tx.update(grads, optax.EmptyState()), axis_name="data"), np.zeros(2))
 
 
 def map_replicas(function: Any, over: Any, batch_argnums: Any) -> Any:
@@ -101,7 +110,11 @@ def grads_by_denominator(loss: Any, terms: Any, params: Any, batch: Any) -> Any:
 def zero(reduction: Any, over: Any, values: Any, like: Any, every: Any, replicas: Any) -> Any:
     for_jax.zero.exchange_costs(reduction, like, every, replicas)
     for_jax.zero.scattered(reduction, over)
-    return for_jax.zero.gather(for_jax.zero.shard(values, over), like, over)
+
+    def replica(_: Any) -> Any:
+        return for_jax.zero.gather(for_jax.zero.shard(values, over), like, over)
+
+    return jax.eval_shape(jax.vmap(replica, axis_name="data"), np.zeros(2))
 
 
 def accumulated_step(gradients: Any, variables: Any, apply: Any, every: Any, order: Any, reduction: Any) -> Any:
@@ -191,11 +204,28 @@ _KINDS: dict[str, Kind] = KINDS | {
 }
 _SPECIAL: dict[str, dict[str, Kind]] = {
     "keras_accumulate": {"reduction": const("mean", "sum")},
-    "horovod_all_reduce": {"over": const(gc.LOCAL), "grads": lambda d: [d.leaf((2,), "float32")]},
-    "local_aggregation": {"grads": lambda d: [d.leaf((2,), "float32")]},
+    "horovod_all_reduce": {"over": const(gc.LOCAL), "grads": _tensors},
+    "local_aggregation": {"grads": _tensors},
     "optax_state": {"state": lambda d: for_optax.accumulate(optax.sgd(0.1), 2).init(PARAMS)},
     "planned": {"names": const(["window"])},
-    "zero": {"every": const(1, 4), "over": const(gc.LOCAL, gc.jax_axis("data"))},
+    "optax_all_reduce": {"over": const(gc.LOCAL, gc.jax_axis("data"))},
+    "map_replicas": {"over": const(gc.LOCAL, gc.jax_axis("data")), "batch_argnums": const(1, (1,))},
+    "train_step": {
+        "every": const(None),
+        "microbatches": const(1, 2, 4),
+        "batch_argnums": const(1, (1,)),
+        "has_aux": const(False),
+    },
+    "value_and_grad": {"microbatches": const(1, 2, 4), "batch_argnums": const(1, (1,))},
+    "grads_by_denominator": {"loss": const(_terms)},
+    "step_checked": {"microbatches": const((1,), [1, 2])},
+    "zero": {
+        "reduction": const(reductions.mean(), reductions.sum()),
+        "over": const(gc.jax_axis("data")),
+        "values": _grads,
+        "like": _grads,
+        "every": const(1, 4),
+    },
 }
 _SHARES: dict[Callable[..., Any], float] = {
     jax_axis: 1.0,

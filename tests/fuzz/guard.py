@@ -19,7 +19,7 @@ SECONDS = 5.0
 MARGIN = 1 << 30
 """Bytes of address space that an input may have beyond what the process has when the first one runs."""
 
-MOST_CHARACTERS = 800
+MOST_CHARACTERS = 1300
 """Of an error's message."""
 
 
@@ -61,19 +61,25 @@ def happened(arguments: Any, run: Callable[[], Any], allowed: tuple[type[BaseExc
             outcome = "defect", f"a message of {len(str(error))} characters, {str(error).count(chr(10))} line ends"
     except (*allowed, OwnError):
         outcome = "refused", ""
-    except MemoryError as error:
-        # Arrays of a size that was asked for: not by a file.
-        asked = "Unable to allocate" in str(error) and arguments is not None
-        outcome = ("refused", "") if asked else ("defect", where(error))
     except LateError:
         outcome = "defect", f"no end after {SECONDS} s"
     except BaseException as error:
-        outcome = ("refused", "") if of_a_function_of_the_user(error) else ("defect", where(error))
+        known = of_a_function_of_the_user(error) or (arguments is not None and is_of_memory(error))
+        outcome = ("refused", "") if known else ("defect", where(error))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     if bits(arguments) != before:
         return "defect", "an argument has changed"
     return outcome
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether an array was asked for that does not fit, as NumPy, JAX and TensorFlow say it."""
+    said = ("Unable to allocate", "RESOURCE_EXHAUSTED", "OOM when allocating")
+    return type(error).__name__ in _OF_MEMORY and any(words in str(error) for words in said)
+
+
+_OF_MEMORY = ("_ArrayMemoryError", "MemoryError", "JaxRuntimeError", "ResourceExhaustedError")
 
 
 def where(error: BaseException) -> str:

@@ -99,7 +99,7 @@ class Accumulate(WindowWrapper):
     ) -> None:
         inner = settings.inner_optimizer(inner_optimizer)
         combined = reduction_of(reduction, precision, dtype)
-        Window(_OPERATION, combined, every, order=order, max_every=max_every)
+        every = Window(_OPERATION, combined, every, order=order, max_every=max_every).every
         super().__init__(name)
         self.every, self.reduction, self.precision, self.dtype = every, reduction, precision, dtype
         self.order: Order = order

@@ -216,14 +216,16 @@ def _differ(a: Result, b: Result) -> bool:
 
 
 def _splits(microbatches: Sequence[int], devices: Sequence[int]) -> list[Split]:
+    numbers: list[list[int]] = []
     for name, values in (("microbatches", microbatches), ("devices", devices)):
-        if isinstance(values, (str, bytes)) or not require_items(OPERATION, f"numbers of {name}", values):
+        items = [] if isinstance(values, (str, bytes)) else require_items(OPERATION, f"numbers of {name}", values)
+        if not items:
             raise GradCombineError(OPERATION, f"numbers of {name}", shown(values))
-    counts, on = (
-        [require_integer(OPERATION, f"a number of {name}", x) for x in values]
-        for name, values in (("microbatches", microbatches), ("devices", devices))
-    )
-    return [split for d in on for k in counts if (split := Split(k, d)) != WHOLE]
+        numbers.append([require_integer(OPERATION, f"a number of {name}", x) for x in items])
+    splits = [split for d in numbers[1] for k in numbers[0] if (split := Split(k, d)) != WHOLE]
+    if not splits:
+        raise GradCombineError(OPERATION, "a division of the batch to compare with one batch", f"{WHOLE} alone")
+    return splits
 
 
 def _reference(standard: StepStandard, reference: Any) -> tuple[list[np.ndarray] | None, str]:
