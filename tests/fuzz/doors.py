@@ -77,7 +77,12 @@ def multi_steps(opt: Any, every_k_schedule: Any, use_grad_mean: Any, accumulator
 
 def optax_all_reduce(reduction: Any, over: Any, order: Any, grads: Any) -> Any:
     tx = for_optax.all_reduce(reduction, over=over, order=order)
-    return jax.eval_shape(jax.vmap(lambda _: tx.update(grads, optax.EmptyState()), axis_name="data"), np.zeros(2))
+
+    def replica(_: Any) -> int:
+        tx.update(grads, optax.EmptyState())
+        return 0
+
+    return jax.eval_shape(jax.vmap(replica, axis_name="data"), np.zeros(2))
 
 
 def map_replicas(function: Any, over: Any, batch_argnums: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from gradcombine import tree
+from gradcombine.backends.registry import in_words, is_absent
 from gradcombine.errors import GradCombineError
 from gradcombine.formats.entry import first_line
 from gradcombine.reductions import dtypes
@@ -20,13 +22,29 @@ from gradcombine.types import Tree
 _LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
 
 
+def require_tree(operation: str, *values: Tree) -> None:
+    """Refuses what JAX cannot flatten."""
+    # Containers without an end first: after them JAX leaves the calls that follow no depth of recursion.
+    tree.flatten(operation, values, lambda x: not isinstance(x, (dict, list, tuple)))
+    try:
+        jax.tree.structure(values)
+    except (TypeError, ValueError, SystemError) as error:  # keys in no order, sequences whose length is not true
+        raise GradCombineError(operation, "trees that JAX can flatten", first_line(error)) from error
+
+
 def as_arrays(values: Tree) -> Tree:
     """A tree whose Python numbers and NumPy arrays are JAX's, in the dtypes that jit gives them."""
-    try:
-        return jax.tree.map(lambda x: jnp.asarray(x, jnp.result_type(x)) if _is_number(x) else x, values)
-    except (TypeError, ValueError, OverflowError, RecursionError, SystemError) as error:
-        # Keys in no order, objects, what contains itself, sequences whose length is not true.
-        raise GradCombineError("jax", "a tree of arrays, numbers and None", first_line(error)) from error
+    require_tree("jax", values)
+    return jax.tree.map(_as_array, values)
+
+
+def _as_array(x: Any) -> Any:
+    if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or is_absent(x):
+        return x
+    if _is_number(x):
+        with suppress(TypeError, ValueError, OverflowError):
+            return jnp.asarray(x, jnp.result_type(x))
+    raise GradCombineError("jax", "a tree of arrays, numbers and None", in_words(x))
 
 
 def place_beside(params: Tree, state: Tree) -> Tree:

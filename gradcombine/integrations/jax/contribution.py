@@ -16,7 +16,7 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.errors import GradCombineError, require_collective, require_order, shown
+from gradcombine.errors import MOST, GradCombineError, require_collective, require_flag, require_order, shown
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.reductions.algebra import Reduction, require_reduction
@@ -102,11 +102,14 @@ class Objective:
 
     def __post_init__(self) -> None:
         require_reduction(self.operation, self.reduction)
+        require_flag(self.operation, "has_aux", self.has_aux)
         require_order(self.operation, self.order)
         require_collective(self.operation, self.over)
         for name, function in (("loss", self.loss), ("weight", self.weight)):
             if not callable(function) and not (name == "weight" and function is None):
                 raise self.error(f"a function as {name}", shown(function))
+        if self.argnums is None:
+            raise self.error("the positions of the parameters as argnums", None)
         roles = [*self._taken(), *_positions(self.batch_argnums)]
         if not all(_is_position(role) for role in roles) or len(set(roles)) != len(roles):
             raise self.error("argument positions, integers from 0, each with one role", roles)
@@ -263,7 +266,10 @@ class Objective:
 
     def _opened(self, output: Any) -> tuple[LossOutput, Form]:
         output, form = self._in_form(output)
-        kind, shape = jnp.result_type(output.value), jnp.shape(output.value)
+        try:
+            kind, shape = jnp.result_type(output.value), jnp.shape(output.value)
+        except (TypeError, ValueError):
+            raise self.error("a loss that is a real floating scalar", _described(output.value)) from None
         if shape != () or not jnp.issubdtype(kind, jnp.floating):
             raise self.error("a loss that is a real floating scalar", f"{kind} of shape {shape}")
         return output, form
@@ -322,7 +328,7 @@ def _positions(role: int | Sequence[int] | None) -> list[int]:
 
 
 def _is_position(role: Any) -> bool:
-    return isinstance(role, int) and not isinstance(role, bool) and role >= 0
+    return isinstance(role, int) and not isinstance(role, bool) and 0 <= role <= MOST
 
 
 def _described(value: Any) -> str:

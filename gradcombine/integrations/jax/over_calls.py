@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.integrations.jax.arrays import as_arrays, place_beside
+from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_tree
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import on_replicas, own_state
 from gradcombine.integrations.jax.run_if import run_if
@@ -46,6 +46,7 @@ def over_calls(
     with_aux = objective.window(every, max_every, has_aux=True)
 
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
+        require_tree("train_step", example, carry, kwargs)
         require_carry(objective, carry)
         params = as_arrays(params)
         bound = is_bound(objective)
@@ -62,6 +63,7 @@ def over_calls(
         return place_beside(params, TrainState(state._replace(levels=levels), owned(optimizer.init(params)), carry))
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
+        require_tree("train_step", args, kwargs)
         require_train_state(objective, state)
         params, has_aux = as_arrays(params), _has_aux(state.window)
         window = window_of(state, params)

@@ -11,6 +11,8 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.accumulation import whole_window
+from gradcombine.errors import renamed
+from gradcombine.integrations.jax.arrays import as_arrays
 from gradcombine.integrations.jax.contribution import Contribution, Form, Objective
 from gradcombine.integrations.jax.microbatches import divide
 from gradcombine.integrations.jax.on_replicas import align, aligned, divided, mark_own
@@ -41,8 +43,10 @@ def scan_microbatches(
 ) -> Scanned:
     """Combines the microbatches of a batch, one after another."""
     positions = objective.batch_positions(args)
-    batch = divide(objective.operation, tuple(args[i] for i in positions), microbatches, interleaved)
-    stacked = jax.tree.map(jnp.asarray, batch.stacked)
+    with renamed(objective.operation):
+        whole = as_arrays(tuple(args[i] for i in positions))
+    batch = divide(objective.operation, whole, microbatches, interleaved)
+    stacked = batch.stacked
     # Microbatches of one size weigh the same, and 1 is no multiplication.
     default_weight = None if batch.rest is not None else 1
     first = objective.over.rank() * np.int32(batch.total) if objective.rng_argnum is not None else 0

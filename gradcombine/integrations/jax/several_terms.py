@@ -16,6 +16,7 @@ from gradcombine import reductions
 from gradcombine.backends.jax_versions import vjp_by_name
 from gradcombine.backends.registry import load
 from gradcombine.errors import renamed
+from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Form, LossOutput, Objective
 from gradcombine.integrations.jax.on_replicas import mark_own
 from gradcombine.reductions.algebra import Reduction
@@ -96,6 +97,7 @@ def grads_by_denominator(
 
     @wraps(loss)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[LossOutput, dict[str, Tree]]:
+        require_tree(operation, args, kwargs)
         output, _, grads = objective.differentiated(args, kwargs)
         values = {term: part.numerator for term, part in output.aux["terms"].items()}
         weights = {name: part.denominator for name, part in grads.items()}

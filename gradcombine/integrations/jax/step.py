@@ -206,7 +206,7 @@ def train_step(
     with importing("train_step"):
         import optax  # which gradients alone do not need
 
-    if not isinstance(optimizer, optax.GradientTransformation):
+    if not isinstance(optimizer, optax.GradientTransformation) or not all(map(callable, optimizer)):
         raise objective.error("an optax.GradientTransformation", type(optimizer).__name__)
     wrapped = optax.with_extra_args_support(optimizer)
     if objective.counts and microbatches is None:

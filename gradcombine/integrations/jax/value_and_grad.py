@@ -8,6 +8,7 @@ from typing import Any
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
+from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Objective, closed
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.scan import scan_window
@@ -159,6 +160,7 @@ def value_and_grad(
 
     @wraps(loss)
     def combined(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        require_tree("value_and_grad", args, kwargs)
         values, carry, form = scan_window(objective, count, interleaved, args, kwargs)
         return closed(form, values, carry), values["grads"]
 

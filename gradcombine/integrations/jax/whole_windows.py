@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcombine.integrations.jax.arrays import as_arrays, place_beside
+from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_tree
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.on_replicas import own_state
 from gradcombine.integrations.jax.scan import scan_window
@@ -37,6 +37,7 @@ def whole_windows(
     """All microbatches of a window in one call, in a scan; then the replicas exchange, and the optimizer runs."""
 
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
+        require_tree("train_step", example, carry, kwargs)
         require_carry(objective, carry)
         params = as_arrays(params)
         carry = own_state(objective.operation, objective.over, owned(carry), params)
@@ -44,6 +45,7 @@ def whole_windows(
         return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
+        require_tree("train_step", args, kwargs)
         require_train_state(objective, state)
         params, window = as_arrays(params), state.window
         called = loss_arguments(objective, params, state.carry, args)

@@ -16,6 +16,7 @@ from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
 from gradcombine.errors import GradCombineError, require_integer, shown
+from gradcombine.formats.entry import first_line
 from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
 from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.replicas import LOCAL
@@ -116,7 +117,7 @@ def shard(values: Tree, over: Collective) -> Tree:
     leaves, structure = tree.flatten("shard", values)
 
     def part(leaf: Any) -> Any:
-        return leaf if is_absent(leaf) else axis.mark_varying([axis.rows(leaf)])[0][axis.rank()]
+        return leaf if is_absent(leaf) else axis.mark_varying([axis.rows(BACKEND.asarray(leaf))])[0][axis.rank()]
 
     return tree.unflatten(structure, map(part, leaves))
 
@@ -146,7 +147,7 @@ def gather(shards: Tree, like: Tree, over: Collective) -> Tree:
     parts = tree.flatten_as("gather", structure, shards)
     for path, spec, part in zip(structure.paths(), specs, parts, strict=True):
         expected = None if is_absent(spec) else (_length(axis.size(), spec),)
-        received = None if is_absent(part) else tuple(part.shape)
+        received = None if is_absent(part) else shape_of(part)
         if expected != received:
             raise GradCombineError("gather", f"a shard of shape {expected}", received, path)
     received = iter(axis.all_gather([part for part in parts if not is_absent(part)]))
@@ -154,7 +155,8 @@ def gather(shards: Tree, like: Tree, over: Collective) -> Tree:
     def whole(spec: Any, part: Any) -> Any:
         if is_absent(part):
             return part
-        return next(received).reshape(-1)[: math.prod(spec.shape)].reshape(spec.shape)
+        shape = shape_of(spec)
+        return next(received).reshape(-1)[: math.prod(shape)].reshape(shape)
 
     return tree.unflatten(structure, map(whole, specs, parts))
 
@@ -196,7 +198,10 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     replicas = require_integer("exchange_costs", "1 replica or more", replicas)
     leaves, _ = tree.flatten("exchange_costs", like)
     present = [leaf for leaf in leaves if not is_absent(leaf)]
-    states = [jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value for leaf in present]
+    try:
+        states = [jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value for leaf in present]
+    except TypeError as error:  # of what JAX has no dtype for
+        raise GradCombineError("exchange_costs", "arrays or specs of JAX", first_line(error)) from error
     for state in states:
         if owner(state) is None:
             raise GradCombineError("exchange_costs", "a reduction of one array a leaf", type(state).__name__)

@@ -267,7 +267,7 @@ class Accumulation:
         self.window = ReplicatedWindow(
             operation, reduction, every, gc.LOCAL if over is None else over, order, max_every
         )
-        if not isinstance(inner, optax.GradientTransformation):
+        if not isinstance(inner, optax.GradientTransformation) or not all(map(callable, inner)):
             raise GradCombineError(operation, "an optax.GradientTransformation", type(inner).__name__)
         if skip is not None and not callable(skip):
             raise GradCombineError(operation, "a skip function, or None", shown(skip))

@@ -96,7 +96,7 @@ class MultiSteps:
         *,
         compat: bool = False,
     ) -> None:
-        if not isinstance(opt, optax.GradientTransformation):
+        if not isinstance(opt, optax.GradientTransformation) or not all(map(callable, opt)):
             raise GradCombineError("MultiSteps", "an optax.GradientTransformation", type(opt).__name__)
         if should_skip_update_fn is not None and not callable(should_skip_update_fn):
             raise GradCombineError("MultiSteps", "a skip function, or None", shown(should_skip_update_fn))

@@ -95,7 +95,7 @@ def problem_of(
     axis: str,
     settings: dict[str, Any],
 ) -> Problem:
-    if not isinstance(optimizer, optax.GradientTransformation):
+    if not isinstance(optimizer, optax.GradientTransformation) or not all(map(callable, optimizer)):
         raise GradCombineError("plan", "an optax.GradientTransformation", shown(optimizer))
     k = require_integer("plan", "microbatches as an integer of 1 or more", microbatches)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
