@@ -201,7 +201,12 @@ def campaign(
     """Runs all rooms, one after another, in a folder of their own: a hostile path may be one to write to."""
     options = ["--inputs", str(inputs), "--seed", str(seed), "--only", only, "--seconds", str(seconds)]
     root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+    # With an arena for each of its threads, a library would reach the bound of the address space without the memory.
+    environment = {
+        **os.environ,
+        "MALLOC_ARENA_MAX": "2",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
+    }
     with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
         yield from _campaign(options, rooms, {"cwd": folder, "env": environment})
 

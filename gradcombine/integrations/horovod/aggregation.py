@@ -10,7 +10,16 @@ import tensorflow as tf
 
 from gradcombine import reductions
 from gradcombine.backends.registry import load
-from gradcombine.errors import MOST, GradCombineError, require_integer, require_items, require_one_of, shown
+from gradcombine.errors import (
+    MOST,
+    GradCombineError,
+    renamed,
+    require_flag,
+    require_integer,
+    require_items,
+    require_one_of,
+    shown,
+)
 from gradcombine.integrations.horovod.all_reduce import HorovodError
 from gradcombine.integrations.tensorflow import sparse
 from gradcombine.integrations.tensorflow.state import (
@@ -86,6 +95,13 @@ class LocalGradientAggregation(tf.Module):
         scale_local_gradients: bool = True,
         reduction: Reduction | None = None,
     ) -> None:
+        if not callable(allreduce):
+            raise GradCombineError("LocalGradientAggregation", "a function as allreduce", shown(allreduce))
+        if size is not None and not callable(size):
+            size = require_integer("LocalGradientAggregation", "a size of 1 or more, a function of it or None", size)
+        require_flag("LocalGradientAggregation", "sparse_as_dense", sparse_as_dense)
+        require_flag("LocalGradientAggregation", "average_aggregated_gradients", average_aggregated_gradients)
+        require_flag("LocalGradientAggregation", "scale_local_gradients", scale_local_gradients)
         super().__init__()
         self._k = _passes(backward_passes_per_step)
         if mode is not None:
@@ -127,8 +143,12 @@ class LocalGradientAggregation(tf.Module):
         if len(gradients) != len(variables):
             raise GradCombineError("compute_gradients", f"{len(variables)} gradients", len(gradients))
         for i, x in enumerate(gradients):
-            if x is not None and not isinstance(x, (tf.IndexedSlices, np.ndarray)) and not tf.is_tensor(x):
+            if x is None or isinstance(x, tf.IndexedSlices):
+                continue
+            if not isinstance(x, (tf.Tensor, tf.Variable, np.ndarray)):
                 raise GradCombineError("compute_gradients", "a tensor, tf.IndexedSlices or None", shown(x), f"[{i}]")
+            with renamed("compute_gradients", f"[{i}]"):
+                gradients[i] = load("tensorflow").asarray(x)
         if self._sparse_as_dense:
             gradients = [sparse.dense(x) if isinstance(x, tf.IndexedSlices) else x for x in gradients]
         if self._k == 1:

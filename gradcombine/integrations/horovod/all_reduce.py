@@ -108,8 +108,10 @@ class AllReduce:
         require_order("AllReduce", order)
         require_collective("AllReduce", over)
         require_one_of("AllReduce", f"an op of {list(get_args(Op))}", op, get_args(Op))
-        for factor in (prescale_factor, postscale_factor, gradient_predivide_factor):
+        prescale_factor, postscale_factor, gradient_predivide_factor = (
             require_number("AllReduce", "finite factors, and no predivision by 0", factor, -math.inf)
+            for factor in (prescale_factor, postscale_factor, gradient_predivide_factor)
+        )
         if gradient_predivide_factor == 0:
             raise GradCombineError("AllReduce", "finite factors, and no predivision by 0", gradient_predivide_factor)
         if gradient_predivide_factor != 1 and op != "average":

@@ -252,7 +252,7 @@ class Objective:
         """Refuses parameters of which each replica has others, where shard_map's types tell of it."""
         names: set[str] = set(self.over.names) if isinstance(self.over, JaxAxis) else set()
         for path, x in jax.tree_util.tree_leaves_with_path(self.params(args)):
-            if split := sorted(varying(x) & names):
+            if isinstance(x, jax.Array) and (split := sorted(varying(x) & names)):
                 expected = (
                     f"parameters that are the same on all replicas of {self.over!r} (gather shards by "
                     "jax.lax.all_gather before, or leave their axis out of over)"
@@ -267,7 +267,8 @@ class Objective:
     def _opened(self, output: Any) -> tuple[LossOutput, Form]:
         output, form = self._in_form(output)
         try:
-            kind, shape = jnp.result_type(output.value), jnp.shape(output.value)
+            value = jnp.asarray(output.value)
+            kind, shape = value.dtype, value.shape
         except (TypeError, ValueError):
             raise self.error("a loss that is a real floating scalar", _described(output.value)) from None
         if shape != () or not jnp.issubdtype(kind, jnp.floating):

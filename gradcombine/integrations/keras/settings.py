@@ -76,7 +76,7 @@ def require_agreed_scale(replicas: int) -> None:
 
 def reduction_of(name: Name, precision: Precision, dtype: Any) -> Reduction:
     """The reduction of ordinary gradients."""
-    if name not in get_args(Name):
+    if not isinstance(name, str) or name not in get_args(Name):
         raise error(f"a reduction of {list(get_args(Name))}", shown(name))
     return (reductions.mean if name == "mean" else reductions.sum)(precision, dtype)
 

@@ -298,7 +298,7 @@ class Accumulation:
           combined gradients are to have for it, see `cast_as`.
         """
         self._require_state(state)
-        updates = as_arrays(updates)
+        state, updates = as_arrays(state), as_arrays(updates)
         entering = updates
         if self._terms is not None:
             weights = self._terms.weights(weight)

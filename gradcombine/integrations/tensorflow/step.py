@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -115,11 +116,14 @@ class AccumulatedStep(tf.Module):
         terms: Mapping[str, str] | None = None,
         totals: Totals | None = None,
     ) -> None:
+        optimizer = keras_optimizer(apply)
+        if not callable(gradients):
+            raise error("a function as gradients", shown(gradients))
         super().__init__()
         self._strategy = tf.distribute.get_strategy()
         self._require_cross_replica()
         require_synchronous("AccumulatedStep", self._strategy)
-        self._gradients, self._apply, self._optimizer = gradients, apply, keras_optimizer(apply)
+        self._gradients, self._apply, self._optimizer = gradients, apply, optimizer
         self._terms: LossOfTerms | None = None
         if terms is not None:
             self._terms = LossOfTerms("AccumulatedStep", terms, totals, reduction)
@@ -342,9 +346,10 @@ def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
 
 def keras_optimizer(apply: Any) -> Any:
     """The Keras optimizer that is passed, by itself or as one of its methods; None for another function."""
-    owner = getattr(apply, "__self__", apply)
-    if hasattr(owner, "apply_gradients") and hasattr(owner, "built"):
-        return owner
+    with suppress(Exception):  # of an object whose own attributes fail
+        owner = getattr(apply, "__self__", apply)
+        if hasattr(owner, "apply_gradients") and hasattr(owner, "built"):
+            return owner
     if not callable(apply):
         raise error("a Keras optimizer or a function", type(apply).__name__)
     return None
@@ -370,7 +375,10 @@ def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
 def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
     """Refuses what is not a variable of this strategy."""
     # A Keras variable holds the tf.Variable as its value.
-    variable = target if isinstance(target, tf.Variable) else getattr(target, "value", None)
+    variable = target
+    if not isinstance(target, tf.Variable):
+        with suppress(Exception):  # of an object whose own attributes fail
+            variable = getattr(target, "value", None)
     if not isinstance(variable, tf.Variable):
         raise error("a variable", type(target).__name__, path)
     if isinstance(variable, tf.experimental.dtensor.DVariable):
