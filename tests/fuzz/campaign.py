@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from gradcombine.backends.registry import load
-from tests.fuzz.guard import SECONDS, bounded, happened
+from tests.fuzz.guard import COMPILING, MARGIN, SECONDS, bounded, happened
 from tests.fuzz.values import Drawn
 
 ROOMS = {
@@ -144,7 +144,7 @@ def work(room: str, inputs: int, seed: int, only: str, seconds: float, name: str
         reached = reached or job.name == name
         if not reached or not re.search(only, job.name):
             continue
-        with bounded():
+        with bounded(MARGIN if room in ("numpy", "files") else COMPILING * MARGIN):
             _work(job, seed, start if job.name == name else 0, seconds)
     for folder in _folders():
         shutil.rmtree(folder, ignore_errors=True)

@@ -249,10 +249,10 @@ _SHARES: dict[Callable[..., Any], float] = {
     keras_accumulate: 0.05,
     horovod_all_reduce: 0.02,
     local_aggregation: 0.02,
-    audited: 0.005,
-    planned: 0.002,
-    step_checked: 0.002,
-    microbatches_checked: 0.002,
+    audited: 0.05,
+    planned: 0.02,
+    step_checked: 0.02,
+    microbatches_checked: 0.01,
 }
 
 

@@ -17,7 +17,10 @@ SECONDS = 5.0
 """Of processor time, for one input, so that other programs do not count; most take less than a thousandth of it."""
 
 MARGIN = 1 << 30
-"""Bytes of address space that an input may have beyond what the process has when the first one runs."""
+"""Bytes of address space that an input may have beyond what the process has when the first one runs; of a room where
+programs are compiled `COMPILING` times as many, as compilers end the process where they get none."""
+
+COMPILING = 8
 
 MOST_CHARACTERS = 1300
 """Of an error's message."""
@@ -28,7 +31,7 @@ class LateError(BaseException):
 
 
 @contextmanager
-def bounded() -> Generator[None, None, None]:
+def bounded(margin: int = MARGIN) -> Generator[None, None, None]:
     """Bounds the memory of this process, and makes late inputs raise."""
 
     def late(*_: Any) -> None:
@@ -37,7 +40,7 @@ def bounded() -> Generator[None, None, None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MARGIN, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + margin, before[1]))
     handler = signal.signal(signal.SIGPROF, late)
     try:
         with warnings.catch_warnings():

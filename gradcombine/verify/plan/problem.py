@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.errors import GradCombineError, renamed, require_integer, shown
+from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.verify.audit import Target
@@ -99,6 +100,7 @@ def problem_of(
         raise GradCombineError("plan", "an optax.GradientTransformation", shown(optimizer))
     k = require_integer("plan", "microbatches as an integer of 1 or more", microbatches)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    require_tree("plan", params, args)
     over = _mesh(target, mesh, axis, (params, args))
     roles: dict[str, Any] = dict.fromkeys(("batch_argnums", "rng_argnum", "carry_argnum", "weight", "aux_reduction"))
     roles |= {"argnums": 0, "has_aux": False, "reduction": reductions.mean(), "over": gc.LOCAL, "order": "sequential"}
