@@ -318,13 +318,14 @@ def _alike(among: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
 
 def _canonical(dtype: np.dtype) -> np.dtype:
     """The dtype that JAX has for one of NumPy: of 32 bits for one of 64, unless jax_enable_x64 is set."""
-    if not _has(dtype):
+    if not has_dtype(dtype):
         raise GradCombineError("jax", "a dtype that JAX has", dtype)
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
 @cache
-def _has(dtype: np.dtype) -> bool:
+def has_dtype(dtype: np.dtype) -> bool:
+    """Whether JAX has it, and the compiler of this machine's devices."""
     if not dtype.isnative or not hasattr(jnp, dtype.name):
         return False
     try:

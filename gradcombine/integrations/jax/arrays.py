@@ -8,28 +8,41 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from gradcombine import tree
+from gradcombine.backends.jax_backend import has_dtype
 from gradcombine.backends.registry import in_words, is_absent
 from gradcombine.errors import GradCombineError
 from gradcombine.formats.entry import first_line
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
 
+_NARROW = frozenset(np.dtype(x) for x in vars(ml_dtypes).values() if isinstance(x, type) and issubclass(x, np.generic))
 _LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
 
 
 def require_tree(operation: str, *values: Tree) -> None:
-    """Refuses what JAX cannot flatten."""
-    # Containers without an end first: after them JAX leaves the calls that follow no depth of recursion.
-    tree.flatten(operation, values, lambda x: not isinstance(x, (dict, list, tuple)))
+    """Refuses what JAX cannot flatten, and what `require_levels` does."""
+    require_levels(operation, *values)
     try:
         jax.tree.structure(values)
     except (TypeError, ValueError, SystemError) as error:  # keys in no order, sequences whose length is not true
         raise GradCombineError(operation, "trees that JAX can flatten", first_line(error)) from error
+
+
+def require_levels(operation: str, *values: Tree) -> None:
+    """Refuses Python's containers without an end, and in them arrays that XLA has no dtype for.
+
+    After the former JAX leaves the calls that follow no depth of recursion; of the latter XLA ends the process.
+    """
+    leaves, structure = tree.flatten(operation, values, lambda x: not isinstance(x, (dict, list, tuple)))
+    for i, x in enumerate(leaves):
+        if isinstance(x, (np.ndarray, np.generic)) and x.dtype in _NARROW and not has_dtype(x.dtype):
+            raise GradCombineError(operation, "a dtype that JAX has", x.dtype, structure.path(i))
 
 
 def as_arrays(values: Tree) -> Tree:

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
+from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.errors import GradCombineError, renamed, require_integer, shown
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Objective
@@ -110,8 +111,9 @@ def problem_of(
     rows = tuple(i + 1 in positions for i in range(len(args)))
 
     def placed(path: Any, x: Any, first: str | None = None) -> Any:
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            x = np.asarray(x)
+        if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
+            with renamed("plan", jax.tree_util.keystr(path)):
+                x = NUMPY.asarray(x)
         sharding = getattr(x, "sharding", None)
         entries = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
         for name in {name for entry in entries for name in _axes(entry)} - set(over.shape):
@@ -148,7 +150,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
 def _mesh(target: Target, mesh: Any, axis: str, values: Any) -> Any:
     """A mesh of the target's devices."""
     if mesh is None:
-        shardings = (getattr(x, "sharding", None) for x in jax.tree.leaves(values))
+        shardings = (x.sharding for x in jax.tree.leaves(values) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)))
         found = (x.mesh for x in shardings if isinstance(x, NamedSharding))
         mesh = next(found, {axis: len(target.devices)})
     if isinstance(mesh, Mapping):

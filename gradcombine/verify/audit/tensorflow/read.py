@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, has
 from gradcombine.verify.audit.hlo import Frame
 from gradcombine.verify.audit.program import LIBRARIES, Lines
 from gradcombine.verify.audit.tensorflow.graph import Graph
@@ -20,11 +20,11 @@ NOBODYS = (*LIBRARIES, "__autograph_generated_file", "threading.py")
 
 def is_function(step: Any) -> bool:
     """Whether this is a tf.function, or one that is traced."""
-    return hasattr(step, "get_concrete_function") or is_traced(step)
+    return has(step, "get_concrete_function") or is_traced(step)
 
 
 def is_traced(step: Any) -> bool:
-    return hasattr(step, "structured_input_signature") and hasattr(step, "captured_inputs")
+    return has(step, "structured_input_signature", "captured_inputs")
 
 
 class Compiled(NamedTuple):
