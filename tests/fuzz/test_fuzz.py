@@ -9,21 +9,27 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import keras
+import ml_dtypes
 import numpy as np
 import optax
 import pytest
+import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations import horovod
 from gradcombine.integrations import keras as for_keras
 from gradcombine.integrations import optax as for_optax
-from gradcombine.integrations.jax import zero
+from gradcombine.integrations.jax import grads_by_denominator, train_step, value_and_grad, zero
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from gradcombine.verify import audit, check_microbatches
+from gradcombine.verify import audit, check_microbatches, plan
 from gradcombine.verify.audit import report, target
 from gradcombine.verify.flight import read_log
 from gradcombine.verify.mapping import read_rules
+from gradcombine.window import Window
 from tests.fuzz import campaign, doors, files, functions, guard
 from tests.fuzz.values import Drawn
 from tests.spec.hostile import OWN_CODE, Failing
@@ -185,6 +191,18 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "gradients": lambda x: horovod.LocalGradientAggregation(2, own).compute_gradients([x], [0.0]),
     "loss": lambda x: check_microbatches(x, 0.0, [[0.0]], SGD, own),
     "target": lambda x: audit(own, target=x),
+    "a step": audit,
+    "has_aux": lambda x: value_and_grad(own, 2, has_aux=x),
+    "argnums": lambda x: value_and_grad(own, 2, argnums=x),
+    "params": lambda x: train_step(own, SGD).init({"w": x}),
+    "a batch": lambda x: value_and_grad(jnp.sum, 1)(np.float32(1), {"x": x}),
+    "an optimizer": lambda x: train_step(own, optax.GradientTransformation(x, x)),
+    "apply": lambda x: AccumulatedStep(own, [tf.Variable(0.0)], x, 2),
+    "a variable": lambda x: AccumulatedStep(own, [x], own, 2),
+    "a function of gradients": lambda x: AccumulatedStep(x, [tf.Variable(0.0)], own, 2),
+    "reduction of Keras": lambda x: for_keras.Accumulate(keras.optimizers.SGD(), 2, reduction=x),
+    "allreduce": lambda x: horovod.LocalGradientAggregation(2, x),
+    "size": lambda x: horovod.LocalGradientAggregation(2, own, size=x),
 }
 
 
@@ -194,6 +212,43 @@ def test_what_doors_refuse(call: Callable[[Any], Any]) -> None:
         name for name, value in (OWN_CODE | {"text": "text", "a dict": {"a": 1}}).items() if not refusal(call, value)
     }
     assert taken == set()
+
+
+WITHOUT_END: list[Any] = [np.float32(1)]
+WITHOUT_END.append(WITHOUT_END)
+FLATTENING: dict[str, Callable[[Any], Any]] = {
+    "value_and_grad": lambda x: value_and_grad(own, 2)(x, np.ones(4)),
+    "value_and_grad, keywords": lambda x: value_and_grad(own, 2)(0.0, np.ones(4), x=x),
+    "init": lambda x: train_step(own, SGD).init(x),
+    "train_step": lambda x: train_step(own, SGD, microbatches=2).function(0.0, None, x),
+    "grads_by_denominator": lambda x: grads_by_denominator(own, {"a": "b"})(x),
+    "plan": lambda x: plan(own, x, np.ones(4), SGD, microbatches=2),
+    "audit": lambda x: audit(jax.jit(own), x),
+}
+
+
+@pytest.mark.parametrize("call", FLATTENING.values(), ids=FLATTENING)
+def test_a_tree_without_an_end_leaves_the_depth_of_recursion_to_other_calls(call: Callable[[Any], Any]) -> None:
+    def depth(level: int = 0) -> int:
+        try:
+            return depth(level + 1)
+        except RecursionError:
+            return level
+
+    before = depth()
+    for _ in range(3):
+        assert "more (a tree that contains itself?)" in refusal(call, WITHOUT_END)
+    assert depth() == before
+
+
+def test_a_dtype_that_ends_the_process_in_a_compiler_is_refused() -> None:
+    with pytest.raises(gc.GradCombineError, match="expected a dtype that JAX has, received float6_e2m3fn"):
+        audit(jax.jit(lambda x: x + 1), np.ones((), ml_dtypes.float6_e2m3fn))
+
+
+@pytest.mark.parametrize("every", [np.int64(4), np.array(4)])
+def test_the_length_of_a_window_is_an_integer(every: Any) -> None:
+    assert type(Window("accumulate", reductions.mean(), every).every) is int
 
 
 @pytest.mark.parametrize("skip", [for_optax.skip_large(1.0), for_optax.skip_not_finite])
