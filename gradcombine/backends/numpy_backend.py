@@ -39,6 +39,8 @@ class NumpyBackend:
     def asarray(self, leaf: Any) -> Array:
         if not self.owns(leaf):
             raise GradCombineError("numpy", "an array or a number", shown(leaf))
+        if isinstance(leaf, np.ma.MaskedArray):  # what is under the mask would count
+            raise GradCombineError("numpy", "an array without a mask", type(leaf).__name__)
         try:
             array = np.asarray(leaf, self.dtype(leaf))
             if array.shape != self.shape(leaf):

@@ -76,7 +76,10 @@ class TensorflowBackend:
         if dtype not in _COMPUTED:
             raise _no_kernels(dtype)
         filling = tf.constant(np.asarray(fill, dtype))
-        return tf.fill(shape, filling) if shape else filling
+        try:
+            return tf.fill(shape, filling) if shape else filling
+        except ValueError:
+            raise GradCombineError("tensorflow", "a shape that an array can have", shape) from None
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         if dtype not in _COMPUTED and dtype.name not in _CAST:

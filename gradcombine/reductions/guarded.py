@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import is_absent, placeholder, require_count, resolve
+from gradcombine.backends.registry import dtype_of, is_absent, placeholder, require_count, resolve, shape_of
 from gradcombine.errors import GradCombineError, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
@@ -148,7 +148,7 @@ class Guarded:
             if old is None and new is None:
                 arrays.append(None)
                 continue
-            kinds = [None if x is None else (backend.dtype(x), backend.shape(x)) for x in (old, new)]
+            kinds = [None if x is None else (dtype_of(x), shape_of(x)) for x in (old, new)]
             if kinds[0] != kinds[1]:
                 wanted, got = ("no array" if kind is None else f"{kind[0]} of shape {kind[1]}" for kind in kinds)
                 raise GradCombineError(self.name, f"{wanted} from {function}", got, path)

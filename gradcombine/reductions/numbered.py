@@ -76,7 +76,7 @@ def numbered(reduction: Reduction, microbatches: int) -> NumberedReduction:
 
     Args:
       reduction: any reduction.
-      microbatches: of a whole window, over all replicas; 1 or more.
+      microbatches: of a whole window, over all replicas; from 1 to 2**24, whose ledger takes 64 MiB.
 
     Returns:
       A reduction of the same values. Contributions are ``Numbered(value, number)``. One of weight 0 is in the ledger
@@ -104,7 +104,7 @@ def numbered(reduction: Reduction, microbatches: int) -> NumberedReduction:
     array([1, 1, 0, 1], dtype=int32)
     """
     require_reduction("numbered", reduction)
-    count = require_integer("numbered", "1 microbatch or more", microbatches)
+    count = require_integer("numbered", "from 1 to 2**24 microbatches", microbatches, highest=1 << 24)
     name = reduction.name
 
     def opened(state: State) -> NumberedState:

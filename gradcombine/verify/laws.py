@@ -291,8 +291,8 @@ def check_reduction(
 
 def _numbers(name: str, values: Any) -> list[Any]:
     numbers = require_items("check_reduction", f"numbers as {name}", values)
-    if not all(isinstance(x, Number) for x in numbers):
-        raise GradCombineError("check_reduction", f"numbers as {name}", shown(numbers))
+    if not all(isinstance(x, Number) and _holds(np.dtype(np.complex128), x) for x in numbers):
+        raise GradCombineError("check_reduction", f"numbers that a float holds as {name}", shown(numbers))
     return numbers
 
 

@@ -360,8 +360,8 @@ METHODS: dict[str, Target] = {
         (described_error, {}),
     ]
 }
-FIXED = {"how"}
-"""Arguments of the functions above that are no user's."""
+FIXED = {"how", "examples"}
+"""What is no user's, and what asks for time."""
 
 SPECIAL: dict[str, dict[str, Kind]] = {
     "gradcombine.ledger.deal": {"numbers": const([0, 1, 2, 3], range(9)), "held": const(None, [[0], [1]])},

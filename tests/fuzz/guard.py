@@ -93,7 +93,7 @@ def where(error: BaseException) -> str:
 
 
 _OF_USERS = (
-    *(".own_", "self.identity(", ".inner.update(", "progress(", "known(ulp(", "= length(index)", ".loss("),
+    *(".own_", "self.identity(", ".inner.update(", "progress(", "asarray(", "known(ulp(", "= length(index)", ".loss("),
     *("jax.vjp(", "jax.value_and_grad(", "self._wrap(", "optimizer.update(", "optimizer.init(", "max_norm("),
 )
 """How the library calls functions that it was given."""
