@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, require_collective, require_integer
+from gradcombine.errors import MOST_REPLICAS, GradCombineError, require_collective, require_integer
 from gradcombine.lists import combine
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
@@ -156,7 +156,8 @@ def stacked(replicas: int) -> Stacked:
     >>> replicated.stacked(4)
     stacked(4)
     """
-    return Stacked(require_integer("replicated.stacked", "a number of replicas, 1 or more", replicas))
+    expected = f"from 1 to {MOST_REPLICAS} replicas"
+    return Stacked(require_integer("replicated.stacked", expected, replicas, highest=MOST_REPLICAS))
 
 
 def layout(over: Any, order: Order) -> Layout:

@@ -189,6 +189,11 @@ def _asarray(framework: str) -> Callable[[np.ndarray], Any]:
 
 def test_what_is_under_a_mask_does_not_count() -> None:
     masked = np.ma.masked_array(np.float32([1, 1e30]), [False, True])
-    for call in (gc.add_n, gc.digest, lambda x: gc.mean([1.0], weights=x), lambda x: gc.combine(gc.reductions.max(), x)):
+    for call in (
+        gc.add_n,
+        gc.digest,
+        lambda x: gc.mean([1.0], weights=x),
+        lambda x: gc.combine(gc.reductions.max(), x),
+    ):
         with pytest.raises(gc.GradCombineError, match="expected an array without a mask, received MaskedArray"):
             call([masked])
