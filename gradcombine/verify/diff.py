@@ -46,8 +46,8 @@ def require_allowed(operation: str, allowed: Any) -> None:
     if not isinstance(allowed, Allowed):
         raise GradCombineError(operation, "Allowed(ulp, relative)", shown(allowed))
     if allowed.ulp is not None:
-        require_integer(operation, "an ulp of 0 or more", allowed.ulp, 0)
-    if allowed.relative is not None:
+        require_integer(operation, "an ulp of 0 or more", allowed.ulp, 0, 2**64)
+    if allowed.relative is not None and allowed.relative != math.inf:
         require_number(operation, "a relative difference of 0 or more", allowed.relative, 0)
 
 

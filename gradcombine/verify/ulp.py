@@ -28,13 +28,15 @@ def ulp_distance(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.uint64]:
       uint64, of that shape.
 
     Raises:
-      GradCombineError: for two shapes or two dtypes.
+      GradCombineError: for two shapes or two dtypes, and for one that is not of floats.
 
     >>> import numpy as np
     >>> ulp_distance(np.float32([1, 0, np.nan]), np.float32([1.0000001, -0.0, np.nan]))
     array([1, 0, 0], dtype=uint64)
     """
     left, right = _alike(a, b)
+    if kind_of(left.dtype) != "float":
+        raise GradCombineError("ulp_distance", "arrays of floats", left.dtype)
     first, second = _ordered(left), _ordered(right)
     # The difference of two 64-bit orders may need an unsigned 64-bit integer: subtraction modulo 2**64 is exact there.
     with np.errstate(over="ignore"):
@@ -135,6 +137,7 @@ def kind_of(dtype: np.dtype) -> Kind:
         return "integer"
     if dtype.name in ("complex64", "complex128"):
         return "complex"
+    extended = extended and "complex" not in dtype.name
     if dtype.name in ("float16", "float32", "float64") or extended:
         return "float"
     raise GradCombineError("compare", "a dtype of numbers of up to 64 bits", dtype)

@@ -60,6 +60,12 @@ def test_refuses_what_cannot_be_compared(other: np.ndarray) -> None:
         ulp_distance(np.zeros(2, np.float32), other)
 
 
+@pytest.mark.parametrize("dtype", [np.complex64, np.complex128, np.int32])
+def test_distances_are_those_of_floats(dtype: type) -> None:
+    with pytest.raises(GradCombineError, match="expected arrays of floats, received"):
+        ulp_distance(np.ones(2, dtype), np.ones(2, dtype))
+
+
 def test_narrow_floats_that_no_cast_joins_are_compared() -> None:
     """There is no cast from float8_e5m2 to float8_e8m0fnu."""
     a, b = np.ones(2, ml_dtypes.float8_e8m0fnu), np.array([1, 2], ml_dtypes.float8_e5m2)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax.arrays import as_arrays
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.types import AccumulateState, Array, Tree
 
@@ -83,7 +84,7 @@ def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequen
 
 def owned(values: Tree) -> Tree:
     """Copies: a donated buffer may belong to one argument only, and some optimizers begin with the parameters."""
-    return jax.tree.map(jnp.copy, values)
+    return jax.tree.map(jnp.copy, as_arrays(values))
 
 
 def is_bound(objective: Objective) -> bool:
