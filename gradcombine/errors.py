@@ -157,14 +157,6 @@ def _short(text: str, most: int) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-def has(value: Any, *names: str) -> bool:
-    """Whether an object has these attributes; False where its own code fails."""
-    try:
-        return all(hasattr(value, name) for name in names)
-    except Exception:
-        return False
-
-
 def require_integer(operation: str, expected: str, value: Any, lowest: int = 1, highest: int = MOST) -> int:
     """The integer that a value is, of any integer type and framework; refuses a bool and what is out of range."""
     try:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
@@ -13,6 +14,9 @@ from gradcombine.errors import GradCombineError, attribute, shown
 from gradcombine.types import Array
 
 # A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
+NARROW = frozenset(np.dtype(x) for x in vars(ml_dtypes).values() if isinstance(x, type) and issubclass(x, np.generic))
+"""The dtypes of ml_dtypes."""
+
 _PYTHON_DTYPES: dict[type, np.dtype] = {
     bool: np.dtype(np.bool_),
     int: np.dtype(np.int32),

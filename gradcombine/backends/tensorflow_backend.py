@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
+from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
@@ -298,8 +299,7 @@ _CAST = frozenset({"float8_e4m3fn", "float8_e5m2"})
 """Those that it casts, and does nothing else with."""
 
 
-_NARROW = {name for name in vars(ml_dtypes) if name[-1].isdigit() or name.endswith(("fn", "fnu", "fnuz"))}
-_STORED = frozenset(_NARROW - _CAST - {"bfloat16"})
+_STORED = frozenset(dtype.name for dtype in NARROW - _COMPUTED) - _CAST
 """Those that it may hold, and nothing more."""
 
 

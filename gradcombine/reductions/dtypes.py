@@ -119,3 +119,13 @@ def parse(dtype: Any, operation: str = "dtypes") -> np.dtype | None:
     if parsed is None or kind(parsed) not in NUMERIC:
         raise GradCombineError(operation, "a dtype of floats, complex numbers or integers", shown(dtype))
     return parsed
+
+
+def holds(dtype: np.dtype, number: Any) -> bool:
+    """Whether an array of a dtype takes a number: rounded, where it is not of integers."""
+    try:
+        with np.errstate(all="ignore"):
+            held = np.array(number, dtype)
+    except Exception:  # NumPy has several, and a number's own class may have others
+        return False
+    return kind(dtype) != "integer" or bool(held == number)

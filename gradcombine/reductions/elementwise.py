@@ -146,7 +146,7 @@ class _Defined(Cell):
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Accumulator:
         identity = self.identity(running) if callable(self.identity) else self.identity
         for number in parts(identity):
-            if not _fits(number, running):
+            if not dtypes.holds(running, number):
                 raise GradCombineError(self.name, f"a number of {running} as empty", shown(number))
         numbers: list[Any] = [np.asarray(number, running)[()] for number in parts(identity)]
         return refilled(identity, [backend.full(shape, number, running, [like]) for number in numbers])
@@ -178,14 +178,6 @@ class _Defined(Cell):
         if wanted != got:
             raise GradCombineError(self.name, f"{wanted} from {function}", got)
         return received
-
-
-def _fits(number: Any, dtype: np.dtype) -> bool:
-    try:
-        fitted = np.array(number, dtype)
-    except Exception:  # NumPy has several, and a number's own class may have others
-        return False
-    return dtypes.kind(dtype) != "integer" or bool(fitted == number)
 
 
 def _kind(backend: Backend, a: Any) -> str:

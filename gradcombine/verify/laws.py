@@ -280,7 +280,7 @@ def check_reduction(
     elements, weights = (_numbers(name, x) for name, x in (("elements", elements), ("weights", weights)))
     require_flag("check_reduction", "commutative", commutative)
     require_flag("check_reduction", "weighted", weighted)
-    usable = [weight for weight in weights if not whole or _holds(np.dtype(np.int64), weight)]
+    usable = [weight for weight in weights if not whole or dtypes.holds(np.dtype(np.int64), weight)]
     if not usable:
         raise GradCombineError("check_reduction", "a weight, a whole one if leaves are integers", shown(weights))
     waived = {"commutative=False": not commutative, "weighted=False": not weighted}
@@ -291,7 +291,7 @@ def check_reduction(
 
 def _numbers(name: str, values: Any) -> list[Any]:
     numbers = require_items("check_reduction", f"numbers as {name}", values)
-    if not all(isinstance(x, Number) and _holds(np.dtype(np.complex128), x) for x in numbers):
+    if not all(isinstance(x, Number) and dtypes.holds(np.dtype(np.complex128), x) for x in numbers):
         raise GradCombineError("check_reduction", f"numbers that a float holds as {name}", shown(numbers))
     return numbers
 
@@ -356,7 +356,7 @@ def _contributions(
         if is_absent(x):
             return strategies.just(x)
         spec = placeholder(x)
-        drawn = [y for y in elements if _holds(spec.dtype, y)]
+        drawn = [y for y in elements if dtypes.holds(spec.dtype, y)]
         if not drawn:
             raise GradCombineError("check_reduction", f"elements that are {spec.dtype}", shown(elements))
         rows = strategies.lists(strategies.sampled_from(drawn), min_size=spec.size, max_size=spec.size)
@@ -365,16 +365,6 @@ def _contributions(
     value = strategies.tuples(*map(leaf, leaves)).map(lambda drawn: tree.unflatten(structure, drawn))
     one = strategies.builds(Contribution, value, strategies.sampled_from(list(weights)))
     return strategies.lists(one, min_size=count, max_size=count)
-
-
-def _holds(dtype: np.dtype, number: Any) -> bool:
-    """Whether an array of a dtype takes a number: rounded, where it is not of integers."""
-    try:
-        with np.errstate(all="ignore"):
-            held = np.array(number, dtype)
-    except (OverflowError, TypeError, ValueError):
-        return False
-    return dtypes.kind(dtype) != "integer" or bool(held == number)
 
 
 def _state(reduction: Reduction, term: Contribution) -> State:

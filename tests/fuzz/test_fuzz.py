@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine import reductions
+from gradcombine import reductions, statefile
 from gradcombine.integrations import horovod
 from gradcombine.integrations import keras as for_keras
 from gradcombine.integrations import optax as for_optax
@@ -239,6 +240,14 @@ def test_a_tree_without_an_end_leaves_the_depth_of_recursion_to_other_calls(call
     for _ in range(3):
         assert "more (a tree that contains itself?)" in refusal(call, WITHOUT_END)
     assert depth() == before
+
+
+def test_shapes_and_ledgers_that_no_memory_holds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"from 1 to 2\*\*24 microbatches, received 16777217"):
+        reductions.numbered(reductions.sum(), 2**24 + 1)
+    statefile.save(path := tmp_path / "x.npz", reductions.sum(), reductions.sum().init(np.float32(0)))
+    with pytest.raises(gc.GradCombineError, match="a shape that an array can have"):
+        statefile.load(path, reductions.sum(), SimpleNamespace(dtype=np.dtype(np.float32), shape=(2**70,)))
 
 
 def test_a_dtype_that_ends_the_process_in_a_compiler_is_refused() -> None:

@@ -197,3 +197,10 @@ def test_what_is_under_a_mask_does_not_count() -> None:
     ):
         with pytest.raises(gc.GradCombineError, match="expected an array without a mask, received MaskedArray"):
             call([masked])
+
+
+def test_narrow_dtypes_that_no_cast_joins_pass_through_float32() -> None:
+    """There is none from float8_e8m0fnu to float6_e2m3fn, and none between integers of 2 and 4 bits."""
+    for dtype, table in ((ml_dtypes.float8_e8m0fnu, ml_dtypes.float6_e2m3fn), (ml_dtypes.uint2, ml_dtypes.uint4)):
+        rows = gc.sparse.row_sparse(np.int32([1]), np.ones(1, dtype), rows=2)
+        assert gc.sparse.add_rows(np.ones(2, table), rows).astype(np.float32).tolist() == [1, 2]

@@ -8,28 +8,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from gradcombine import tree
 from gradcombine.backends.jax_backend import has_dtype
+from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.registry import in_words, is_absent
 from gradcombine.errors import GradCombineError
 from gradcombine.formats.entry import first_line
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
 
-_NARROW = frozenset(np.dtype(x) for x in vars(ml_dtypes).values() if isinstance(x, type) and issubclass(x, np.generic))
 _LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
 
 
 def require_tree(operation: str, *values: Tree) -> None:
     """Refuses what JAX cannot flatten, and what `require_levels` does."""
-    require_levels(operation, *values)
+    _flattened(operation, values)
+
+
+def _flattened(operation: str, values: Tree) -> tuple[list[Any], Any]:
+    require_levels(operation, values)
     try:
-        jax.tree.structure(values)
+        return jax.tree.flatten(values)
     except (TypeError, ValueError, SystemError) as error:  # keys in no order, sequences whose length is not true
         raise GradCombineError(operation, "trees that JAX can flatten", first_line(error)) from error
 
@@ -41,14 +44,14 @@ def require_levels(operation: str, *values: Tree) -> None:
     """
     leaves, structure = tree.flatten(operation, values, lambda x: not isinstance(x, (dict, list, tuple)))
     for i, x in enumerate(leaves):
-        if isinstance(x, (np.ndarray, np.generic)) and x.dtype in _NARROW and not has_dtype(x.dtype):
+        if isinstance(x, (np.ndarray, np.generic)) and x.dtype in NARROW and not has_dtype(x.dtype):
             raise GradCombineError(operation, "a dtype that JAX has", x.dtype, structure.path(i))
 
 
 def as_arrays(values: Tree) -> Tree:
     """A tree whose Python numbers and NumPy arrays are JAX's, in the dtypes that jit gives them."""
-    require_tree("jax", values)
-    return jax.tree.map(_as_array, values)
+    leaves, structure = _flattened("jax", values)
+    return structure.unflatten(map(_as_array, leaves))
 
 
 def _as_array(x: Any) -> Any:
@@ -58,6 +61,14 @@ def _as_array(x: Any) -> Any:
         with suppress(TypeError, ValueError, OverflowError):
             return jnp.asarray(x, jnp.result_type(x))
     raise GradCombineError("jax", "a tree of arrays, numbers and None", in_words(x))
+
+
+def require_transformation(operation: str, optimizer: Any) -> None:
+    """Refuses what is not an optax.GradientTransformation, of two functions."""
+    import optax  # which gradients alone do not need
+
+    if not isinstance(optimizer, optax.GradientTransformation) or not all(map(callable, optimizer)):
+        raise GradCombineError(operation, "an optax.GradientTransformation", type(optimizer).__name__)
 
 
 def place_beside(params: Tree, state: Tree) -> Tree:

@@ -14,7 +14,7 @@ import gradcombine as gc
 from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import importing
-from gradcombine.integrations.jax.arrays import usable
+from gradcombine.integrations.jax.arrays import require_transformation, usable
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.over_calls import over_calls
@@ -206,8 +206,7 @@ def train_step(
     with importing("train_step"):
         import optax  # which gradients alone do not need
 
-    if not isinstance(optimizer, optax.GradientTransformation) or not all(map(callable, optimizer)):
-        raise objective.error("an optax.GradientTransformation", type(optimizer).__name__)
+    require_transformation(objective.operation, optimizer)
     wrapped = optax.with_extra_args_support(optimizer)
     if objective.counts and microbatches is None:
         raise objective.error("microbatches, for totals that are counted before a window", "every")

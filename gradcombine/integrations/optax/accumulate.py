@@ -17,7 +17,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent
 from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.formats.entry import first_line
-from gradcombine.integrations.jax.arrays import as_arrays, place_beside
+from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_transformation
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
@@ -267,8 +267,7 @@ class Accumulation:
         self.window = ReplicatedWindow(
             operation, reduction, every, gc.LOCAL if over is None else over, order, max_every
         )
-        if not isinstance(inner, optax.GradientTransformation) or not all(map(callable, inner)):
-            raise GradCombineError(operation, "an optax.GradientTransformation", type(inner).__name__)
+        require_transformation(operation, inner)
         if skip is not None and not callable(skip):
             raise GradCombineError(operation, "a skip function, or None", shown(skip))
         self.inner = optax.with_extra_args_support(inner)

@@ -15,7 +15,7 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load
 from gradcombine.errors import GradCombineError, require_flag, shown
-from gradcombine.integrations.jax.arrays import as_arrays, place_beside
+from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_transformation
 from gradcombine.integrations.optax.accumulate import cast_as, gradients_like, init_for, keep_dtypes
 from gradcombine.integrations.optax.skip import Skip, decide, first_detail
 from gradcombine.reductions import dtypes
@@ -96,8 +96,7 @@ class MultiSteps:
         *,
         compat: bool = False,
     ) -> None:
-        if not isinstance(opt, optax.GradientTransformation) or not all(map(callable, opt)):
-            raise GradCombineError("MultiSteps", "an optax.GradientTransformation", type(opt).__name__)
+        require_transformation("MultiSteps", opt)
         if should_skip_update_fn is not None and not callable(should_skip_update_fn):
             raise GradCombineError("MultiSteps", "a skip function, or None", shown(should_skip_update_fn))
         try:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from gradcombine import reductions, tree
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.errors import GradCombineError, has, require_items, shown
+from gradcombine.errors import GradCombineError, attribute, require_items, shown
 from gradcombine.integrations.tensorflow.several_terms import LossOfTerms, WindowMetrics
 from gradcombine.integrations.tensorflow.sparse import dense
 from gradcombine.integrations.tensorflow.state import (
@@ -345,8 +345,9 @@ def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
 
 def keras_optimizer(apply: Any) -> Any:
     """The Keras optimizer that is passed, by itself or as one of its methods; None for another function."""
-    owner = apply.__self__ if has(apply, "__self__") else apply
-    if has(owner, "apply_gradients", "built"):
+    bound = attribute(apply, "__self__")
+    owner = apply if bound is None else bound
+    if attribute(owner, "apply_gradients") is not None and attribute(owner, "built") is not None:
         return owner
     if not callable(apply):
         raise error("a Keras optimizer or a function", type(apply).__name__)
@@ -373,7 +374,7 @@ def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
 def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
     """Refuses what is not a variable of this strategy."""
     # A Keras variable holds the tf.Variable as its value.
-    variable = target.value if not isinstance(target, tf.Variable) and has(target, "value") else target
+    variable = target if isinstance(target, tf.Variable) else attribute(target, "value")
     if not isinstance(variable, tf.Variable):
         raise error("a variable", type(target).__name__, path)
     if isinstance(variable, tf.experimental.dtensor.DVariable):

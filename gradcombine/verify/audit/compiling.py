@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, has, importing, require_file, shown
+from gradcombine.errors import GradCombineError, attribute, importing, require_file, shown
 from gradcombine.verify.audit.program import Lines, Program, no_lines
 from gradcombine.verify.audit.target import Target
 
@@ -59,7 +59,7 @@ class Built(NamedTuple):
 
 def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
     """A jitted function for its arguments, what ``lower`` gave of it, or what ``compile`` gave of that."""
-    if has(step, "lower"):
+    if attribute(step, "lower") is not None:
         from gradcombine.integrations.jax.arrays import require_levels  # only such a step needs JAX
 
         require_levels("audit", *args)
@@ -67,10 +67,10 @@ def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
     elif args:
         wanted = "a function of jax.jit for its arguments (of one that is not jitted: jax.jit(step))"
         raise GradCombineError("audit", wanted, shown(step))
-    if has(step, "compile"):
+    if attribute(step, "compile") is not None:
         step = _tried(target, step.compile)
     step = _plain(step)
-    if not has(step, "as_text", "memory_analysis"):
+    if attribute(step, "as_text") is None or attribute(step, "memory_analysis") is None:
         raise GradCombineError("audit", "a jitted function, or one lowered or compiled", shown(step))
     if not target.here and (others := _kinds(step) - {device.device_kind for device in target.devices}):
         expected = f"a step on devices of {target.name}: one that holds a mesh is built with a mesh of these"

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.errors import GradCombineError, has, require_path, shown
+from gradcombine.errors import GradCombineError, attribute, require_path, shown
 from gradcombine.verify.audit.compiling import (
     KNOWN,
     Built,
@@ -137,7 +137,7 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     if is_function(step):
         return _of_tensorflow(step, args, target)
     found = target if isinstance(target, Target) else find_target(target)
-    if isinstance(target, str) and not has(step, "lower"):
+    if isinstance(target, str) and attribute(step, "lower") is None:
         wanted = "a function of jax.jit for its arguments (of one that is not jitted: jax.jit(step))"
         raise GradCombineError("audit", wanted, shown(step))
     return _audited(compile_step(step, args, found), found)

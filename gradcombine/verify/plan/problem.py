@@ -18,7 +18,7 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.errors import GradCombineError, renamed, require_integer, shown
-from gradcombine.integrations.jax.arrays import require_tree
+from gradcombine.integrations.jax.arrays import require_transformation, require_tree
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.verify.audit import Target
@@ -97,8 +97,7 @@ def problem_of(
     axis: str,
     settings: dict[str, Any],
 ) -> Problem:
-    if not isinstance(optimizer, optax.GradientTransformation) or not all(map(callable, optimizer)):
-        raise GradCombineError("plan", "an optax.GradientTransformation", shown(optimizer))
+    require_transformation("plan", optimizer)
     k = require_integer("plan", "microbatches as an integer of 1 or more", microbatches)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     require_tree("plan", params, args)

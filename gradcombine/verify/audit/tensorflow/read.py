@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.errors import GradCombineError, has
+from gradcombine.errors import GradCombineError, attribute
 from gradcombine.verify.audit.hlo import Frame
 from gradcombine.verify.audit.program import LIBRARIES, Lines
 from gradcombine.verify.audit.tensorflow.graph import Graph
@@ -20,11 +20,11 @@ NOBODYS = (*LIBRARIES, "__autograph_generated_file", "threading.py")
 
 def is_function(step: Any) -> bool:
     """Whether this is a tf.function, or one that is traced."""
-    return has(step, "get_concrete_function") or is_traced(step)
+    return attribute(step, "get_concrete_function") is not None or is_traced(step)
 
 
 def is_traced(step: Any) -> bool:
-    return has(step, "structured_input_signature", "captured_inputs")
+    return all(attribute(step, name) is not None for name in ("structured_input_signature", "captured_inputs"))
 
 
 class Compiled(NamedTuple):
@@ -128,8 +128,8 @@ def _lines(concrete: Any) -> Lines:
     def enter(nodes: Any, around: str, function: str) -> None:
         for node in nodes:
             places[around + node.name] = function, node.name
-            for attribute in node.attr.values():
-                for called in (attribute.func, *attribute.list.func):
+            for value in node.attr.values():
+                for called in (value.func, *value.list.func):
                     if called.name in library:
                         enter(library[called.name].node_def, f"{around}{node.name}/", called.name)
 
