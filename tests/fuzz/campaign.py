@@ -71,7 +71,7 @@ def jobs(room: str, inputs: int) -> Iterator[Job]:
     for name, target in found.items():
 
         def run(r: Random, target: functions.Target = target) -> tuple[str, str]:
-            def one(asarray: Callable[[Any], Any]) -> tuple[str, str]:
+            def one(asarray: Callable[[Any], Any] | None) -> tuple[str, str]:
                 try:
                     arguments, called = functions.call(target, Drawn(r, asarray))
                 except Exception:  # what was drawn does not fit together, or has no value while traced
@@ -120,7 +120,7 @@ def _within(room: str) -> Callable[[Any], tuple[str, str]]:
                 return one(lambda x: tf.compat.v1.placeholder(x.dtype, x.shape))
 
         return in_graph
-    return lambda one: one(lambda x: x)
+    return lambda one: one(None)
 
 
 def _read(r: Random, reader: Any) -> tuple[str, str]:

@@ -87,6 +87,10 @@ def of(kind: Callable[..., Any], *args: Any) -> Kind:
 
 def _numbered(d: Drawn) -> Any:
     """A state that holds each of four microbatches once, in most cases."""
+    return d.of_a_few(_ledger)
+
+
+def _ledger(d: Drawn) -> Any:
     reduction, held = reductions.numbered(d.reduction(), 4), 4 if d.r.random() < 0.7 else 3
     return _state(reduction, [reductions.Numbered(d.tree(), number) for number in range(held)])
 

@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
+from functools import lru_cache
 from random import Random
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -369,19 +370,22 @@ class Drawn:
 
     Args:
       r: where the choices come from.
-      asarray: a framework's array of a NumPy one.
+      asarray: a framework's array of a NumPy one; none for NumPy's own.
 
     Attributes:
       latest: the tree that was drawn last.
     """
 
-    def __init__(self, r: Random, asarray: Callable[[np.ndarray], Any] = lambda x: x) -> None:
+    def __init__(self, r: Random, asarray: Callable[[np.ndarray], Any] | None = None) -> None:
         self.r, self._asarray = r, asarray
-        self._form: Any = None
-        self._reduction: gc.Reduction | None = None
-        self._order: Any = None
-        self._every: int | None = None
+        self._number = -1
         self.latest: Any = None
+
+    def _setting(self) -> Setting:
+        """The same throughout an input."""
+        if self._number < 0:
+            self._number = self.r.randrange(SETTINGS)
+        return _setting(self._number)
 
     def leaf(self, shape: tuple[int, ...], dtype: str) -> Any:
         r, size = self.r, math.prod(shape)
@@ -391,33 +395,12 @@ class Drawn:
             elements = [r.choice((1.5, -2.0, 0.0, 1.0, 0.1, 1e-3, 1e4)) for _ in range(size)]
         if size and r.random() < 0.05 and dtype != "int32":
             elements[0] = r.choice([math.nan, math.inf, -0.0, 1e-40])
-        return self._asarray(np.array(elements, dtype).reshape(shape))
+        made = np.array(elements, dtype).reshape(shape)
+        return self._asarray(made) if self._asarray else made
 
     def form(self) -> Any:
-        """Containers, with shapes and dtypes of leaves; the same throughout an input."""
-        if self._form is None:
-            r = self.r
-            leaf = lambda: (  # noqa: E731
-                None
-                if r.random() < 0.05
-                else (
-                    r.choice([(), (2,), (3,), (2, 2), (0,), (1, 3)]),
-                    r.choice(["float32"] * 6 + ["float64", "float16", "bfloat16", "int32"]),
-                )
-            )
-            kind = r.randrange(6)
-            self._form = (
-                [leaf]
-                if kind == 0
-                else [
-                    lambda: {"w": leaf()},
-                    lambda: {"w": leaf(), "b": leaf()},
-                    lambda: {"layer": {"w": leaf()}, "more": [leaf(), leaf()]},
-                    lambda: Pair(leaf(), (leaf(),)),
-                    lambda: [leaf(), {"a": leaf()}],
-                ][kind - 1 :][:1]
-            )[0]()
-        return self._form
+        """Containers, with shapes and dtypes of leaves."""
+        return self._setting().form
 
     def tree(self) -> Any:
         self.latest = self._filled(self.form())
@@ -455,47 +438,97 @@ class Drawn:
         return self.r.choice([None, None, None, "float32", "float64", np.float32, np.dtype("f8"), ml_dtypes.bfloat16])
 
     def order(self) -> Any:
-        if self._order is None:
-            self._order = self.r.choice(["sequential", "tree"])
-        return self._order
+        return self._setting().order
 
     def every(self) -> Any:
-        if self._every is None:
-            self._every = self.r.choice([1, 2, 3, 4, 8])
-        return self._every
+        return self._setting().every
 
     def reduction(self) -> gc.Reduction:
-        """One of the library's; the same throughout an input."""
-        if self._reduction is None:
-            self._reduction = self.r.choice(REDUCTIONS)(self)
-        return self._reduction
+        """One of the library's."""
+        return self._setting().reduction
+
+    def of_a_few(self, make: Callable[[Drawn], Any]) -> Any:
+        """What this makes; of NumPy's arrays one of four for a setting: making it takes longer than most calls."""
+        if self._asarray:
+            return make(self)
+        self._setting()
+        return _one_of_a_few(make, self._number, self.r.randrange(4))
 
     def state(self) -> Any:
         """A partial state of the reduction."""
-        reduction = self.reduction()
-        try:
-            state = reduction.init(self.tree())
-            for _ in range(self.r.randrange(3)):
-                state = reduction.update(state, self.tree(), self.weight())
-        except gc.GradCombineError:
-            return reductions.sum().init(np.float32([0, 0]))
-        return state
-
-    def accumulator(self) -> gc.Accumulator:
-        return gc.accumulate(self.reduction(), self.every(), order=self.order())
+        return self.of_a_few(_state)
 
     def window(self) -> Any:
-        acc = self.accumulator()
-        try:
-            state = acc.init(self.tree())
-            for _ in range(self.r.randrange(4)):
-                state = acc.update(self.tree(), state, self.weight())
-        except gc.GradCombineError:
-            return gc.accumulate(reductions.sum(), every=2).init(np.float32([0, 0]))
-        return state
+        return self.of_a_few(_window)
 
     def any_state(self) -> Any:
         return self.state() if self.r.random() < 0.5 else self.window()
+
+
+class Setting(NamedTuple):
+    """What the parts of one input have in common."""
+
+    form: Any
+    reduction: gc.Reduction
+    order: str
+    every: int
+
+
+SETTINGS = 1024
+
+
+@lru_cache(SETTINGS)
+def _setting(number: int) -> Setting:
+    r = Random(number)
+    reduction = r.choice(REDUCTIONS)(Drawn(r))
+    return Setting(_form(r), reduction, r.choice(["sequential", "tree"]), r.choice([1, 2, 3, 4, 8]))
+
+
+@lru_cache(16 * SETTINGS)
+def _one_of_a_few(make: Callable[[Drawn], Any], setting: int, number: int) -> Any:
+    d = Drawn(Random(f"{setting}:{number}"))
+    d._number = setting
+    return make(d)
+
+
+def _state(d: Drawn) -> Any:
+    reduction = d.reduction()
+    try:
+        state = reduction.init(d.tree())
+        for _ in range(d.r.randrange(3)):
+            state = reduction.update(state, d.tree(), d.weight())
+    except gc.GradCombineError:
+        return reductions.sum().init(np.float32([0, 0]))
+    return state
+
+
+def _window(d: Drawn) -> Any:
+    acc = gc.accumulate(d.reduction(), d.every(), order=d.order())
+    try:
+        state = acc.init(d.tree())
+        for _ in range(d.r.randrange(4)):
+            state = acc.update(d.tree(), state, d.weight())
+    except gc.GradCombineError:
+        return gc.accumulate(reductions.sum(), every=2).init(np.float32([0, 0]))
+    return state
+
+
+def _form(r: Random) -> Any:
+    def leaf() -> Any:
+        if r.random() < 0.05:
+            return None
+        shape = r.choice([(), (2,), (3,), (2, 2), (0,), (1, 3)])
+        return shape, r.choice(["float32"] * 6 + ["float64", "float16", "bfloat16", "int32"])
+
+    kinds: list[Callable[[], Any]] = [
+        leaf,
+        lambda: {"w": leaf()},
+        lambda: {"w": leaf(), "b": leaf()},
+        lambda: {"layer": {"w": leaf()}, "more": [leaf(), leaf()]},
+        lambda: Pair(leaf(), (leaf(),)),
+        lambda: [leaf(), {"a": leaf()}],
+    ]
+    return r.choice(kinds)()
 
 
 def _own_init(like: Any) -> Any:
