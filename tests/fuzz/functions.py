@@ -6,6 +6,7 @@ import enum
 import importlib
 import inspect
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,7 +21,7 @@ from gradcombine import digests, reductions, replicated, sparse, statefile
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import require_reduction
 from gradcombine.verify import FlightRecorder, record
-from tests.fuzz.values import FUNCTIONS, Drawn, huge, junk, mutated
+from tests.fuzz.values import FUNCTIONS, Drawn, OwnError, huge, junk, mutated
 
 Kind = Callable[[Drawn], Any]
 
@@ -118,20 +119,51 @@ def _twice(d: Drawn) -> Any:
 
 def _file(d: Drawn) -> Any:
     """One that holds a state of the drawn reduction, in most cases."""
-    path = _paths(d)
-    with suppress(GradCombineError, OSError):
-        statefile.save_replicas(path, d.reduction(), [d.any_state()])
+    path, content = _paths(d), d.of_a_few(_saved)
+    if content is not None:
+        with suppress(OSError):
+            Path(path).write_bytes(content)
     return path
+
+
+def _saved(d: Drawn) -> bytes | None:
+    path = f"{FOLDER}/saved{d.r.choice(['.npz', '.safetensors'])}"
+    try:
+        statefile.save_replicas(path, d.reduction(), [d.any_state()])
+    except GradCombineError:
+        return None
+    return Path(path).read_bytes()
 
 
 def _folder(d: Drawn) -> str:
     """One with the beginning of a window, and a part of it."""
     folder = f"{FOLDER}/windows{d.r.randrange(2)}"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(d.of_a_few(_recoverable), folder)
+    return folder
+
+
+def _recoverable(d: Drawn) -> str:
+    folder = tempfile.mkdtemp(dir=FOLDER)
     with suppress(GradCombineError):
         statefile.begin_window(folder, 0, d.tree())
         reduction = reductions.numbered(d.reduction(), 4)
         statefile.save_part(folder, 0, 1, reduction, _state(reduction, [reductions.Numbered(d.tree(), 0)]))
     return folder
+
+
+def _checkable(d: Drawn) -> gc.Reduction:
+    """One that breaks the first law, in most cases: to try all of them takes a hundred times as long."""
+    return d.reduction() if d.r.random() < 0.1 else _BROKEN
+
+
+_BROKEN = gc.Reduction(lambda like: (), lambda state, x, weight: (), lambda a, b: (), lambda state: np.float32(np.nan))
+
+
+def _search_ends(number: int, name: str) -> None:
+    """Of two contributions all candidates are tried, of more the first ones."""
+    if number > 70:
+        raise OwnError
 
 
 def _part(d: Drawn) -> gc.Reduction:
@@ -364,8 +396,8 @@ METHODS: dict[str, Target] = {
         (described_error, {}),
     ]
 }
-FIXED = {"how", "examples"}
-"""What is no user's, and what asks for time."""
+FIXED = {"how", "examples", "progress"}
+"""What is no user's, and what asks for time, or ends it."""
 
 SPECIAL: dict[str, dict[str, Kind]] = {
     "gradcombine.ledger.deal": {"numbers": const([0, 1, 2, 3], range(9)), "held": const(None, [[0], [1]])},
@@ -396,7 +428,11 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "gradcombine.verify.ulp_distance": {"a": _of_float, "b": _of_float},
     "gradcombine.verify.assert_equal_bits": {"b": _twice},
     "gradcombine.verify.assert_within_ulp": {"b": _twice},
-    "gradcombine.verify.explain": {"ranks": const(None, [1, 2]), "progress": const(lambda number, name: None)},
+    "gradcombine.verify.explain": {
+        "contributions": lambda d: d.trees()[:3],
+        "ranks": const(None, [1, 2]),
+        "progress": const(_search_ends),
+    },
     "gradcombine.verify.first_divergence": {
         "a": lambda d: d.r.choice(_recordings()),
         "b": lambda d: d.r.choice(_recordings()),
@@ -404,6 +440,7 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "rules": const(None),
     },
     "gradcombine.verify.check_reduction": {
+        "reduction": _checkable,
         "commutative": const(True, False),
         "weighted": const(True, False),
         "ulps": const(0, 4),
@@ -424,15 +461,7 @@ TERMS: dict[str, Kind] = {
         "row_mean": lambda d: [_rows(d) for _ in d.trees()],
     }.items()
 }
-SHARES = {
-    "gradcombine.verify.explain": 0.2,
-    "gradcombine.verify.check_reduction": 0.05,
-    "gradcombine.statefile.recover": 0.5,
-    "gradcombine.statefile.save_part": 0.5,
-    "saved_and_loaded": 0.3,
-    "saved_replicas": 0.2,
-    "gradcombine.tf_replicas": 0.01,
-}
+SHARES = {"gradcombine.tf_replicas": 0.01}
 
 
 def target_of(name: str, function: Callable[..., Any]) -> Target:
@@ -490,9 +519,9 @@ DOORS = {
 
 @cache
 def _required(function: Callable[..., Any]) -> set[str]:
-    """The parameters without a default, and the one whose default takes seconds."""
+    """The parameters without a default, and those whose default takes seconds."""
     parameters = inspect.signature(function).parameters.items()
-    return {name for name, p in parameters if p.default is inspect.Parameter.empty or name == "examples"}
+    return {name for name, p in parameters if p.default is inspect.Parameter.empty or name in FIXED}
 
 
 def call(target: Target, drawn: Drawn) -> tuple[dict[str, Any], Callable[[], Any]]:
