@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import jax
@@ -17,12 +16,7 @@ if jax.__version_info__ >= (0, 10):
 else:
     from jax.core import get_opaque_trace_state
 
-__all__ = ["all_gather", "get_opaque_trace_state", "hlo_parser", "varying", "vjp_by_name"]
-
-
-def hlo_parser() -> Any:
-    """The module of jaxlib that reads HLO; only reading a file needs it."""
-    return import_module("jaxlib._jax" if jax.__version_info__ < (0, 10) else "jaxlib._hlo")
+__all__ = ["all_gather", "get_opaque_trace_state", "varying", "vjp_by_name"]
 
 
 def varying(leaf: Any) -> frozenset[str]:

@@ -21,10 +21,10 @@ from typer.testing import CliRunner
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.backends.jax_versions import hlo_parser
 from gradcombine.formats import npz, safetensors
 from gradcombine.verify import FlightRecorder, first_divergence
 from gradcombine.verify.audit import report, target
+from gradcombine.verify.audit.parsing import hlo_parser
 from gradcombine.verify.audit.step import audit_file
 from gradcombine.verify.command import app
 from gradcombine.verify.diff import diff

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, attribute, importing, require_file, shown
+from gradcombine.errors import GradCombineError, attribute, require_file, require_installed, shown
+from gradcombine.verify.audit.parsing import hlo_parser, parse, parse_apart
 from gradcombine.verify.audit.program import Lines, Program, no_lines
 from gradcombine.verify.audit.target import Target
 
@@ -89,8 +90,6 @@ def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) 
     """HLO as a framework has written it, before any pass, for one device of a target."""
 
     from jaxlib import _jax  # pyright: ignore[reportAttributeAccessIssue]  # no public module compiles StableHLO
-
-    from gradcombine.backends.jax_versions import hlo_parser
 
     def module() -> Any:
         from jax.extend.mlir import ir
@@ -206,8 +205,6 @@ def _kinds(compiled: Any) -> set[str]:
 
 def shardings(compiled: Any) -> list[str]:
     """Of the program's parameters, as HLO writes them: XLA of JAX 0.12 leaves them out of the text."""
-    from gradcombine.backends.jax_versions import hlo_parser
-
     executable: Any = getattr(compiled, "runtime_executable", lambda: None)()
     made = getattr(executable, "get_parameter_shardings", lambda: None)()
     return [str(hlo_parser().HloSharding.from_proto(x)) for x in made or ()]
@@ -264,7 +261,8 @@ def _words(error: BaseException) -> str:
 def read(path: str | Path) -> str:
     """The text of a file of HLO, text or proto, as XLA's own parser has understood it.
 
-    That parser, which jaxlib ships, decides whether a file is whole and of a known version.
+    That parser, which jaxlib ships, decides whether a file is whole and of a known version. It runs in a process of its
+    own, as some damaged files end the one that reads them.
 
     Raises:
       GradCombineError: the file is damaged, cut off, or of a version that this jaxlib does not know.
@@ -274,50 +272,19 @@ def read(path: str | Path) -> str:
         content = file.read_bytes()
     except OSError as error:
         raise GradCombineError("audit", "a file that can be read", f"{path}: {error.strerror}") from None
-    return parsed(content, str(path))
+    return parsed(content, str(path), parse_apart)
 
 
 def read_program(text: str, where: str, lines: Lines = no_lines) -> Program:
     return foreign("audit", KNOWN, where, lambda: Program(text, lines))
 
 
-def parsed(content: bytes, where: str) -> str:
+def parsed(content: bytes, where: str, parser: Callable[[bytes], str] = parse) -> str:
     """The text of HLO, from its text or proto."""
-    with importing("audit"):
-        from gradcombine.backends.jax_versions import hlo_parser  # only reading a file needs JAX
-    hlo = hlo_parser()
+    require_installed("audit", "jax")
     try:
-        if content.lstrip().startswith(b"HloModule"):
-            return hlo.hlo_module_from_text(content.decode()).to_string()
-        first, *_ = _fields(content)
-        try:
-            return hlo.HloModule.from_serialized_hlo_module_proto(content).to_string()
-        except Exception:  # an HloProto, which XLA dumps, holds the module as its first field
-            return hlo.HloModule.from_serialized_hlo_module_proto(first).to_string()
+        return parser(content)
     except Exception as error:  # XLA's own class, which is no public one
         reason = " ".join(str(error).split())[:160]
         expected = "HLO that the installed jaxlib reads, text or proto"
         raise GradCombineError("audit", expected, f"{where}: {reason}") from None
-
-
-def _fields(content: bytes) -> Iterator[bytes]:
-    """The fields of a proto; one that is cut off, which not every parser of XLA's minds, is an error."""
-    at = 0
-    while at < len(content):
-        tag, at = _varint(content, at)
-        size, start = _varint(content, at) if tag & 7 in (0, 2) else ({1: 8, 5: 4}[tag & 7], at)
-        at = start + (size if tag & 7 else 0)
-        if at > len(content):
-            raise ValueError("the file is cut off")
-        yield content[start:at]
-
-
-def _varint(content: bytes, at: int) -> tuple[int, int]:
-    """A number, and where it ends."""
-    value = shift = 0
-    while at < len(content):
-        value |= (content[at] & 127) << shift
-        shift, at = shift + 7, at + 1
-        if content[at - 1] < 128:
-            return value, at
-    raise ValueError("the file is cut off")

@@ -211,3 +211,14 @@ def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
         path.write_bytes(content[:length])
         with pytest.raises(GradCombineError, match="audit: expected HLO that the installed jaxlib reads"):
             Module(read(path))
+
+
+def test_a_file_that_ends_the_parser(compiled: Any, tmp_path: Path) -> None:
+    """A parameter of a number that is not there ends the process in which XLA reads it, which is not this one."""
+    whole = compiled.as_text()
+    (path := tmp_path / "x").write_text(whole.replace("parameter(0)", "parameter(9)"))
+    for _ in range(2):
+        with pytest.raises(GradCombineError, match=r"audit: .* XLA's parser ended with status"):
+            read(path)
+    path.write_text(whole)
+    assert "sine" in read(path)

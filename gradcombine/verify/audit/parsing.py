@@ -1,0 +1,142 @@
+"""XLA's own parser of HLO, which jaxlib ships; files are read in a process of its own, which some damaged ones end.
+
+That process runs this file alone, so that it imports jaxlib and nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from importlib import import_module
+from typing import Any
+
+
+def hlo_parser() -> Any:
+    """The module of jaxlib that reads HLO."""
+    version = import_module("jaxlib.version").__version_info__
+    return import_module("jaxlib._jax" if version < (0, 10) else "jaxlib._hlo")
+
+
+def parse(content: bytes) -> str:
+    """The text of HLO, from its text or proto.
+
+    Raises:
+      Exception: of several classes, for what is damaged, cut off, or of a version that this jaxlib does not know.
+    """
+    hlo = hlo_parser()
+    if content.lstrip().startswith(b"HloModule"):
+        return hlo.hlo_module_from_text(content.decode()).to_string()
+    first, *_ = _fields(content)
+    try:
+        return hlo.HloModule.from_serialized_hlo_module_proto(content).to_string()
+    except Exception:  # an HloProto, which XLA dumps, holds the module as its first field
+        return hlo.HloModule.from_serialized_hlo_module_proto(first).to_string()
+
+
+def _fields(content: bytes) -> Iterator[bytes]:
+    """The fields of a proto; one that is cut off, which not every parser of XLA's minds, is an error."""
+    at = 0
+    while at < len(content):
+        tag, at = _varint(content, at)
+        size, start = _varint(content, at) if tag & 7 in (0, 2) else ({1: 8, 5: 4}[tag & 7], at)
+        at = start + (size if tag & 7 else 0)
+        if at > len(content):
+            raise ValueError("the file is cut off")
+        yield content[start:at]
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    """A number, and where it ends."""
+    value = shift = 0
+    while at < len(content):
+        value |= (content[at] & 127) << shift
+        shift, at = shift + 7, at + 1
+        if content[at - 1] < 128:
+            return value, at
+    raise ValueError("the file is cut off")
+
+
+def parse_apart(content: bytes) -> str:
+    """What `parse` returns, in a process that lives as long as this one, or until a file ends it.
+
+    Raises:
+      ValueError: says what `parse` says, or that the file has ended the process.
+    """
+    return _parser_of(os.getpid()).parse(content)
+
+
+@lru_cache(1)
+def _parser_of(pid: int) -> _Parser:
+    """A forked process has one of its own."""
+    return _Parser()
+
+
+class _Parser:
+    """A line for each file, and a line for each answer, in base 64; whether it is a text comes before it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        atexit.register(self._end)
+
+    def parse(self, content: bytes) -> str:
+        with self._lock:
+            try:
+                answer = self._answer(base64.b64encode(content) + b"\n")
+            except BaseException:  # interrupted: the answer to this file would be taken for that to the next one
+                self._end()
+                raise
+            if not answer:
+                raise ValueError(f"XLA's parser ended with status {self._end()}")
+        text = base64.b64decode(answer[1:]).decode()
+        if answer.startswith(b"-"):
+            raise ValueError(text)
+        return text
+
+    def _answer(self, line: bytes) -> bytes:
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", __file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        questions, answers = self._process.stdin, self._process.stdout
+        assert questions is not None and answers is not None
+        try:
+            questions.write(line)
+            questions.flush()
+        except BrokenPipeError:
+            return b""
+        return answers.readline()
+
+    def _end(self) -> int:
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        process.kill()
+        with process:
+            return process.wait()
+
+
+def _answer_all() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever else prints
+    for line in sys.stdin.buffer:
+        try:
+            kind, text = b"+", parse(base64.b64decode(line))
+        except Exception as error:
+            kind, text = b"-", str(error)
+        answers.write(kind + base64.b64encode(text.encode(errors="replace")) + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    _answer_all()
