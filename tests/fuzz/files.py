@@ -11,16 +11,19 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
 import h5py
 import numpy as np
-from typer.testing import CliRunner
+import pytest
+from typer.main import get_command
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
+from gradcombine.errors import GradCombineError
 from gradcombine.formats import npz, safetensors
 from gradcombine.verify import FlightRecorder, first_divergence
 from gradcombine.verify.audit import report, target
@@ -190,13 +193,22 @@ def _orbax() -> bytes:
     return (FOLDER / "orbax" / "_METADATA").read_bytes()
 
 
-def _command(path: Path) -> None:
+def _command(*arguments: str) -> Callable[[Path], None]:
     """The command with a file: it ends with a status that is documented, 2 in one line."""
-    run = CliRunner().invoke(app, ["diff", str(path), str(FOLDER / "a.safetensors"), "--rules", str(path)])
-    if not isinstance(run.exception, (type(None), SystemExit)):
-        raise run.exception
-    if run.exit_code not in (0, 1, 2) or (run.exit_code == 2 and len(run.stderr.splitlines()) != 1):
-        raise AssertionError(f"status {run.exit_code}, {len(run.stderr.splitlines())} lines")
+
+    def run(path: Path) -> None:
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as errors, pytest.raises(SystemExit) as end:
+            COMMAND.main([*arguments, str(path)], "gradcombine")
+        lines, status = len(errors.getvalue().splitlines()), end.value.code
+        if status not in (0, 1, 2) or (status == 2 and lines != 1):
+            raise AssertionError(f"status {status}, {lines} lines")
+        if status == 2:
+            raise GradCombineError(arguments[0], "a file that is whole", errors.getvalue())
+
+    return run
+
+
+COMMAND = get_command(app)
 
 
 RULES = b"""ignore_a = ["optimizer/.*"]
@@ -244,9 +256,14 @@ def readers() -> dict[str, Reader]:
     header = tensors[8 : 8 + int.from_bytes(tensors[:8], "little")]
     member = _bytes_of(lambda file: np.save(file, ARRAYS["layer/kernel"]))
     os_errors: tuple[type[BaseException], ...] = (OSError,)
+    whole_file, vector = str(FOLDER / "a.safetensors"), _bytes_of(lambda file: np.savez(file, w=np.float32([1, 2])))
+    (FOLDER / "v.npz").write_bytes(vector)
+    (FOLDER / "whole.txt").write_bytes(HLO)
+    _command("audit", str(FOLDER / "whole.txt"), "--json")(earlier := FOLDER / "earlier.json")
+    arrays = _bytes_of(lambda file: np.savez(file, **ARRAYS))
     proto = hlo_parser().hlo_module_from_text(HLO.decode()).as_serialized_hlo_module_proto()
     return {
-        "dump .npz": Reader("x.npz", _bytes_of(lambda file: np.savez(file, **ARRAYS)), _read_dump, (member, _zipped)),
+        "dump .npz": Reader("x.npz", arrays, _read_dump, (member, _zipped)),
         "dump .npz, compressed": Reader(
             "x.npz",
             _bytes_of(lambda file: np.savez_compressed(file, **ARRAYS)),
@@ -265,7 +282,15 @@ def readers() -> dict[str, Reader]:
         "dump .h5": Reader("x.h5", _hdf5(), _read_dump),
         "tf.train checkpoint": Reader("x.index", _checkpoint(), _read_dump),
         "Orbax checkpoint": Reader("orbax/_METADATA", _orbax(), lambda path: _read_dump(path.parent)),
-        "command": Reader("x.npz", _bytes_of(lambda file: np.savez(file, **ARRAYS)), _command, None, 0.2),
+        "command diff": Reader("x.npz", arrays, _command("diff", whole_file)),
+        "command diff --rules": Reader("x.toml", RULES, _command("diff", whole_file, whole_file, "--rules"), None, 0.2),
+        "command explain": Reader(
+            "x.npz", vector, _command("explain", *[str(FOLDER / "v.npz")] * 2, "--result"), None, 0.2
+        ),
+        "command audit": Reader("x.txt", HLO, _command("audit"), None, 0.2),
+        "command audit --baseline": Reader(
+            "x.json", earlier.read_bytes(), _command("audit", str(FOLDER / "whole.txt"), "--baseline"), None, 0.2
+        ),
         "HLO text": Reader("x.txt", HLO, audit_file),
         "HLO proto": Reader("x.pb", proto, audit_file),
     }
