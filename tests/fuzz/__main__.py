@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--from-input", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ |= {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["JAX_TRACEBACK_FILTERING"] = "off"  # which takes longer than most refusals
     if options.from_name is not None:
         place = options.from_name, options.from_input
         work(options.room[0], options.inputs, options.seed, options.only, options.seconds, *place)

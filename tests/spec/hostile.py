@@ -142,13 +142,13 @@ WEIGHTS: dict[str, Any] = {
 
 
 class Failing:
-    """Its own code fails, in an attribute or a method."""
+    """Its own code fails, in attributes (``*``: all) and methods."""
 
     def __init__(self, *names: str) -> None:
         self._names = names
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._names:
+        if {name, "*"} & set(self._names):
             raise RuntimeError(name)
         raise AttributeError(name)
 
@@ -166,6 +166,7 @@ def shaped(shape: Any, dtype: Any = ONE.dtype) -> Any:
 OWN_CODE: dict[str, Any] = {
     "a failing dtype": Failing("dtype"),
     "a failing shape": Failing("shape", "all_gather", "__name__"),
+    "attributes that fail": Failing("*"),
     "a shape of None": shaped(None),
     "a shape of a number": shaped(3),
     "a shape of text": shaped(("a",)),

@@ -82,8 +82,10 @@ def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
         step,
         lambda: Program(step.as_text(), shardings=shardings(step)),
     )
-    sizes = foreign("audit", "a compiled function that tells its memory", step, lambda: step.memory_analysis())
-    return Built(program, _memory(sizes, target), _donated(step, len(program.parameters)))
+    memory = foreign(
+        "audit", "a compiled function that tells its memory", step, lambda: _memory(step.memory_analysis(), target)
+    )
+    return Built(program, memory, _donated(step, len(program.parameters)))
 
 
 def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) -> Built:
@@ -141,7 +143,8 @@ def _memory(sizes: Any, target: Target) -> Memory | None:
 
 def _plain(stage: Any) -> Any:
     """JAX's own stage, where flax.nnx.jit or equinox.filter_jit has wrapped it."""
-    return getattr(stage, "lowered", getattr(stage, "compiled", stage))
+    wrapped = [attribute(stage, name) for name in ("lowered", "compiled")]
+    return next((x for x in wrapped if x is not None), stage)
 
 
 def _lowered(step: Any, args: Sequence[Any], target: Target) -> Any:
@@ -199,8 +202,8 @@ def _kinds(compiled: Any) -> set[str]:
     """Of the devices that arguments and results lie on, as far as it tells."""
     import jax
 
-    places = (getattr(compiled, "input_shardings", ()), getattr(compiled, "output_shardings", ()))
-    return {device.device_kind for x in jax.tree.leaves(places) for device in x.device_set}
+    places = [attribute(compiled, name) for name in ("input_shardings", "output_shardings")]
+    return {device.device_kind for x in jax.tree.leaves(places) for device in attribute(x, "device_set") or ()}
 
 
 def shardings(compiled: Any) -> list[str]:
@@ -214,9 +217,9 @@ def _donated(compiled: Any, parameters: int) -> list[int]:
     """The numbers of the program's parameters that were donated: arguments that nothing uses are none of them."""
     import jax
 
-    information = jax.tree.leaves(getattr(compiled, "args_info", ()), is_leaf=lambda x: hasattr(x, "donated"))
-    kept = getattr(getattr(compiled, "_executable", None), "_kept_var_idx", range(len(information)))
-    numbers = sorted(kept)
+    information = jax.tree.leaves(attribute(compiled, "args_info"), is_leaf=lambda x: hasattr(x, "donated"))
+    kept = attribute(attribute(compiled, "_executable"), "_kept_var_idx")
+    numbers = sorted(range(len(information)) if kept is None else kept)
     # Constants that a function closes over come first.
     first = parameters - len(numbers)
     if first < 0 or not information:
