@@ -122,6 +122,13 @@ def ratios(session: nox.Session) -> None:
     session.run("python", "benchmarks/gate.py", *session.posargs)
 
 
+@nox.session(python="3.11")
+def guided(session: nox.Session) -> None:
+    """The coverage-guided fuzzer, with what is named after ``--``; a minute for each reader of files."""
+    session.install("-e", ".[test]", "atheris==3.0.0")
+    session.run("python", "-m", "tests.fuzz.guided", *session.posargs)
+
+
 @nox.session
 def distributions(session: nox.Session) -> None:
     """Builds wheel and sdist, checks them, and runs a program of each extra in an environment that has it alone."""

@@ -6,13 +6,13 @@ import faulthandler
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -154,8 +154,6 @@ def work(room: str, inputs: int, seed: int, only: str, seconds: float, name: str
             continue
         with bounded(MARGIN if room in ("numpy", "files") else COMPILING * MARGIN):
             _work(job, seed, start if job.name == name else 0, seconds)
-    for folder in _folders():
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _work(job: Job, seed: int, start: int, seconds: float) -> None:
@@ -175,12 +173,6 @@ def _work(job: Job, seed: int, start: int, seconds: float) -> None:
     faulthandler.cancel_dump_traceback_later()
     found = {what: [len(inputs), inputs[:EXAMPLES]] for what, inputs in defects.items()}
     _say("done", job.name, counts, found, time.monotonic() - begun)
-
-
-def _folders() -> Iterator[Any]:
-    for module in ("tests.fuzz.functions", "tests.fuzz.files"):
-        if module in sys.modules:
-            yield sys.modules[module].FOLDER
 
 
 def _say(*what: Any) -> None:
@@ -203,30 +195,34 @@ class Result(NamedTuple):
     seconds: float
 
 
+@contextmanager
+def place() -> Generator[dict[str, Any], None, None]:
+    """Where other processes run: in a folder for all of their files, in memory where there is such a place."""
+    memory = "/dev/shm"
+    with tempfile.TemporaryDirectory(prefix="fuzz", dir=memory if os.path.isdir(memory) else None) as folder:
+        paths = str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")
+        environment = {"TMPDIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        # With an arena for each of its threads, a library would reach the bound of the address space without memory.
+        yield {"cwd": folder, "env": os.environ | environment | {"MALLOC_ARENA_MAX": "2"}}
+
+
 def campaign(
     inputs: int, seed: int, only: str = "", rooms: tuple[str, ...] = tuple(ROOMS), seconds: float = 3600
 ) -> Iterator[Result]:
     """Runs all rooms, one after another, in a folder of their own: a hostile path may be one to write to."""
     options = ["--inputs", str(inputs), "--seed", str(seed), "--only", only, "--seconds", str(seconds)]
-    root = Path(__file__).parents[2]
-    # With an arena for each of its threads, a library would reach the bound of the address space without the memory.
-    environment = {
-        **os.environ,
-        "MALLOC_ARENA_MAX": "2",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
-    }
-    with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
-        yield from _campaign(options, rooms, {"cwd": folder, "env": environment})
+    with place() as where:
+        yield from _campaign(options, rooms, where)
 
 
-def _campaign(options: list[str], rooms: tuple[str, ...], place: dict[str, Any]) -> Iterator[Result]:
+def _campaign(options: list[str], rooms: tuple[str, ...], where: dict[str, Any]) -> Iterator[Result]:
     for room in rooms:
         name, at = "", 0
         while True:
             command = [sys.executable, "-m", "tests.fuzz", *options]
             command += ["--room", room, "--from-name", name, "--from-input", str(at)]
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-            process = subprocess.Popen(command, **pipes, **place)
+            process = subprocess.Popen(command, **pipes, **where)
             assert process.stdout is not None
             counts: dict[str, int] | None = None  # of the inputs of a name that has begun
             for line in process.stdout:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import io
 import json
 import os
 import re
+import shutil
 import tempfile
 import zipfile
 import zlib
@@ -36,8 +38,9 @@ from gradcombine.verify.flight import read_log
 from gradcombine.verify.flight_diff import as_json, diff_logs, sections, verdict
 from gradcombine.verify.mapping import read_rules
 
-FOLDER = Path(tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
-"""Where the files are; removed at the end by who runs them."""
+FOLDER = Path(tempfile.mkdtemp(prefix="fuzz"))
+"""Where the files are."""
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 ARRAYS: dict[str, np.ndarray] = {
     "layer/kernel": np.arange(12, dtype=np.float32).reshape(3, 4),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import enum
 import importlib
 import inspect
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -186,8 +186,9 @@ def _paths(d: Drawn) -> Any:
     return d.r.choice([str, Path])(f"{FOLDER}/{name}")
 
 
-FOLDER = tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-"""Where functions write; removed at the end by who runs them."""
+FOLDER = tempfile.mkdtemp(prefix="fuzz")
+"""Where functions write."""
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 KINDS: dict[str, Kind] = {
     "reduction": Drawn.reduction,
