@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from gradcombine.backends.registry import load
-from tests.fuzz.guard import COMPILING, MARGIN, SECONDS, bounded, happened
+from tests.fuzz.guard import COMPILING, SECONDS, bounded, happened
 from tests.fuzz.values import Drawn
 
 ROOMS = {
@@ -76,11 +76,15 @@ def jobs(room: str, inputs: int) -> Iterator[Job]:
                     arguments, called = functions.call(target, Drawn(r, asarray))
                 except Exception:  # what was drawn does not fit together, or has no value while traced
                     return "not drawn", ""
-                return happened(arguments, called, target.allowed)
+                return happened(arguments, called, target.allowed, _factor(room))
 
             return within(one)
 
         yield Job(name, _count(inputs, part * target.share), run)
+
+
+def _factor(room: str) -> int:
+    return 1 if room in ("numpy", "files") else COMPILING
 
 
 def _count(inputs: int, share: float) -> int:
@@ -152,7 +156,7 @@ def work(room: str, inputs: int, seed: int, only: str, seconds: float, name: str
         reached = reached or job.name == name
         if not reached or not re.search(only, job.name):
             continue
-        with bounded(MARGIN if room in ("numpy", "files") else COMPILING * MARGIN):
+        with bounded(_factor(room)):
             _work(job, seed, start if job.name == name else 0, seconds)
 
 

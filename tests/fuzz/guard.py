@@ -17,10 +17,11 @@ SECONDS = 5.0
 """Of processor time, for one input, so that other programs do not count; most take less than a thousandth of it."""
 
 MARGIN = 1 << 30
-"""Bytes of address space that an input may have beyond what the process has when the first one runs; of a room where
-programs are compiled `COMPILING` times as many, as compilers end the process where they get none."""
+"""Bytes of address space that an input may have beyond what the process has when the first one runs."""
 
 COMPILING = 8
+"""How many times as much an input may have where programs are traced or compiled: nine exact contributions are 4,000
+operations of a graph, and compilers end the process where they get no memory."""
 
 MOST_CHARACTERS = 1300
 """Of an error's message."""
@@ -31,7 +32,7 @@ class LateError(BaseException):
 
 
 @contextmanager
-def bounded(margin: int = MARGIN) -> Generator[None, None, None]:
+def bounded(factor: int = 1) -> Generator[None, None, None]:
     """Bounds the memory of this process, and makes late inputs raise."""
 
     def late(*_: Any) -> None:
@@ -40,7 +41,7 @@ def bounded(margin: int = MARGIN) -> Generator[None, None, None]:
     before = resource.getrlimit(resource.RLIMIT_AS)
     with open("/proc/self/statm") as file:
         pages = int(file.read().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + margin, before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + factor * MARGIN, before[1]))
     handler = signal.signal(signal.SIGPROF, late)
     try:
         with warnings.catch_warnings():
@@ -51,10 +52,12 @@ def bounded(margin: int = MARGIN) -> Generator[None, None, None]:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def happened(arguments: Any, run: Callable[[], Any], allowed: tuple[type[BaseException], ...] = ()) -> tuple[str, str]:
+def happened(
+    arguments: Any, run: Callable[[], Any], allowed: tuple[type[BaseException], ...] = (), factor: int = 1
+) -> tuple[str, str]:
     """What came of one input: "accepted", "refused", or what must not be; and its class, for the report."""
     before = bits(arguments)
-    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, factor * SECONDS)
     try:
         run()
         outcome = "accepted", ""
@@ -65,7 +68,7 @@ def happened(arguments: Any, run: Callable[[], Any], allowed: tuple[type[BaseExc
     except (*allowed, OwnError):
         outcome = "refused", ""
     except LateError:
-        outcome = "defect", f"no end after {SECONDS} s"
+        outcome = "defect", f"no end after {factor * SECONDS} s"
     except BaseException as error:
         known = of_a_function_of_the_user(error) or (arguments is not None and is_of_memory(error))
         outcome = ("refused", "") if known else ("defect", where(error))

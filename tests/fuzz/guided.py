@@ -75,7 +75,7 @@ def _guide(name: str, seconds: int, seed: int) -> None:
 
     corpus = Path(tempfile.mkdtemp())
     (corpus / "whole").write_bytes(content)
-    with guard.bounded(guard.COMPILING * guard.MARGIN):
+    with guard.bounded(guard.COMPILING):
         limits = f"-max_total_time={seconds}", f"-seed={seed}", f"-artifact_prefix={corpus}/"
         atheris.Setup([sys.argv[0], *limits, str(corpus)], run)
         atheris.Fuzz()
