@@ -114,15 +114,22 @@ def parse(operation: str, backend: Backend, weight: Any) -> Weight:
         signed = dtype.kind != "u"
         return Weight(None, array, whole, array < backend.full((), 0, dtype) if signed else None)
     bits, magnitude = _magnitude(backend, array)
-    infinity = np.array(np.inf).astype(dtype).view(f"i{dtype.itemsize}").item()
+    wide = _wide(dtype)
+    infinity = np.array(np.inf).astype(wide).view(f"i{wide.itemsize}").item()
     return Weight(None, array, whole, (magnitude >= infinity) | ((bits < 0) & (magnitude != 0)))
 
 
 def _magnitude(backend: Backend, array: Array) -> tuple[Array, Array]:
-    """The bits of a float, with its sign and without."""
-    integer = np.dtype(f"i{backend.dtype(array).itemsize}")
-    bits = backend.bitcast(array, integer)
+    """The bits of a float, in `_wide`, with its sign and without."""
+    wide = _wide(backend.dtype(array))
+    integer = np.dtype(f"i{wide.itemsize}")
+    bits = backend.bitcast(backend.cast(array, wide), integer)
     return bits, bits & np.iinfo(integer).max
+
+
+def _wide(dtype: np.dtype) -> np.dtype:
+    """For floats of a byte, which have zeros, signs and infinities of several kinds or none, one that holds them."""
+    return np.dtype(np.float32) if dtype.itemsize == 1 else dtype
 
 
 def _float(x: Any) -> float:

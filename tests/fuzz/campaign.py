@@ -13,6 +13,7 @@ import time
 import tracemalloc
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -43,11 +44,12 @@ EXAMPLES = 3
 
 
 class Job(NamedTuple):
-    """What a room does with one name: draws input number i, and runs it."""
+    """What a room does with one name: draws input number i, and runs it, in so many times the bounds."""
 
     name: str
     inputs: int
     run: Callable[[Random], tuple[str, str]]
+    factor: int = 1
 
 
 def jobs(room: str, inputs: int) -> Iterator[Job]:
@@ -57,7 +59,8 @@ def jobs(room: str, inputs: int) -> Iterator[Job]:
         from tests.fuzz import files
 
         for name, reader in files.readers().items():
-            yield Job(name, _count(inputs, part * reader.share), lambda r, reader=reader: _read(r, reader))
+            run = partial(_read, reader)
+            yield Job(name, _count(inputs, part * reader.share), run, reader.factor)
         return
     from tests.fuzz import functions
 
@@ -67,7 +70,7 @@ def jobs(room: str, inputs: int) -> Iterator[Job]:
         found = doors.targets()
     else:
         found = functions.targets()
-    within = _within(room)
+    within, factor = _within(room), 1 if room == "numpy" else COMPILING
     for name, target in found.items():
 
         def run(r: Random, target: functions.Target = target) -> tuple[str, str]:
@@ -76,15 +79,11 @@ def jobs(room: str, inputs: int) -> Iterator[Job]:
                     arguments, called = functions.call(target, Drawn(r, asarray))
                 except Exception:  # what was drawn does not fit together, or has no value while traced
                     return "not drawn", ""
-                return happened(arguments, called, target.allowed, _factor(room))
+                return happened(arguments, called, target.allowed, factor)
 
             return within(one)
 
-        yield Job(name, _count(inputs, part * target.share), run)
-
-
-def _factor(room: str) -> int:
-    return 1 if room in ("numpy", "files") else COMPILING
+        yield Job(name, _count(inputs, part * target.share), run, factor)
 
 
 def _count(inputs: int, share: float) -> int:
@@ -135,7 +134,7 @@ def _within(room: str) -> Callable[[Any], tuple[str, str]]:
     return lambda one: one(None)
 
 
-def _read(r: Random, reader: Any) -> tuple[str, str]:
+def _read(reader: Any, r: Random) -> tuple[str, str]:
     from tests.fuzz import files
 
     path = files.place(r, reader)
@@ -156,7 +155,7 @@ def work(room: str, inputs: int, seed: int, only: str, seconds: float, name: str
         reached = reached or job.name == name
         if not reached or not re.search(only, job.name):
             continue
-        with bounded(_factor(room)):
+        with bounded(job.factor):
             _work(job, seed, start if job.name == name else 0, seconds)
 
 

@@ -37,6 +37,7 @@ from gradcombine.verify.dumps import open_dump
 from gradcombine.verify.flight import read_log
 from gradcombine.verify.flight_diff import as_json, diff_logs, sections, verdict
 from gradcombine.verify.mapping import read_rules
+from tests.fuzz.guard import COMPILING
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz"))
 """Where the files are."""
@@ -63,6 +64,7 @@ class Reader(NamedTuple):
       inner: the part that is damaged by itself, and what makes a file of such a part, with all checksums.
       share: the part of all inputs that it is given.
       allowed: the errors that it is documented to raise beside `GradCombineError`.
+      factor: how many times the bounds of memory and time it needs, as threads do.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Reader(NamedTuple):
     inner: tuple[bytes, Callable[[bytes], bytes]] | None = None
     share: float = 1.0
     allowed: tuple[type[BaseException], ...] = ()
+    factor: int = 1
 
 
 def _bytes_of(write: Callable[[Any], Any]) -> bytes:
@@ -284,7 +287,7 @@ def readers() -> dict[str, Reader]:
         "target": Reader("x.pbtxt", target.H100.encode(), lambda path: target.find_target(f"{path}:8", compiles=False)),
         "dump .h5": Reader("x.h5", _hdf5(), _read_dump),
         "tf.train checkpoint": Reader("x.index", _checkpoint(), _read_dump),
-        "Orbax checkpoint": Reader("orbax/_METADATA", _orbax(), lambda path: _read_dump(path.parent)),
+        "Orbax checkpoint": Reader("orbax/_METADATA", _orbax(), lambda path: _read_dump(path.parent), factor=COMPILING),
         "command diff": Reader("x.npz", arrays, _command("diff", whole_file)),
         "command diff --rules": Reader("x.toml", RULES, _command("diff", whole_file, whole_file, "--rules"), None, 0.2),
         "command explain": Reader(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -193,3 +194,23 @@ def test_a_masked_contribution_divides_by_nothing() -> None:
     with jax.debug_nans(True):
         received = jax.vmap(variance)(np.float32([[0, 2], [0, 0], [1, 1]]))
     np.testing.assert_array_equal(received, np.float32([[0, 0], [0, 0], [0.0625, 0.140625]]))
+
+
+FLOATS = ("bfloat16", "float4_e2m1fn", "float8_e3m4", "float8_e4m3fn", "float8_e5m2")
+FLOATS += ("float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+MEANS = {np.nan: np.nan, np.inf: np.nan, -1: np.nan, 0: 8, 0.5: 6, 1: 5, 2: 4}
+"""Of 2 with this weight and 8 with a weight of 1."""
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", FLOATS)
+def test_traced_weights_of_narrow_floats(name: str) -> None:
+    """They have zeros, signs and infinities of several kinds, or none."""
+    import jax
+
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    with np.errstate(all="ignore"):
+        held = [w for w in MEANS if np.array_equal(float(np.array(w).astype(dtype)), w, equal_nan=True)]
+    mean = jax.vmap(lambda weight: gc.mean([np.float32(2), np.float32(8)], [weight, 1]))
+    np.testing.assert_array_equal(mean(np.array(held).astype(dtype)), [MEANS[w] for w in held])
+    assert {0.5, 1, 2} <= set(held)
