@@ -346,6 +346,16 @@ def gradients_like(params: Tree) -> Tree:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
+def _shapes(operation: str, function: Callable[[Any], Any], value: Any) -> Any:
+    """What JAX sees of a result; of what it cannot see through, a key or a leaf of no kind that it knows, an error."""
+    try:
+        return jax.eval_shape(function, value)
+    except (TypeError, ValueError) as failed:
+        if isinstance(failed, GradCombineError):
+            raise
+        raise GradCombineError(operation, "a tree of arrays of numbers", first_line(failed)) from failed
+
+
 def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -> tuple[Tree, Tree]:
     """The updates in the dtypes that the window was made for, and specs of what the reduction gives to the updates.
 
@@ -356,15 +366,10 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
     """
     _require_unreduced(window, numerators(updates))
     begun = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
-    try:
-        made_for_such = jax.eval_shape(window.reduction.init, updates)
-    except (TypeError, ValueError) as failed:
-        if isinstance(failed, GradCombineError):
-            raise
-        raise GradCombineError(window.operation, "a tree of arrays of numbers", first_line(failed)) from failed
+    made_for_such = _shapes(window.operation, window.reduction.init, updates)
     if jax.tree.structure(made_for_such) == jax.tree.structure(begun) and _dtypes(made_for_such) == _dtypes(begun):
         return updates, None
-    specs, structure = tree.flatten(window.operation, jax.eval_shape(window.accumulator.value, state))
+    specs, structure = tree.flatten(window.operation, _shapes(window.operation, window.accumulator.value, state))
     results = jax.eval_shape(window.reduction.finalize, made_for_such)
     outputs = tree.flatten_as(window.operation, structure, results)
     # Results of one dtype are of updates that the window takes as they are.
