@@ -138,7 +138,8 @@ def _read(reader: Any, r: Random) -> tuple[str, str]:
     from tests.fuzz import files
 
     path = files.place(r, reader)
-    if r.randrange(MEASURED):
+    # Other threads that allocate while tracemalloc ends can end the process, in Python 3.11.
+    if r.randrange(MEASURED) or reader.factor > 1:
         return happened(None, lambda: reader.read(path), reader.allowed)
     tracemalloc.start()
     outcome = happened(None, lambda: reader.read(path), reader.allowed)

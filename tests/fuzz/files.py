@@ -64,7 +64,7 @@ class Reader(NamedTuple):
       inner: the part that is damaged by itself, and what makes a file of such a part, with all checksums.
       share: the part of all inputs that it is given.
       allowed: the errors that it is documented to raise beside `GradCombineError`.
-      factor: how many times the bounds of memory and time it needs, as threads do.
+      factor: how many times the bounds of memory and time it needs; where more than one, it has threads of its own.
     """
 
     name: str
