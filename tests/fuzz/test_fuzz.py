@@ -276,3 +276,14 @@ def test_arguments_are_the_same_for_the_same_seed() -> None:
     first, second = (functions.call(target, Drawn(Random("0:gradcombine.add_n:5")))[0] for _ in range(2))
     assert str(first) == str(second)
     assert isinstance(OWN_CODE["a failing dtype"], Failing)
+
+
+def test_states_and_batches_that_only_jax_knows() -> None:
+    """A state of the optimizer that it returns in another form, and an array of what JAX has for no gradient."""
+    tx = for_optax.accumulate(SGD, 1)
+    params = {"w": np.zeros(2, np.float32)}
+    state = tx.init(params)
+    with pytest.raises(gc.GradCombineError, match="expected a state of the optimizer that it keeps"):
+        tx.update(params, state._replace(inner=[*state.inner]), params)
+    with pytest.raises(gc.GradCombineError, match="expected a batch of numbers, received an array of float0"):
+        value_and_grad(own, 2)(0.0, np.zeros((4, 2), jax.dtypes.float0))

@@ -91,6 +91,8 @@ def examples(operation: str, batch: Tree) -> int:
             continue
         with renamed(operation, name):
             shape = shape_of(leaf)
+        if getattr(leaf, "dtype", None) == jax.dtypes.float0:  # gradients of integers, which jit takes
+            raise GradCombineError(operation, "a batch of numbers", "an array of float0", name)
         if not shape:
             raise GradCombineError(operation, "a batch argument with a first axis of examples", "a scalar", name)
         if found and shape[0] not in found:

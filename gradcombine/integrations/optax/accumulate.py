@@ -423,7 +423,10 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
         expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
         return x if expected is None or received is None or expected == received else x.astype(expected)
 
-    return jax.tree.map(keep, new, old)
+    try:
+        return jax.tree.map(keep, new, old)
+    except ValueError as failed:
+        raise GradCombineError("update", "a state of the optimizer that it keeps", first_line(failed)) from failed
 
 
 def stands_in(params: Tree) -> bool:
