@@ -228,8 +228,17 @@ FLATTENING: dict[str, Callable[[Any], Any]] = {
 }
 
 
+UNFIT: dict[str, tuple[Any, str]] = {
+    "endless": (WITHOUT_END, "more (a tree that contains itself?)"),
+    "keys": ({"a": np.float32(1), 1: np.float32(1)}, "dicts whose keys have an order"),
+}
+
+
+@pytest.mark.parametrize("kind", UNFIT)
 @pytest.mark.parametrize("call", FLATTENING.values(), ids=FLATTENING)
-def test_a_tree_without_an_end_leaves_the_depth_of_recursion_to_other_calls(call: Callable[[Any], Any]) -> None:
+def test_a_tree_that_jax_cannot_flatten_leaves_the_depth_of_recursion_to_other_calls(
+    call: Callable[[Any], Any], kind: str
+) -> None:
     def depth(level: int = 0) -> int:
         try:
             return depth(level + 1)
@@ -238,7 +247,7 @@ def test_a_tree_without_an_end_leaves_the_depth_of_recursion_to_other_calls(call
 
     before = depth()
     for _ in range(3):
-        assert "more (a tree that contains itself?)" in refusal(call, WITHOUT_END)
+        assert UNFIT[kind][1] in refusal(call, UNFIT[kind][0])
     assert depth() == before
 
 

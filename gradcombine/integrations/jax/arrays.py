@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -16,7 +17,7 @@ from gradcombine import tree
 from gradcombine.backends.jax_backend import has_dtype
 from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.registry import in_words, is_absent
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.formats.entry import first_line
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
@@ -38,11 +39,22 @@ def _flattened(operation: str, values: Tree) -> tuple[list[Any], Any]:
 
 
 def require_levels(operation: str, *values: Tree) -> None:
-    """Refuses Python's containers without an end, and in them arrays that XLA has no dtype for.
+    """Refuses containers of Python without an end, or with keys in no order, and arrays that XLA has no dtype for.
 
-    After the former JAX leaves the calls that follow no depth of recursion; of the latter XLA ends the process.
+    After containers of both kinds JAX leaves the calls that follow less depth of recursion; of such arrays XLA ends the
+    process.
     """
-    leaves, structure = tree.flatten(operation, values, lambda x: not isinstance(x, (dict, list, tuple)))
+
+    def is_leaf(x: Any) -> bool:
+        if type(x) in (dict, defaultdict):
+            try:
+                sorted(x)
+            except Exception as error:  # whatever a key's own code raises
+                received = f"the keys {', '.join(map(shown, x))}"
+                raise GradCombineError(operation, "dicts whose keys have an order, as JAX does", received) from error
+        return not isinstance(x, (dict, list, tuple))
+
+    leaves, structure = tree.flatten(operation, values, is_leaf)
     for i, x in enumerate(leaves):
         if isinstance(x, (np.ndarray, np.generic)) and x.dtype in NARROW and not has_dtype(x.dtype):
             raise GradCombineError(operation, "a dtype that JAX has", x.dtype, structure.path(i))
