@@ -296,3 +296,9 @@ def test_states_and_batches_that_only_jax_knows() -> None:
         tx.update(params, state._replace(inner=[*state.inner]), params)
     with pytest.raises(gc.GradCombineError, match="expected a batch of numbers, received an array of float0"):
         value_and_grad(own, 2)(0.0, np.zeros((4, 2), jax.dtypes.float0))
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_a_python_float_beyond_float32_is_an_infinite_gradient_of_a_process_set() -> None:
+    reduce = horovod.AllReduce(gc.LOCAL, "adasum", process_set=[0], prescale_factor=2)
+    assert [x.numpy().tolist() for x in reduce([tf.constant([1.0]), 1e308])] == [[2.0], np.inf]

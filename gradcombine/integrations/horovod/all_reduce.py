@@ -168,7 +168,7 @@ class AllReduce:
             return combined
         take = included > backend.full((), 0, dtypes.INT32)
         return [
-            old if is_absent(old) else backend.where(take, new, backend.cast(old, backend.dtype(new)))
+            old if is_absent(old) else backend.where(take, new, backend.cast(backend.asarray(old), backend.dtype(new)))
             for old, new in zip(leaves, combined, strict=True)
         ]
 
