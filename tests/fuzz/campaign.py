@@ -140,7 +140,7 @@ def _read(reader: Any, r: Random) -> tuple[str, str]:
     path = files.place(r, reader)
     # Other threads that allocate while tracemalloc ends can end the process, in Python 3.11.
     if r.randrange(MEASURED) or reader.factor > 1:
-        return happened(None, lambda: reader.read(path), reader.allowed)
+        return happened(None, lambda: reader.read(path), reader.allowed, reader.factor)
     tracemalloc.start()
     outcome = happened(None, lambda: reader.read(path), reader.allowed)
     peak = tracemalloc.get_traced_memory()[1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import base64
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -100,6 +101,8 @@ class _Parser:
         return text
 
     def _answer(self, line: bytes) -> bytes:
+        if self._process is not None and self._process.poll() is not None:  # not by a file: something else has ended it
+            self._end()
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", __file__],
@@ -122,11 +125,12 @@ class _Parser:
         if process is None:
             return 0
         process.kill()
-        with process:
-            return process.wait()
+        process.communicate()  # closes the pipes, whatever is left in them
+        return process.returncode
 
 
 def _answer_all() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the process that asks
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else prints
     for line in sys.stdin.buffer:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from signal import SIGINT, SIGKILL
 from typing import Any
 
 import pytest
 
 from gradcombine.errors import GradCombineError
+from gradcombine.verify.audit import parsing
 from gradcombine.verify.audit.compiling import read
 from gradcombine.verify.audit.hlo import Alias, Frame, Module, Shape, groups
 
@@ -222,3 +225,17 @@ def test_a_file_that_ends_the_parser(compiled: Any, tmp_path: Path) -> None:
             read(path)
     path.write_text(whole)
     assert "sine" in read(path)
+
+
+@pytest.mark.parametrize("signal", [SIGKILL, SIGINT])
+def test_a_parser_that_something_else_ends(signal: int, compiled: Any, tmp_path: Path) -> None:
+    """A file that is whole is read, by another process where it has to be."""
+    (path := tmp_path / "x").write_text(compiled.as_text())
+    assert "sine" in read(path)
+    process = parsing._parser_of(os.getpid())._process
+    assert process is not None
+    process.send_signal(signal)
+    if signal == SIGKILL:
+        process.wait()
+    assert "sine" in read(path)
+    assert (parsing._parser_of(os.getpid())._process is process) == (signal == SIGINT)
