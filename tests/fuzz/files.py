@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import io
 import json
 import os
@@ -190,6 +191,28 @@ def _checkpoint() -> bytes:
     return Path(f"{checkpoint.write(str(FOLDER / 'x'))}.index").read_bytes()
 
 
+def _torch() -> dict[str, Reader]:
+    """Where PyTorch is installed, which the other readers do without: an archive, and the pickle in it."""
+    if importlib.util.find_spec("torch") is None:
+        return {}
+    import torch
+
+    content = _bytes_of(lambda file: torch.save({"model": {"w": torch.ones(2, 3)}, "step": 3}, file))
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    (pickled,) = (name for name in members if name.endswith("data.pkl"))
+
+    def sealed(inner: bytes) -> bytes:
+        def write(buffer: Any) -> None:
+            with zipfile.ZipFile(buffer, "w") as archive:
+                for name, member in (members | {pickled: inner}).items():
+                    archive.writestr(name, member)
+
+        return _bytes_of(write)
+
+    return {"dump .pt": Reader("x.pt", content, _read_dump, (members[pickled], sealed), factor=COMPILING)}
+
+
 def _orbax() -> bytes:
     """The metadata of a checkpoint of Orbax, whose arrays are left beside the damaged ones."""
     import orbax.checkpoint as ocp
@@ -299,7 +322,7 @@ def readers() -> dict[str, Reader]:
         ),
         "HLO text": Reader("x.txt", HLO, audit_file),
         "HLO proto": Reader("x.pb", proto, audit_file),
-    }
+    } | _torch()
 
 
 TOKENS = [
