@@ -325,8 +325,9 @@ def _canonical(dtype: np.dtype) -> np.dtype:
 
 @cache
 def has_dtype(dtype: np.dtype) -> bool:
-    """Whether JAX has it, and XLA, which has no numbers of 6 bits."""
-    return dtype.isnative and hasattr(jnp, dtype.name) and not dtype.name.startswith("float6_")
+    """Whether JAX has it, and XLA, which computes with numbers of 6 bits nowhere, and of 1 bit in part."""
+    computes = not dtype.name.startswith("float6_") and dtype.name not in ("int1", "uint1")
+    return computes and dtype.isnative and hasattr(jnp, dtype.name)
 
 
 def _exactly(array: Array, dtype: np.dtype) -> Array:

@@ -187,6 +187,21 @@ def _asarray(framework: str) -> Callable[[np.ndarray], Any]:
     return tf.constant
 
 
+@pytest.mark.needs("jax")
+@pytest.mark.skipif(not hasattr(ml_dtypes, "uint1"), reason="not every version of ml_dtypes has integers of one bit")
+def test_integers_of_one_bit_are_refused_in_jax() -> None:
+    """JAX has them, but XLA cannot lower most of what is done to them."""
+    import jax.numpy as jnp
+
+    wide = jnp.ones(2, jnp.int8)
+    for call in (
+        lambda: gc.add_n([np.ones(2, ml_dtypes.uint1), wide]),
+        lambda: gc.combine(gc.reductions.sum(output_dtype="uint1"), [wide]),
+    ):
+        with pytest.raises(gc.GradCombineError, match="expected a dtype that JAX has, received uint1"):
+            call()
+
+
 def test_what_is_under_a_mask_does_not_count() -> None:
     masked = np.ma.masked_array(np.float32([1, 1e30]), [False, True])
     for call in (
