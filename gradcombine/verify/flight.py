@@ -71,6 +71,7 @@ class FlightRecorder:
 
     Raises:
       GradCombineError: for a file that is something else, a log of other leaves, and twins that are not there.
+      OSError: where the file cannot be opened or written.
 
     >>> import tempfile, numpy as np, gradcombine as gc
     >>> from gradcombine.verify import FlightRecorder

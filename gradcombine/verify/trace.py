@@ -36,13 +36,14 @@ def record(directory: str | Path, steps: Container[int] | None = None) -> Record
 
     Args:
       directory: made if it is not there; it must not hold a trace already.
-      steps: the steps to write, for instance ``range(0, 1000, 100)``; None: all of them.
+      steps: the steps to write, for instance ``range(0, 1000, 100)``, no iterator; None: all of them.
 
     Returns:
       A `Recorder`, to be called in each step, and closed at the end; it is a context manager, too.
 
     Raises:
-      GradCombineError: for a directory that holds a trace.
+      GradCombineError: for a directory that holds a trace, and for steps that do not tell what is among them.
+      OSError: where the directory cannot be made.
 
     >>> import tempfile, numpy as np
     >>> from gradcombine.verify import record
@@ -54,10 +55,22 @@ def record(directory: str | Path, steps: Container[int] | None = None) -> Record
     ['gradients/w', 'params/w']
     """
     path = require_path("record", "a directory", directory)
+    _among(steps, 0)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.glob("step_*.npz")):
         raise GradCombineError("record", "a directory without a trace", str(path))
     return Recorder(path, steps)
+
+
+def _among(steps: Container[int] | None, step: int) -> bool:
+    if steps is None:
+        return True
+    try:
+        if isinstance(steps, Iterator):  # which would lose what it is asked for
+            raise TypeError
+        return step in steps
+    except Exception:  # of text, of arrays in two dimensions, or whatever a foreign class raises
+        raise GradCombineError("record", "steps such as range(0, 1000, 100), or None", shown(steps)) from None
 
 
 class Recorder:
@@ -131,7 +144,7 @@ class Recorder:
     def _writer(self, called: tuple[str, ...]) -> Callable[..., None]:
         def write(step: Any, arrays: Any) -> None:
             number = int(step)
-            if self._steps is not None and number not in self._steps:
+            if not _among(self._steps, number):
                 return
             with self._lock:
                 if number < 0:

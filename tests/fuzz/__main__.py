@@ -15,7 +15,7 @@ from tests.fuzz.campaign import ROOMS, campaign, work
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("--inputs", type=int, default=100_000, help="for each name, less what its share leaves out")
+    parser.add_argument("--inputs", type=int, default=100_000, help="for each name; of the rooms of frameworks a part")
     parser.add_argument("--seed", type=int, default=0, help="input i of a name is made of the seed, the name and i")
     parser.add_argument("--seconds", type=float, default=3600, help="at most for each name, whose inputs end there")
     parser.add_argument("--only", default="", help="names in which this pattern is found")

@@ -54,13 +54,11 @@ class Job(NamedTuple):
 
 def jobs(room: str, inputs: int) -> Iterator[Job]:
     """The jobs of a room; frameworks are imported by the rooms that need them."""
-    part = ROOMS[room]
     if room == "files":
         from tests.fuzz import files
 
         for name, reader in files.readers().items():
-            run = partial(_read, reader)
-            yield Job(name, _count(inputs, part * reader.share), run, reader.factor)
+            yield Job(name, inputs, partial(_read, reader), reader.factor)
         return
     from tests.fuzz import functions
 
@@ -83,11 +81,7 @@ def jobs(room: str, inputs: int) -> Iterator[Job]:
 
             return within(one)
 
-        yield Job(name, _count(inputs, part * target.share), run, factor)
-
-
-def _count(inputs: int, share: float) -> int:
-    return max(1, round(inputs * share))
+        yield Job(name, max(1, round(inputs * ROOMS[room])), run, factor)
 
 
 def _within(room: str) -> Callable[[Any], tuple[str, str]]:

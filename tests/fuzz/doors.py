@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +23,11 @@ from gradcombine.integrations import keras as for_keras
 from gradcombine.integrations import optax as for_optax
 from gradcombine.integrations import tensorflow as for_tensorflow
 from gradcombine.verify import audit, check_microbatches, check_step, plan
-from tests.fuzz.functions import KINDS, Kind, Target, const
+from gradcombine.verify.audit.step import audit_file, audit_named
+from gradcombine.verify.audit.target import find_target
+from gradcombine.verify.plan.planning import plan_named
+from tests.fuzz.files import HLO
+from tests.fuzz.functions import FOLDER, KINDS, Kind, Target, const
 from tests.fuzz.values import Drawn, OwnError
 
 PARAMS = {"w": np.zeros(2, np.float32)}
@@ -174,6 +181,129 @@ def microbatches_checked(loss: Any, params: Any, windows: Any, inner: Any, accum
     return check_microbatches(loss, params, windows, inner, accumulating)
 
 
+# What these make is called with what its users hand over: states, gradients, batches, configurations.
+
+
+def optax_init(params: Any) -> Any:
+    return [
+        jax.eval_shape(lambda flag: made.init(params), True)
+        for made in (for_optax.accumulate(optax.sgd(0.1), 2), for_optax.MultiSteps(optax.sgd(0.1), 2), _step())
+    ]
+
+
+def multi_steps_used(use_grad_mean: Any, compat: Any, updates: Any, state: Any, params: Any) -> Any:
+    made = for_optax.MultiSteps(optax.sgd(0.1), 2, use_grad_mean, compat=compat)
+    return jax.eval_shape(lambda flag: (made.update(updates, state, params), made.has_updated(state)), True)
+
+
+def multi_steps_adopted(compat: Any, state: Any) -> Any:
+    return for_optax.MultiSteps(optax.sgd(0.1), 2, compat=compat).adopt(state)
+
+
+@cache
+def _step() -> Any:
+    return for_jax.train_step(_loss, optax.sgd(0.1), every=2, microbatches=2)
+
+
+def train_step_used(params: Any, state: Any, batch: Any) -> Any:
+    step = _step()
+    return jax.eval_shape(lambda flag: (step.function(params, state, batch), step.flush_function(params, state)), True)
+
+
+def train_step_called(params: Any, state: Any, batch: Any) -> Any:
+    """Compiled, but for the few programs of what is valid refused before."""
+    return _step().flush(*_step()(params, state, batch)[:2])
+
+
+def accumulated_step_used(gradients: Any, batch: Any, states: Any, number: Any, totals: Any) -> Any:
+    step = for_tensorflow.AccumulatedStep(gradients, [tf.Variable([0.0, 0.0])], lambda grads: None, 2)
+    step.load_states(states)
+    return step(*batch, number=number, totals=totals), step.flush()
+
+
+@cache
+def _held() -> Any:
+    """The states of a window of such a step."""
+    step = for_tensorflow.AccumulatedStep(lambda x: ([x], 1), [tf.Variable([0.0, 0.0])], lambda grads: None, 2)
+    return step.states()
+
+
+def keras_applied(grads: Any, trainable_variables: Any, weight: Any) -> Any:
+    made = for_keras.Accumulate(keras.optimizers.SGD(0.1), 2)
+    made.apply(grads, trainable_variables, weight)
+    return made.flush()
+
+
+def keras_pairs(grads_and_vars: Any, weight: Any) -> Any:
+    with (made := for_keras.Accumulate(keras.optimizers.SGD(0.1), 2)).weighted(weight):
+        return made.apply_gradients(grads_and_vars)
+
+
+def keras_from_config(config: Any) -> Any:
+    return for_keras.Accumulate.from_config(config)
+
+
+def aggregation_used(grads: Any, variables: Any, local: Any, optimizer: Any) -> Any:
+    made = horovod.LocalGradientAggregation(2, lambda g, v: g)
+    made.register_local_var(local)
+    made.compute_gradients(grads, variables)
+    return made.apply_gradients(lambda: None, optimizer)
+
+
+def all_reduce_used(op: Any, grads: Any, variables: Any) -> Any:
+    return horovod.AllReduce(gc.LOCAL, op)(grads, variables)
+
+
+def audit_of_a_name(what: Any, target: Any) -> Any:
+    return audit_named(what, target)
+
+
+def audit_of_a_file(path: Any, target: Any) -> Any:
+    return audit_file(path, target)
+
+
+def plan_of_a_name(what: Any, target: Any, names: Any) -> Any:
+    return plan_named(what, target, names)
+
+
+def target_of_a_name(target: Any) -> Any:
+    return find_target(target, compiles=False)
+
+
+def lost_peers(operation: Any, said: Any) -> None:
+    with for_jax.detect_lost_peers(operation):
+        raise ValueError("Gloo", said)
+
+
+def compiled_step() -> Any:
+    """What a command line names, for `audit`."""
+    return jax.jit(lambda x: x + 1), [np.float32([1, 2])]
+
+
+def plan_of_a_model() -> dict[str, Any]:
+    """What a command line names, for `plan`."""
+    return {"loss": _ends, "params": PARAMS, "batch": BATCH, "optimizer": optax.sgd(0.1), "microbatches": 2}
+
+
+@cache
+def _audited_files() -> list[str]:
+    """One of HLO, one that is none, folders with them, and what is not there."""
+    folder = Path(tempfile.mkdtemp(dir=FOLDER))
+    (folder / "empty").mkdir()
+    for name, content in (("step.after_optimizations.txt", HLO), ("no.txt", b"no program")):
+        (folder / name).write_bytes(content)
+    return [str(folder / name) for name in ("step.after_optimizations.txt", "no.txt", "", "empty", "not/there")]
+
+
+def _step_name(d: Drawn) -> str:
+    found = ["_ends", "PARAMS", "not_there", "plan_of_a_model"] + ["compiled_step"] * (d.r.randrange(30) == 0)
+    return d.r.choice([f"{__name__}:{d.r.choice(found)}", "json:dumps", "not.there:step", *_audited_files()])
+
+
+def _audited_file(d: Drawn) -> Any:
+    return d.r.choice([str, Path])(d.r.choice(_audited_files()))
+
+
 _KINDS: dict[str, Kind] = KINDS | {
     "every": _every,
     "reduction": _reduction,
@@ -203,6 +333,9 @@ _KINDS: dict[str, Kind] = KINDS | {
     "apply": const(keras.optimizers.SGD(0.1), lambda grads: None),
     "inner_optimizer": const(keras.optimizers.SGD(0.1)),
     "op": const("average", "sum", "adasum"),
+    "what": _step_name,
+    "path": _audited_file,
+    "said": const("other words", "connection closed\n" * 1000),
     "prescale_factor": const(1.0, 2),
     "gradient_predivide_factor": const(1.0, 2.0),
     "process_set": const(None, [0]),
@@ -224,6 +357,35 @@ _SPECIAL: dict[str, dict[str, Kind]] = {
     "horovod_all_reduce": {"over": const(gc.LOCAL), "grads": _tensors},
     "local_aggregation": {"grads": _tensors},
     "optax_state": {"state": const(for_optax.accumulate(optax.sgd(0.1), 2).init(PARAMS))},
+    "multi_steps_used": {
+        "updates": _grads,
+        "state": lambda d: for_optax.MultiSteps(optax.sgd(0.1), 2, compat=d.r.random() < 0.5).init(PARAMS),
+    },
+    "multi_steps_adopted": {"state": const(optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS))},
+    "train_step_used": {"state": lambda d: _step().init(PARAMS)},
+    "train_step_called": {"state": lambda d: _step().init(PARAMS)},
+    "accumulated_step_used": {
+        "gradients": const(lambda x: ([x], 1), lambda x: ([x, x], 1)),
+        "batch": lambda d: [d.leaf((2,), "float32")],
+        "states": lambda d: _held(),
+        "number": const(None, 0),
+        "totals": const(None),
+    },
+    "keras_applied": {
+        "grads": _tensors,
+        "trainable_variables": lambda d: [keras.Variable(np.zeros(2, np.float32))],
+    },
+    "keras_pairs": {"grads_and_vars": lambda d: [(_tensors(d)[0], keras.Variable(np.zeros(2, np.float32)))]},
+    "keras_from_config": {"config": lambda d: for_keras.Accumulate(keras.optimizers.SGD(0.1), 2).get_config()},
+    "aggregation_used": {
+        "grads": _tensors,
+        "local": lambda d: tf.Variable([0.0, 0.0]),
+        "optimizer": const(keras.optimizers.SGD(0.1)),
+    },
+    "all_reduce_used": {"grads": _tensors},
+    "audit_of_a_file": {"target": const(None, "h100:8", "v5e:4x4")},
+    "target_of_a_name": {"target": const("h100:8", "h100:64x8", "v5e:16x16", "v5p:2x2x2", None)},
+    "plan_of_a_name": {"names": const(["window"])},
     "planned": {"names": const(["window"]), "loss": _mostly_ends(_loss)},
     "microbatches_checked": {"loss": _mostly_ends(_loss)},
     "optax_update": {"every": const(1, 1, 1, 1, 2, 4, for_optax.UNTIL_FLUSH)},
@@ -268,6 +430,22 @@ _DOORS: tuple[Callable[..., Any], ...] = (
     planned,
     step_checked,
     microbatches_checked,
+    optax_init,
+    multi_steps_used,
+    multi_steps_adopted,
+    train_step_used,
+    train_step_called,
+    accumulated_step_used,
+    keras_applied,
+    keras_pairs,
+    keras_from_config,
+    aggregation_used,
+    all_reduce_used,
+    audit_of_a_name,
+    audit_of_a_file,
+    plan_of_a_name,
+    target_of_a_name,
+    lost_peers,
 )
 
 

@@ -63,7 +63,6 @@ class Reader(NamedTuple):
       content: of a whole one.
       read: all that is there to be read.
       inner: the part that is damaged by itself, and what makes a file of such a part, with all checksums.
-      share: the part of all inputs that it is given.
       allowed: the errors that it is documented to raise beside `GradCombineError`.
       factor: how many times the bounds of memory and time it needs; where more than one, it has threads of its own.
     """
@@ -72,7 +71,6 @@ class Reader(NamedTuple):
     content: bytes
     read: Callable[[Path], Any]
     inner: tuple[bytes, Callable[[bytes], bytes]] | None = None
-    share: float = 1.0
     allowed: tuple[type[BaseException], ...] = ()
     factor: int = 1
 
@@ -312,13 +310,11 @@ def readers() -> dict[str, Reader]:
         "tf.train checkpoint": Reader("x.index", _checkpoint(), _read_dump),
         "Orbax checkpoint": Reader("orbax/_METADATA", _orbax(), lambda path: _read_dump(path.parent), factor=COMPILING),
         "command diff": Reader("x.npz", arrays, _command("diff", whole_file)),
-        "command diff --rules": Reader("x.toml", RULES, _command("diff", whole_file, whole_file, "--rules"), None, 0.2),
-        "command explain": Reader(
-            "x.npz", vector, _command("explain", *[str(FOLDER / "v.npz")] * 2, "--result"), None, 0.2
-        ),
-        "command audit": Reader("x.txt", HLO, _command("audit"), None, 0.2),
+        "command diff --rules": Reader("x.toml", RULES, _command("diff", whole_file, whole_file, "--rules")),
+        "command explain": Reader("x.npz", vector, _command("explain", *[str(FOLDER / "v.npz")] * 2, "--result")),
+        "command audit": Reader("x.txt", HLO, _command("audit")),
         "command audit --baseline": Reader(
-            "x.json", earlier.read_bytes(), _command("audit", str(FOLDER / "whole.txt"), "--baseline"), None, 0.2
+            "x.json", earlier.read_bytes(), _command("audit", str(FOLDER / "whole.txt"), "--baseline")
         ),
         "HLO text": Reader("x.txt", HLO, audit_file),
         "HLO proto": Reader("x.pb", proto, audit_file),

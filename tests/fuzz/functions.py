@@ -30,6 +30,7 @@ PUBLIC = (
     *(
         "gradcombine.sparse",
         "gradcombine.digests",
+        "gradcombine.faults",
         "gradcombine.ledger",
         "gradcombine.foreign_orders",
         "gradcombine.verify",
@@ -66,14 +67,12 @@ class Target(NamedTuple):
     Attributes:
       function: called with keyword arguments.
       kinds: what each argument is drawn from.
-      share: the part of all inputs that it is given.
       allowed: the errors that it is documented to raise beside `GradCombineError`.
       terms: contributions for the reduction that it returns, if it does.
     """
 
     function: Callable[..., Any]
     kinds: Mapping[str, Kind]
-    share: float = 1.0
     allowed: tuple[type[BaseException], ...] = ()
     terms: Kind = Drawn.trees
 
@@ -115,6 +114,21 @@ def _of_float(d: Drawn) -> Any:
 def _twice(d: Drawn) -> Any:
     """The tree that was drawn for the argument before, in most cases."""
     return d.tree() if d.r.random() < 0.3 else d.latest
+
+
+def _faults(d: Drawn) -> Any:
+    return gc.faults.find(gc.LOCAL, d.r.choice([{"w": np.float32([1, np.nan])}, {"w": np.float32([1, 2])}]))
+
+
+def _new(d: Drawn) -> Any:
+    """A path of nothing yet, in most cases; else of a file, of a trace, or of what cannot be there."""
+    folder = Path(FOLDER, "new")
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "traced").mkdir(parents=True)
+    for name in ("traced/step_00000001.npz", "a.txt"):
+        (folder / name).write_text("neither arrays nor digests")
+    name = d.r.choice(["new"] * 6 + ["a.txt", "traced", "a.txt/below", "not/there"])
+    return d.r.choice([str, Path])(folder / name)
 
 
 def _file(d: Drawn) -> Any:
@@ -331,6 +345,11 @@ def variable_assign(aggregation: Any, synchronization: Any, over: Any, value: An
     return state
 
 
+def variable_read(aggregation: Any, replicas: Any, state: Any, other: Any) -> Any:
+    variable = replicated.variable(aggregation, "on_read", over=replicated.stacked(replicas))
+    return variable.read(state), variable.cross.read(state), variable.assign(state, other)
+
+
 def saved_and_loaded(path: Any, reduction: Any, state: Any, like: Any) -> Any:
     statefile.save(path, reduction, state)
     statefile.inspect(path)
@@ -342,21 +361,19 @@ def saved_replicas(path: Any, reduction: Any, states: Any, like: Any) -> Any:
     return statefile.load_replicas(path, reduction, like)
 
 
-def recorded(step: Any, gradients: Any, params: Any) -> None:
-    with tempfile.TemporaryDirectory(dir=FOLDER) as folder, record(folder) as recorder:
+def recorded(directory: Any, steps: Any, step: Any, gradients: Any, params: Any) -> None:
+    with record(directory, steps) as recorder:
         recorder(step, gradients=gradients, params=params)
 
 
-def flight_recorded(like: Any, twins: Any, behind: Any, step: Any, digests: Any, replica: Any) -> None:
-    with (
-        tempfile.TemporaryDirectory(dir=FOLDER) as folder,
-        FlightRecorder(f"{folder}/a.log", like, twins=twins, behind=behind) as recorder,
-    ):
+def flight_recorded(path: Any, like: Any, twins: Any, behind: Any, step: Any, digests: Any, replica: Any) -> None:
+    with FlightRecorder(path, like, twins=twins, behind=behind) as recorder:
         recorder(step, digests, replica)
 
 
 def flown(value: Any, step: Any) -> None:
-    flight_recorded(value, (), 0, step, digests.digest(value), None)
+    with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
+        flight_recorded(f"{folder}/a.log", value, (), 0, step, digests.digest(value), None)
 
 
 def stacked_assign(replicas: Any, aggregation: Any, value: Any, other: Any) -> Any:
@@ -388,16 +405,25 @@ METHODS: dict[str, Target] = {
             {"microbatches": const(4, 8), "number": const(0, 1, 3, np.int32(2))},
         ),
         (variable_assign, {"other": Drawn.tree, "how": lambda d: d.r.choice(["assign", "assign_add", "assign_sub"])}),
+        (
+            variable_read,
+            {
+                "aggregation": const("sum", "mean", "only_first_replica"),
+                "replicas": const(2),
+                "state": lambda d: replicated.variable("sum", over=replicated.stacked(2)).init(d.leaf((2,), "float32")),
+                "other": _stack,
+            },
+        ),
         (saved_and_loaded, {}),
         (saved_replicas, {}),
-        (recorded, {"gradients": Drawn.tree, "params": Drawn.tree}),
-        (flight_recorded, {}),
+        (recorded, {"directory": _new, "gradients": Drawn.tree, "params": Drawn.tree}),
+        (flight_recorded, {"path": _new}),
         (flown, {}),
         (stacked_assign, {"replicas": const(2), "value": _stack, "other": _stack}),
         (described_error, {}),
     ]
 }
-FIXED = {"how", "examples", "progress"}
+FIXED = {"how", "examples", "progress", "said"}
 """What is no user's, and what asks for time, or ends it."""
 
 SPECIAL: dict[str, dict[str, Kind]] = {
@@ -407,6 +433,9 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "assignment": const([[0, 1]]),
     },
     "gradcombine.all_reduce": {"value": Drawn.tree},
+    "gradcombine.faults.find": {"values": Drawn.tree, "twins": Drawn.tree},
+    "gradcombine.faults.require_none": {"faults": _faults, "values": Drawn.tree},
+    "gradcombine.faults.drop": {"faults": _faults},
     "gradcombine.merge_replicas": {"state": Drawn.any_state},
     "gradcombine.Reduction": dict.fromkeys(("init", "update", "merge", "finalize"), KINDS["function"])
     | {"shortcuts": const(None)},
@@ -462,7 +491,6 @@ TERMS: dict[str, Kind] = {
         "row_mean": lambda d: [_rows(d) for _ in d.trees()],
     }.items()
 }
-SHARES = {"gradcombine.tf_replicas": 0.01}
 
 
 def target_of(name: str, function: Callable[..., Any]) -> Target:
@@ -479,13 +507,13 @@ def target_of(name: str, function: Callable[..., Any]) -> Target:
         if parameter.name not in special and parameter.name not in KINDS:
             raise KeyError(f"{name} has a parameter {parameter.name} without a strategy")
         kinds[parameter.name] = special.get(parameter.name) or KINDS[parameter.name]
-    return Target(function, kinds, SHARES.get(name, 1.0), _allowed(name), TERMS.get(name, Drawn.trees))
+    return Target(function, kinds, _allowed(name), TERMS.get(name, Drawn.trees))
 
 
 def _allowed(name: str) -> tuple[type[BaseException], ...]:
     if "assert_" in name or "check_reduction" in name:  # a BrokenLaw is one
         return (AssertionError,)
-    return (OSError,) if name.startswith(("gradcombine.statefile.", "saved_")) else ()
+    return (OSError,) if name.startswith(("gradcombine.statefile.", "saved_", "recorded", "flight_recorded")) else ()
 
 
 ELSEWHERE = (
@@ -507,7 +535,7 @@ def targets() -> dict[str, Target]:
     for name, target in METHODS.items():
         parameters = inspect.signature(target.function).parameters
         kinds = {p: target.kinds.get(p) or KINDS[p] for p in parameters}
-        found[name] = Target(target.function, kinds, SHARES.get(name, 1.0), _allowed(name))
+        found[name] = Target(target.function, kinds, _allowed(name))
     return found
 
 

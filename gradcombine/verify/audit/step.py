@@ -194,11 +194,14 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
       GradCombineError: nothing of this name, a module that does not import, a callable that returns something else.
       OutOfMemoryError: a step that needs more memory than the target has.
     """
-    if Path(what).exists():
-        return [*audit_file(what, target)]
+    if require_path("audit", _NAMED, what).exists():
+        return audit_file(what, target)
     made, found = made_by("audit", what, target)
     # Whatever else a foreign object does when it is asked for something.
     return foreign("audit", "a step that can be audited", what, lambda: [_audit_made(what, made, found)])
+
+
+_NAMED = "module:callable, or a file or a folder that exists"
 
 
 def _audit_made(what: str, made: Any, target: Target) -> Audit:
@@ -225,10 +228,9 @@ def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]
     Raises:
       GradCombineError: a module that does not import, no callable of this name, or one that raises.
     """
-    module, _, name = what.partition(":")
+    module, _, name = what.partition(":") if isinstance(what, str) else ("", "", "")
     if not module or not name.isidentifier():
-        files = ", or a file or a folder that exists" if operation == "audit" else ""
-        raise GradCombineError(operation, f"module:callable{files}", what)
+        raise GradCombineError(operation, _NAMED if operation == "audit" else "module:callable", shown(what))
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler of GPUs is no reason to look for one
     if str(Path.cwd()) not in sys.path:

@@ -14,9 +14,10 @@ from typer.testing import CliRunner, Result
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.audit import RULES, OutOfMemoryError, audit, find_target, report
 from gradcombine.verify.audit import step as step_module
-from gradcombine.verify.audit.step import audit_file
+from gradcombine.verify.audit.step import audit_file, audit_named
 from gradcombine.verify.audit.target import Figures, Target
 from gradcombine.verify.command import app
+from gradcombine.verify.plan import plan_named
 
 STEPS = """
 import jax, jax.numpy as jnp
@@ -222,6 +223,13 @@ def test_bad_input_is_an_error_of_one_line(here: Path, arguments: tuple[str, ...
     assert done.exit_code == 2, done.output
     assert words in done.stderr and "Traceback" not in done.output
     assert "clean" not in done.stdout
+
+
+@pytest.mark.parametrize("what", [None, 3, b"steps:clean", "a" * 5000, "\0"])
+def test_what_is_no_name_is_refused(what: Any) -> None:
+    for call in (audit_named, plan_named):
+        with pytest.raises(GradCombineError, match="expected module:callable"):
+            call(what)
 
 
 @pytest.mark.parametrize("target", ["h100:8", "v5e:2x2"])

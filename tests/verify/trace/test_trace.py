@@ -104,6 +104,13 @@ def test_chosen_steps_are_written_alone(tmp_path: Path) -> None:
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000001.npz", "step_00000003.npz"]
 
 
+@pytest.mark.parametrize("steps", [7, "all", iter([0, 1]), [0, np.ones(2)]])
+def test_steps_that_do_not_tell_what_is_among_them_are_refused(tmp_path: Path, steps: Any) -> None:
+    """Before the run, or where the first one is looked up."""
+    with pytest.raises(GradCombineError, match="record: expected steps such as range"):
+        record(tmp_path, steps)(1, params=np.ones(2))
+
+
 def test_stages_of_one_step_may_come_apart(tmp_path: Path) -> None:
     with record(tmp_path) as recorder:
         recorder(0, gradients=np.ones(2))
