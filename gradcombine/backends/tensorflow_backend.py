@@ -267,6 +267,8 @@ class TensorflowBackend:
         return tf.gather(array, i)
 
     def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
+        if array.shape.num_elements() == 0:  # which TensorFlow refuses to write to
+            return array
         return tf.tensor_scatter_nd_update(array, tf.reshape(i, [1, 1]), tf.convert_to_tensor(row)[tf.newaxis])
 
     def concat(self, arrays: Sequence[Array]) -> Array:
@@ -276,7 +278,7 @@ class TensorflowBackend:
         return tf.gather(array, positions)
 
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
-        if not array.shape.num_elements():
+        if array.shape.num_elements() == 0:
             return array
         # On CPU a position past the end is an error, so there is one more row for all of them.
         longer = tf.concat([array, tf.zeros_like(array[:1])], axis=0)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-SHAPES: dict[str, tuple[int, ...]] = {"w": (2,), "scalar": ()}
+SHAPES: dict[str, tuple[int, ...]] = {"w": (2,), "scalar": (), "empty": (0, 2)}
 
 EXACT = st.sampled_from([-4.0, -2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 4.0])
 """Values whose sums and products are exact in float32, so that the order cannot matter."""
