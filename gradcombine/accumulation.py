@@ -62,9 +62,9 @@ def accumulate(
       An `Accumulator`.
 
     Raises:
-      GradCombineError: for an ``every`` that is 0, negative or not an integer; in ``update`` as `combine`, and for a
-        window of more microbatches than ``every``, where that is known, as one that was saved under another one may
-        have: the state that was passed in is still whole then.
+      GradCombineError: for an ``every`` or ``max_every`` that is 0, negative or not an integer; in ``update`` as
+        `combine`, and for a window of more microbatches than ``every``, where that is known, as one that was saved
+        under another one may have: the state that was passed in is still whole then.
 
     Bits: those of `combine` in the same order.
 
@@ -81,11 +81,13 @@ def accumulate(
     require_reduction("accumulate", reduction)
     require_order("accumulate", order)
     length = every if callable(every) else require_length(every)
+    longest = None if max_every is None else require_length(max_every)
     depth = 1
     if order == "tree":
-        if callable(length) and max_every is None:
+        longest = longest if callable(length) else length
+        if longest is None:
             raise GradCombineError("accumulate", "max_every, for a function with order 'tree'", "None")
-        depth = require_length(max_every if callable(length) else length).bit_length()
+        depth = longest.bit_length()
 
     @no_autograph
     def init(like: Tree) -> AccumulateState:

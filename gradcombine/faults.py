@@ -17,7 +17,16 @@ import numpy as np
 from gradcombine import binary_counter, tree
 from gradcombine.accumulation import cleared, require_state
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, is_absent, resolve, shape_of
+from gradcombine.backends.registry import (
+    dtype_of,
+    in_words,
+    is_absent,
+    is_array_of,
+    require_count,
+    require_scalar,
+    resolve,
+    shape_of,
+)
 from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError, require_collective
 from gradcombine.ledger import ledgers_in
@@ -130,7 +139,8 @@ def require_none(faults: Faults, values: Tree = None) -> None:
       values: as there, to name leaves.
 
     Raises:
-      GradCombineError: names each replica that has a fault, and all its faults; and for faults whose values are traced.
+      GradCombineError: names each replica that has a fault, and all its faults; and for what `find` has not made, or
+        made of traced values.
 
     >>> import numpy as np, gradcombine as gc
     >>> grads = {"w": np.float32([1, np.inf])}
@@ -139,14 +149,14 @@ def require_none(faults: Faults, values: Tree = None) -> None:
         ...
     gradcombine.errors.GradCombineError: faults: expected none, received replica 0: an infinity in ['w']
     """
-    backend = resolve("faults", [faults.table])
+    backend = _require_faults("faults", faults)
     table: Any = backend.concrete(backend.asarray(faults.table))
     if table is None:
         raise GradCombineError("faults", "a table whose values are known", "a traced one")
     paths = list(tree.flatten("faults", values)[1].paths()) if values is not None else []
 
     def told(kind: str, code: int) -> str:
-        named = kind in ("nan", "infinity") and code <= len(paths)
+        named = kind in ("nan", "infinity") and 0 < code <= len(paths)
         return _TOLD[kind] + (f" in {paths[code - 1] or 'the array'}" if named else "")
 
     lines = [
@@ -173,6 +183,9 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
       The state, empty where this replica has a fault; the position of a window is then that of the furthest one. Where
       all have faults, all are empty: then there is nothing to apply.
 
+    Raises:
+      GradCombineError: for what is no such state, and for what `find` has not made.
+
     Bits: of a replica without faults those of its state.
 
     >>> import numpy as np, gradcombine as gc
@@ -183,6 +196,7 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
     0.0
     """
     require_reduction("faults.drop", reduction)
+    _require_faults("faults.drop", faults)
     if isinstance(state, AccumulateState):
         require_state(state)
         empty = AccumulateState(cleared(reduction, state.levels), faults.step, faults.index)
@@ -190,6 +204,20 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
         empty = reduction.clear(state)
     backend = resolve("faults.drop", [*tree.flatten("faults.drop", state)[0], faults.own])
     return tree.select(backend, faults.own, empty, state)
+
+
+def _require_faults(operation: str, faults: Any) -> Backend:
+    """Refuses what `find` has not made; of what it has, the backend."""
+    if not isinstance(faults, Faults):
+        raise GradCombineError(operation, "Faults, as find returns them", in_words(faults))
+    if not is_array_of(faults.table, dtypes.INT32) or shape_of(faults.table)[1:] != (len(KINDS),):
+        expected = f"int32 of shape (replicas, {len(KINDS)})"
+        raise GradCombineError(operation, expected, in_words(faults.table), ".table")
+    for name in ("found", "own"):
+        require_scalar(operation, "a boolean scalar", getattr(faults, name), "b", f".{name}")
+    for name in ("index", "step"):
+        require_count(operation, getattr(faults, name), f".{name}")
+    return resolve(operation, list(faults))
 
 
 def _not_finite(backend: Backend, leaves: Sequence[Any]) -> tuple[Array, Array]:

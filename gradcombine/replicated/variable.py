@@ -175,7 +175,7 @@ class _Contexts:
             return into.rebuild([x if is_absent(x) else self.layout.one(x) for x in into.leaves])
         reduction = self.policy.require_one_value(operation)
         components = into.rebuild(self.layout.mark_varying(into.leaves))
-        values, _ = tree.flatten(operation, self.layout.reduce(reduction, components))
+        values = tree.flatten_as(operation, into.structure, self.layout.reduce(reduction, components))
         backend, pairs = resolve(operation, values), zip(values, into.leaves, strict=True)
         return into.rebuild([x if is_absent(x) else backend.cast(x, into.backend.dtype(c)) for x, c in pairs])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from gradcombine.integrations import jax as for_jax
 from gradcombine.integrations import keras as for_keras
 from gradcombine.integrations import optax as for_optax
 from gradcombine.integrations import tensorflow as for_tensorflow
+from gradcombine.integrations.jax.arrays import require_levels
 from gradcombine.verify import audit, check_microbatches, check_step, plan
 from gradcombine.verify.audit.step import audit_file, audit_named
 from gradcombine.verify.audit.target import find_target
@@ -185,10 +188,8 @@ def microbatches_checked(loss: Any, params: Any, windows: Any, inner: Any, accum
 
 
 def optax_init(params: Any) -> Any:
-    return [
-        jax.eval_shape(lambda flag: made.init(params), True)
-        for made in (for_optax.accumulate(optax.sgd(0.1), 2), for_optax.MultiSteps(optax.sgd(0.1), 2), _step())
-    ]
+    makers = for_optax.accumulate(optax.sgd(0.1), 2), for_optax.MultiSteps(optax.sgd(0.1), 2), _step()
+    return jax.eval_shape(lambda flag: [maker.init(params) for maker in makers], True)
 
 
 def multi_steps_used(use_grad_mean: Any, compat: Any, updates: Any, state: Any, params: Any) -> Any:
@@ -202,7 +203,7 @@ def multi_steps_adopted(compat: Any, state: Any) -> Any:
 
 @cache
 def _step() -> Any:
-    return for_jax.train_step(_loss, optax.sgd(0.1), every=2, microbatches=2)
+    return for_jax.train_step(_loss, optax.sgd(0.1), every=2)
 
 
 def train_step_used(params: Any, state: Any, batch: Any) -> Any:
@@ -211,14 +212,22 @@ def train_step_used(params: Any, state: Any, batch: Any) -> Any:
 
 
 def train_step_called(params: Any, state: Any, batch: Any) -> Any:
-    """Compiled, but for the few programs of what is valid refused before."""
+    """Compiled where it is valid.
+
+    jax.jit looks at the trees first: those without an end would harm what follows in JAX, and it asks whether a key is
+    that of an earlier tree, which a tuple and a scalar of NumPy do not answer.
+    """
+    require_levels("train_step", params, state, batch)
+    for path, _ in jax.tree_util.tree_leaves_with_path([params, state, batch]):
+        if any(isinstance(x, jax.tree_util.DictKey) and not isinstance(x.key, str) for x in path):
+            raise OwnError
     return _step().flush(*_step()(params, state, batch)[:2])
 
 
 def accumulated_step_used(gradients: Any, batch: Any, states: Any, number: Any, totals: Any) -> Any:
-    step = for_tensorflow.AccumulatedStep(gradients, [tf.Variable([0.0, 0.0])], lambda grads: None, 2)
+    step = for_tensorflow.AccumulatedStep(gradients, [tf.Variable([0.0, 0.0])], lambda *_: None, 2)
     step.load_states(states)
-    return step(*batch, number=number, totals=totals), step.flush()
+    return step(batch, number=number, totals=totals), step.flush()
 
 
 @cache
@@ -228,15 +237,44 @@ def _held() -> Any:
     return step.states()
 
 
-def keras_applied(grads: Any, trainable_variables: Any, weight: Any) -> Any:
+@cache
+def _built() -> Any:
+    """An optimizer of one variable, which is the same after what it refuses."""
     made = for_keras.Accumulate(keras.optimizers.SGD(0.1), 2)
+    made.build([keras.Variable(np.zeros(2, np.float32))])
+    return made
+
+
+def keras_applied(grads: Any, trainable_variables: Any, weight: Any) -> Any:
+    made = _built() if trainable_variables is None else for_keras.Accumulate(keras.optimizers.SGD(0.1), 2)
     made.apply(grads, trainable_variables, weight)
-    return made.flush()
 
 
 def keras_pairs(grads_and_vars: Any, weight: Any) -> Any:
-    with (made := for_keras.Accumulate(keras.optimizers.SGD(0.1), 2)).weighted(weight):
-        return made.apply_gradients(grads_and_vars)
+    with _built().weighted(weight):
+        return _built().apply_gradients(grads_and_vars)
+
+
+def keras_weights(weights: Any) -> Any:
+    _built().set_weights(weights)
+
+
+def keras_store(store: Any) -> Any:
+    _built().load_own_variables(store)
+
+
+@cache
+def _keras_saved() -> dict[str, np.ndarray]:
+    store: dict[str, np.ndarray] = {}
+    _built().save_own_variables(store)
+    return store
+
+
+def keras_stateless(optimizer_variables: Any, grads: Any, trainable_variables: Any, weight: Any) -> Any:
+    """On this backend all are refused."""
+    with suppress(gc.GradCombineError):
+        _built().stateless_flush(optimizer_variables, trainable_variables)
+    return _built().stateless_apply(optimizer_variables, grads, trainable_variables, weight)
 
 
 def keras_from_config(config: Any) -> Any:
@@ -363,19 +401,26 @@ _SPECIAL: dict[str, dict[str, Kind]] = {
     },
     "multi_steps_adopted": {"state": const(optax.MultiSteps(optax.sgd(0.1), 2).init(PARAMS))},
     "train_step_used": {"state": lambda d: _step().init(PARAMS)},
-    "train_step_called": {"state": lambda d: _step().init(PARAMS)},
+    "train_step_called": {"state": lambda d: jax.tree.map(np.asarray, _step().init(PARAMS))},
     "accumulated_step_used": {
         "gradients": const(lambda x: ([x], 1), lambda x: ([x, x], 1)),
-        "batch": lambda d: [d.leaf((2,), "float32")],
+        "batch": lambda d: d.leaf((2,), "float32"),
         "states": lambda d: _held(),
         "number": const(None, 0),
         "totals": const(None),
     },
     "keras_applied": {
         "grads": _tensors,
-        "trainable_variables": lambda d: [keras.Variable(np.zeros(2, np.float32))],
+        "trainable_variables": lambda d: d.r.choice([None] * 9 + [[keras.Variable(np.zeros(2, np.float32))]]),
     },
-    "keras_pairs": {"grads_and_vars": lambda d: [(_tensors(d)[0], keras.Variable(np.zeros(2, np.float32)))]},
+    "keras_pairs": {"grads_and_vars": lambda d: [*zip(_tensors(d), _built()._trainable_variables, strict=True)]},
+    "keras_weights": {"weights": lambda d: [x.numpy() for x in _built().variables]},
+    "keras_store": {"store": lambda d: {name: x.copy() for name, x in _keras_saved().items()}},
+    "keras_stateless": {
+        "optimizer_variables": lambda d: [x.numpy() for x in _built().variables],
+        "grads": _tensors,
+        "trainable_variables": _tensors,
+    },
     "keras_from_config": {"config": lambda d: for_keras.Accumulate(keras.optimizers.SGD(0.1), 2).get_config()},
     "aggregation_used": {
         "grads": _tensors,
@@ -438,6 +483,9 @@ _DOORS: tuple[Callable[..., Any], ...] = (
     accumulated_step_used,
     keras_applied,
     keras_pairs,
+    keras_weights,
+    keras_store,
+    keras_stateless,
     keras_from_config,
     aggregation_used,
     all_reduce_used,
@@ -449,9 +497,112 @@ _DOORS: tuple[Callable[..., Any], ...] = (
 )
 
 
+def _traced(run: Callable[[], Any]) -> Any:
+    return jax.eval_shape(lambda flag: run(), True)
+
+
+def _one_update(tx: Any) -> Any:
+    return _traced(lambda: tx.update(PARAMS, tx.init(PARAMS), PARAMS))
+
+
+# With each of their parameters, most at its default; and once what these make is for, with arguments that are valid.
+_WITH_ALL_PARAMETERS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any], dict[str, Kind]]] = {
+    "train_step with": (
+        for_jax.train_step,
+        lambda step: _traced(lambda: step.function(PARAMS, step.init(PARAMS), BATCH)),
+        {"loss": const(_loss), "optimizer": _inner, "every": const(2)},
+    ),
+    "train_step in one call with": (
+        for_jax.train_step,
+        lambda step: _traced(lambda: step.function(PARAMS, step.init(PARAMS), BATCH)),
+        {"loss": const(_loss), "optimizer": _inner, "microbatches": const(2)},
+    ),
+    "value_and_grad with": (
+        for_jax.value_and_grad,
+        lambda run: _traced(lambda: run(PARAMS, BATCH)),
+        {"loss": const(_loss), "microbatches": const(2)},
+    ),
+    "grads_by_denominator with": (
+        for_jax.grads_by_denominator,
+        lambda run: _traced(lambda: run(PARAMS, BATCH)),
+        {"loss": const(_terms), "terms": const({"value": "tokens"})},
+    ),
+    "accumulate with": (for_optax.accumulate, _one_update, {"inner": _inner, "every": const(2)}),
+    "accumulate_and_apply with": (
+        for_optax.accumulate_and_apply,
+        lambda tx: _traced(lambda: tx.apply(PARAMS, tx.init(PARAMS), PARAMS)),
+        {"inner": _inner, "every": const(2)},
+    ),
+    "MultiSteps with": (for_optax.MultiSteps, _one_update, {"opt": _inner, "every_k_schedule": const(2)}),
+    "AccumulatedStep with": (
+        for_tensorflow.AccumulatedStep,
+        lambda step: step(tf.constant([1.0, 2.0])),
+        {
+            "gradients": const(lambda x: ([x], 1)),
+            "variables": lambda d: [tf.Variable([0.0, 0.0])],
+            "apply": const(lambda *_: None),
+            "every": const(2),
+        },
+    ),
+    "Accumulate with": (
+        for_keras.Accumulate,
+        lambda made: made.apply([tf.constant([1.0, 2.0])], [keras.Variable(np.zeros(2, np.float32))]),
+        {"inner_optimizer": lambda d: keras.optimizers.SGD(0.1), "every": const(2)},
+    ),
+    "AllReduce with": (
+        horovod.AllReduce,
+        lambda reduce: reduce([tf.constant([1.0, 2.0])], [tf.Variable([0.0, 0.0])]),
+        {"over": const(gc.LOCAL)},
+    ),
+    "LocalGradientAggregation with": (
+        horovod.LocalGradientAggregation,
+        lambda made: made.compute_gradients([tf.constant([1.0, 2.0])], [tf.Variable([0.0, 0.0])]),
+        {"backward_passes_per_step": const(1, 2), "allreduce": const(lambda grads, variables: grads)},
+    ),
+    "plan with": (
+        plan,
+        lambda made: made,
+        {
+            "loss": const(_ends),
+            "params": const(PARAMS),
+            "batch": const(BATCH),
+            "optimizer": _inner,
+            "microbatches": const(2),
+            "names": const(["window"]),
+        },
+    ),
+    "check_step with": (
+        check_step,
+        lambda made: made,
+        {"make_step": const(_ends), "params": const(PARAMS), "batch": const(BATCH), "microbatches": const([2])},
+    ),
+    "check_microbatches with": (
+        check_microbatches,
+        lambda made: made,
+        {
+            "loss": const(_ends),
+            "params": const(PARAMS),
+            "windows": const([[BATCH, BATCH]]),
+            "inner": _inner,
+            "accumulating": const(lambda inner: optax.MultiSteps(inner, 2)),
+        },
+    ),
+}
+
+
+def _with_all_parameters(function: Callable[..., Any], use: Callable[[Any], Any], kinds: dict[str, Kind]) -> Target:
+    parameters = inspect.signature(function).parameters
+
+    def run(**arguments: Any) -> Any:
+        return use(function(**arguments))
+
+    run.__signature__ = inspect.signature(function)  # pyright: ignore[reportFunctionMemberAccess]
+    return Target(run, {name: kinds.get(name) or const(p.default) for name, p in parameters.items()})
+
+
 def targets() -> dict[str, Target]:
     """By name."""
-    found: dict[str, Target] = {}
+    found = {name: _with_all_parameters(*made) for name, made in _WITH_ALL_PARAMETERS.items()}
     for function in _DOORS:
         special = _SPECIAL.get(function.__name__, {})
         names = function.__code__.co_varnames[: function.__code__.co_argcount]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -27,9 +28,10 @@ from gradcombine.integrations import optax as for_optax
 from gradcombine.integrations.jax import grads_by_denominator, train_step, value_and_grad, zero
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.verify import audit, check_microbatches, plan
-from gradcombine.verify.audit import report, target
+from gradcombine.verify.audit import audit_named, report, target
 from gradcombine.verify.flight import read_log
 from gradcombine.verify.mapping import read_rules
+from gradcombine.verify.plan import plan_named
 from gradcombine.window import Window
 from tests.fuzz import campaign, doors, files, functions, guard
 from tests.fuzz.values import Drawn
@@ -202,7 +204,44 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "reduction of Keras": lambda x: for_keras.Accumulate(keras.optimizers.SGD(), 2, reduction=x),
     "allreduce": lambda x: horovod.LocalGradientAggregation(2, x),
     "size": lambda x: horovod.LocalGradientAggregation(2, own, size=x),
+    "max_every": lambda x: gc.accumulate(reductions.sum(), 2, max_every=x),
+    "rng_argnum": lambda x: value_and_grad(own, 2, rng_argnum=x),
+    "carry_argnum": lambda x: value_and_grad(own, 2, carry_argnum=x),
+    "interleaved": lambda x: value_and_grad(own, 2, interleaved=x),
+    "differentiate": lambda x: train_step(own, SGD, differentiate=x),
+    "sparse_as_dense": lambda x: horovod.AllReduce(gc.LOCAL, sparse_as_dense=x),
+    "axis": lambda x: plan(own, 0.0, np.ones(4), SGD, microbatches=2, axis=x),
+    "name of a step": audit_named,
+    "name of a plan": plan_named,
+    "state of MultiSteps": lambda x: for_optax.MultiSteps(SGD, 2).update(1.0, x),
+    "accumulators of MultiSteps": lambda x: _multi_steps.update(1.0, _multi_steps.init(0.0)._replace(acc_grads=x)),
+    "gradients of MultiSteps": lambda x: _multi_steps.update(x, _multi_steps.init(0.0)),
+    "state to ask": lambda x: for_optax.MultiSteps(SGD, 2).has_updated(x),
+    "state to adopt": lambda x: for_optax.MultiSteps(SGD, 2).adopt(x),
+    "state of a step": lambda x: _step.function(0.0, x, 1.0),
+    "window of a step": lambda x: _step.function(0.0, _step.init(0.0)._replace(window=x), 1.0),
+    "state of an optimizer": lambda x: _step(0.0, _step.init(0.0)._replace(opt_state=x), 1.0),
+    "states": lambda x: AccumulatedStep(own, [tf.Variable(0.0)], own, 2).load_states(x),
+    "a state": lambda x: AccumulatedStep(own, [tf.Variable(0.0)], own, 2).load_states([x]),
+    "gradients of Keras": lambda x: _keras().apply(x),
+    "variables of Keras": lambda x: for_keras.Accumulate("sgd", 2).build([x]),
+    "pairs": lambda x: _keras().apply_gradients([x]),
+    "config": for_keras.Accumulate.from_config,
+    "weights": lambda x: _keras().set_weights([x] * len(_keras().variables)),
+    "a window in a store": lambda x: _keras().load_own_variables({"window": np.uint8([1]), "0": x}),
+    "faults": gc.faults.require_none,
+    "faults to drop": lambda x: gc.faults.drop(reductions.sum(), reductions.sum().init(0.0), x),
+    "a table of faults": lambda x: gc.faults.require_none(gc.faults.find(gc.LOCAL)._replace(table=x)),
 }
+_multi_steps = for_optax.MultiSteps(SGD, 2)
+_step = train_step(lambda w, x: w * x, SGD)
+
+
+@cache
+def _keras() -> Any:
+    made = for_keras.Accumulate(keras.optimizers.SGD(), 2)
+    made.build([keras.Variable(0.0)])
+    return made
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -223,6 +262,8 @@ FLATTENING: dict[str, Callable[[Any], Any]] = {
     "grads_by_denominator": lambda x: grads_by_denominator(own, {"a": "b"})(x),
     "plan": lambda x: plan(own, x, np.ones(4), SGD, microbatches=2),
     "audit": lambda x: audit(jax.jit(own), x),
+    "MultiSteps": lambda x: _multi_steps.update(1.0, _multi_steps.init(0.0)._replace(inner_opt_state=x)),
+    "a state": lambda x: _step.function(0.0, _step.init(0.0)._replace(opt_state=x), 1.0),
 }
 
 

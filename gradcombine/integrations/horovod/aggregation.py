@@ -13,6 +13,7 @@ from gradcombine.backends.registry import load
 from gradcombine.errors import (
     MOST,
     GradCombineError,
+    attribute,
     renamed,
     require_flag,
     require_integer,
@@ -142,6 +143,9 @@ class LocalGradientAggregation(tf.Module):
         variables = require_items("compute_gradients", "a list of variables", vars)
         if len(gradients) != len(variables):
             raise GradCombineError("compute_gradients", f"{len(variables)} gradients", len(gradients))
+        for i, x in enumerate(variables):
+            if attribute(x, "shape") is None or attribute(x, "dtype") is None:
+                raise GradCombineError("compute_gradients", "a variable", shown(x), f"[{i}]")
         for i, x in enumerate(gradients):
             if x is None or isinstance(x, tf.IndexedSlices):
                 continue
@@ -196,7 +200,7 @@ class LocalGradientAggregation(tf.Module):
         """
 
         def only_count() -> list[Any]:
-            counters = getattr(optimizer, "iterations", None), kwargs.get("global_step")
+            counters = attribute(optimizer, "iterations"), kwargs.get("global_step")
             return [x.assign_add(tf.ones((), x.dtype)) for x in counters if x is not None]
 
         with run_after(self._written):
@@ -218,7 +222,8 @@ class LocalGradientAggregation(tf.Module):
         combined = list(gradients)
         shared = [i for i, x in enumerate(gradients) if x is not None and not local[i]]
         if shared:
-            reduced = converted(self._allreduce)([gradients[i] for i in shared], [variables[i] for i in shared])
+            returned = converted(self._allreduce)([gradients[i] for i in shared], [variables[i] for i in shared])
+            reduced = require_items("compute_gradients", f"{len(shared)} gradients of allreduce", returned)
             if len(reduced) != len(shared):
                 raise GradCombineError("compute_gradients", f"{len(shared)} gradients of allreduce", len(reduced))
             for i, x in zip(shared, reduced, strict=True):
@@ -251,7 +256,8 @@ def _spec(gradient: Any, variable: Any) -> tf.TensorSpec:
 
 
 def _key(variable: Any) -> Any:
-    return variable.ref() if hasattr(variable, "ref") else id(variable)
+    ref = attribute(variable, "ref")
+    return ref() if callable(ref) else id(variable)
 
 
 def _divided(gradient: Any, divisor: Any) -> Any:

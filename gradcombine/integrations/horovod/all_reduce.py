@@ -14,6 +14,7 @@ from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.errors import (
     GradCombineError,
     require_collective,
+    require_flag,
     require_items,
     require_number,
     require_one_of,
@@ -119,6 +120,7 @@ class AllReduce:
             raise HorovodError(text, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
         if compression is not None and op in ("min", "max"):
             raise GradCombineError("AllReduce", f"no compression for {op!r}", shown(compression))
+        require_flag("AllReduce", "sparse_as_dense", sparse_as_dense)
         self._over, self._op = over, op
         self._order: Order = order
         self._before = prescale_factor / gradient_predivide_factor

@@ -32,10 +32,19 @@ def require_tree(operation: str, *values: Tree) -> None:
 
 def _flattened(operation: str, values: Tree) -> tuple[list[Any], Any]:
     require_levels(operation, values)
-    try:
+    with in_own_words(operation, "trees that JAX can flatten"):
         return jax.tree.flatten(values)
-    except (TypeError, ValueError, SystemError) as error:  # keys in no order, sequences whose length is not true
-        raise GradCombineError(operation, "trees that JAX can flatten", first_line(error)) from error
+
+
+@contextmanager
+def in_own_words(operation: str, expected: str) -> Iterator[None]:
+    """Says of what JAX refuses, by whatever class of error, what had been expected."""
+    try:
+        yield
+    except GradCombineError:
+        raise
+    except (TypeError, ValueError, SystemError) as error:  # the last one of sequences whose length is not true
+        raise GradCombineError(operation, expected, first_line(error)) from error
 
 
 def require_levels(operation: str, *values: Tree) -> None:
@@ -60,19 +69,25 @@ def require_levels(operation: str, *values: Tree) -> None:
             raise GradCombineError(operation, "a dtype that JAX has", x.dtype, structure.path(i))
 
 
-def as_arrays(values: Tree) -> Tree:
+def as_arrays(operation: str, values: Tree) -> Tree:
     """A tree whose Python numbers and NumPy arrays are JAX's, in the dtypes that jit gives them."""
-    leaves, structure = _flattened("jax", values)
-    return structure.unflatten(map(_as_array, leaves))
+    leaves, structure = _flattened(operation, values)
+    arrays = list(map(_as_array, leaves))
+    for i, array in enumerate(arrays):
+        if array is None:
+            path = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(values)[i][0])
+            raise GradCombineError(operation, "a tree of arrays, numbers and None", in_words(leaves[i]), path)
+    return structure.unflatten(arrays)
 
 
 def _as_array(x: Any) -> Any:
+    """The array; None for what is none."""
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or is_absent(x):
         return x
     if _is_number(x):
         with suppress(TypeError, ValueError, OverflowError):
             return jnp.asarray(x, jnp.result_type(x))
-    raise GradCombineError("jax", "a tree of arrays, numbers and None", in_words(x))
+    return None
 
 
 def require_transformation(operation: str, optimizer: Any) -> None:
@@ -98,12 +113,17 @@ def place_beside(params: Tree, state: Tree) -> Tree:
 
 @contextmanager
 def usable(*values: Tree) -> Iterator[None]:
-    """Says what is wrong with arguments that a compiled step has refused: buffers taken over before, other devices."""
+    """Says what is wrong with arguments that a compiled step has refused.
+
+    No arrays, buffers taken over before, other devices. Nothing is looked at where it was not refused.
+    """
     try:
         yield
     except GradCombineError:
         raise
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:  # a foreign object may raise any
+        require_tree("train_step", values)
+        as_arrays("train_step", values)
         leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(values) if _is_known(x)]
         for path, x in leaves:
             if x.is_deleted():
@@ -158,7 +178,8 @@ def detect_lost_peers(operation: str) -> Iterator[None]:
 
 def _is_number(x: Any) -> bool:
     if isinstance(x, (np.ndarray, np.generic)):  # a float0, JAX's "no gradient", is no number
-        return x.dtype == np.bool_ or dtypes.kind(x.dtype) in ("float", "complex", "integer")
+        number = x.dtype == np.bool_ or dtypes.kind(x.dtype) in ("float", "complex", "integer")
+        return number and not isinstance(x, np.ma.MaskedArray)
     return isinstance(x, (bool, int, float, complex))
 
 

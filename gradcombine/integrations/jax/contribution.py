@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.errors import MOST, GradCombineError, require_collective, require_flag, require_order, shown
+from gradcombine.integrations.jax.arrays import in_own_words
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.reductions.algebra import Reduction, require_reduction
@@ -102,7 +104,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         require_reduction(self.operation, self.reduction)
-        require_flag(self.operation, "has_aux", self.has_aux)
+        for name in ("has_aux", "differentiate"):
+            require_flag(self.operation, name, getattr(self, name))
         require_order(self.operation, self.order)
         require_collective(self.operation, self.over)
         for name, function in (("loss", self.loss), ("weight", self.weight)):
@@ -113,6 +116,9 @@ class Objective:
         roles = [*self._taken(), *_positions(self.batch_argnums)]
         if not all(_is_position(role) for role in roles) or len(set(roles)) != len(roles):
             raise self.error("argument positions, integers from 0, each with one role", roles)
+        for name in ("rng_argnum", "carry_argnum"):
+            if isinstance(role := getattr(self, name), Sequence):
+                raise self.error(f"one argument position as {name}, or None", role)
 
     def error(self, expected: str, received: Any, path: str = "") -> GradCombineError:
         return GradCombineError(self.operation, expected, received, path)
@@ -125,6 +131,12 @@ class Objective:
         if needed > len(args):
             raise self.error(f"{needed} positional arguments or more", len(args))
         return found
+
+    def key(self, args: Sequence[Any], *numbers: Any) -> Array:
+        """The key among the arguments, folded with numbers: of a window, of a contribution."""
+        (position,) = _positions(self.rng_argnum)
+        with in_own_words(self.operation, "a key of jax.random in the place rng_argnum"):
+            return reduce(jax.random.fold_in, numbers, args[position])
 
     def params(self, args: Sequence[Any]) -> Tree:
         """The arguments to differentiate by, in the structure of the gradients."""

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
+from gradcombine.accumulation import require_state
+from gradcombine.errors import GradCombineError, attribute, renamed
 from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_tree
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import on_replicas, own_state
@@ -20,11 +22,12 @@ from gradcombine.integrations.jax.train_state import (
     StepMetrics,
     TrainState,
     is_bound,
+    keep_dtypes,
     loss_arguments,
+    opened,
     optimize,
     owned,
     require_carry,
-    require_train_state,
 )
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.numbered import NumberedState
@@ -48,7 +51,7 @@ def over_calls(
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
         require_tree("train_step", example, carry, kwargs)
         require_carry(objective, carry)
-        params = as_arrays(params)
+        params = as_arrays(objective.operation, params)
         bound = is_bound(objective)
         combined = dtypes.of_weights(x.dtype for x in jax.tree.leaves(params))  # as wide as the widest parameter
         specs = {"grads": objective.like(params), "value": _scalar(combined), "weight": _scalar(np.float32)}
@@ -64,8 +67,8 @@ def over_calls(
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_tree("train_step", args, kwargs)
-        require_train_state(objective, state)
-        params, has_aux = as_arrays(params), _has_aux(state.window)
+        state = opened(objective, state)
+        params, has_aux = as_arrays(objective.operation, params), _has_aux(state.window)
         window = window_of(state, params)
 
         def contribute(called: list[Any], kwargs: dict[str, Any], position: Tree, own: Tree) -> tuple[Tree, Tree]:
@@ -87,8 +90,8 @@ def over_calls(
         return params, TrainState(held, opt_state, carry), metrics
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
-        require_train_state(objective, state)
-        params = as_arrays(params)
+        state = opened(objective, state)
+        params = as_arrays(objective.operation, params)
         window, kept = window_of(state, params), (params, state.opt_state)
 
         def end(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
@@ -105,17 +108,20 @@ def over_calls(
         return params, TrainState(held._replace(step=ended), opt_state, state.carry), metrics
 
     def close(kept: Tree, combined: dict[str, Tree]) -> tuple[Tree, StepMetrics]:
-        return optimize(optimizer, kept[0], kept[1], objective.told(combined))
+        (params, opt_state), told = optimize(optimizer, kept[0], kept[1], objective.told(combined))
+        return (params, keep_dtypes(opt_state, kept[1])), told
 
     def window_of(state: TrainState, params: Tree) -> Window:
         return dataclasses.replace(with_aux if _has_aux(state.window) else of_gradients, params=params)
 
     def contribution(held: AccumulateState, carry: Tree, called: list[Any], kwargs: dict[str, Any]) -> Contribution:
         params = called[0]
+        objective.batch_positions(called)  # refuses fewer arguments
         if objective.carry_argnum is not None:
             called[objective.carry_argnum] = carry
         if objective.rng_argnum is not None:
-            called[objective.rng_argnum] = key(called[objective.rng_argnum], held)
+            index, _ = of_gradients.next(held)
+            called[objective.rng_argnum] = objective.key(called, index, of_gradients.number(held))
         added = objective.contribution(called, kwargs)
         grads = added.parts["grads"]
         if jax.tree.structure(grads) == jax.tree.structure(params):
@@ -124,17 +130,18 @@ def over_calls(
         value = added.parts["value"].astype(dtypes.of_weights(leaf.dtype for leaf in jax.tree.leaves(params)))
         return added._replace(parts=added.parts | {"grads": grads, "value": value})
 
-    def key(rng: Array, state: AccumulateState) -> Array:
-        index, _ = of_gradients.next(state)
-        return jax.random.fold_in(jax.random.fold_in(rng, index), of_gradients.number(state))
-
     return StepFunctions(init, function, flush)
 
 
 def _has_aux(window: AccumulateState) -> bool:
     # Besides the gradients, the value and the weight, there is one part or more for each reduction of the aux.
+    with renamed("train_step", ".window"):
+        require_state(window)
     level = window.levels[0]
-    return len((level.value if isinstance(level, NumberedState) else level).parts) > 3
+    parts = attribute(level.value if isinstance(level, NumberedState) else level, "parts")
+    if not isinstance(parts, tuple):
+        raise GradCombineError("train_step", "a state that step.init made", type(level).__name__, ".window.levels")
+    return len(parts) > 3
 
 
 def _scalar(dtype: Any) -> jax.ShapeDtypeStruct:

@@ -11,7 +11,6 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.accumulation import whole_window
-from gradcombine.errors import renamed
 from gradcombine.integrations.jax.arrays import as_arrays
 from gradcombine.integrations.jax.contribution import Contribution, Form, Objective
 from gradcombine.integrations.jax.microbatches import divide
@@ -43,8 +42,7 @@ def scan_microbatches(
 ) -> Scanned:
     """Combines the microbatches of a batch, one after another."""
     positions = objective.batch_positions(args)
-    with renamed(objective.operation):
-        whole = as_arrays(tuple(args[i] for i in positions))
+    whole = as_arrays(objective.operation, tuple(args[i] for i in positions))
     batch = divide(objective.operation, whole, microbatches, interleaved)
     stacked = batch.stacked
     # Microbatches of one size weigh the same, and 1 is no multiplication.
@@ -58,7 +56,7 @@ def scan_microbatches(
         if objective.carry_argnum is not None:
             called[objective.carry_argnum] = carry
         if objective.rng_argnum is not None:
-            called[objective.rng_argnum] = jax.random.fold_in(args[objective.rng_argnum], first + number)
+            called[objective.rng_argnum] = objective.key(args, first + number)
         return called
 
     numbers = jnp.arange(batch.full, dtype=jnp.int32)

@@ -152,6 +152,7 @@ class ObjectiveOfTerms(Objective):
 
         One linearization (of JAX 0.9: one more for each denominator), and one backward pass for each denominator.
         """
+        self.batch_positions(args)  # refuses fewer arguments
         positions = list(self.argnums) if isinstance(self.argnums, Sequence) else [self.argnums]
 
         def summed(*params: Any) -> Any:

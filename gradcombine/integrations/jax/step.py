@@ -13,7 +13,7 @@ from jax.core import eval_context
 import gradcombine as gc
 from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import importing
+from gradcombine.errors import importing, require_flag
 from gradcombine.integrations.jax.arrays import require_transformation, usable
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import require_count
@@ -206,6 +206,7 @@ def train_step(
     with importing("train_step"):
         import optax  # which gradients alone do not need
 
+    require_flag("train_step", "interleaved", interleaved)
     require_transformation(objective.operation, optimizer)
     wrapped = optax.with_extra_args_support(optimizer)
     if objective.counts and microbatches is None:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gradcombine.backends.registry import require_count
 from gradcombine.errors import GradCombineError
-from gradcombine.integrations.jax.arrays import as_arrays
+from gradcombine.integrations.jax.arrays import as_arrays, in_own_words
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.types import AccumulateState, Array, Tree
 
@@ -74,6 +75,20 @@ def optimize(
     return (optax.apply_updates(params, updates), opt_state), told
 
 
+KEPT = "a state of the optimizer that it keeps"
+
+
+def keep_dtypes(new: Tree, old: Tree) -> Tree:
+    """A state in the dtypes that it had: some transformations promote theirs, which no conditional or scan allows."""
+
+    def keep(x: Any, like: Any) -> Any:
+        expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
+        return x if expected is None or received is None or expected == received else x.astype(expected)
+
+    with in_own_words("update", KEPT):
+        return jax.tree.map(keep, new, old)
+
+
 def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Any]) -> list[Any]:
     """The positional arguments of the loss: those of the step, with the carry in its place among them."""
     called = [params, *args]
@@ -84,7 +99,7 @@ def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequen
 
 def owned(values: Tree) -> Tree:
     """Copies: a donated buffer may belong to one argument only, and some optimizers begin with the parameters."""
-    return jax.tree.map(jnp.copy, as_arrays(values))
+    return jax.tree.map(jnp.copy, as_arrays("train_step", values))
 
 
 def is_bound(objective: Objective) -> bool:
@@ -103,7 +118,11 @@ def require_carry(objective: Objective, carry: Tree) -> None:
         raise objective.error(expected, "none" if carry is None else type(carry).__name__)
 
 
-def require_train_state(objective: Objective, state: Any) -> None:
-    """Refuses what is not a `TrainState`."""
-    if not isinstance(state, TrainState):
-        raise objective.error("a TrainState, from step.init(params)", type(state).__name__)
+def opened(objective: Objective, state: Any) -> TrainState:
+    """The state, of JAX's arrays; refuses what is not a `TrainState`."""
+    if not isinstance(state, TrainState) or not isinstance(state.window, AccumulateState):
+        received = state.window if isinstance(state, TrainState) else state
+        raise objective.error("a TrainState, from step.init(params)", type(received).__name__)
+    for name in ("step", "index"):
+        require_count(objective.operation, getattr(state.window, name), f".window.{name}")
+    return as_arrays(objective.operation, state)

@@ -8,6 +8,7 @@ from typing import Any
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
+from gradcombine.errors import require_flag
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Objective, closed
 from gradcombine.integrations.jax.microbatches import require_count
@@ -156,6 +157,7 @@ def value_and_grad(
         order,
     )
     objective = with_terms(plain, reduction, terms, totals)
+    require_flag("value_and_grad", "interleaved", interleaved)
     count = require_count("value_and_grad", microbatches)
 
     @wraps(loss)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -17,10 +16,10 @@ from gradcombine.integrations.jax.train_state import (
     StepMetrics,
     TrainState,
     loss_arguments,
+    opened,
     optimize,
     owned,
     require_carry,
-    require_train_state,
 )
 from gradcombine.types import AccumulateState, Tree
 
@@ -39,19 +38,19 @@ def whole_windows(
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
         require_tree("train_step", example, carry, kwargs)
         require_carry(objective, carry)
-        params = as_arrays(params)
+        params = as_arrays(objective.operation, params)
         carry = own_state(objective.operation, objective.over, owned(carry), params)
         window = AccumulateState((), jnp.zeros((), np.int32), jnp.zeros((), np.int32))
         return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_tree("train_step", args, kwargs)
-        require_train_state(objective, state)
-        params, window = as_arrays(params), state.window
+        state = opened(objective, state)
+        params, window = as_arrays(objective.operation, params), state.window
         called = loss_arguments(objective, params, state.carry, args)
         objective.batch_positions(called)
         if objective.rng_argnum is not None:
-            called[objective.rng_argnum] = jax.random.fold_in(called[objective.rng_argnum], window.index)
+            called[objective.rng_argnum] = objective.key(called, window.index)
         values, carry, _ = scan_window(objective, microbatches, interleaved, called, kwargs)
         (params, opt_state), told = optimize(optimizer, params, state.opt_state, values)
         return params, TrainState(window._replace(index=window.index + 1), opt_state, carry), told

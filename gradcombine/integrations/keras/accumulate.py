@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import keras
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, require_items, shown
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, error, reduction_of
 from gradcombine.integrations.keras.wrapper import WindowWrapper
@@ -127,7 +128,7 @@ class Accumulate(WindowWrapper):
         """
         if self.built:
             return
-        variables = list(variables)
+        variables = settings.require_variables(variables)
         parts = Parts([self._overwrite_variable_with_gradient(x) for x in variables], self._combined)
         rules = Window(_OPERATION, parts.reduction, self.every, order=self.order, max_every=self.max_every)
         inner = self.inner_optimizer
@@ -158,11 +159,12 @@ class Accumulate(WindowWrapper):
           weight: of the microbatch on this replica, for instance its number of tokens: a scalar, finite and not
             negative. One of weight 0 changes nothing, but is a step of its window. None: what `weighted` says, else 1.
         """
-        gradients = list(grads)
+        gradients = require_items(_OPERATION, "a list of gradients", grads)
         if not gradients:
             return
-        if trainable_variables is not None and not self.built:
-            self.build(list(trainable_variables))
+        if trainable_variables is not None:
+            trainable_variables = settings.require_variables(trainable_variables)
+            self.build(trainable_variables)
         window = self._built_window()
         gradients = self._aligned(gradients, trainable_variables)
         if all(gradient is None for gradient in gradients):
@@ -173,8 +175,12 @@ class Accumulate(WindowWrapper):
     @no_autograph
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], weight: Any = None) -> Any:
         """`apply` for pairs; returns the number of microbatches so far."""
-        grads, variables = zip(*grads_and_vars, strict=True)
-        self.apply(grads, variables, weight)
+        expected = "pairs of a gradient and its variable"
+        pairs = require_items(_OPERATION, expected, grads_and_vars)
+        for i, pair in enumerate(pairs):
+            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+                raise error(expected, shown(pair), f"[{i}]")
+        self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs], weight)
         return self._iterations
 
     def stateless_apply(
@@ -190,6 +196,7 @@ class Accumulate(WindowWrapper):
           The values of the trainable variables and of ``variables``. To have them updated in place, take them in this
           order where they are donated to jax.jit: it pairs donated arguments with results by order.
         """
+        settings.require_jax("stateless_apply")
         with self._weights.set_to(self._weights.current() if weight is None else weight):
             # Not super(), which in a `ScaledAccumulate` is a LossScaleOptimizer's.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
@@ -209,6 +216,7 @@ class Accumulate(WindowWrapper):
         self, optimizer_variables: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
         """`flush` as a pure function, on the JAX backend: arguments and result as of `stateless_apply`."""
+        settings.require_jax("stateless_flush")
         window = self._built_window()
         trained = self._trainable_variables
         mapping = [
@@ -250,15 +258,21 @@ class Accumulate(WindowWrapper):
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Accumulate:
         """The optimizer of a config."""
-        made = {
-            name: keras.saving.deserialize_keras_object(config[name], custom_objects=custom_objects)
-            for name in ("inner_optimizer", "every")
-        }
-        return cls(**{**config, **made})
+        try:
+            copied = copy.deepcopy(config)  # Keras takes names out of what it reads
+            made = {
+                name: keras.saving.deserialize_keras_object(copied[name], custom_objects=custom_objects)
+                for name in ("inner_optimizer", "every")
+            }
+            return cls(**{**copied, **made})
+        except GradCombineError:
+            raise
+        except Exception as failed:  # Keras has a class of error for each part of a config
+            raise error("a config, as get_config returns it", f"{type(failed).__name__}: {failed}") from failed
 
     def _aligned(self, gradients: list[Any], variables: Sequence[Any] | None) -> list[Any]:
         """One gradient for each variable that the optimizer was built with."""
-        targets = list(self._trainable_variables if variables is None else variables)
+        targets = list[Any](self._trainable_variables if variables is None else variables)
         if len(gradients) != len(targets):
             raise error(f"{len(targets)} gradients, one per variable", len(gradients))
         if variables is None:

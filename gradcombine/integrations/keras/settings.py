@@ -11,11 +11,27 @@ from typing import Any, Literal, get_args
 import keras
 
 from gradcombine import reductions
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, attribute, require_items, shown
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.sums import Precision
 
 error = partial(GradCombineError, "Accumulate")
+
+
+def require_jax(method: str) -> None:
+    """Refuses a method that is pure on Keras' JAX backend alone: TensorFlow's variables are written all the same."""
+    if keras.backend.backend() != "jax":
+        raise error(f"Keras' JAX backend, for {method}", keras.backend.backend())
+
+
+def require_variables(variables: Any) -> list[Any]:
+    """The variables, as a list; refuses what is none."""
+    found = require_items("Accumulate", "a list of variables", variables)
+    for i, x in enumerate(found):
+        if attribute(x, "assign") is None or attribute(x, "trainable") is None:
+            raise error("a variable", shown(x), f"[{i}]")
+    return found
+
 
 Name = Literal["mean", "sum"]
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from gradcombine import binary_counter, tree
 from gradcombine.accumulation import cleared, depth_of, replace_window, whole_window
-from gradcombine.errors import GradCombineError
+from gradcombine.backends.registry import in_words
+from gradcombine.errors import GradCombineError, shown
 from gradcombine.integrations.keras.settings import Parts, error
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
@@ -170,11 +171,57 @@ def save(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> N
 
 def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> None:
     """Reads what `save` has written, under any number of replicas, as `replace` does."""
-    received = np.asarray(store[KIND]).tobytes().decode()
-    arrays = [np.asarray(store[str(i)]) for i in range(len(store.keys()) - 1)]
-    replace(arrays[len(others) :], window, received, kind)
-    for variable, array in zip(others, arrays, strict=False):
-        variable.assign(array)
+    try:
+        received = np.asarray(store[KIND]).tobytes().decode()
+        arrays = [as_array(store[str(i)]) for i in range(len(names_in(store)) - 1)]
+    except Exception as failed:  # a store may be of any class, and what it holds damaged
+        raise error("a window, as it was saved", f"{type(failed).__name__}: {failed}") from failed
+    mine, held = arrays[: len(others)], arrays[len(others) :]
+    values = values_of(others, mine)
+    require_window(held)
+    replace(held, window, received, kind)
+    for variable, value in zip(others, values, strict=True):
+        variable.assign(value)
+
+
+def names_in(store: Any) -> list[Any]:
+    """What a store holds, which need not be a dict."""
+    try:
+        return list(store.keys())
+    except Exception:
+        raise error("a store of arrays by name", shown(store)) from None
+
+
+def as_array(value: Any) -> np.ndarray:
+    """What is to become a variable's value."""
+    try:
+        array = np.asarray(keras.ops.convert_to_numpy(value))
+    except Exception:  # the backend has several, and a foreign class may have others
+        array = None
+    if array is None or array.dtype.kind in "OSUMm":
+        raise error("arrays of numbers", in_words(value))
+    return array
+
+
+def values_of(variables: Sequence[Any], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """The arrays in the variables' dtypes; refuses what is no value of one, so that all are assigned or none."""
+    values = list[np.ndarray]()
+    if len(arrays) != len(variables):
+        raise error(f"{len(variables)} arrays", len(arrays))
+    for variable, array in zip(variables, arrays, strict=True):
+        dtype, shape = np.dtype(dtypes.parse(_dtype(variable))), tuple(variable.shape)
+        if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise error(f"{dtype} of shape {shape}", in_words(array), variable.path)
+        values.append(array.astype(dtype))
+    return values
+
+
+def require_window(arrays: Sequence[np.ndarray]) -> None:
+    """Refuses what is not the arrays of a saved window: the replicas along a first axis, its position at the end."""
+    axes = [x.ndim for x in arrays[-3:] if x.dtype.kind in "iu"]
+    if axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size:
+        expected = "arrays that begin with an axis of replicas, the last three its integers step, index and touched"
+        raise error(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
 
 
 def begun(arrays: Sequence[np.ndarray]) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 import keras
 import numpy as np
 
+from gradcombine.errors import require_items, shown
 from gradcombine.integrations.keras import window as windows
 from gradcombine.integrations.keras.settings import error, unscaled
 from gradcombine.integrations.keras.window import KerasWindow
@@ -38,6 +39,8 @@ class Wrapper(_Optimizer):
     """
 
     def __init__(self, name: str | None) -> None:
+        if name is not None and (not isinstance(name, str) or "/" in name):
+            raise error("a name without /, or None", shown(name))
         # Not super(): a subclass may be a LossScaleOptimizer as well, which starts otherwise.
         _Optimizer.__init__(self, learning_rate=0.0, name=name)
         for setting in [x for x in vars(self) if not x.startswith("_") and x not in ("name", "built")]:
@@ -135,17 +138,21 @@ class WindowWrapper(Wrapper):
             several replicas, whose windows only files hold. Nothing is changed then.
         """
         window, (others, inner) = self._built_window(), (self._others(), self.inner_optimizer.variables)
-        arrays: list[Any] = [keras.ops.convert_to_numpy(x) for x in weights]
-        received, expected = [x.shape for x in arrays], [tuple(x.shape) for x in self.variables]
-        if received != expected:
-            raise error(f"weights of shapes {expected}", received)
+        expected = f"weights of shapes {[tuple(x.shape) for x in self.variables]}"
+        arrays = list(map(windows.as_array, require_items("Accumulate", expected, weights)))
+        received = [x.shape for x in arrays]
+        if received != [tuple(x.shape) for x in self.variables]:
+            raise error(expected, received)
         inside = slice(len(others), len(self._variables))
+        rest = [*others, *inner]
+        values = windows.values_of(rest, [*arrays[: inside.start], *arrays[inside.stop :]])
         held = [x[np.newaxis] for x in arrays[inside]]
+        windows.require_window(held)
         if window.replicas > 1 and windows.begun(held):
             raise error("a window of all replicas, as files have it", "the first one's")
         windows.replace(held, window, self._kind, self._kind)
-        for variable, array in zip([*others, *inner], [*arrays[: inside.start], *arrays[inside.stop :]], strict=True):
-            variable.assign(array)
+        for variable, value in zip(rest, values, strict=True):
+            variable.assign(value)
 
     def save_own_variables(self, store: Any) -> None:
         """Every replica's window, if there is one yet; Keras saves the inner optimizer by itself."""
@@ -159,7 +166,7 @@ class WindowWrapper(Wrapper):
           GradCombineError: for a window that has been begun and cannot be continued. Nothing of this optimizer is
             changed then; Keras still loads the rest, and reports at the end what could not be loaded.
         """
-        in_file = windows.KIND in list(store.keys())  # a store need not be a dict
+        in_file = windows.KIND in windows.names_in(store)
         if self._window is not None and in_file:
             windows.load(store, self._others(), self._window, self._kind)
         elif self._window is not None:

@@ -16,10 +16,10 @@ from gradcombine.accumulation import require_state
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent
 from gradcombine.errors import GradCombineError, renamed, shown
-from gradcombine.formats.entry import first_line
-from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_transformation
+from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_transformation
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
+from gradcombine.integrations.jax.train_state import keep_dtypes
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios
@@ -226,7 +226,7 @@ def accumulate_and_apply(
         number: Any = None,
         **extra_args: Any,
     ) -> tuple[Tree, AccumulateUpdatesState]:
-        params = as_arrays(params)
+        params = as_arrays("accumulate_and_apply", params)
         added, dtypes = microbatches.contribute(updates, state, params, weight, flush, number)
 
         def transform(kept: Tree, gradients: Tree) -> tuple[Tree, Tree]:
@@ -275,7 +275,7 @@ class Accumulation:
 
     def init(self, params: optax.Params) -> AccumulateUpdatesState:
         """No window begun."""
-        params = as_arrays(params)
+        params = as_arrays(self._operation, params)
         like = gradients_like(params)
         window = jax.tree.map(jnp.asarray, init_for(lambda like: self.window.init(self._each(like, Ratio, 1)), like))
         skipped: Any = ()
@@ -297,7 +297,7 @@ class Accumulation:
           combined gradients are to have for it, see `cast_as`.
         """
         self._require_state(state)
-        state, updates = as_arrays(state), as_arrays(updates)
+        state, updates = as_arrays(self._operation, state), as_arrays(self._operation, updates)
         entering = updates
         if self._terms is not None:
             weights = self._terms.weights(weight)
@@ -348,12 +348,8 @@ def gradients_like(params: Tree) -> Tree:
 
 def _shapes(operation: str, function: Callable[[Any], Any], value: Any) -> Any:
     """What JAX sees of a result; of what it cannot see through, a key or a leaf of no kind that it knows, an error."""
-    try:
+    with in_own_words(operation, "a tree of arrays of numbers"):
         return jax.eval_shape(function, value)
-    except (TypeError, ValueError) as failed:
-        if isinstance(failed, GradCombineError):
-            raise
-        raise GradCombineError(operation, "a tree of arrays of numbers", first_line(failed)) from failed
 
 
 def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -> tuple[Tree, Tree]:
@@ -414,19 +410,6 @@ def cast_as(values: Tree, specs: Tree) -> Tree:
     pairs = zip(leaves, tree.flatten_as("accumulate", structure, specs), strict=True)
     cast = (x if x is None or spec is None else x.astype(spec.dtype) for x, spec in pairs)
     return tree.unflatten(structure, cast)
-
-
-def keep_dtypes(new: Tree, old: Tree) -> Tree:
-    """A state in the dtypes that it had: some transformations promote theirs, which no conditional or scan allows."""
-
-    def keep(x: Any, like: Any) -> Any:
-        expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
-        return x if expected is None or received is None or expected == received else x.astype(expected)
-
-    try:
-        return jax.tree.map(keep, new, old)
-    except ValueError as failed:
-        raise GradCombineError("update", "a state of the optimizer that it keeps", first_line(failed)) from failed
 
 
 def stands_in(params: Tree) -> bool:

@@ -13,15 +13,18 @@ import optax
 
 import gradcombine as gc
 from gradcombine import tree
-from gradcombine.backends.registry import load
+from gradcombine.backends.registry import load, require_scalar
 from gradcombine.errors import GradCombineError, require_flag, shown
-from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_transformation
-from gradcombine.integrations.optax.accumulate import cast_as, gradients_like, init_for, keep_dtypes
+from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_transformation
+from gradcombine.integrations.jax.train_state import KEPT, keep_dtypes
+from gradcombine.integrations.optax.accumulate import cast_as, gradients_like, init_for
 from gradcombine.integrations.optax.skip import Skip, decide, first_detail
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import Settings
 from gradcombine.types import AccumulateState, Array, State, Tree
+
+_MATCHING = "gradients that match the state"
 
 MultiStepsState = optax.MultiStepsState
 """optax's class: states and checkpoints of either can be used by the other."""
@@ -118,7 +121,7 @@ class MultiSteps:
 
     def init(self, params: optax.Params) -> optax.MultiStepsState:
         """The state before the first microbatch."""
-        params = as_arrays(params)
+        params = as_arrays("MultiSteps", params)
         like = gradients_like(params)
         detail: Any = ()
         if self._skip is not None:
@@ -141,8 +144,9 @@ class MultiSteps:
           params: the parameters, where the transformation asks for them.
           **extra_args: for the transformation, which gets those of the window's last microbatch.
         """
-        updates = as_arrays(updates)
-        mini_step, gradient_step = jnp.asarray(state.mini_step), jnp.asarray(state.gradient_step)
+        _require_state(state)
+        updates, state = as_arrays("MultiSteps", updates), as_arrays("MultiSteps", state)
+        mini_step, gradient_step = state.mini_step, state.gradient_step
         emit = jnp.asarray(self._ready(AccumulateState(((),), mini_step + 1, gradient_step)))
         skip, detail = None, ()
         if self._skip is not None:
@@ -170,6 +174,7 @@ class MultiSteps:
 
     def has_updated(self, state: optax.MultiStepsState) -> Array:
         """Whether the last microbatch ended a window, a boolean scalar."""
+        _require_state(state)
         updated = jnp.logical_and(jnp.equal(state.mini_step, 0), jnp.greater(state.gradient_step, 0))
         skipped = _skip_flag(state.skip_state)
         if skipped is None or np.shape(skipped) != np.shape(updated):
@@ -190,19 +195,29 @@ class MultiSteps:
           The state for this object: zeros where no window has begun, whatever an earlier one has left there, and else,
           unless ``compat``, each running mean times the number of its gradients.
         """
-        n = jnp.asarray(state.mini_step)
-        scaled = self._use_grad_mean and not self._compat
+        _require_state(state)
+        state = as_arrays("MultiSteps", state)
+        n, scaled = jnp.asarray(state.mini_step), self._use_grad_mean and not self._compat
 
         def adopted(acc: Array) -> Array:
             return jnp.where(n == 0, jnp.zeros_like(acc), acc * n.astype(acc.dtype) if scaled else acc)
 
-        return state._replace(acc_grads=jax.tree.map(adopted, state.acc_grads))
+        with in_own_words("MultiSteps", "accumulators of numbers"):
+            return state._replace(acc_grads=jax.tree.map(adopted, state.acc_grads))
 
     def _kept(self, skip: Array, detail: Tree) -> Tree:
         """The skip function's state, with the decision in it where it is `has_updated` that needs it."""
         if self._compat or _skip_flag(detail) is not None or not (isinstance(detail, Mapping) or detail == ()):
             return detail
         return {**(detail or {}), "should_skip": skip}
+
+
+def _require_state(state: Any) -> None:
+    """Refuses what is no state of optax.MultiSteps."""
+    if not isinstance(state, MultiStepsState):
+        raise GradCombineError("MultiSteps", "an optax.MultiStepsState", type(state).__name__)
+    for name in ("mini_step", "gradient_step"):
+        require_scalar("MultiSteps", "an integer scalar", getattr(state, name), "iu", f".{name}")
 
 
 def _skip_flag(skip_state: Any) -> Any:
@@ -267,7 +282,8 @@ class Sums:
             # A gradient that is missing for once does not make its accumulator one of no gradient.
             return acc if g is None and not tree.is_static(acc) else g
 
-        like = jax.tree.map(present, grads, accumulators, is_leaf=lambda g: g is None)
+        with in_own_words("MultiSteps", _MATCHING):
+            like = jax.tree.map(present, grads, accumulators, is_leaf=lambda g: g is None)
         spec = jax.eval_shape(self._reduction.init, like)
         return spec._replace(value=accumulators, weight=mini_step.astype(spec.weight.dtype), count=mini_step)
 
@@ -293,13 +309,15 @@ class OptaxOrder:
         return jax.tree.map(zeros, params)
 
     def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Any, Tree]:
-        return (accumulators, mini_step), _kept(grads, accumulators, mini_step, emit, mean=self._mean)
+        with in_own_words("MultiSteps", _MATCHING):
+            return (accumulators, mini_step), _kept(grads, accumulators, mini_step, emit, mean=self._mean)
 
     def boundary(self, window: Any, grads: Tree, inner: Any, emit: Array, transform: Transform) -> tuple[Tree, Any]:
         combined = _combined(grads, *window, mean=self._mean)
         updates, state = transform(optax.tree.cast_like(combined, grads))
         # True in this branch, but the compiler does not know, and fuses as it does in optax.
-        state = jax.tree.map(lambda old, new: jnp.where(emit, new, old).astype(old.dtype), inner, state)
+        with in_own_words("MultiSteps", KEPT):
+            state = jax.tree.map(lambda old, new: jnp.where(emit, new, old).astype(old.dtype), inner, state)
         return jax.tree.map(lambda x: emit.astype(x.dtype) * x, updates), state
 
 

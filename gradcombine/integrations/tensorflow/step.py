@@ -9,6 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from gradcombine import reductions, tree
+from gradcombine.backends.registry import in_words, is_array_of
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import GradCombineError, attribute, require_items, shown
 from gradcombine.integrations.tensorflow.several_terms import LossOfTerms, WindowMetrics
@@ -202,17 +203,18 @@ class AccumulatedStep(tf.Module):
         """
         self._require_cross_replica()
         expected = self.states()
-        if len(states) != len(expected):
-            raise error(f"{len(expected)} states, one per replica", len(states))
-        for rank, (held, state) in enumerate(zip(expected, states, strict=True)):
+        given = require_items("AccumulatedStep", f"{len(expected)} states, one per replica", states)
+        if len(given) != len(expected):
+            raise error(f"{len(expected)} states, one per replica", len(given))
+        for rank, (held, state) in enumerate(zip(expected, given, strict=True)):
             leaves, structure = tree.flatten("AccumulatedStep", held)
             received = tree.flatten_as("AccumulatedStep", structure, state)
             for path, x, y in zip(structure.paths(), leaves, received, strict=True):
-                if x is not None and (x.shape, x.dtype) != (y.shape, tf.as_dtype(y.dtype)):
-                    raise error(f"shape {x.shape} and {x.dtype.name}", f"{y.shape} and {y.dtype}", f"[{rank}]{path}")
+                if x is not None and not is_array_of(y, BACKEND.dtype(x), BACKEND.shape(x)):
+                    raise error(in_words(x), in_words(y), f"[{rank}]{path}")
 
         first = int(self._local(self._strategy.run(_rank))[0])
-        self._strategy.run(lambda: self._state.write(Pending(states[int(tf.get_static_value(_rank())) - first])))
+        self._strategy.run(lambda: self._state.write(Pending(given[int(tf.get_static_value(_rank())) - first])))
 
     # AutoGraph would take seconds to convert the library's code, which does not need it. The caller's functions are
     # converted if the tf.function around uses AutoGraph, which ``status`` says.

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
-from gradcombine.errors import GradCombineError, renamed, require_integer, shown
+from gradcombine.errors import GradCombineError, attribute, renamed, require_integer, shown
 from gradcombine.integrations.jax.arrays import require_transformation, require_tree
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.microbatches import examples
@@ -148,6 +148,8 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 def _mesh(target: Target, mesh: Any, axis: str, values: Any) -> Any:
     """A mesh of the target's devices."""
+    if not isinstance(axis, str):
+        raise GradCombineError("plan", "the name of an axis", shown(axis))
     if mesh is None:
         shardings = (x.sharding for x in jax.tree.leaves(values) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)))
         found = (x.mesh for x in shardings if isinstance(x, NamedSharding))
@@ -155,7 +157,7 @@ def _mesh(target: Target, mesh: Any, axis: str, values: Any) -> Any:
     if isinstance(mesh, Mapping):
         sizes = {str(name): require_integer("plan", f"a size of mesh axis {name}", n) for name, n in mesh.items()}
         kinds = (AxisType.Auto,) * len(sizes)
-    elif hasattr(mesh, "axis_types"):
+    elif attribute(mesh, "axis_types") is not None:
         sizes, kinds = dict(mesh.shape), mesh.axis_types
     else:
         raise GradCombineError("plan", "a mesh, or a mapping of its axes to their sizes", shown(mesh))
