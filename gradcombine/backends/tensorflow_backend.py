@@ -88,6 +88,8 @@ class TensorflowBackend:
         return tf.cast(array, tf.as_dtype(dtype))
 
     def add(self, a: Array, b: Array) -> Array:
+        if a.dtype.name in _CAST:  # of a state that began with arrays of NumPy
+            raise _no_kernels(a.dtype.name)
         return _in_order(tf.add(a, b))
 
     def total(self, array: Array) -> Array:

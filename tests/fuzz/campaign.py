@@ -39,6 +39,9 @@ FACTOR, BASE = 1100, 4 << 20
 MEASURED = 16
 """Of so many files, the memory of one is measured."""
 
+AGAIN = 75
+"""The status with which a process asks for another one in its place."""
+
 EXAMPLES = 3
 """Numbers of inputs that are named for each defect."""
 
@@ -150,27 +153,29 @@ def work(room: str, inputs: int, seed: int, only: str, seconds: float, name: str
         reached = reached or job.name == name
         if not reached or not re.search(only, job.name):
             continue
-        with bounded(job.factor):
-            _work(job, seed, start if job.name == name else 0, seconds)
+        with bounded(job.factor) as crowded:
+            _work(job, seed, start if job.name == name else 0, seconds, crowded)
 
 
-def _work(job: Job, seed: int, start: int, seconds: float) -> None:
+def _work(job: Job, seed: int, start: int, seconds: float, crowded: Callable[[], bool]) -> None:
     counts: dict[str, int] = {}
-    defects: dict[str, list[int]] = {}
+    defects: dict[str, list[Any]] = {}
     begun = time.monotonic()
     for i in range(start, job.inputs):
         if i % 64 == start % 64:
             if time.monotonic() - begun > seconds:
                 break
-            _say("at", job.name, i, counts)
+            _say("at", job.name, i, counts, defects, time.monotonic() - begun)
+            if crowded():  # by what frameworks keep; without memory they would end the process
+                sys.exit(AGAIN)
             faulthandler.dump_traceback_later(100 * SECONDS, exit=True)  # what a signal cannot interrupt
         kind, what = job.run(Random(f"{seed}:{job.name}:{i}"))
         counts[kind] = counts.get(kind, 0) + 1
         if kind == "defect":
-            defects.setdefault(what, []).append(i)
+            times, inputs = defects.get(what, [0, []])
+            defects[what] = [times + 1, [*inputs, i][:EXAMPLES]]
     faulthandler.cancel_dump_traceback_later()
-    found = {what: [len(inputs), inputs[:EXAMPLES]] for what, inputs in defects.items()}
-    _say("done", job.name, counts, found, time.monotonic() - begun)
+    _say("done", job.name, counts, defects, time.monotonic() - begun)
 
 
 def _say(*what: Any) -> None:
@@ -222,21 +227,23 @@ def _campaign(options: list[str], rooms: tuple[str, ...], where: dict[str, Any])
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
             process = subprocess.Popen(command, **pipes, **where)
             assert process.stdout is not None
-            counts: dict[str, int] | None = None  # of the inputs of a name that has begun
+            begun: list[Any] | None = None  # what came of the inputs of a name that has begun
             for line in process.stdout:
                 if not line.startswith(":: "):
                     continue
                 kind, *what = json.loads(line[3:])
                 if kind == "at":
-                    name, at, counts = what
+                    name, at, *begun = what
                 else:
-                    counts = None
+                    begun = None
                     yield Result(room, *what)
             if process.wait() == 0:
                 break
-            if counts is None:
+            if begun is None:
                 raise RuntimeError(f"room {room} ended with status {process.returncode} after {name} {at}")
-            yield Result(
-                room, name, counts | {"defect": 1}, {f"ended the process ({process.returncode})": [1, [at]]}, 0.0
-            )
-            at += 64
+            counts, defects, seconds = begun
+            if process.returncode != AGAIN:
+                counts["defect"] = counts.get("defect", 0) + 1
+                defects[f"ended the process ({process.returncode})"] = [1, [at]]
+                at += 64
+            yield Result(room, name, counts, defects, seconds)

@@ -32,24 +32,28 @@ class LateError(BaseException):
 
 
 @contextmanager
-def bounded(factor: int = 1) -> Generator[None, None, None]:
-    """Bounds the memory of this process, and makes late inputs raise."""
+def bounded(factor: int = 1) -> Generator[Callable[[], bool], None, None]:
+    """Bounds the memory of this process, and makes late inputs raise; tells whether half of it is left behind."""
 
     def late(*_: Any) -> None:
         raise LateError
 
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + factor * MARGIN, before[1]))
+    before, begun = resource.getrlimit(resource.RLIMIT_AS), _held()
+    resource.setrlimit(resource.RLIMIT_AS, (begun + factor * MARGIN, before[1]))
     handler = signal.signal(signal.SIGPROF, late)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield
+            yield lambda: _held() > begun + factor * MARGIN // 2
     finally:
         signal.signal(signal.SIGPROF, handler)
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _held() -> int:
+    """Bytes of address space of this process."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def happened(

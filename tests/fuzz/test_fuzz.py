@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -104,6 +105,14 @@ def test_a_defect_is_found() -> None:
         assert guard.happened(value, lambda: changing(value)) == ("defect", "an argument has changed")
         assert guard.happened(value, lambda: gc.add_n([value])) == ("accepted", "")
         assert guard.happened(value, lambda: gc.add_n(3)) == ("refused", "")
+
+
+def test_a_process_that_is_full_asks_for_another_one_and_loses_no_defect(capfd: pytest.CaptureFixture[str]) -> None:
+    job, full = campaign.Job("x", 100, lambda r: ("defect", "bad")), iter([False, True])
+    with pytest.raises(SystemExit, match=str(campaign.AGAIN)):
+        campaign._work(job, 0, 0, 60, lambda: next(full))
+    *said, _ = json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix(":: "))
+    assert said == ["at", "x", 64, {"defect": 64}, {"bad": [64, [0, 1, 2]]}]
 
 
 NO_REGULAR_FILES = {
@@ -250,6 +259,19 @@ def test_what_doors_refuse(call: Callable[[Any], Any]) -> None:
         name for name, value in (OWN_CODE | {"text": "text", "a dict": {"a": 1}}).items() if not refusal(call, value)
     }
     assert taken == set()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"dtype": "float8_e8m0fnu"}, {"dtype": "float8_e4m3fn"}, {"name": "a/b"}, {"name": "\ud800"}]
+)
+def test_a_keras_optimizer_that_its_backend_could_not_hold_is_refused(settings: dict[str, str]) -> None:
+    with pytest.raises(gc.GradCombineError):
+        for_keras.Accumulate("sgd", 2, **settings).apply([tf.constant(1.0)], [keras.Variable(0.0)])
+
+
+def test_a_scalar_that_jit_does_not_take_is_named() -> None:
+    with pytest.raises(gc.GradCombineError, match=r"train_step: leaf \[0\]: .* received ulonglong"):
+        train_step(lambda w, x: w * x, SGD)(0.0, _step.init(0.0), np.ulonglong(2))
 
 
 WITHOUT_END: list[Any] = [np.float32(1)]

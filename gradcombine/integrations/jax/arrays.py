@@ -124,6 +124,10 @@ def usable(*values: Tree) -> Iterator[None]:
     except Exception as error:  # a foreign object may raise any
         require_tree("train_step", values)
         as_arrays("train_step", values)
+        for path, x in jax.tree_util.tree_leaves_with_path(values):
+            if isinstance(x, np.generic) and np.dtype(x.dtype.name).type is not type(x):
+                expected = "arrays and numbers that jax.jit takes"
+                raise GradCombineError("train_step", expected, type(x).__name__, _named(path)) from error
         leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(values) if _is_known(x)]
         for path, x in leaves:
             if x.is_deleted():

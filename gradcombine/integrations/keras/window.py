@@ -323,6 +323,10 @@ def _place(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]
 
 def _variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
     dtype = str(first.dtype)
+    try:
+        keras.backend.standardize_dtype(dtype)
+    except ValueError:
+        raise error("a dtype that Keras has variables of", dtype) from None
 
     def initializer(shape: Any, dtype: Any) -> Any:
         return keras.ops.convert_to_tensor(first, dtype=dtype)

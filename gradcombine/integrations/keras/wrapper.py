@@ -39,8 +39,8 @@ class Wrapper(_Optimizer):
     """
 
     def __init__(self, name: str | None) -> None:
-        if name is not None and (not isinstance(name, str) or "/" in name):
-            raise error("a name without /, or None", shown(name))
+        if name is not None and (not isinstance(name, str) or not name.isprintable() or "/" in name):
+            raise error("a printable name without /, or None", shown(name))
         # Not super(): a subclass may be a LossScaleOptimizer as well, which starts otherwise.
         _Optimizer.__init__(self, learning_rate=0.0, name=name)
         for setting in [x for x in vars(self) if not x.startswith("_") and x not in ("name", "built")]:
