@@ -144,8 +144,10 @@ class LocalGradientAggregation(tf.Module):
         if len(gradients) != len(variables):
             raise GradCombineError("compute_gradients", f"{len(variables)} gradients", len(gradients))
         for i, x in enumerate(variables):
-            if attribute(x, "shape") is None or attribute(x, "dtype") is None:
-                raise GradCombineError("compute_gradients", "a variable", shown(x), f"[{i}]")
+            try:
+                tf.TensorSpec(x.shape, x.dtype)
+            except Exception:  # of what has neither, or others than TensorFlow's
+                raise GradCombineError("compute_gradients", "a variable", shown(x), f"[{i}]") from None
         for i, x in enumerate(gradients):
             if x is None or isinstance(x, tf.IndexedSlices):
                 continue
