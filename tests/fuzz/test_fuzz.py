@@ -269,6 +269,29 @@ def test_a_keras_optimizer_that_its_backend_could_not_hold_is_refused(settings: 
         for_keras.Accumulate("sgd", 2, **settings).apply([tf.constant(1.0)], [keras.Variable(0.0)])
 
 
+def test_keras_weights_of_which_one_is_wrong_change_none() -> None:
+    before = [x.numpy() for x in _keras().variables]
+    for at in range(len(before)):
+        wrong = [np.full_like(x, 1) for x in before]
+        wrong[at] = np.full(np.shape(before[at]), 1j)
+        assert refusal(_keras().set_weights, wrong)
+        for x, y in zip(_keras().variables, before, strict=True):
+            np.testing.assert_array_equal(x.numpy(), y)
+
+
+def test_a_step_keeps_the_dtypes_of_its_optimizers_state_or_refuses_another_form() -> None:
+    """Over the calls of a window, where a conditional asks for it."""
+
+    def counting(more: Callable[[Any], Any]) -> optax.GradientTransformation:
+        return optax.GradientTransformation(lambda p: jnp.bfloat16(0), lambda u, s, p=None: (u, more(s)))
+
+    step = train_step(lambda w, x: jnp.mean(w * x), counting(lambda s: s.astype(jnp.float32) + 1), every=1)
+    assert step(0.0, step.init(0.0), np.float32([1]))[1].opt_state == jnp.bfloat16(1)
+    step = train_step(lambda w, x: jnp.mean(w * x), counting(lambda s: (s, s)), every=1)
+    with pytest.raises(gc.GradCombineError, match="a state of the optimizer that it keeps"):
+        step(0.0, step.init(0.0), np.float32([1]))
+
+
 def test_a_scalar_that_jit_does_not_take_is_named() -> None:
     with pytest.raises(gc.GradCombineError, match=r"train_step: leaf \[0\]: .* received ulonglong"):
         train_step(lambda w, x: w * x, SGD)(0.0, _step.init(0.0), np.ulonglong(2))

@@ -143,11 +143,6 @@ class LocalGradientAggregation(tf.Module):
         variables = require_items("compute_gradients", "a list of variables", vars)
         if len(gradients) != len(variables):
             raise GradCombineError("compute_gradients", f"{len(variables)} gradients", len(gradients))
-        for i, x in enumerate(variables):
-            try:
-                tf.TensorSpec(x.shape, x.dtype)
-            except Exception:  # of what has neither, or others than TensorFlow's
-                raise GradCombineError("compute_gradients", "a variable", shown(x), f"[{i}]") from None
         for i, x in enumerate(gradients):
             if x is None or isinstance(x, tf.IndexedSlices):
                 continue
@@ -214,7 +209,9 @@ class LocalGradientAggregation(tf.Module):
     def _state_for(self, gradients: list[Any], variables: list[Any]) -> ReplicaState:
         if self._state is None:
             with tf.init_scope():
-                self._state = in_local_variables(self._window, list(map(_spec, gradients, variables)))
+                self._state = in_local_variables(
+                    self._window, list(map(_spec, gradients, variables, range(len(variables))))
+                )
             self.position, self.windows = self._state.position, self._state.windows
         return self._state
 
@@ -250,11 +247,15 @@ def _passes(k: Any) -> int:
     return passes
 
 
-def _spec(gradient: Any, variable: Any) -> tf.TensorSpec:
+def _spec(gradient: Any, variable: Any, i: int) -> tf.TensorSpec:
     """Shape and dtype of a gradient; of the variable, where there is no gradient or its shape is not known."""
-    source = variable if gradient is None else gradient
-    shape = source.shape if tf.TensorShape(source.shape).is_fully_defined() else variable.shape
-    return tf.TensorSpec(shape, source.dtype)
+    try:
+        own = tf.TensorSpec(variable.shape, variable.dtype)
+    except Exception:  # of what has neither, or others than TensorFlow's
+        raise GradCombineError("compute_gradients", "a variable", shown(variable), f"[{i}]") from None
+    if gradient is None:
+        return own
+    return tf.TensorSpec(gradient.shape if gradient.shape.is_fully_defined() else own.shape, gradient.dtype)
 
 
 def _key(variable: Any) -> Any:
