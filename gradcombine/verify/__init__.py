@@ -8,7 +8,7 @@ from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_micro
 from gradcombine.verify.origin import Explanation, explain
 from gradcombine.verify.plan import Plan, plan
 from gradcombine.verify.reference import Judgement
-from gradcombine.verify.steps import StepReport, check_step
+from gradcombine.verify.steps import StepReport, Verdict, check_step
 from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
 from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
@@ -27,6 +27,7 @@ __all__ = [
     "Plan",
     "Recorder",
     "StepReport",
+    "Verdict",
     "assert_equal_bits",
     "assert_within_ulp",
     "audit",

@@ -13,7 +13,7 @@ from gradcombine.verify.microbatches.window import Window
 from gradcombine.verify.steps import elements
 from gradcombine.verify.steps.case import accounts_for, combined
 from gradcombine.verify.steps.hypotheses import linear
-from gradcombine.verify.steps.report import Cause, Fault
+from gradcombine.verify.steps.report import Cause, Fault, Verdict
 
 
 class WindowResult(NamedTuple):
@@ -39,7 +39,7 @@ class MicrobatchReport(NamedTuple):
       windows: how near each came. After a partial last window the first one is run again, and is listed again.
       full_batch: the largest distance of a full batch's gradient from the microbatches' mean, both in float64, over
         what is allowed; None if it was not checked.
-      not_checked: why not; empty if it was.
+      not_checked: why not; empty if it was. Without it, the report does not pass.
     """
 
     faults: tuple[Fault, ...]
@@ -48,8 +48,13 @@ class MicrobatchReport(NamedTuple):
     not_checked: str = ""
 
     @property
+    def verdict(self) -> Verdict:
+        return Verdict.of(self.faults, self.not_checked)
+
+    @property
     def passes(self) -> bool:
-        return not self.faults
+        """Whether everything was compared, and nothing found."""
+        return self.verdict is Verdict.PASSES
 
     @property
     def cause(self) -> Cause | None:
@@ -62,7 +67,8 @@ class MicrobatchReport(NamedTuple):
         else:
             shares = [window.share for window in self.windows if window.share is not None]
             worst = f"{max(shares):.2f} of the rounding bound at most" if shares else "no gradient"
-            lines = [f"microbatches equal one batch: {len(self.windows)} windows, {worst}"]
+            unsure = "cannot tell whether " if self.not_checked else ""
+            lines = [f"{unsure}microbatches equal one batch: {len(self.windows)} windows, {worst}"]
         if self.full_batch is not None:
             lines.append(f"  full batch against microbatches in float64: {self.full_batch:.1e} of what is allowed")
         if self.not_checked:

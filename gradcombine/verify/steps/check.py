@@ -13,6 +13,7 @@ from gradcombine.verify.steps.hypotheses import Case, explain
 from gradcombine.verify.steps.measure import StepStandard
 from gradcombine.verify.steps.report import Cause, Fault, StepReport, StepRun
 from gradcombine.verify.steps.running import OPERATION, WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
+from gradcombine.verify.steps.standard import Floats
 from gradcombine.verify.steps.terms import Terms, require_right
 from gradcombine.verify.ulp import rounding_unit
 
@@ -70,7 +71,8 @@ def check_step(
 
     A result may be 16 times the measured noise away, plus the bound of the sum over the examples; two results together
     twice that. Where a step computes in less than float32, that hides much: its divisions are compared in float64, too,
-    to what float32 allows, if they run in it. What could not be compared is listed in the report.
+    to what float32 allows, if they run in it. What could not be compared is listed in the report, whose `verdict` is
+    then `Verdict.CANNOT_TELL`: it does not pass.
 
     >>> import numpy as np
     >>> from gradcombine.verify import check_step
@@ -117,9 +119,9 @@ def check_step(
         if cause not in [fault.cause for fault in faults]:
             faults.append(Fault(cause, run, detail))
 
-    def note(name: str, result: Result) -> StepRun:
-        shares = standard.shares(result.floats, standard.own.floats, wide=False)
-        accuracy, noises = (None, None) if exact is None else standard.accuracy(result, exact)
+    def note(name: str, result: Result, whole: Result, reference: Floats | None) -> StepRun:
+        shares = standard.shares(result.floats, whole.floats, wide=False)
+        accuracy, noises = (None, None) if reference is None else standard.accuracy(result, reference)
         run = StepRun(
             name,
             float(shares.max()),
@@ -130,7 +132,23 @@ def check_step(
         runs.append(run)
         return run
 
-    one = note(str(WHOLE), standard.own)
+    def distance(name: str, split: Split, batch: Tree, own: Result, backwards: bool = False) -> float:
+        """From one batch, over what is allowed: in its own precision, or in float64 where that one hides much."""
+        moved = backwards and standard.depends_on_places
+        run = note(name, own, standard.backwards if backwards else standard.own, None if moved else exact)
+        if _differ(own, standard.own):
+            return float("inf")
+        if run.invariance > 1 or standard.unit <= FLOAT32_UNIT:
+            return run.invariance
+        try:
+            best = standard.in_float64(WHOLE, batch) if moved else standard.wide
+            made = None if best is None else standard.in_float64(split, batch)
+        except NotWide:
+            best = made = None
+        hidden.append(made is None)
+        return run.invariance if best is None or made is None else standard.shown(made.floats, best.floats)
+
+    one = note(str(WHOLE), standard.own, standard.own, exact)
     for split in [WHOLE, *splits]:
         try:
             own, again = subject.divided(split, batch), subject.divided(split, batch)
@@ -140,48 +158,35 @@ def check_step(
         if _changes(own, again):
             add(Cause.STATE, str(split))
             continue
-        if split != WHOLE:
-            found = note(str(split), own)
-            case = None
-            if found.invariance > 1 or _differ(own, standard.own):
-                case = _case(standard, split, own, terms)
-            elif standard.unit > FLOAT32_UNIT:
-                case = _case(standard, split, own, terms)
-                hidden.append(not case.wide)
-                case = case if case.wide and standard.shows(case.result.floats) else None
-            if case is not None:
-                cause, detail = explain(standard, case)
-                add(cause, str(split), detail)
-                continue
+        if split != WHOLE and distance(str(split), split, batch, own) > 1:
+            cause, detail = explain(standard, _case(standard, split, own, terms))
+            add(cause, str(split), detail)
+            continue
         if pad is not None:
             more = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
-            name = f"{split} with {more} rows of padding"
-            padded = note(name, subject.divided(split, pad(batch, more)))
-            if padded.invariance > 1:
-                add(Cause.PLACEHOLDERS, name, f"{padded.invariance:.3g} times what rounding allows")
+            name, filled = f"{split} with {more} rows of padding", pad(batch, more)
+            padded = subject.divided(split, filled)._replace(integers=standard.own.integers)
+            if (times := distance(name, split, filled, padded)) > 1:
+                add(Cause.PLACEHOLDERS, name, f"{times:.3g} times what rounding allows")
     if one.accuracy is not None and one.accuracy > 1:
         inaccurate = Fault(Cause.INACCURATE, one.name, f"{one.noises:.3g} times its noise")
         right = any(run.accuracy is not None and run.accuracy <= 1 for run in runs)
         faults = [inaccurate, *faults] if right else [*faults, inaccurate]
-    if not standard.depends_on_places and not faults:
-        backwards = subject.on(subject.rows(range(n - 1, -1, -1)))
-        own = backwards.divided(splits[-1], backwards.batch)
-        turned = note(f"{splits[-1]} in reverse order", own)
-        if turned.invariance > 1:
+    if not faults:
+        backwards, split = subject.on(standard.turned), splits[-1]
+        own, name = backwards.divided(split, backwards.batch), f"{split} in reverse order"
+        if distance(name, split, backwards.batch, own, backwards=True) > 1:
             of_these = StepStandard(backwards, unit)
-            cause, detail = explain(of_these, _case(of_these, splits[-1], own, terms))
-            add(cause, turned.name, detail)
+            cause, detail = explain(of_these, _case(of_these, split, own, terms))
+            add(cause, name, detail)
     if _changes(first, subject.divided(WHOLE, batch)):
         # What it keeps of other batches is in all results.
         faults = [Fault(Cause.STATE, f"{WHOLE}, after other batches")]
     not_checked = [f"differences {standard.hidden}, which its own rounding hides"] if any(hidden) else []
     if exact is None:
         not_checked.append(f"accuracy, since {standard.not_wide}")
-    if standard.depends_on_places:
-        not_checked.append("other orders of the examples: one batch itself depends on their places")
-    if pad is None:
-        not_checked.append("padding: no pad was given")
-    return StepReport(tuple(faults), tuple(runs), source, tuple(not_checked))
+    not_asked = ("padding, for which no pad was given",) if pad is None else ()
+    return StepReport(tuple(faults), tuple(runs), source, tuple(not_checked), not_asked)
 
 
 def _case(standard: StepStandard, split: Split, own: Result, terms: Terms | None) -> Case:

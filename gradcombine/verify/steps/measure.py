@@ -82,11 +82,10 @@ class StepStandard(Standard):
         """How far rounding may move one result, a number a leaf."""
         return self._allowed * (WIDE_TIMES * UNIT64 / self.unit if wide else 1.0)
 
-    def shows(self, floats: Floats) -> bool:
-        """Whether a division in float64 is further from one batch than the rounding of float32 would allow."""
+    def shown(self, floats: Floats, whole: Floats) -> float:
+        """The distance of a division in float64 from one batch, over what the rounding of float32 would allow."""
         allowed = 2 * self._allowed * rounding_unit(np.dtype(np.float32)) / self.unit
-        far = [rms(x - y) for x, y in zip(floats, self.best.floats, strict=True)]
-        return bool(np.any(np.array(far) > allowed))
+        return max(over(rms(x - y), z) for x, y, z in zip(floats, whole, allowed, strict=True))
 
     @property
     def hidden(self) -> str:
@@ -176,11 +175,19 @@ class StepStandard(Standard):
             return None
 
     @cached_property
+    def turned(self) -> Tree:
+        """The batch with its examples in reverse."""
+        return self.subject.rows(range(self.subject.examples - 1, -1, -1))
+
+    @cached_property
+    def backwards(self) -> Result:
+        """One batch of the examples in reverse."""
+        return self.subject.run(WHOLE, self.turned)
+
+    @cached_property
     def depends_on_places(self) -> bool:
         """Whether one batch of the same examples in reverse gives something else."""
-        n, subject = self.subject.examples, self.subject
-        turned = subject.run(WHOLE, subject.rows(range(n - 1, -1, -1)))
-        return bool(self.shares(turned.floats, self.own.floats, wide=False).max() > 1)
+        return bool(self.shares(self.backwards.floats, self.own.floats, wide=False).max() > 1)
 
     def in_float64(self, split: Split, batch: Tree) -> Result:
         """A division's result in float64.

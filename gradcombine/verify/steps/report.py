@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -41,6 +42,21 @@ class Cause(StrEnum):
     INACCURATE = "one batch itself is further from float64 than its rounding noise explains"
     UNEXPLAINED = "no known cause accounts for the difference"
     UNKNOWN = "a gradient that is not the mean reaches the inner optimizer"
+
+
+class Verdict(StrEnum):
+    """The answer of a check, of which only `PASSES` is a pass."""
+
+    PASSES = "passes"
+    FAILS = "fails"
+    CANNOT_TELL = "cannot tell"
+
+    @classmethod
+    def of(cls, faults: Sequence[object], not_checked: Sequence[str] | str) -> Verdict:
+        """The verdict of what was found, and of what could not be compared."""
+        if faults:
+            return cls.FAILS
+        return cls.CANNOT_TELL if not_checked else cls.PASSES
 
 
 class Fault(NamedTuple):
@@ -95,17 +111,24 @@ class StepReport(NamedTuple):
       faults: each cause once, in the order of the runs.
       runs: one batch, and every division.
       reference: what accuracy is measured by; empty if it was not measured.
-      not_checked: what was not, and why.
+      not_checked: what could not be compared, and why: a defect may hide there, so the report does not pass.
+      not_asked: what the call left out.
     """
 
     faults: tuple[Fault, ...]
     runs: tuple[StepRun, ...]
     reference: str
     not_checked: tuple[str, ...] = ()
+    not_asked: tuple[str, ...] = ()
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict.of(self.faults, self.not_checked)
 
     @property
     def passes(self) -> bool:
-        return not self.faults
+        """Whether everything was compared, and nothing found."""
+        return self.verdict is Verdict.PASSES
 
     @property
     def cause(self) -> Cause | None:
@@ -113,12 +136,16 @@ class StepReport(NamedTuple):
         return self.faults[0].cause if self.faults else None
 
     def __str__(self) -> str:
-        lines = [
-            "the step depends on how its batch is divided, or is inaccurate"
-            if self.faults
-            else "the step does not depend on how its batch is divided"
-        ]
+        lines = [_ANSWERS[self.verdict]]
         lines += [f"  {fault}" for fault in self.faults]
         lines += [f"  {run}" for run in self.runs]
         lines += [f"  not checked: {text}" for text in self.not_checked]
+        lines += [f"  not asked for: {text}" for text in self.not_asked]
         return "\n".join(lines)
+
+
+_ANSWERS = {
+    Verdict.PASSES: "the step does not depend on how its batch is divided",
+    Verdict.FAILS: "the step depends on how its batch is divided, or is inaccurate",
+    Verdict.CANNOT_TELL: "cannot tell whether the step depends on how its batch is divided: not all could be compared",
+}

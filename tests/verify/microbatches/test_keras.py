@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from gradcombine.errors import GradCombineError
-from gradcombine.verify import Cause, check_microbatches
+from gradcombine.verify import Cause, Verdict, check_microbatches
 from tests.verify.microbatches.problem import ALIKE, ALIKE_PARTIAL, FULL, PARAMS
 
 
@@ -79,7 +79,7 @@ def test_a_loss_of_its_own_precision_is_not_checked_in_float64() -> None:
         return loss(*tf.nest.map_structure(lambda x: tf.cast(x, tf.float32), (params, batch)))
 
     report = check_microbatches(narrow, PARAMS, ALIKE, keras.optimizers.SGD(0.1), accumulating(4))
-    assert report.passes and report.full_batch is None
+    assert report.verdict is Verdict.CANNOT_TELL and report.full_batch is None
     assert "not checked, since the loss computes in float32" in str(report)
 
 
@@ -93,4 +93,4 @@ def test_a_model_of_keras_is_a_loss() -> None:
 
     values = [np.asarray(variable) for variable in model.trainable_variables]
     report = check_microbatches(model_loss, values, ALIKE, ADAM, accumulating(4))
-    assert report.passes, str(report)
+    assert report.verdict is Verdict.CANNOT_TELL and not report.faults, str(report)

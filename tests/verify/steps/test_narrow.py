@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gradcombine.verify import Cause, StepReport, check_step
+from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps import by_hand, defects
 
 BFLOAT16, FLOAT16, FLOAT32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
@@ -133,3 +133,26 @@ def test_little_is_found_or_said_to_be_hidden_beside_bfloat16(rate: float, narro
     assert report.cause is (Cause.ADDED if rate and not narrow else None), str(report)
     assert all(run.invariance <= 1 for run in report.runs)
     assert any("which its own rounding hides" in text for text in report.not_checked) is narrow
+    found = Verdict.FAILS if rate else Verdict.PASSES
+    assert report.verdict is (Verdict.CANNOT_TELL if narrow else found)
+    assert report.passes is (report.verdict is Verdict.PASSES)
+
+
+def test_padding_is_compared_in_float64_beside_bfloat16() -> None:
+    """Placeholders that count little, which the rounding of bfloat16 hides."""
+    params, batch = cast(by_hand.params(), BFLOAT16), by_hand.batch(16)
+
+    def padded(rows: Any, more: int) -> Any:
+        made = {name: np.concatenate([x, np.ones_like(x[:more])]) for name, x in rows.items()}
+        return made | {"mask": np.concatenate([rows["mask"], np.zeros_like(rows["mask"][:more])])}
+
+    def counting(sums: Any, k: int) -> Any:
+        def step(p: Floats, rows: Any) -> Floats:
+            made = of_bfloat16(sums, k, 0)(p, rows)
+            extra = rows["tokens"].shape[0] > 16
+            return [x * x.dtype.type(1 + extra * 2**-12) for x in made]
+
+        return step
+
+    report = check_step(partial(counting, by_hand.sums), params, batch, microbatches=(4,), pad=padded)
+    assert report.cause is Cause.PLACEHOLDERS, str(report)
