@@ -7,7 +7,7 @@ said, and whatever is decided is decided from that.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -258,13 +258,21 @@ def _largest(backend: Backend, vector: Array) -> Array:
 
 
 def _structure(parts: Sequence[tuple[str, Sequence[Any], tree.Structure]]) -> int:
-    """A checksum of paths, shapes and dtypes, of 31 bits."""
+    """A checksum of containers, paths, shapes and dtypes, of 31 bits."""
     lines = [
         f"{name}{path} {'none' if is_absent(leaf) else f'{dtype_of(leaf)}{shape_of(leaf)}'}"
         for name, leaves, structure in parts
         for path, leaf in zip(structure.paths(), leaves, strict=True)
     ]
+    lines += [line for name, _, structure in parts for line in _containers(structure, name)]
     return zlib.crc32("\n".join(lines).encode()) & 0x7FFFFFFF
+
+
+def _containers(structure: tree.Structure, path: str) -> Iterator[str]:
+    if structure.kind is not None:
+        yield f"{path} {structure.kind.__name__}"
+    for key, child in zip(structure.keys, structure.children, strict=True):
+        yield from _containers(child, path + key)
 
 
 def _combined(backend: Backend, digests: Array) -> list[Array]:

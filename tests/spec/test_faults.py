@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,6 +12,7 @@ import gradcombine as gc
 from gradcombine import faults, reductions
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import Numbered
+from gradcombine.verify.in_process import run_replicas
 from tests.spec import modes
 from tests.spec.selection import among
 
@@ -134,6 +135,33 @@ def test_the_majority_decides_and_of_two_neither_is_right() -> None:
     assert faults.find(Heard(other), twins=params).table[0].tolist() == [0, 0, 0, 0, 0, 1]
     wrong = as_said(structure=5)
     assert faults.find(Heard(wrong, wrong), params).table[0].tolist() == [1, 0, 0, 0, 0, 0]
+
+
+ONE, TWO = np.float32([1, 2]), np.float32([3, 4])
+Point = NamedTuple("Point", [("x", Any), ("y", Any)])
+
+
+@pytest.mark.parametrize(
+    ("others", "own"),
+    [
+        ([ONE, TWO], (ONE, TWO)),
+        ({"a": [ONE, TWO]}, {"a": (ONE, TWO)}),
+        ({"a": ONE, "b": []}, {"a": ONE, "b": {}}),
+        ({"a": ONE, "b": ()}, {"a": ONE}),
+        ({"a": ONE, "b": None}, {"a": ONE, "b": ()}),
+        (Point(ONE, TWO), [ONE, TWO]),
+        (ONE, [ONE]),
+        (ONE, ONE.astype(np.float64)),
+        (ONE, ONE[:1]),
+        (ONE, None),
+    ],
+)
+@pytest.mark.parametrize("part", ["values", "twins"])
+def test_another_structure_is_a_fault_of_the_one_that_has_it(others: Any, own: Any, part: str) -> None:
+    def look(rank: int, over: Any) -> Any:
+        return faults.find(over, **{part: own if rank == 1 else others}).table[:, 0].tolist()
+
+    assert run_replicas(3, look) == [[0, 1, 0]] * 3
 
 
 def test_the_furthest_window_is_that_of_the_last_index_first() -> None:
