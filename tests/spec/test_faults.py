@@ -138,7 +138,11 @@ def test_the_majority_decides_and_of_two_neither_is_right() -> None:
 
 
 ONE, TWO = np.float32([1, 2]), np.float32([3, 4])
-Point = NamedTuple("Point", [("x", Any), ("y", Any)])
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
 
 
 @pytest.mark.parametrize(
