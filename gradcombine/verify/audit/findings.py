@@ -9,7 +9,7 @@ from typing import NamedTuple
 from gradcombine.verify.audit.flow import LINEAR, MOVING, Node
 from gradcombine.verify.audit.hlo import Instruction, Loop, Shape, bits
 from gradcombine.verify.audit.program import Exchange, Program, size_text, times
-from gradcombine.verify.audit.search import FEW_SCALARS, REDUCING, SCALES, SUMS, Search
+from gradcombine.verify.audit.search import FEW_SCALARS, REDUCING, SCALES, SHARE, SUMS, Search
 
 SMALL = 256 * 2**10
 """Bytes of a collective that takes longer to begin than to run."""
@@ -19,9 +19,6 @@ MANY = 16
 
 COPIED = 1024
 """Bytes of an array from which on its copy counts."""
-
-SHARE = 0.05
-"""Of a program's products or bytes, below which a repetition or copies are not worth a finding."""
 
 FLOATS = ("f", "bf")
 
@@ -60,11 +57,13 @@ def find(program: Program, donated: Sequence[int] = ()) -> list[Finding]:
 
 
 def reduced_in_loop(search: Search) -> Iterator[Finding]:
-    for exchange, loop in search.reduced:
+    for exchange, loop, size in search.reduced:
         spared = exchange.times - exchange.times // loop.trips if loop.trips else exchange.times
-        what = f"{_exchange(exchange)} in {_loop(loop)} is only added to what the loop carries"
+        share = size / exchange.operand
+        part = f"{size_text(size)} of " if share < 1 - SHARE else ""
+        what = f"{part}{_exchange(exchange)} in {_loop(loop)} is only added to what the loop carries"
         source = search.source(exchange.x)
-        yield Finding("reduced-in-loop", what, source, exchange.times, sent=spared * exchange.sent())
+        yield Finding("reduced-in-loop", what, source, exchange.times, sent=spared * share * exchange.sent())
 
 
 def batch_gathered(search: Search) -> Iterator[Finding]:
@@ -123,9 +122,20 @@ def repeated_work(search: Search) -> Iterator[Finding]:
 def optimizer_every_microbatch(search: Search) -> Iterator[Finding]:
     """Selects between a new value and the one that is kept, by what integers alone decide: a counter."""
     flow, kept = search.flow, dict[str, tuple[Instruction, int]]()
-    held = {search.flow.node(search.program.entry, x) for x in search.program.parameters}
+    entry = {search.flow.node(search.program.entry, x): i for i, x in enumerate(search.program.parameters)}
+    aliased = {alias.parameter for alias in search.program.aliases}
+    turned = dict[Node, set[Node]]()
     for loop, _ in search.loops():
-        held.update(search.carried(loop.instruction.called("body")[0]))
+        body = loop.instruction.called("body")[0]
+        for n, result in zip(search.carried(body), flow.results(body), strict=True):
+            turned[n] = search.moved_from([result], WHOLE)
+
+    def returns(n: Node, x: Node, computed: set[Node], often: bool) -> bool:
+        """Whether the next turn or call begins with what is selected: accumulators are cleared to arguments, too."""
+        if n in turned:
+            return x in turned[n]
+        return n in entry and (entry[n] in aliased or often or not search.adds_up(computed, entry))
+
     predicates = dict[Node, bool]()
     for node, (_, x, _) in enumerate(flow.places):
         if x.opcode != "select" or not _is_float(x.shapes[0]) or x.bytes < FEW_SCALARS:
@@ -136,10 +146,11 @@ def optimizer_every_microbatch(search: Search) -> Iterator[Finding]:
         if not predicates[predicate]:
             continue
         sides = [search.moved_from(search.operands(node, i), WHOLE) for i in (1, 2)]
-        for side, other in (sides, sides[::-1]):
-            same = {n for n in side & held if flow.places[n].shape.elements == x.shapes[0].elements}
+        for side, other, chosen in ((*sides, "NE"), (*sides[::-1], "EQ")):
             computed = {flow.opcode(n) for n in other} & (SUMS | SCALES)
-            if same and computed and not other & same:
+            same = {n for n in side - other if flow.places[n].shape.elements == x.shapes[0].elements}
+            often = chosen == _compared(search, predicate)
+            if computed and (same := {n for n in same if returns(n, node, other, often)}):
                 origin = flow.places[min(same)]
                 kept[f"{origin.computation}/{origin.x.name}/{origin.leaf}"] = (x, x.bytes)
     if kept:
@@ -203,7 +214,7 @@ def copies_at_boundary(search: Search) -> Iterator[Finding]:
 def many_small_collectives(search: Search) -> Iterator[Finding]:
     """Those of one kind and group of which none waits for another, or that a loop repeats without using them."""
     alike = defaultdict[tuple[str, str, str, int], list[tuple[Exchange, int]]](list)
-    told = [exchange.x for exchange, _ in search.reduced]
+    told = [exchange.x for exchange, *_ in search.reduced]
     for exchange in search.program.exchanges:
         permutes = exchange.kind == "collective-permute"
         if exchange.size > SMALL or exchange.members == 1 or permutes or any(exchange.x is x for x in told):
@@ -347,6 +358,12 @@ def _counts(search: Search, predicate: Node) -> bool:
     held = any(flow.places[node].x.opcode == "parameter" for node in closure)
     exchanged = any(flow.places[node].x.collective for node in closure)
     return scalar and held and not exchanged and not any(_is_float(shape) for shape in shapes)
+
+
+def _compared(search: Search, predicate: Node) -> str:
+    """The direction of the comparison that a predicate is; empty for any other one."""
+    found = [search.flow.places[n].x for n in search.moved_from([predicate], WHOLE | {"broadcast"})]
+    return "".join(x.attributes.partition("direction=")[2][:2] for x in found if x.opcode == "compare")
 
 
 def _stacked(search: Search, body: str) -> set[int]:

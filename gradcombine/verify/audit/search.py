@@ -16,6 +16,10 @@ FEW_SCALARS = 256
 SUMS = {"add", "subtract"}
 SCALES = {"multiply", "divide"}
 REDUCING = {"all-reduce", "reduce-scatter"}
+RENAMING = {"get-tuple-element", "bitcast", "reshape", "parameter"}
+
+SHARE = 0.05
+"""Of a program's products or bytes, below which a repetition or copies are not worth a finding."""
 
 
 class Product(NamedTuple):
@@ -78,6 +82,13 @@ class Search:
             return None
         return {i for i, node in enumerate(self.flow.results(body)) if node in nodes}
 
+    def adds_up(self, results: Iterable[Node], arguments: Iterable[Node]) -> bool:
+        """Whether these are sums of arguments, with factors that do not depend on any array."""
+        before = self.flow.reached(results, False, lambda _: True)
+        arrays = {node for node in before.intersection(arguments) if self.flow.places[node].shape.dims}
+        made = self.flow.reached(arrays, True, before.__contains__) & before
+        return all(self._keeps_sums(node, made) for node in made - arrays)
+
     def closure(self, node: Node) -> set[Node]:
         """All that a value depends on."""
         return self.flow.reached([node], False, lambda _: True)
@@ -110,18 +121,40 @@ class Search:
         return found
 
     @cached_property
-    def reduced(self) -> list[tuple[Exchange, Loop]]:
-        """The exchanges of gradients that a loop does which only adds them up, and that loop."""
-        found = list[tuple[Exchange, Loop]]()
+    def reduced(self) -> list[tuple[Exchange, Loop, float]]:
+        """The exchanges of gradients that a loop only adds up, that loop, and the bytes of which this holds."""
+        found = list[tuple[Exchange, Loop, float]]()
         for exchange in self.program.exchanges:
-            if exchange.kind in REDUCING and exchange.operand >= FEW_SCALARS and exchange.members > 1:
-                for loop in exchange.loops:
-                    body = loop.instruction.called("body")[0]
-                    reached = self.linear(body, self.nodes(exchange.computation, exchange.x))
-                    if reached and reached <= self.accumulators(body):
-                        found.append((exchange, loop))
-                        break
+            if exchange.kind not in REDUCING or exchange.members == 1:
+                continue
+            for loop in exchange.loops:
+                body = loop.instruction.called("body")[0]
+                size = sum(size for part, size in self.parts(exchange) if self._adds_up(body, part))
+                if size >= max(FEW_SCALARS, SHARE * exchange.operand):
+                    found.append((exchange, loop, size))
+                    break
         return found
+
+    def parts(self, exchange: Exchange) -> list[tuple[Node, float]]:
+        """The arrays that XLA has joined into one collective, as a tuple or end to end, and their operands' bytes."""
+        leaves = self.nodes(exchange.computation, exchange.x)
+        found = [part for leaf in leaves for part in self._slices(leaf, exchange.kind) or [leaf]]
+        sizes = [self.flow.places[node].shape.bytes for node in found]
+        return [(node, exchange.operand * size / max(1, sum(sizes))) for node, size in zip(found, sizes, strict=True)]
+
+    def _slices(self, node: Node, kind: str) -> list[Node]:
+        """The slices that are all that is used of an array; none if anything else is."""
+        if self.flow.opcode(node) == "slice":
+            return [node]
+        users = self.flow.uses[node]
+        if any(self.flow.opcode(user) not in {*RENAMING, kind, "slice"} for user in users):
+            return []
+        found = [self._slices(user, kind) for user in users]
+        return [x for part in found for x in part] if all(found) else []
+
+    def _adds_up(self, body: str, part: Node) -> bool:
+        reached = self.linear(body, [part])
+        return bool(reached) and reached <= self.accumulators(body)
 
     @property
     def flops(self) -> float:

@@ -103,6 +103,21 @@ def reduced_with_a_metric(devices: Devices, defect: bool) -> Case:
     return on_replicas(scanned(clipped), devices)
 
 
+def reduced_beside_a_loss(devices: Devices, defect: bool) -> Case:
+    """XLA joins the exchange of gradients with that of a loss, which is stacked; a norm of the exchanged needs both."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def body(sums: Any, x: Any) -> Any:
+            value, grads = mean(jax.value_and_grad(loss)(params, x))
+            return jax.tree.map(jnp.add, sums, grads), value if defect else value * optax.tree.norm(grads)
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        sums, values = jax.lax.scan(body, zeros, batch.reshape(K, -1, WIDTH))
+        return jax.tree.map(lambda w, g: w - 0.1 / K * g + jnp.sum(values), params, sums)
+
+    return on_replicas(step, devices)
+
+
 def reduced_by_explicit_axes(devices: Devices, defect: bool) -> Case:
     """Gradients of parameters that are not marked as reduced later are reduced where they arise."""
     mesh = data(devices, AxisType.Explicit)
@@ -279,6 +294,36 @@ def decided_by_select(devices: Devices, defect: bool) -> Case:
     return Case(jax.jit(step, donate_argnums=(0, 1)), ((jnp.int32(0), adam.init(leaves)), leaves, leaves))
 
 
+CLEARED: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "to the gradient": lambda n, a, g: jnp.where(n == 0, g, a + g),
+    "by a modulus": lambda n, a, g: jnp.where(n % K == 0, g, a + g),
+    "after the first": lambda n, a, g: jnp.where(n > 0, a + g, g),
+    "by a flag": lambda n, a, g: jnp.where(n.astype(bool), a + g, g),
+    "a running mean": lambda n, a, g: jnp.where(n == 0, g, a + (g - a) / (n + 1)),
+    "to zeros, before": lambda n, a, g: jnp.where(n % K == 0, jnp.zeros_like(a), a) + g,
+    "to zeros, behind": lambda n, a, g: jnp.where((n + 1) % K == 0, jnp.zeros_like(a), a + g),
+}
+"""Ways to clear an accumulator, by the number of microbatches that it holds, what it held, and a gradient."""
+
+
+def cleared(of: Callable[[Any, Any, Any], Any], donated: bool) -> Case:
+    def step(state: Any, grads: Any) -> Any:
+        count, sums = state
+        return count + 1, [of(count, a, g) for a, g in zip(sums, grads, strict=True)]
+
+    leaves = [jnp.ones((WIDTH, WIDTH))] * LAYERS
+    return Case(jax.jit(step, donate_argnums=(0,) if donated else ()), ((jnp.int32(0), leaves), leaves))
+
+
+def decided_or_cleared(devices: Devices, defect: bool) -> Case:
+    """Without donation nothing tells which arguments are a state: a gradient may as well be kept."""
+
+    def root(n: Any, a: Any, g: Any) -> Any:
+        return jnp.where(n % 2 == 0, a, a - g / jnp.sqrt(g * g + 1e-8))
+
+    return cleared(root if defect else CLEARED["to the gradient"], donated=False)
+
+
 def transformed(tx: Any) -> Case:
     leaves = [jnp.ones((WIDTH, WIDTH))] * LAYERS
 
@@ -360,6 +405,7 @@ def example_of_optax(devices: Devices, defect: bool) -> Case:
 CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "reduced in a shard_map": (reduced_in_shard_map, {"reduced-in-loop"}),
     "reduced, or clipped": (reduced_with_a_metric, {"reduced-in-loop"}),
+    "reduced beside a loss": (reduced_beside_a_loss, {"reduced-in-loop"}),
     "reduced by explicit axes": (reduced_by_explicit_axes, {"reduced-in-loop"}),
     "reduced in nested scans": (reduced_in_nested_scans, {"reduced-in-loop"}),
     "reduced in microbatches, or in steps": (reduced_in_steps, {"reduced-in-loop"}),
@@ -378,6 +424,7 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "an example of optax": (example_of_optax, {"optimizer-every-microbatch"}),
     "read after the loop": (read_after_the_loop, {"copies-at-boundary"}),
     "decided by select": (decided_by_select, {"optimizer-every-microbatch"}),
+    "decided, or cleared": (decided_or_cleared, {"optimizer-every-microbatch"}),
 }
 """How each is made, and what is found in the one with the defect; nothing is in its twin."""
 

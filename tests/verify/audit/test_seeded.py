@@ -13,7 +13,7 @@ from gradcombine.verify.audit import audit, audit_file
 from gradcombine.verify.audit.compiling import shardings
 from gradcombine.verify.audit.findings import find
 from gradcombine.verify.audit.program import Program
-from tests.verify.audit.seeded import CASES, OURS
+from tests.verify.audit.seeded import CASES, CLEARED, OURS, cleared
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,13 @@ def standard_promotion() -> Any:
         yield
 
 
-QUICK = {"reduced in a shard_map", "batch gathered", "decided by select"}
+QUICK = {
+    "reduced in a shard_map",
+    "reduced beside a loss",
+    "batch gathered",
+    "decided by select",
+    "decided, or cleared",
+}
 
 
 @pytest.mark.parametrize("defect", [True, False], ids=["defect", "clean"])
@@ -32,6 +38,13 @@ def test_a_defect_is_found_and_its_twin_is_clean(name: str, defect: bool) -> Non
     case = make(jax.devices(), defect)
     report = audit(case.step, *case.args)
     assert {x.name for x in report.findings} == (expected if defect else set()), report.findings
+
+
+@pytest.mark.parametrize("donated", [True, False], ids=["donated", "kept"])
+@pytest.mark.parametrize("name", CLEARED)
+def test_an_accumulator_that_is_cleared_is_no_optimizer(name: str, donated: bool) -> None:
+    case = cleared(CLEARED[name], donated)
+    assert audit(case.step, *case.args).findings == []
 
 
 @pytest.mark.slow
