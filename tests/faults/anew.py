@@ -9,7 +9,7 @@ import numpy as np
 import gradcombine as gc
 from gradcombine import ledger, statefile
 from gradcombine.reductions import Numbered
-from tests.faults.bad_replicas import Replica
+from tests.faults.bad_replicas import POLICIES, Replica
 from tests.faults.training import (
     LOGICAL,
     MICROBATCHES,
@@ -43,8 +43,11 @@ def train(engine: Engine, run: Run) -> str:
     folder, log = run.folder, Log(run)
     replica = Replica(engine, run, log, acc, reduction)
 
-    def part(window: int, holder: int, state: Any) -> Any:
-        return statefile.save_part, folder, window, holder, reduction, state
+    def counted(state: Any, window: int, number: int) -> Any:
+        log(computed=[window, number])
+        x, y, weight = microbatch(window, number, run.policy)
+        gradients = replica.gradient(window, on_host(engine.gradient(params, x, y)))
+        return on_host(update(state, gradients, np.int32(number), weight)), gradients, weight
 
     index, params, parts, _ = statefile.recover(folder, reduction, like, start=like)
     log.recovered(index, parts, acc)
@@ -57,23 +60,22 @@ def train(engine: Engine, run: Run) -> str:
             for holder, number in [(holder, number) for holder, numbers in todo.items() for number in numbers]:
                 run.at("compute")
                 params = replica.params(index, params)
-                log(computed=[index, number])
-                x, y, weight = microbatch(index, number, run.policy)
-                gradients = replica.gradient(index, on_host(engine.gradient(params, x, y)))
-                held[holder] = on_host(update(held[holder], gradients, np.int32(number), weight))
-                twice = replica.number(index, held[holder], todo[holder])
-                if twice is not None:
-                    held[holder] = add(held[holder], gradients, np.int32(twice), weight)
+                held[holder], gradients, weight = counted(held[holder], index, number)
+                if (other := replica.number("doubled", index, held[holder], todo[holder])) is not None:
+                    held[holder] = add(held[holder], gradients, np.int32(other), weight)
+                if (other := replica.number("twice", index, held[holder], todo[holder])) is not None:
+                    held[holder], *_ = counted(held[holder], index, other)
                 run.at("save")
                 is_begun = is_begun or saved(statefile.begin_window, folder, index, params)
                 if not run.plant.startswith("saved-"):
-                    log.saved(index, held[holder], is_begun and saved(*part(index, holder, held[holder])))
+                    is_saved = is_begun and log.save(index, holder, reduction, held[holder])
+                    log.saved(index, held[holder], is_saved)
             run.at("merge")
             if run.plant == "saved-at-end":
                 for holder, state in held.items():
-                    saved(*part(index, holder, state))
+                    log.save(index, holder, reduction, state)
             others = list(range(run.size))
-            if run.policy:
+            if run.policy in POLICIES:
                 held[run.rank], params, others, is_left_out = replica.end(index, held[run.rank], params)
                 if is_left_out:
                     break
@@ -90,6 +92,8 @@ def train(engine: Engine, run: Run) -> str:
             combined = acc.value(merged)
             seen = held[min(held)] if held and run.plant == "skip-not-agreed" else merged
             is_kept = is_finite(acc.value(seen))
+            if run.policy == "ledger":
+                replica.require_once(index, merged, held)
             log(applied=index, missing=account.missing, doubled=account.doubled, bits=digest(combined), update=is_kept)
             ledger.require_once(merged)
             run.at("apply")
@@ -100,7 +104,7 @@ def train(engine: Engine, run: Run) -> str:
         run.at("begin")
         if run.plant == "saved-after-update":
             for holder, state in held.items():
-                saved(*part(index, holder, state))
+                log.save(index, holder, reduction, state)
     return bits(params)
 
 

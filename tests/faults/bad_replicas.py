@@ -48,10 +48,20 @@ class Replica:
                 value = {**value, "w": np.where(np.arange(WIDTH) == 5, np.float32(wrong), value["w"])}
         return value
 
-    def number(self, window: int, held: Any, todo: Any) -> int | None:
+    def number(self, kind: str, window: int, held: Any, todo: Any) -> int | None:
         """A microbatch that is another replica's, to be counted here as well."""
         others = sorted({*range(MICROBATCHES)}.difference(ledger.read(held).held, todo))
-        return others[-1] if others and self._strikes(window, "doubled") else None
+        return others[-1] if others and self._strikes(window, kind, number=others[-1]) else None
+
+    def require_once(self, window: int, merged: Any, held: dict[int, Any]) -> None:
+        """The policy "ledger": nothing was looked for, and all refuse a window that holds a microbatch twice."""
+        try:
+            ledger.require_once(merged)
+        except GradCombineError as error:
+            own, doubled = ledger.read(*held.values()).held, ledger.read(merged).doubled
+            self._log(refused=window, told=str(error), numbers=own if {*own} & {*doubled} else ())
+            self._engine.wait_for_all()
+            raise RaisedError(str(error)) from None
 
     def end(self, window: int, state: Any, params: Any) -> tuple[Any, Any, list[int], bool]:
         """The end of a window: faults are looked for, by all, and what is found is handled, alike on all.
@@ -99,9 +109,9 @@ class Replica:
         good = [rank for rank in everybody if rank not in named]
         return state, params, good or [*everybody], run.policy == "skip"
 
-    def _strikes(self, window: int, kind: str) -> bool:
+    def _strikes(self, window: int, kind: str, **told: int) -> bool:
         if kind not in self._run.bad:
             return False
         self._run.bad.remove(kind)
-        self._log(struck=window, kind=kind)
+        self._log(struck=window, kind=kind, **told)
         return True

@@ -5,13 +5,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
-import json
 import multiprocessing
 import os
 import random
-import resource
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,46 +20,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from examples.survive_faults import supervise
-from gradcombine import GradCombineError, ledger, statefile
-from gradcombine.statefile import container
+from gradcombine import GradCombineError
 from tests.faults import anew, bad_replicas, training
+from tests.faults.plants import FAULTS, IN_LIBRARY
+from tests.faults.strikes import DAMAGE, KINDS, QUIET, REPLICAS, Fault, damage, strike
 from tests.faults.training import Engine, Run, Unbroken
 from tests.faults.verdict import Outcome, examine
 from tests.multi_process.tensorflow_cluster import free_addresses
 
-QUIET = ("pause", "disk", "clock")
-"""Faults after which the start goes on: the next one strikes it as well."""
-KINDS = ("kill", "stop", "pause", "hang", "resize", "disk", "cut", "clock")
-PLANTS = ("saved-after-update", "saved-at-end", "dealt-twice", "skip-not-agreed")
 FORK: Any = multiprocessing.get_context("fork")
 """The framework is imported in this process, and has started nothing: a fork costs nothing."""
 REFUSED = 4
 """The exit code of a process to which the library refused something: starting anew cannot help."""
 DEFECTS = (TypeError, NameError, AttributeError, LookupError, AssertionError)
 """No fault brings these about: a process that starts anew would hide them."""
-
-
-class Fault(NamedTuple):
-    """One fault of a run.
-
-    Attributes:
-      kind: ``kill``: SIGKILL. ``stop``: SIGSTOP, for good. ``pause``: SIGSTOP, then SIGCONT. ``hang``: the process
-        stays away from the collective in which the others wait. ``resize``: all are ended, another number is started.
-        ``disk``: no file can be written beyond so many bytes, for a while. ``cut``: killed, and one of the files is cut
-        off. ``clock``: time.time jumps, and so do the files' times.
-      rank: of the process that it strikes.
-      after: at how many places that process passes it strikes.
-      draw: a number from 0 to 1: where to cut, how far to jump.
-      start: in which start of all processes.
-
-    The kinds of `bad_replicas` are of a replica that goes on, and computes the wrong thing.
-    """
-
-    kind: str
-    rank: int
-    after: int
-    draw: float
-    start: int = 0
 
 
 class Plan(NamedTuple):
@@ -80,17 +51,21 @@ class Plan(NamedTuple):
 
 
 def draw_plan(rng: random.Random) -> Plan:
-    """Up to three faults, and a start without any."""
-    count, most = rng.choice((1, 1, 2, 3)), 48
-    sizes = [rng.randint(2, 4)]
-    kinds = [rng.choice((*KINDS, *bad_replicas.KINDS)) for _ in range(count)]
+    """Up to three faults of any kinds, and a start without any."""
+    return with_faults(rng, [rng.choice((*KINDS, *REPLICAS)) for _ in range(rng.choice((1, 1, 2, 3)))])
+
+
+def with_faults(rng: random.Random, kinds: Sequence[str]) -> Plan:
+    """A run with these faults."""
+    most, sizes = 48, [rng.randint(2, 4)]
     scheme, policy = rng.choice(("exact", "exact", "tree")), ""
-    if any(kind in bad_replicas.KINDS for kind in kinds):
+    if any(kind in REPLICAS for kind in kinds):
         scheme, policy = "exact", rng.choice(bad_replicas.POLICIES)
+        if "twice" in kinds:
+            policy = "ledger"
+            kinds = ["twice" if kind in REPLICAS else kind for kind in kinds]
         # What a bad replica has saved is known to be wrong when its window ends: nothing else happens before.
-        kinds = sorted(
-            ("kill" if kind in QUIET else kind for kind in kinds), key=lambda kind: kind in bad_replicas.KINDS
-        )
+        kinds = sorted(("kill" if kind in QUIET else kind for kind in kinds), key=lambda kind: kind in REPLICAS)
     faults = list[Fault]()
     for kind in kinds:
         size, start = sizes[-1], len(sizes) - 1
@@ -101,6 +76,16 @@ def draw_plan(rng: random.Random) -> Plan:
         if kind not in QUIET:
             sizes.append(rng.choice((size, rng.randint(1, 4))))
     return Plan(scheme, tuple(sizes), tuple(faults), policy=policy)
+
+
+def draw_for(plant: str, rng: random.Random, number: int) -> Plan:
+    """A run with a planted defect; one of the library has to be struck where it would show."""
+    if plant in IN_LIBRARY:
+        first = number % len(FAULTS)
+        return with_faults(rng, [FAULTS[(first + i) % len(FAULTS)] for i in range(rng.choice((2, 3)))])
+    # Of the training's own those show where processes start anew from what was saved.
+    plan = draw_plan(rng)
+    return Plan("exact", plan.sizes, tuple(fault._replace(kind="kill") for fault in plan.faults))
 
 
 def draw_live(rng: random.Random, plan: Plan) -> Plan:
@@ -115,12 +100,14 @@ def draw_live(rng: random.Random, plan: Plan) -> Plan:
 
 def plan_of_checkpoints(plan: Plan) -> Plan:
     """The same faults, where the workers' windows are in TensorFlow's checkpoints."""
-    faults = tuple(fault._replace(kind=_of_processes(fault.kind)) for fault in plan.faults)
+    # What is on the disk is TensorFlow's: who reads a file of it that is not cut off is not asked here.
+    own = {"flip": "cut", "stray": "kill"}
+    faults = tuple(x._replace(kind=own.get(x.kind, _of_processes(x.kind))) for x in plan.faults)
     return Plan("exact", plan.sizes, faults, "checkpoint")
 
 
 def _of_processes(kind: str) -> str:
-    return "kill" if kind in bad_replicas.KINDS else kind
+    return "kill" if kind in REPLICAS else kind
 
 
 def run_plan(
@@ -196,8 +183,8 @@ def run_anew(plan: Plan, place: Place, patience: float, limit: float) -> None:
         require_not_refused(ended)
         size = plan.sizes[min(attempt, len(plan.sizes) - 1)]
         for fault in plan.faults:
-            if fault.kind == "cut" and fault.start == attempt - 1:
-                cut(place.folder, plan, fault.draw)
+            if fault.kind in DAMAGE and fault.start == attempt - 1:
+                damage(place.folder, plan.way, plan.scheme, fault)
         faults = [[x for x in plan.faults if (x.start, x.rank) == (attempt, rank)] for rank in range(size)]
         addresses, told = free_addresses(size), FORK.RawArray("q", 2 * size)
         ended[:] = [place.start(plan, attempt, rank, addresses, faults[rank], told) for rank in range(size)]
@@ -227,8 +214,8 @@ def run_live(plan: Plan, place: Place, patience: float, limit: float) -> None:
                     if rank == 0 or not process.exitcode:
                         continue
                     fault = faults.pop(rank, None)
-                    if fault is not None and fault.kind == "cut":
-                        cut(place.folder, plan, fault.draw)
+                    if fault is not None and fault.kind in DAMAGE:
+                        damage(place.folder, plan.way, plan.scheme, fault)
                     del processes[rank]
                     if fault is None or fault.kind != "resize":
                         returns += 1
@@ -298,6 +285,7 @@ def work(engine: Callable[[], Engine], run: Run, way: str, addresses: Sequence[s
         passed += 1
 
     try:
+        IN_LIBRARY.get(run.plant, lambda: None)()
         if way == "live":
             from tests.faults import live as trainer
 
@@ -323,95 +311,6 @@ def work(engine: Callable[[], Engine], run: Run, way: str, addresses: Sequence[s
         traceback.print_exc()
         sys.stderr.flush()
     os._exit(code)  # a regular exit would wait for the processes that are lost
-
-
-def strike(fault: Fault, run: Run) -> None:
-    """What happens to this process."""
-    own = os.getpid()
-    if fault.kind in bad_replicas.KINDS:
-        run.bad.append(fault.kind)
-    elif fault.kind in ("kill", "cut"):
-        os.kill(own, signal.SIGKILL)
-    elif fault.kind == "stop":
-        os.kill(own, signal.SIGSTOP)
-    elif fault.kind == "pause":
-        subprocess.Popen(["/bin/sh", "-c", f"sleep {0.1 + fault.draw:.2f}; kill -CONT {own}"])
-        os.kill(own, signal.SIGSTOP)
-    elif fault.kind == "hang":
-        time.sleep(10_000)
-    elif fault.kind == "resize":
-        os._exit(75)
-    elif fault.kind == "disk":
-        fill_disk(int(fault.draw * 4000), container, "write")
-        if "tensorflow" in sys.modules:
-            fill_disk(int(fault.draw * 4000), sys.modules["tensorflow"].train.CheckpointManager, "save")
-    elif fault.kind == "clock":
-        moved, real = (fault.draw - 0.5) * 1e9, time.time
-        time.time = lambda: real() + moved
-        for file in run.folder.iterdir():
-            os.utime(file, (real() + moved, real() + moved))
-
-
-def fill_disk(room: int, owner: Any, name: str, files: int = 3) -> None:
-    """The next files that a function writes are refused by the system when they are longer than so many bytes."""
-    real, left = getattr(owner, name), files
-
-    def write(*args: Any, **options: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            return real(*args, **options)
-        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
-        try:
-            return real(*args, **options)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
-
-    setattr(owner, name, write)
-
-
-def cut(folder: Path, plan: Plan, draw: float) -> None:
-    """Cuts off one of the files that were written last, at any byte; of the beginnings, one in a run.
-
-    What that costs is noted: the microbatches of a part; with a beginning, those of all parts that need it; with a
-    worker's newest checkpoint, the last one in it.
-    """
-    if plan.way == "checkpoint":
-        saved = [list(own.glob("*.index")) for own in sorted(folder.glob("worker-*"))]
-        newest = [max(files, key=lambda file: file.stat().st_mtime_ns) for files in saved if files]
-        chosen = [file for index in newest for file in sorted(index.parent.glob(f"{index.stem}.*"))]
-    else:
-        files = sorted(folder.glob("window-*.npz"), key=lambda file: file.name)
-        newest = files[-1].name.split(".")[0] if files else ""
-        chosen = [file for file in files if file.name.startswith(newest)]
-        if list(folder.glob("cut-*begun*")):
-            chosen = [file for file in chosen if "begun" not in file.name]
-    if not chosen:
-        return
-    position = draw * len(chosen)
-    file = chosen[int(position)]
-    if plan.way == "checkpoint":
-        rank = file.parent.name.rpartition("-")[2]
-        logs = sorted(folder.glob(f"log-*-{rank}.jsonl"), key=lambda log: int(log.name.split("-")[1]))
-        entries = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
-        last = [entry for entry in entries if "saved" in entry][-1:]
-        held = [[entry["saved"], number] for entry in last for number in entry["numbers"][-1:]]
-    else:
-        window = int(file.name.split(".")[0].removeprefix("window-"))
-        # The first window begins with what is known.
-        parts = [file] if "begun" not in file.name else chosen if window else []
-        held = [[window, n] for part in parts if "begun" not in part.name for n in numbers_in(part, plan.scheme)]
-    (folder / f"cut-{len(list(folder.glob('cut-*')))}-{file.name}.json").write_text(json.dumps(held))
-    os.truncate(file, int((position % 1) * file.stat().st_size))
-
-
-def numbers_in(part: Path, scheme: str) -> list[int]:
-    try:
-        state = statefile.load(part, training.SCHEMES[scheme].reduction, training.begin())
-    except GradCombineError:  # it was cut off before
-        return []
-    return list(ledger.read(state).held)
 
 
 class Campaign(NamedTuple):
@@ -459,13 +358,11 @@ def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit:
             return pool.apply(reference, (engine, scheme, policy, skipped))
 
     for number in range(first, first + runs):
-        plan = draw_plan(random.Random(f"{seed}.{number}"))
-        if plant:  # a defect shows where processes start anew from what was saved
-            faults = tuple(fault._replace(kind="kill") for fault in plan.faults)
-            plan = Plan("exact", plan.sizes, faults)
-        elif name == "jax" and number % 5 in (1, 3):
+        rng = random.Random(f"{seed}.{number}")
+        plan = draw_for(plant, rng, number) if plant else draw_plan(rng)
+        if not plant and name == "jax" and number % 5 in (1, 3):
             plan = draw_live(random.Random(f"{seed}.{number}.live"), plan)
-        elif name == "tensorflow" and number % 5 == 1:
+        elif not plant and name == "tensorflow" and number % 5 == 1:
             plan = plan_of_checkpoints(plan)
         outcome = run_plan(plan, engine, unbroken, plant, patience, limit)
         campaign.plans.append(plan)
@@ -475,6 +372,12 @@ def run_campaign(name: str, first: int, runs: int, seed: int, plant: str, limit:
         said = "; ".join(outcome.said) or "good"
         how = plan.way or plan.policy or plan.scheme
         print(f"{name} {seed}.{number} {how} {sizes} {faults}: {outcome.seconds:.1f} s, {said}", flush=True)
+        if plant and not outcome.is_good:
+            print(f"{name}: the planted defect {plant!r} was found in run {number - first + 1} of {runs}")
+            break
+    else:
+        if plant:
+            print(f"{name}: the planted defect {plant!r} was found in none of {runs} runs")
     return campaign
 
 

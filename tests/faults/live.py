@@ -66,8 +66,7 @@ def train(run: Run) -> str:
             run.at("save")
             is_begun = is_begun or saved(statefile.begin_window, run.folder, index, params)
             window = acc.init(like)._replace(levels=(state,))
-            part = statefile.save_part, run.folder, index, run.rank, reduction, window
-            log.saved(index, window, is_begun and saved(*part))
+            log.saved(index, window, is_begun and log.save(index, run.rank, reduction, window))
         run.at("merge")
         todo = []
         try:

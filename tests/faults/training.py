@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import faults, ledger, reductions, tree
+from gradcombine import faults, ledger, reductions, statefile, tree
 
 WINDOWS, MICROBATCHES, LOGICAL, WIDTH = 4, 8, 4, 17
 POISONED = 1
@@ -188,6 +188,7 @@ class Log:
     """What this process computed and applied, on the disk before it goes on."""
 
     def __init__(self, run: Run) -> None:
+        self._folder = run.folder
         path = run.folder / f"log-{run.generation}-{run.returns}-{run.rank}.jsonl"
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
@@ -197,7 +198,19 @@ class Log:
     def recovered(self, window: int, parts: dict[int, Any], acc: Any) -> None:
         """What the parts on the disk hold, and the bits of it."""
         for holder, state in parts.items():
-            self(recovered=window, holder=holder, numbers=ledger.read(state).held, bits=digest(acc.value(state)))
+            found = digest(acc.value(state))
+            self(recovered=window, holder=holder, numbers=ledger.read(state).held, bits=found, state=whole(state))
+
+    def save(self, window: int, holder: int, reduction: Any, state: Any) -> bool:
+        """Saves a part, which is in the log before it is on the disk."""
+        self(saving=window, state=whole(state))
+        return saved(statefile.save_part, self._folder, window, holder, reduction, state)
 
     def saved(self, window: int, state: Any, is_saved: bool) -> None:
         self(**{"saved" if is_saved else "unsaved": window}, numbers=ledger.read(state).held)
+
+
+def whole(state: Any) -> str:
+    """A digest of each bit of a state."""
+    leaves = [x for x in tree.flatten("whole", state)[0] if x is not None]
+    return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()[:16]

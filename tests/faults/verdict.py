@@ -68,7 +68,8 @@ def examine(
     expected = unbroken(skipped)
     computed = Counter(tuple(entry["computed"]) for entry in entries if "computed" in entry)
     applied = [entry for entry in entries if "applied" in entry]
-    differs = [*_bad_replicas(logs, policy, skipped), *_recovered(entries, expected), *_updates(logs, expected)]
+    find = _refused(logs) if policy == "ledger" else _bad_replicas(logs, policy, skipped)
+    differs = [*find, *_recovered(entries, expected), *_updates(logs, expected)]
     for entry in applied:
         window = entry["applied"]
         outcome.lost += [f"{window}.{number}: not in the window" for number in entry["missing"]]
@@ -109,11 +110,13 @@ def _cost(log: Entries, was_ended: bool, goes_on: bool) -> list[tuple[int, int]]
     the disk was full      what it has computed since, up to a save that holds it
     others go on           what it held of its window: they do not read its file
     a replica is dropped   what it held of its window
-    a file is cut off      what the part held; of a beginning, what the parts held that need it (`cut`)
+    a window is refused    what it held of it: two parts share a microbatch, and one of them is left out
+    a file is damaged      what the part held; of a beginning, what the parts held that need it (`damage`)
     =====================  =============================================================================
     """
     unsaved, held, is_full = list[tuple[int, int]](), set[tuple[int, int]](), False
-    dropped = [(entry["dropped"], number) for entry in log if "dropped" in entry for number in entry["numbers"]]
+    lost = [(name, entry) for entry in log for name in ("dropped", "refused") if name in entry]
+    dropped = [(entry[name], number) for name, entry in lost for number in entry["numbers"]]
     for entry in log if was_ended else ():
         if "computed" in entry:
             window, number = entry["computed"]
@@ -131,14 +134,16 @@ def _cost(log: Entries, was_ended: bool, goes_on: bool) -> list[tuple[int, int]]
     return dropped + (unsaved if is_full else unsaved[-1:])
 
 
-def _recovered(entries: Iterable[dict[str, Any]], expected: Unbroken) -> Iterable[str]:
+def _recovered(entries: Entries, expected: Unbroken) -> Iterable[str]:
     """Parts on the disk whose gradients are not those of their window."""
-    seen = set[str]()
+    seen, saving = set[str](), {entry["state"] for entry in entries if "saving" in entry}
     for entry in entries:
         if "recovered" not in entry or not entry["numbers"]:
             continue
         window, numbers, found = entry["recovered"], entry["numbers"], entry["bits"]
         if found == expected.digest(window, numbers):
+            if saving and entry["state"] not in saving:
+                seen.add(f"window {window}: the part of {entry['holder']} on the disk is none that a process has saved")
             continue
         of = [w for w in range(WINDOWS) if found == expected.digest(w, numbers)]
         why = f"those of window {of[0]}, saved after its update" if of else "others"
@@ -157,6 +162,20 @@ def _updates(logs: dict[str, Entries], expected: Unbroken) -> Iterable[str]:
             verb, instead = ("applied", "left out") if update else ("left out", "applied")
             told = ", ".join(wrong)
             yield f"window {window}: {verb} in the unbroken run, {instead} by {told}: the skip was not agreed on"
+
+
+def _refused(logs: dict[str, Entries]) -> Iterable[str]:
+    """Microbatches that two replicas have counted, and that the ledger of all did not name."""
+    for generation in sorted({name.split("-")[0] for name in logs}):
+        heard = {name: log for name, log in logs.items() if name.split("-")[0] == generation}
+        struck = [(entry["struck"], entry["number"]) for log in heard.values() for entry in log if "struck" in entry]
+        told = [f"each of {MICROBATCHES} microbatches once, received several of {number}" for _, number in struck]
+        for name, log in heard.items():
+            refused = [
+                (entry["refused"], entry["told"].partition("expected ")[2]) for entry in log if "refused" in entry
+            ]
+            if refused != [(window, words) for (window, _), words in zip(struck, told, strict=True)]:
+                yield f"start {generation}: {struck or 'none'} counted twice, and {name} refused {refused or 'none'}"
 
 
 def _bad_replicas(logs: dict[str, Entries], policy: str, skipped: Collection[int]) -> Iterable[str]:
