@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -15,6 +14,8 @@ import optax
 from gradcombine import tree
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.microbatches.subject import OPERATION, Leaves, Loss, NotWide, Outcome, leaves
+from gradcombine.verify.steps.retyping import Retyped, wide
+from gradcombine.verify.steps.running import line
 
 Wrap = Callable[[optax.GradientTransformation], Any]
 Arguments = Callable[[float, bool], Mapping[str, Any]]
@@ -73,16 +74,20 @@ class OptaxSubject:
         return leaves(self._gradient(params, microbatch))
 
     def wide_gradient(self, params: Any, microbatch: Any) -> Leaves:
-        with jax.enable_x64(True):
-            wide = [jax.tree.map(_widened, x) for x in (params, microbatch)]
-            try:
-                program = str(jax.make_jaxpr(self._gradient)(*wide))
-            except (TypeError, ValueError) as error:
-                raise NotWide(f"it cannot be traced in float64: {str(error).splitlines()[0]}") from None
-            narrow = re.search(r"\b(f32|bf16|f16|f8\w*)\[", program)
-            if narrow is not None:
-                raise NotWide(f"the loss computes in {narrow.group(1)} whatever its inputs")
-            return leaves(self._gradient(*wide))
+        arrays, structure = jax.tree.flatten((params, microbatch))
+
+        def run(arrays: list[Any]) -> list[Any]:
+            return jax.tree.leaves(self._gradient(*jax.tree.unflatten(structure, arrays)))
+
+        try:
+            program = Retyped(run, arrays)
+        except Exception as error:  # of a foreign loss that is not traced but run
+            raise NotWide(f"it cannot be traced: {line(error)}") from None
+        if program.problem:
+            raise NotWide(program.problem)
+        with wide():
+            made = program([_widened(x) for x in arrays])
+            return leaves(jax.tree.unflatten(jax.tree.structure(params), made))
 
     def start(self, params: Any, alone: bool) -> OptaxRun:
         # Compiled once, for all runs.

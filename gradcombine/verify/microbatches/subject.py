@@ -10,6 +10,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.types import Tree
+from gradcombine.verify.steps.retyping import NotWide as NotWide
 
 OPERATION = "check_microbatches"
 
@@ -73,10 +74,6 @@ class Subject(Protocol):
     def start(self, params: Any, alone: bool) -> Run:
         """A new run; alone: of the accumulation without an optimizer, which leaves the parameters as they are."""
         ...
-
-
-class NotWide(Exception):  # noqa: N818 (an answer, not an error)
-    """Why the loss cannot be computed in float64."""
 
 
 def leaves(value: Tree) -> Leaves:

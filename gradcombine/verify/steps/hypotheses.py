@@ -132,13 +132,14 @@ def _random(standard: StepStandard, case: Case) -> Iterator[Answer]:
     size = subject.examples // k if subject.examples % k == 0 else 1
     first = list(range(size))
     others = [x for x in (WHOLE, Split(2), Split(k + 1)) if x.microbatches != k]
-    made = subject.divided(case.split, subject.rows(first * (k * case.split.devices)))
+    run = standard.in_float64 if case.wide else subject.divided
+    made = run(case.split, subject.rows(first * (k * case.split.devices)))
     for other in others:
         try:
-            copies = subject.divided(other, subject.rows(first * other.microbatches))
-        except ValueError:
+            copies = run(other, subject.rows(first * other.microbatches))
+        except (NotWide, ValueError):
             continue
-        if standard.shares(made.floats, copies.floats, wide=False).max() <= 1:
+        if standard.shares(made.floats, copies.floats, case.wide).max() <= 1:
             text = (
                 f"{k} copies of a microbatch give what {other.microbatches} give: no other numbers are drawn for them"
             )
@@ -222,9 +223,9 @@ def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
         return
     units = np.arange(n)
     for cause, detail, times in chain(_as_means(standard, case), _as_lost(n, case)):
-        rows = np.repeat(units, times)
-        if len(rows) > MOST_ROWS:
+        if times.sum() > MOST_ROWS:
             continue
+        rows = np.repeat(units, times)
         made = standard.one(rows.tolist())
         if made is not None and accounts_for(standard, case, made.floats, 1):
             yield cause, f"{detail}: one batch of {len(rows)} rows that holds them so gives it"

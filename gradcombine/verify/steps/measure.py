@@ -39,6 +39,7 @@ TIMES = 16
 SAMPLES = 3
 """How often the noise is measured; the largest counts."""
 
+FLOAT32_UNIT = rounding_unit(np.dtype(np.float32))
 UNIT64 = rounding_unit(np.dtype(np.float64))
 WIDE_TIMES = 64
 """In float64, so many times what is allowed: it is still a millionth of what float32 is allowed."""
@@ -84,7 +85,7 @@ class StepStandard(Standard):
 
     def shown(self, floats: Floats, whole: Floats) -> float:
         """The distance of a division in float64 from one batch, over what the rounding of float32 would allow."""
-        allowed = 2 * self._allowed * rounding_unit(np.dtype(np.float32)) / self.unit
+        allowed = 2 * self._allowed * FLOAT32_UNIT / self.unit
         return max(over(rms(x - y), z) for x, y, z in zip(floats, whole, allowed, strict=True))
 
     @property
@@ -166,15 +167,6 @@ class StepStandard(Standard):
         return self._elsewhere_made[key]
 
     @cached_property
-    def with_its_constants(self) -> list[np.ndarray] | None:
-        """One batch in float64 with the constants of the step's own precision; None where that cannot be had."""
-        step = precision.with_constants(self.subject, min(self.own.dtypes, key=rounding_unit))
-        try:
-            return None if step is None else list(self.subject.wide(WHOLE, self.subject.batch, step=step).floats)
-        except (NotWide, NotFiniteError):
-            return None
-
-    @cached_property
     def turned(self) -> Tree:
         """The batch with its examples in reverse."""
         return self.subject.rows(range(self.subject.examples - 1, -1, -1))
@@ -187,16 +179,23 @@ class StepStandard(Standard):
     @cached_property
     def depends_on_places(self) -> bool:
         """Whether one batch of the same examples in reverse gives something else."""
-        return bool(self.shares(self.backwards.floats, self.own.floats, wide=False).max() > 1)
+        if self.shares(self.backwards.floats, self.own.floats, wide=False).max() > 1:
+            return True
+        if self.wide is None or self.unit <= FLOAT32_UNIT:
+            return False
+        return self.shown(self.in_float64(WHOLE, self.turned).floats, self.wide.floats) > 1
 
     def in_float64(self, split: Split, batch: Tree) -> Result:
         """A division's result in float64.
 
         Raises:
-          NotWide: for a step that does not run in float64, or rounds to something narrower inside: where parameters
-            move by little, its result moves by too much, or not at all.
+          NotWide: for a step that does not run in float64. One whose program cannot be read must not round to something
+            narrower inside: where parameters move by little, its result moves by too much, or not at all.
         """
         subject = self.subject
+        program = subject.program(subject.step(split), batch)
+        if program is not None and not program.retyped.problem:
+            return subject.wide(split, batch)
         scales = 2.0**-44, 2.0**-24, 2.0**-6
         zero = 0.0 if any(np.any(x) for _, x in subject.param_leaves) else 2.0**-6
         try:

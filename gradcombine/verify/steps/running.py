@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import nullcontext, suppress
 from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -15,6 +15,8 @@ from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, is_absent, loaded, owner
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
+from gradcombine.verify.steps.retyping import NotWide, Retyped
+from gradcombine.verify.steps.retyping import wide as wide_types
 from gradcombine.verify.ulp import kind_of, rounding_unit
 
 OPERATION = "check_step"
@@ -43,6 +45,9 @@ class Split(NamedTuple):
 
 WHOLE = Split()
 
+NUMBERS = bool, int, float, complex
+"""Of Python: they enter steps as they are."""
+
 
 class Result(NamedTuple):
     """What a step gave.
@@ -56,10 +61,6 @@ class Result(NamedTuple):
     floats: tuple[np.ndarray, ...]
     integers: tuple[np.ndarray, ...]
     dtypes: tuple[np.dtype, ...]
-
-
-class NotWide(Exception):  # noqa: N818 (an answer, not an error)
-    """Why something cannot be computed in float64."""
 
 
 class Subject:
@@ -80,6 +81,7 @@ class Subject:
         self.names: tuple[str, ...] = ()
         self._structure: tree.Structure | None = None
         self._steps: dict[Split, Step] = {}
+        self._programs: dict[Any, Program | None] = {}
 
     def on(self, batch: Tree) -> Subject:
         """The same step, with another batch of as many examples."""
@@ -90,7 +92,7 @@ class Subject:
     @property
     def params(self) -> Tree:
         """The parameters, as they were given."""
-        return tree.unflatten(self._params_structure, self._params)
+        return self._tree(self._params)
 
     @property
     def framework(self) -> str:
@@ -168,14 +170,35 @@ class Subject:
         if start is not None:
             given = iter(start)
             entered = [as_kind(next(given), x) if _is_float(x) else x for x in entered]
-        with ExitStack() as stack, np.errstate(all="ignore"):
-            for context in _wide_contexts() if wide else ():
-                stack.enter_context(context)
+        program = self.program(function, batch) if wide else None
+        with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
             arguments = [_copied(x, wide, noise) for x in entered]
             leaves, structure = flattened(batch)
-            rows = tree.unflatten(structure, [_copied(x, wide, batch_noise) for x in leaves])
+            rows = [_copied(x, wide, batch_noise) for x in leaves]
             before = [_array(x) for x in arguments if _is_float(x)]
-            return function(tree.unflatten(self._params_structure, arguments), rows), before
+            if program is not None and not program.retyped.problem:
+                return program([*arguments, *rows]), before
+            return function(self._tree(arguments), tree.unflatten(structure, rows)), before
+
+    def _tree(self, params: Sequence[Any]) -> Tree:
+        return tree.unflatten(self._params_structure, params)
+
+    def program(self, function: Step, batch: Tree) -> Program | None:
+        """The JAX program of a function of parameters and batch; None where it cannot be traced."""
+        leaves, structure = flattened(batch)
+        key = id(function), *((_shape(x), getattr(x, "dtype", None)) for x in leaves)
+        if key not in self._programs:
+
+            def of_leaves(every: list[Any]) -> Tree:
+                count = len(self._params)
+                return function(self._tree(every[:count]), tree.unflatten(structure, every[count:]))
+
+            made = None
+            if "jax" in sys.modules and self.framework in ("jax", "numpy"):
+                with suppress(Exception):  # of a step that reads values, or of another framework
+                    made = Program.of(of_leaves, [*self._params, *leaves])
+            self._programs[key] = made
+        return self._programs[key]
 
     def divided(self, split: Split, batch: Tree) -> Result:
         """The same; where the step cannot divide the batch, an error that says so."""
@@ -262,6 +285,47 @@ class Subject:
             raise tree.difference(OPERATION, self._structure, structure)
 
 
+class Program(NamedTuple):
+    """The JAX program of a function from the leaves of its arguments to a tree; some leaves of both are no arrays.
+
+    Attributes:
+      retyped: from arrays to arrays.
+      entering, leaving: the places of these among the leaves.
+      leaves: of the tree, None in place of each array.
+      structure: of the tree.
+    """
+
+    retyped: Retyped
+    entering: list[int]
+    leaving: list[int]
+    leaves: list[Any]
+    structure: tree.Structure
+
+    @classmethod
+    def of(cls, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> Program:
+        """The program that a function runs for these leaves."""
+        entering = [i for i, x in enumerate(leaves) if _is_there(x) and not isinstance(x, NUMBERS)]
+        traced: list[tuple[list[int], list[Any], tree.Structure]] = []
+
+        def run(arrays: list[Any]) -> list[Any]:
+            every = list(leaves)
+            for i, x in zip(entering, arrays, strict=True):
+                every[i] = x
+            made, structure = flattened(function(every))
+            leaving = [i for i, x in enumerate(made) if _is_there(x)]
+            traced.append((leaving, [None if i in leaving else x for i, x in enumerate(made)], structure))
+            return [made[i] for i in leaving]
+
+        return cls(Retyped(run, [leaves[i] for i in entering]), entering, *traced[0])
+
+    def __call__(self, leaves: Sequence[Any]) -> Tree:
+        """The tree for other leaves of these shapes, in float64."""
+        made = list(self.leaves)
+        for i, x in zip(self.leaving, self.retyped([leaves[i] for i in self.entering]), strict=True):
+            made[i] = x
+        return tree.unflatten(self.structure, made)
+
+
 class NotFiniteError(GradCombineError):
     """A result that holds NaN or infinity."""
 
@@ -319,11 +383,6 @@ def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndar
     return changed
 
 
-def _wide_contexts() -> list[AbstractContextManager[Any]]:
-    jax = sys.modules.get("jax")
-    return [] if jax is None else [jax.enable_x64(True), jax.numpy_dtype_promotion("standard")]
-
-
 def _copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
     """An array that a step may donate, wide or changed where asked."""
     if not _is_there(x) or not _is_array(x):
@@ -337,7 +396,7 @@ def _copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None
 
 def _is_array(x: Any) -> bool:
     """Whether NumPy can hold a leaf; a typed random key of JAX it can not."""
-    return not isinstance(x, (bool, int, float, complex)) and not _is_key(x)
+    return not isinstance(x, NUMBERS) and not _is_key(x)
 
 
 def _is_key(x: Any) -> bool:

@@ -25,7 +25,6 @@ from tests.verify.microbatches.problem import (
     by_hand,
     check,
     last_only,
-    loss,
     optimizer,
     right,
     schedule,
@@ -226,13 +225,30 @@ def test_examples_that_depend_on_each_other_are_found() -> None:
 
 
 @pytest.mark.full
-def test_a_loss_of_its_own_precision_is_not_checked_in_float64() -> None:
-    def narrow(params: Any, batch: Any) -> Any:
-        return loss(jax.tree.map(lambda x: x.astype(jnp.float32), params), jax.tree.map(jnp.float32, batch))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_loss_of_its_own_precision_is_checked_in_float64(dtype: Any) -> None:
+    def narrow(params: Any, batch: Any, of: Any = jnp.mean) -> Any:
+        made = batch["x"].astype(dtype) @ params["w"].astype(dtype) + params["b"].astype(dtype)
+        return of((made - batch["y"].astype(dtype)) ** 2)
 
     report = check(ALIKE, SGD, right, loss=narrow)
-    assert report.verdict is Verdict.CANNOT_TELL and report.full_batch is None
-    assert "not checked, since the loss computes in f32 whatever its inputs" in str(report)
+    assert report.passes and report.full_batch is not None, str(report)
+    assert check(ALIKE, SGD, right, loss=partial(narrow, of=jnp.sum)).cause is Cause.LOSS
+
+
+def test_a_loss_that_python_computes_cannot_be_told() -> None:
+    @jax.custom_vjp
+    def by_python(x: Any) -> Any:
+        return jax.pure_callback(np.square, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    by_python.defvjp(lambda x: (by_python(x), x), lambda x, g: (2 * g * by_python(x) / x,))
+
+    def foreign(params: Any, batch: Any) -> Any:
+        return jnp.mean(by_python(batch["x"] @ params["w"] + params["b"] - batch["y"]))
+
+    report = check(ALIKE, SGD, right, loss=foreign)
+    assert report.verdict is Verdict.CANNOT_TELL and report.full_batch is None and not report.passes
+    assert "not checked, since pure_callback computes in float32" in str(report)
 
 
 def test_leaves_without_a_gradient() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from gradcombine.verify import Cause, StepReport, check_step
+from gradcombine.verify import Cause, StepReport, Verdict, check_step
 from tests.verify.steps import defects
 
 pytestmark = pytest.mark.full
@@ -128,14 +128,22 @@ def test_a_planted_defect_is_named(make: Any, options: dict[str, Any], cause: Ca
     assert report.cause is cause, str(report)
 
 
+def assert_only_accuracy_is_open(report: StepReport) -> None:
+    """Layers of Keras cast to float32, and a program of TensorFlow is not retyped: its accuracy stays open."""
+    assert report.verdict is Verdict.CANNOT_TELL and not report.passes, str(report)
+    assert all(run.invariance <= 1 for run in report.runs), str(report)
+    (text,) = report.not_checked
+    assert text.startswith("accuracy, since the step rounds to something narrower than float64"), text
+
+
 @pytest.mark.parametrize("make", [defects.right, defects.backwards, defects.in_a_tree, defects.weighted_means])
 @pytest.mark.parametrize("microbatches", [(2, 4), (3,), (8,)])
 def test_orders_and_sizes_are_not_accused(make: Any, microbatches: tuple[int, ...]) -> None:
     report = check(make, microbatches=microbatches)
-    assert report.passes, str(report)
+    assert_only_accuracy_is_open(report)
 
 
 def test_gradients_as_rows_are_not_accused() -> None:
     _, params, batch = problem()
     report = check_step(as_rows, params, batch, microbatches=(4,))
-    assert report.passes, str(report)
+    assert_only_accuracy_is_open(report)

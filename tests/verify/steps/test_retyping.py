@@ -1,0 +1,223 @@
+"""Programs that pin a dtype inside, run in float64: the results of the same functions written for float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from gradcombine.verify import Cause, Verdict, check_step
+from gradcombine.verify.steps.retyping import Retyped, wide
+
+RNG = np.random.default_rng(0)
+W, X = (RNG.normal(size=shape).astype(np.float32) for shape in ((6, 6), (8, 6)))
+P = jax.sharding.PartitionSpec
+Function = Callable[[Any, Any, Any], Any]
+
+
+def products(w: Any, x: Any, dtype: Any) -> Any:
+    y = jnp.dot(x.astype(dtype), w.astype(dtype), preferred_element_type=dtype)
+    return jnp.einsum("ij,kj->ik", y, w.astype(dtype), precision="highest").sum(dtype=dtype)
+
+
+def softmax(w: Any, x: Any, dtype: Any) -> Any:
+    """In one precision more than the products: float32 in a net of bfloat16."""
+    logits = (x.astype(dtype) @ w.astype(dtype)).astype(jnp.promote_types(dtype, jnp.float32))
+    return -jax.nn.log_softmax(logits)[:, 0].mean() + jax.nn.logsumexp(logits)
+
+
+def layers(w: Any, x: Any, dtype: Any) -> Any:
+    """A scan over layers that are computed again, its carry narrow."""
+
+    @jax.checkpoint
+    def layer(y: Any, row: Any) -> tuple[Any, Any]:
+        return jnp.tanh(y @ w.astype(dtype)) + row.astype(dtype), y.sum()
+
+    y, sums = jax.lax.scan(layer, x.astype(dtype), w[:4], reverse=True, unroll=2)
+    return (y**2).mean() + sums.astype(dtype).sum()
+
+
+def loops(w: Any, x: Any, dtype: Any) -> Any:
+    def turn(state: Any) -> Any:
+        i, y = state
+        return i + 1, jax.lax.cond(i % 2 == 0, lambda z: jnp.tanh(z), lambda z: z * dtype(0.5), y)
+
+    _, y = jax.lax.while_loop(lambda state: state[0] < 3, turn, (0, jax.lax.stop_gradient(x.astype(dtype))))
+    y = jax.lax.fori_loop(0, 3, lambda i, z: z + y[i], jnp.zeros(6, dtype))
+    return (y @ w.astype(dtype)).sum()
+
+
+@jax.custom_vjp
+def doubled(x: Any) -> Any:
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, g: (2 * g.astype(g.dtype),))
+
+
+def rules(w: Any, x: Any, dtype: Any) -> Any:
+    """Derivatives of their own: relu, logaddexp, a clip and a custom one."""
+    y = jax.nn.relu(doubled(x.astype(dtype)) @ w.astype(dtype))
+    return jnp.logaddexp(y, dtype(0.5)).sum() + jnp.clip(y, 0.125, 0.875).sum() + jax.nn.silu(y).mean()
+
+
+def rows(w: Any, x: Any, dtype: Any) -> Any:
+    """Gathered rows, whose gradient is a scatter; the largest ones; sorted and cumulated."""
+    y = w.astype(dtype)[jnp.array([0, 3, 3, 5])] * x.astype(dtype)[:4]
+    top, places = jax.lax.top_k(y, 2)
+    return top.sum() + jnp.sort(y, axis=0)[0].sum() + jnp.cumsum(y).max() + jax.nn.one_hot(places, 6, dtype=dtype).sum()
+
+
+def windows(w: Any, x: Any, dtype: Any) -> Any:
+    y = jax.lax.conv(x.astype(dtype)[None, None], w.astype(dtype)[None, None, :3, :3], (1, 1), "SAME")
+    pooled = jax.lax.reduce_window(y, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+    whole = jax.lax.reduce(jax.lax.stop_gradient(y), dtype(1), lambda a, b: a * (1 + b), (3,))
+    return pooled.sum() + whole.sum()
+
+
+def counted(w: Any, x: Any, dtype: Any) -> Any:
+    """Positions and counts that become floats, and floats that become integers."""
+    places = jnp.arange(6, dtype=dtype) / dtype(8)
+    bins = jnp.floor(x * 2).astype(jnp.int32)
+    return (w.astype(dtype) * places).sum() * (bins > 0).sum().astype(dtype) / bins.size
+
+
+def rounded(w: Any, x: Any, dtype: Any) -> Any:
+    bits = jnp.finfo(dtype)
+    return (jax.lax.reduce_precision(x @ w, bits.nexp, bits.nmant).astype(dtype) ** 2).mean()
+
+
+def on_devices(w: Any, x: Any, dtype: Any, check_vma: bool) -> Any:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
+
+    def on_each(w: Any, x: Any) -> Any:
+        y = jax.lax.scan(lambda c, row: (c + row @ w.astype(dtype), None), x[0].astype(dtype), x.astype(dtype))[0]
+        return jax.lax.psum((y**2).sum(), "data")
+
+    return jax.shard_map(on_each, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)(w, x)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "products": products,
+    "softmax": softmax,
+    "layers": layers,
+    "loops": loops,
+    "rules": rules,
+    "rows": rows,
+    "windows": windows,
+    "counted": counted,
+    "rounded": rounded,
+    "on devices": partial(on_devices, check_vma=False),
+    "on devices that vary": partial(on_devices, check_vma=True),
+}
+
+
+def both(function: Function, dtype: Any) -> Any:
+    """Value and gradient, as a function of a list of arrays."""
+
+    def run(arrays: list[Any]) -> list[Any]:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            value, grads = jax.value_and_grad(lambda w, x: function(w, x, dtype), argnums=(0, 1))(*arrays)
+            return [value, *grads]
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_program_of_any_precision_runs_in_float64(name: str, dtype: Any) -> None:
+    program = Retyped(both(FUNCTIONS[name], dtype), [W, X])
+    assert not program.problem
+    with wide():
+        entered = [W.astype(np.float64), X.astype(np.float64)]
+        made, expected = program(entered), both(FUNCTIONS[name], jnp.float64)(entered)
+    for x, y in zip(made, expected, strict=True):
+        assert x.dtype == np.float64
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
+DRAWS = [jax.random.uniform, jax.random.normal, jax.random.gumbel, partial(jax.random.gamma, a=2)]
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+def test_random_numbers_stay_those_of_the_program(draw: Any) -> None:
+    def run(arrays: list[Any]) -> list[Any]:
+        key, x = arrays
+        kept = jax.random.bernoulli(key, 0.5, x.shape)
+        return [draw(key, shape=x.shape, dtype=x.dtype), jnp.where(kept, x, 0), jax.random.permutation(key, 8)]
+
+    entered = [jax.random.key(0), X]
+    program, expected = Retyped(run, entered), run(entered)
+    with wide():
+        made = program([jax.random.key(0), X.astype(np.float64)])
+    np.testing.assert_allclose(made[0], expected[0], rtol=1e-4, atol=1e-6)
+    np.testing.assert_array_equal(made[1], expected[1])
+    np.testing.assert_array_equal(made[2], expected[2])
+
+
+def test_what_calls_back_to_python_is_not_retyped() -> None:
+    def run(arrays: list[Any]) -> list[Any]:
+        return [jax.pure_callback(np.sin, jax.ShapeDtypeStruct(X.shape, X.dtype), arrays[0])]
+
+    assert "pure_callback computes in float32" in Retyped(run, [X]).problem
+
+
+def words(k: int, defect: str, optimizer: Any = None, dtype: Any = jnp.bfloat16) -> Any:
+    """Products in bfloat16, a softmax in float32, parameters and the accumulator in float32."""
+
+    def loss(params: Any, part: Any, key: Any) -> Any:
+        y = jnp.tanh(params["embedding"].astype(dtype)[part["tokens"][:, :-1]])
+        if defect == "drop":
+            y = jnp.where(jax.random.bernoulli(key, 0.5, y.shape), 2 * y, 0)
+        logits = jnp.dot(y, params["kernel"].astype(dtype)).astype(jnp.float32)
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, part["tokens"][:, 1:])
+        return (each * part["mask"][:, 1:]).sum(), part["mask"][:, 1:].sum()
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        params = state if optimizer is None else state[0]
+
+        def turn(total: Any, numbered: Any) -> Any:
+            i, part = numbered
+            key = jax.random.fold_in(jax.random.key(0), i)
+            (_, count), grads = jax.value_and_grad(loss, has_aux=True)(params, part, key)
+            grads = jax.tree.map(lambda x: x / (count * k) if defect == "mean of means" else x, grads)
+            return jax.tree.map(jnp.add, total, (grads, count)), None
+
+        parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
+        start = jax.tree.map(jnp.zeros_like, params), jnp.zeros(())
+        (grads, count), _ = jax.lax.scan(turn, start, (jnp.arange(k), parts))
+        grads = jax.tree.map(lambda x: x if defect == "mean of means" else x / count, grads)
+        if optimizer is None:
+            return grads
+        updates, new = optimizer.update(grads, state[1], params)
+        return optax.apply_updates(params, updates), new
+
+    return step
+
+
+TOKENS = RNG.integers(1, 12, (8, 6)).astype(np.int32)
+WORDS = {"tokens": TOKENS, "mask": (np.arange(6) < np.array([6, 6, 5, 6, 3, 2, 3, 2])[:, None]).astype(np.float32)}
+NET = {"embedding": RNG.normal(size=(12, 8)).astype(np.float32), "kernel": RNG.normal(size=(8, 12)).astype(np.float32)}
+SGD = optax.sgd(0.1, momentum=0.5, accumulator_dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize("optimizer", [None, pytest.param(SGD, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("defect", "causes"), [("none", []), ("mean of means", [Cause.MEAN_OF_MEANS]), ("drop", [Cause.RANDOM])]
+)
+def test_a_net_of_bfloat16_is_compared_in_float64(defect: str, causes: list[Cause], optimizer: Any) -> None:
+    state = NET if optimizer is None else (NET, optimizer.init(NET))
+    returns = "gradients" if optimizer is None else "params"
+    with jax.numpy_dtype_promotion("standard"):
+        make = partial(words, defect=defect, optimizer=optimizer)
+        report = check_step(make, state, WORDS, microbatches=(4,), returns=returns)
+    assert [fault.cause for fault in report.faults] == causes, str(report)
+    assert report.verdict is (Verdict.FAILS if causes else Verdict.PASSES), str(report)
+    assert report.runs[0].accuracy is not None and report.runs[0].accuracy <= 1
