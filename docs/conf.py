@@ -66,6 +66,12 @@ def require_all_names(app: Any, env: Any) -> None:
                 logging.getLogger(__name__).warning("the reference lacks %s.%s", module, name)
 
 
+def require_descriptions(app: Any, doctree: Any, name: str) -> None:
+    """Warns of a field of a named tuple that Python alone describes."""
+    if "Alias for field number" in doctree.astext():
+        logging.getLogger(__name__).warning("%s: a field without a description", name)
+
+
 def require_live_links(app: Any, exception: Exception | None) -> None:
     """Warns of each link between pages that leads nowhere; those that Sphinx writes by itself are among them."""
     if exception is not None or app.builder.format != "html":
@@ -81,6 +87,13 @@ def require_live_links(app: Any, exception: Exception | None) -> None:
                 logging.getLogger(__name__).warning("%s: a dead link to %s", path.relative_to(root), link)
 
 
+def skip_fields(app: Any, what: str, name: str, x: Any, skip: bool, options: Any) -> bool | None:
+    """Leaves out the fields of named tuples, which their class describes, and Python only by their number."""
+    return True if (getattr(x, "__doc__", None) or "").startswith("Alias for field number") else None
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-skip-member", skip_fields)
     app.connect("env-check-consistency", require_all_names)
+    app.connect("doctree-resolved", require_descriptions)
     app.connect("build-finished", require_live_links)

@@ -18,6 +18,10 @@ from gradcombine.verify.audit.program import Lines, Program, no_lines
 from gradcombine.verify.audit.target import Target
 
 KNOWN = "HLO in a form that is known"
+A_STEP = (
+    "a function of jax.jit or tf.function for its arguments (of any other: jax.jit(step) or tf.function(step); of a "
+    "Keras model: tf.function(model.train_step) for a batch)"
+)
 
 
 class OutOfMemoryError(GradCombineError):
@@ -66,8 +70,7 @@ def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
         require_levels("audit", *args)
         step = _plain(_guarded(target, lambda: _lowered(step, args, target)))
     elif args:
-        wanted = "a function of jax.jit for its arguments (of one that is not jitted: jax.jit(step))"
-        raise GradCombineError("audit", wanted, shown(step))
+        raise GradCombineError("audit", A_STEP, shown(step))
     if attribute(step, "compile") is not None:
         step = _tried(target, step.compile)
     step = _plain(step)

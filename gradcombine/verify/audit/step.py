@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from gradcombine.errors import GradCombineError, attribute, require_path, shown
 from gradcombine.verify.audit.compiling import (
+    A_STEP,
     KNOWN,
     Built,
     Memory,
@@ -138,8 +139,7 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
         return _of_tensorflow(step, args, target)
     found = target if isinstance(target, Target) else find_target(target)
     if isinstance(target, str) and attribute(step, "lower") is None:
-        wanted = "a function of jax.jit for its arguments (of one that is not jitted: jax.jit(step))"
-        raise GradCombineError("audit", wanted, shown(step))
+        raise GradCombineError("audit", A_STEP, shown(step))
     return _audited(compile_step(step, args, found), found)
 
 

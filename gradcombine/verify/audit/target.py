@@ -196,7 +196,8 @@ def _require(module: str, packages: str) -> None:
         found = None
     if found is None:
         command = f"pip install {packages.format(jax.__version__)}"
-        raise GradCombineError("audit", f"the compiler of this target: {command}", "none installed")
+        expected = f"the compiler of this target, in an environment of its own: {command}"
+        raise GradCombineError("audit", expected, "none installed")
 
 
 def _topology(platform: str, **names: str) -> tuple[Any, ...]:

@@ -177,7 +177,7 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
     ("arguments", "words"),
     [
         (("steps:number",), "a jitted function and a tuple of arguments"),
-        (("steps:unjitted",), "of one that is not jitted: jax.jit(step)"),
+        (("steps:unjitted",), "jax.jit(step) or tf.function(step); of a Keras model: tf.function(model.train_step)"),
         (("steps:jitted",), "that returns what to audit"),
         (("steps:required",), "argument: 'layers'"),
         (("steps:several",), "argument: 'layers'"),
@@ -237,7 +237,7 @@ def test_a_compiler_that_is_not_here_is_named_with_its_command(
     here: Path, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(GradCombineError, match=r"the compiler of this target: pip install .*jax.*==\d"):
+    with pytest.raises(GradCombineError, match=r"in an environment of its own: pip install .*jax.*==\d"):
         find_target(target)
 
 
