@@ -57,13 +57,21 @@ def find(program: Program, donated: Sequence[int] = ()) -> list[Finding]:
 
 
 def reduced_in_loop(search: Search) -> Iterator[Finding]:
-    for exchange, loop, size in search.reduced:
-        spared = exchange.times - exchange.times // loop.trips if loop.trips else exchange.times
+    def added(exchange: Exchange, size: float, where: str, spared: int) -> Finding:
         share = size / exchange.operand
         part = f"{size_text(size)} of " if share < 1 - SHARE else ""
-        what = f"{part}{_exchange(exchange)} in {_loop(loop)} is only added to what the loop carries"
-        source = search.source(exchange.x)
-        yield Finding("reduced-in-loop", what, source, exchange.times, sent=spared * share * exchange.sent())
+        what, sent = f"{part}{_exchange(exchange)} {where}", spared * share * exchange.sent()
+        return Finding("reduced-in-loop", what, search.source(exchange.x), exchange.times, sent=sent)
+
+    for exchange, loop, size in search.reduced:
+        spared = exchange.times - exchange.times // loop.trips if loop.trips else exchange.times
+        yield added(exchange, size, f"in {_loop(loop)} is only added to what the loop carries", spared)
+    beside = [x for x in search.program.exchanges if x.kind in REDUCING and x.members > 1 and not x.loops]
+    gates = _gates(search) if beside else {}
+    for exchange in beside if gates else ():
+        size = sum(size for part, size in search.parts(exchange) if _waits(search, part, gates))
+        if size >= max(FEW_SCALARS, SHARE * exchange.operand):
+            yield added(exchange, size, "in each call is only added to what some later calls read", 1)
 
 
 def batch_gathered(search: Search) -> Iterator[Finding]:
@@ -348,6 +356,67 @@ RULES: dict[str, Callable[[Search], Iterator[Finding]]] = {
     "unknown-trip-count": unknown_trip_count,
 }
 """By the names that findings have; each is a section of ``findings.md``."""
+
+
+def _gates(search: Search) -> dict[Node, list[tuple[set[Node], set[Node]]]]:
+    """Where a counter decides in a call what becomes of arrays, and what a result there is and is instead.
+
+    These are selects, products with a flag, and conditionals, of whose branches the arguments have no such result.
+    """
+    flow, found, decides = search.flow, dict[Node, list[tuple[set[Node], set[Node]]]](), dict[Node, bool]()
+    for node, (_, x, leaf) in enumerate(flow.places):
+        if x.opcode not in ("select", "conditional", "multiply") or not _is_float(x.shapes[leaf]):
+            continue
+        if x.opcode == "multiply":
+            for i in (0, 1):
+                flags = search.moved_from(search.operands(node, 1 - i), WHOLE | {"broadcast"})
+                if any(_is_flag(search, n) for n in flags):
+                    found[node] = [(search.moved_from(search.operands(node, i), WHOLE), set())]
+            continue
+        (predicate, *_) = search.operands(node, 0)
+        if predicate not in decides:
+            decides[predicate] = _counts(search, predicate)
+        if not decides[predicate]:
+            continue
+        if x.opcode == "select":
+            given = [search.operands(node, i) for i in (1, 2)]
+        else:
+            branches = search.program.bodies(x)
+            given = [flow.results(name)[leaf : leaf + 1] for name in branches]
+            for name in branches:
+                arguments = [y for y in search.program.computations[name].values() if y.opcode == "parameter"]
+                found.update((argument, []) for y in arguments for argument in search.nodes(name, y))
+        if len(given) == 2:
+            a, b = (search.moved_from(side, WHOLE) for side in given)
+            found[node] = [(a, b), (b, a)]
+    return found
+
+
+def _is_flag(search: Search, node: Node) -> bool:
+    """Whether this is a number that counters alone decide, 0 by one of their decisions."""
+    x, shape = search.flow.places[node].x, search.flow.places[node].shape
+    if shape.dims or not _is_float(shape):
+        return not shape.dims and _counts(search, node)
+    sides = [search.moved_from(search.operands(node, i), WHOLE) for i in (1, 2)] if x.opcode == "select" else []
+    zeros = [n for side in sides for n in side if search.flow.opcode(n) == "constant"]
+    nothing = any(float(search.flow.places[n].x.inside) == 0 for n in zeros)
+    return nothing and _counts(search, search.operands(node, 0)[0])
+
+
+def _waits(search: Search, part: Node, gates: dict[Node, list[tuple[set[Node], set[Node]]]]) -> bool:
+    """Whether calls only add this to an argument, and where a counter says so anything else is made of it."""
+    flow, program = search.flow, search.program
+    reached = flow.reached([part], True, lambda node: node not in gates)
+    if any(node in reached and node not in gates for node in flow.results(program.entry)):
+        return False
+    held = {flow.node(program.entry, x): x.shapes[0].elements for x in program.parameters}
+    for side, other in (pair for gate in reached & gates.keys() for pair in gates[gate]):
+        for node in side & reached:
+            if flow.opcode(node) in SUMS and search.only_sums(node, part, reached):
+                before = search.moved_from([n for i in (0, 1) for n in search.operands(node, i)], WHOLE)
+                if any(held.get(n) == flow.places[node].shape.elements for n in before - other):
+                    return True
+    return False
 
 
 def _counts(search: Search, predicate: Node) -> bool:

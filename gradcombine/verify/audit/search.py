@@ -89,6 +89,11 @@ class Search:
         made = self.flow.reached(arrays, True, before.__contains__) & before
         return all(self._keeps_sums(node, made) for node in made - arrays)
 
+    def only_sums(self, result: Node, part: Node, reached: set[Node]) -> bool:
+        """Whether nothing but sums is made of a part on its way to a result."""
+        made = self.closure(result) & reached | {result}
+        return all(self._keeps_sums(node, made) for node in made - {part})
+
     def closure(self, node: Node) -> set[Node]:
         """All that a value depends on."""
         return self.flow.reached([node], False, lambda _: True)

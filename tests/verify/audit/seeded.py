@@ -402,6 +402,57 @@ def example_of_optax(devices: Devices, defect: bool) -> Case:
     return Case(jax.jit(step, donate_argnums=(0, 1)), (params(mesh), state, spec(mesh, P("data"), ROWS, WIDTH)))
 
 
+def reduced_in_each_call(devices: Devices, defect: bool) -> Case:
+    """A call is a microbatch, whose gradients are averaged before they are accumulated; or a step of its own."""
+    mesh, adam = data(devices), optax.adam(1e-3)
+    chosen: Any = optax.MultiSteps(adam, K) if defect else adam
+
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        value, grads = mean(jax.value_and_grad(loss)(params, batch))
+        updates, state = chosen.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    state = jax.tree.map(lambda x: spec(mesh, P(), *x.shape, dtype=x.dtype), jax.eval_shape(chosen.init, params(mesh)))
+    own = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
+    return Case(jax.jit(own, donate_argnums=(0, 1)), (params(mesh), state, spec(mesh, P("data"), ROWS, WIDTH)))
+
+
+def clip(grads: Any) -> Any:
+    return jax.tree.map(lambda g: g / optax.tree.norm(grads), grads)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], bool]] = {
+    "in each call": (mean, lambda sums: sums, True),
+    "at the boundary": (lambda grads: grads, mean, False),
+    "clipped by what is exchanged": (lambda grads: clip(mean(grads)), lambda sums: sums, False),
+    "clipped before": (lambda grads: mean(clip(grads)), lambda sums: sums, True),
+}
+"""What is made of a microbatch's gradients, what of a window's, and whether the exchange could wait."""
+
+
+def window_over_calls(devices: Devices, each: Callable[..., Any], whole: Callable[..., Any], by_branch: bool) -> Case:
+    """A window that a counter ends, by a branch or by selects."""
+    mesh = data(devices)
+
+    def step(state: Any, params: Any, batch: Any) -> Any:
+        count, sums = state
+        sums = jax.tree.map(jnp.add, sums, each(jax.grad(loss)(params, batch)))
+        full = (count + 1) % K == 0
+
+        def apply() -> Any:
+            return [w - 0.1 * g / jnp.sqrt(g * g + 1e-8) for w, g in zip(params, whole(sums), strict=True)]
+
+        if by_branch:
+            params = jax.lax.cond(full, apply, lambda: params)
+        else:
+            params = [jnp.where(full, new, w) for w, new in zip(params, apply(), strict=True)]
+        return (count + 1, [jnp.where(full, 0.0, a) for a in sums]), params
+
+    own = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
+    state = spec(mesh, P(), dtype=jnp.int32), params(mesh)
+    return Case(jax.jit(own, donate_argnums=(0, 1)), (state, params(mesh), spec(mesh, P("data"), ROWS, WIDTH)))
+
+
 CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "reduced in a shard_map": (reduced_in_shard_map, {"reduced-in-loop"}),
     "reduced, or clipped": (reduced_with_a_metric, {"reduced-in-loop"}),
@@ -421,7 +472,8 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "until converged": (until_converged, {"unknown-trip-count"}),
     "optax.MultiSteps": (accumulated_by_optax, {"optimizer-every-microbatch"}),
     "reshaped and constrained": (reshaped_and_constrained, {"reduced-in-loop"}),
-    "an example of optax": (example_of_optax, {"optimizer-every-microbatch"}),
+    "an example of optax": (example_of_optax, {"optimizer-every-microbatch", "reduced-in-loop"}),
+    "reduced in each call": (reduced_in_each_call, {"optimizer-every-microbatch", "reduced-in-loop"}),
     "read after the loop": (read_after_the_loop, {"copies-at-boundary"}),
     "decided by select": (decided_by_select, {"optimizer-every-microbatch"}),
     "decided, or cleared": (decided_or_cleared, {"optimizer-every-microbatch"}),

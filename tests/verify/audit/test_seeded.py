@@ -13,7 +13,7 @@ from gradcombine.verify.audit import audit, audit_file
 from gradcombine.verify.audit.compiling import shardings
 from gradcombine.verify.audit.findings import find
 from gradcombine.verify.audit.program import Program
-from tests.verify.audit.seeded import CASES, CLEARED, OURS, cleared
+from tests.verify.audit.seeded import CALLS, CASES, CLEARED, OURS, cleared, window_over_calls
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +45,15 @@ def test_a_defect_is_found_and_its_twin_is_clean(name: str, defect: bool) -> Non
 def test_an_accumulator_that_is_cleared_is_no_optimizer(name: str, donated: bool) -> None:
     case = cleared(CLEARED[name], donated)
     assert audit(case.step, *case.args).findings == []
+
+
+@pytest.mark.parametrize("by_branch", [True, False], ids=["by a branch", "by selects"])
+@pytest.mark.parametrize("name", CALLS)
+def test_what_each_call_exchanges_may_wait_if_it_is_only_added_up(name: str, by_branch: bool) -> None:
+    each, whole, waits = CALLS[name]
+    case = window_over_calls(jax.devices(), each, whole, by_branch)
+    found = {x.name for x in audit(case.step, *case.args).findings}
+    assert ("reduced-in-loop" in found) is waits
 
 
 @pytest.mark.slow
