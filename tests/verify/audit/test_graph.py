@@ -56,7 +56,8 @@ def gradient(x: Any) -> Any:
 
 def run(function: Callable[..., Any], *args: Any) -> Any:
     """On each replica; what the first one gives."""
-    return strategy().experimental_local_results(strategy().run(function, args=args))[0]
+    made = strategy().run(function, args=args)
+    return tf.nest.map_structure(lambda x: strategy().experimental_local_results(x)[0], made)
 
 
 def replicated(function: Callable[..., Any]) -> Traced:
@@ -109,6 +110,34 @@ def in_each_call(defect: bool) -> Traced:
     def apply() -> None:
         variable("w").assign_sub(0.1 * (sums if defect else mean(tf.identity(sums))))
         sums.assign(tf.zeros_like(sums))
+
+    return step, (X,)
+
+
+def unrolled(defect: bool) -> Traced:
+    """Microbatches one after another; what a norm is taken of has to be exchanged."""
+
+    def step(x: Any) -> None:
+        grads = [mean(gradient(x * float(i + 1))) for i in range(4)]
+        if not defect:
+            grads = [g / tf.norm(g) for g in grads]
+        variable("w").assign_sub(0.1 * (grads[0] + grads[1] + grads[2] + grads[3]))
+
+    return replicated(step)
+
+
+def beside_a_loss(defect: bool) -> Traced:
+    """A strategy joins what is exchanged together; a loop stacks one part of it, and adds up the other."""
+
+    @tf.function
+    def step(x: Any) -> Any:
+        total, values = tf.zeros([WIDTH, WIDTH]), tf.TensorArray(tf.float32, 4)
+        for i in tf.range(4):
+            value, found = run(lambda x: tuple(mean([tf.reduce_sum(x), gradient(x)])), x)
+            total += found if defect else found / tf.norm(found)
+            values = values.write(i, value)
+        run(lambda: variable("w").assign_sub(total))
+        return values.stack()
 
     return step, (X,)
 
@@ -200,6 +229,8 @@ CASES: dict[str, tuple[Callable[[bool], Traced], str]] = {
     "reduced in a loop": (in_a_loop, "reduced-in-loop"),
     "reduced in nested functions": (in_nested_functions, "reduced-in-loop"),
     "reduced in each call": (in_each_call, "reduced-in-loop"),
+    "reduced in an unrolled window": (unrolled, "reduced-in-loop"),
+    "reduced beside a loss": (beside_a_loss, "reduced-in-loop"),
     "averaged twice": (twice, "repeated-collective"),
     "one by one": (one_by_one, "many-small-collectives"),
     "widened": (widened, "wider-exchange"),

@@ -31,6 +31,19 @@ def reduced_in_loop(graph: Graph) -> Iterator[Finding]:
             around = times(tuple(loop for loop in x.loops if loop is not turning.loop))
             sent = (exchange.times - (around if turning.trips else 0)) * exchange.sent()
         yield Finding("reduced-in-loop", f"{_text(exchange)} {where}", graph.line(x), exchange.times, sent=sent)
+    alike = defaultdict[tuple[object, ...], dict[Operation, Exchange]](dict)
+    told = [x for x, _, _ in _reduced(graph)]
+    for x, exchange in graph.exchanging:
+        few = exchange.exact and exchange.operand < FEW_SCALARS
+        if exchange.kind in REDUCING and not few and exchange.members > 1 and x not in told:
+            for part in graph.parts(x):
+                for last in graph.sums_of(part)[-1:]:
+                    alike[graph.key(x), last][x] = exchange
+    for group in {tuple(found): found for found in alike.values() if len(found) > 1}.values():
+        (first, exchange), *others = group.items()
+        what = f"{_text(exchange)}, and {len(others)} more, are only added to each other"
+        sent = sum(e.times * e.sent() for _, e in others)
+        yield Finding("reduced-in-loop", what, graph.line(first), sum(e.times for e in group.values()), sent=sent)
 
 
 def optimizer_every_microbatch(graph: Graph) -> Iterator[Finding]:
@@ -170,14 +183,19 @@ def _reduced(graph: Graph) -> list[tuple[Operation, Exchange, Place]]:
         for turning in (*x.site.turns, None):
             if turning is not None and turning.trips == 1:
                 continue
-            sums = graph.sums(x.outputs, turning)
-            if sums is None or not (sums.carried or sums.variables):
-                continue
-            carried = all(turning is not None and _adds_only(graph, i, turning) for i in sums.carried)
-            if carried and all(_adds_to(graph, handle, turning, x) for handle in sums.variables):
+            parts = [v for v in graph.parts(x) if graph.arrays[v].shape.bytes >= FEW_SCALARS or not exchange.exact]
+            if any(_only_added(graph, [v], turning, x) for v in parts):
                 found.append((x, exchange, turning))
                 break
     return found
+
+
+def _only_added(graph: Graph, values: list[Value], turning: Place, x: Operation) -> bool:
+    sums = graph.sums(values, turning)
+    if sums is None or not (sums.carried or sums.variables):
+        return False
+    carried = all(turning is not None and _adds_only(graph, i, turning) for i in sums.carried)
+    return carried and all(_adds_to(graph, handle, turning, x) for handle in sums.variables)
 
 
 def _adds_only(graph: Graph, index: int, turning: Turning) -> bool:

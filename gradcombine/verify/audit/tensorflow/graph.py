@@ -172,6 +172,36 @@ class Graph(Inlined):
             return None
         return found
 
+    def parts(self, x: Operation) -> list[Value]:
+        """The arrays that a strategy has joined into a collective, end to end."""
+        v = x.outputs[0]
+        while len(users := self.uses.get(v, ())) == 1 and not self.targets.get(v):
+            (user,) = users
+            if user.op in ("Split", "SplitV"):
+                return user.outputs
+            if user.op not in MOVES or len(user.outputs) != 1:
+                break
+            (v,) = user.outputs
+        return x.outputs
+
+    def sums_of(self, v: Value) -> list[Operation]:
+        """The additions that a value goes through, as long as it is used for nothing else."""
+        found, seen = list[Operation](), set[Value]()
+        while v not in seen and v not in self.escaping:
+            seen.add(v)
+            users, after = [x for x in self.uses.get(v, ()) if not self._is_dead(x)], self.targets.get(v, ())
+            if len(users) + len(after) != 1:
+                break
+            outputs = self.kept(users[0], v) if users else after
+            if outputs is None or len(outputs) != 1 or (users and users[0].op in ("Mul", "MulNoNan")):
+                break
+            found += [x for x in users if x.op in SUMS]
+            (v,) = outputs
+        return found
+
+    def _is_dead(self, x: Operation) -> bool:
+        return x.op in MOVES and not any(v in self.uses or v in self.targets or v in self.escaping for v in x.outputs)
+
     def kept(self, x: Operation, v: Value) -> list[Value] | None:
         """What an operation gives that is linear in an input; None if it makes anything else of it."""
         at = [i for i, given in enumerate(x.inputs) if given == v]
