@@ -67,6 +67,20 @@ def partitions(examples: int, split: Split) -> dict[str, list[Rows]]:
     return found
 
 
+def on_devices(examples: int, split: Split) -> list[Rows]:
+    """The examples of each device, for the ways that steps use: a block, or a part of each microbatch."""
+    k, devices = split
+    rows = np.arange(examples)
+    by_part = [[_chunks(block, devices) for block in blocks] for blocks in ([rows], _chunks(rows, k))]
+    found = {
+        tuple(np.concatenate([parts[d] for parts in way]).tolist())
+        for way in by_part
+        for d in range(devices)
+        if all(d < len(parts) for parts in way)
+    }
+    return sorted(found) if devices > 1 else []
+
+
 def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
     size = -(-len(rows) // count)
     return [rows[i : i + size] for i in range(0, len(rows), size)]

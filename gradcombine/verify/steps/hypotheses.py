@@ -23,10 +23,12 @@ from gradcombine.verify.steps.case import (
     Case,
     accounts_for,
     combined,
+    on_devices,
     partitions,
     share_in,
     split_by,
 )
+from gradcombine.verify.steps.inner import InnerStandard
 from gradcombine.verify.steps.measure import StepStandard
 from gradcombine.verify.steps.report import Cause
 from gradcombine.verify.steps.running import WHOLE, NotWide, Split
@@ -102,6 +104,7 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Answer]:
     yield from moves.moved(standard, case)
     yield from moves.decayed(standard, case)
     yield from _ignored(standard, case)
+    yield from _before_update(standard, case)
     yield from _repeated(standard, case)
     yield from elements.scattered(standard, case)
     yield from elements.narrow([(standard, case)])
@@ -129,6 +132,9 @@ def _counted(standard: StepStandard, case: Case) -> Iterator[Answer]:
 def _random(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Copies of one microbatch: with one key for all of them they give what fewer copies give."""
     subject, k = standard.subject, case.split.microbatches
+    if not standard.draws:
+        yield Cause.NEIGHBOURS, "no random numbers are drawn"
+        return
     size = subject.examples // k if subject.examples % k == 0 else 1
     first = list(range(size))
     others = [x for x in (WHOLE, Split(2), Split(k + 1)) if x.microbatches != k]
@@ -210,6 +216,22 @@ def _bound(sizes: np.ndarray) -> float:
     return float(first) if second >= first * (1 - 1e-5) else 0.0
 
 
+def _before_update(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """Examples that weigh something else in the gradient that reaches an optimizer."""
+    if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+        return
+    try:
+        inner = InnerStandard(standard, case.wide)
+        c = inner.combination[0]
+    except NotWide:
+        return
+    for cause, detail, x in () if c is None else _known(inner, case.split, c):
+        predicted = inner.after(x)
+        if predicted is not None and accounts_for(standard, case, predicted, float(np.abs(x).sum())):
+            yield cause, f"{detail}; in the gradient that reaches the optimizer"
+            return
+
+
 # --- what one batch gives of other numbers of its examples, where nothing is linear ---
 
 MOST_ROWS = 256
@@ -225,7 +247,7 @@ def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
     for cause, detail, times in chain(_as_means(standard, case), _as_lost(n, case)):
         if times.sum() > MOST_ROWS:
             continue
-        rows = np.repeat(units, times)
+        rows = np.repeat(units, times.astype(int))
         made = standard.one(rows.tolist())
         if made is not None and accounts_for(standard, case, made.floats, 1):
             yield cause, f"{detail}: one batch of {len(rows)} rows that holds them so gives it"
@@ -247,7 +269,7 @@ def _as_means(standard: StepStandard, case: Case) -> Iterator[tuple[Cause, str, 
         for name, pieces in partitions(n, case.split).items():
             weights = [int(counts[list(rows)].sum()) for rows in pieces]
             if np.all(counts == np.round(counts)) and min(weights) > 0 and len(set(weights)) > 1:
-                times, least = np.zeros(n, int), lcm(*weights)
+                times, least = np.zeros(n, object), lcm(*weights)  # of many counts it is beyond 64 bits
                 for rows, weight in zip(pieces, weights, strict=True):
                     times[list(rows)] = least // weight
                 text = f"they count {min(weights)} to {max(weights)} in one batch{split_by(name)}"
@@ -277,27 +299,33 @@ def linear(standard: Standard, case: Case) -> Iterator[Answer]:
             return
 
 
-def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    """What each known combination would make of the weights of the units."""
+EPSILON = 1e-5
+"""By how much a factor may differ from 1 that is none: divisors have an epsilon beside the count."""
+
+
+def _shares_in(standard: Standard, split: Split) -> dict[str, list[np.ndarray]]:
+    """The part of each unit that is in each piece, for the ways to divide the examples."""
     units = standard.units()
-    allowed = standard.allowed(False)
-    leaves = [i for i in case.among(standard.combination[1]) if allowed[i] > 0]
-    whole, result = (flat([x[i] / allowed[i] for i in leaves]) for x in (standard.best.floats, case.result.floats))
-    factor = float(result @ whole / (whole @ whole)) if whole.any() else 0.0
-    k, devices = case.split
+    divided = {
+        name: [share_in(units, rows) for rows in pieces]
+        for name, pieces in partitions(standard.examples, split).items()
+    }
+    return {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
+
+
+def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    """The weights of the units where microbatches are combined as known defects do."""
+    k, devices = split
     n = standard.examples
     counts = [(k, "microbatches"), (devices, "devices"), (k * devices, "microbatches of all devices")]
     counts += [(n, f"{standard.what}s"), *((total, "tokens") for total in standard.totals)]
     for count, name in counts:
         if count > 1:
             yield Cause.SUM, f"{count:g} times the mean: the number of {name}", c * count
+            yield Cause.SCALED, f"by 1 / {count:g}: divided by the number of {name} too", c / count
     for filled in {n + (-n % k), n + (-n % (k * devices))} - {n}:
         yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
-    divided = {
-        name: [share_in(units, rows) for rows in pieces]
-        for name, pieces in partitions(standard.examples, case.split).items()
-    }
-    divided = {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
+    divided = _shares_in(standard, split)
     for name, pieces in divided.items():
         yield (
             Cause.MEAN_OF_MEANS,
@@ -305,8 +333,13 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
             _mean_of_means(c, pieces),
         )
         yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", _mean_of_means(c, pieces) * len(pieces)
-    if np.count_nonzero(whole) > 1:  # a single number is always another one times something
-        yield Cause.SCALED, f"by {factor:.6g}", c * factor
+    for rows in on_devices(n, split):
+        kept = share_in(standard.units(), rows)
+        if 0 < c @ kept < c.sum():
+            text = f"it is what {standard.what}s {_shown(rows)} give"
+            yield Cause.NOT_EXCHANGED, f"{text}, divided by their weight", c * kept / (c @ kept)
+            yield Cause.NOT_EXCHANGED, f"{text}, divided by the weight of all", c * kept
+            yield Cause.NOT_EXCHANGED, f"{text}, divided by the number of devices", c * kept / (c @ kept) / devices
     for pieces in divided.values():
         for piece in pieces:
             for kept in (1 - piece, piece):
@@ -316,6 +349,19 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
                     yield Cause.LOST, f"{lost}, divided by all", c * kept
             more = 1 + piece
             yield Cause.DOUBLED, _named(standard, piece > 0), c * more / (c @ more)
+
+
+def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    """What each known combination would make of the weights of the units."""
+    yield from _known(standard, case.split, c)
+    allowed = standard.allowed(False)
+    leaves = [i for i in case.among(standard.combination[1]) if allowed[i] > 0]
+    whole, result = (flat([x[i] / allowed[i] for i in leaves]) for x in (standard.best.floats, case.result.floats))
+    factor = float(result @ whole / (whole @ whole)) if whole.any() else 0.0
+    # A single number is always another one times something, and an epsilon in a divisor scales by almost 1.
+    if np.count_nonzero(whole) > 1 and abs(factor - 1) > EPSILON:
+        yield Cause.SCALED, f"by {factor:.6g}", c * factor
+    divided, k, devices = _shares_in(standard, case.split), *case.split
     x = standard.fitted(case.result, case.split, case.wide, case.among(standard.combination[1]))
     if x is not None:
         yield from _levels(standard, case, c, x, divided)

@@ -52,6 +52,7 @@ class StepStandard(Standard):
       subject: the step.
       not_wide: why there is no result in float64.
       unit: the unit roundoff.
+      draws: whether it may draw random numbers.
       noise: how far rounding moves each leaf.
     """
 
@@ -62,6 +63,7 @@ class StepStandard(Standard):
         program = precision.read(subject)
         widths = [rounding_unit(x) for x in self.own.dtypes]
         self.unit = unit or program.unit or max(widths)
+        self.draws = program.random
         self.wide, self.not_wide = self._in_float64(program.draws)
         self._rows: dict[Rows, Result | None] = {}
         self._elsewhere_made: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}

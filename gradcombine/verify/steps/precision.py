@@ -21,10 +21,12 @@ class Program(NamedTuple):
     Attributes:
       unit: the unit roundoff of its products of matrices; None where it has none, or cannot be traced.
       draws: whether it draws random numbers that are others in float64.
+      random: whether it draws any; True where that is not known.
     """
 
     unit: float | None = None
     draws: bool = False
+    random: bool = True
 
 
 def read(subject: Subject) -> Program:
@@ -36,7 +38,7 @@ def read(subject: Subject) -> Program:
         products = [x for x in found if x.primitive.name in ("dot_general", "conv_general_dilated")]
         draws = any(x.primitive.name.startswith(("random_bits", "threefry", "rng_")) for x in found)
         unit = _unit(variable.aval.dtype for x in products for variable in x.invars)
-        return Program(unit, draws and bool(traced.retyped.problem))
+        return Program(unit, draws and bool(traced.retyped.problem), draws)
     if "tensorflow" in sys.modules and subject.framework in ("tensorflow", "numpy"):
         with suppress(Exception):  # a step of another framework, or one that cannot be traced
             return _in_tensorflow(step, params, batch)
@@ -51,7 +53,8 @@ def _in_tensorflow(step: Any, params: Tree, batch: Tree) -> Program:
     graph = tf.function(step).get_concrete_function(params, batch).graph.as_graph_def()
     nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
     types = [node.attr["T"].type for node in nodes if _PRODUCTS.match(node.op) and node.attr["T"].type]
-    return Program(_unit(tf.as_dtype(x).as_numpy_dtype for x in types), any("Random" in node.op for node in nodes))
+    draws = any("Random" in node.op for node in nodes)
+    return Program(_unit(tf.as_dtype(x).as_numpy_dtype for x in types), draws, draws)
 
 
 def _unit(dtypes: Any) -> float | None:

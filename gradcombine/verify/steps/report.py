@@ -35,6 +35,8 @@ class Cause(StrEnum):
     MOVED_EACH = "the parameters move at each microbatch"
     KEY = "a random key is used again for each microbatch"
     RANDOM = "the result depends on the places of the examples, as random numbers do that are drawn for each microbatch"
+    NOT_EXCHANGED = "the devices' gradients are not added up, as where a psum or pmean is missing"
+    NEIGHBOURS = "examples depend on those beside them, as where labels are rolled over a flattened microbatch"
     STATISTICS = "examples of a microbatch depend on each other, as by the statistics of batch normalization"
     SCATTER = "rows are overwritten where they should be added, as by a scatter that sets"
     STATE = "the same call gives something else the second time: a hidden state, or a side effect"

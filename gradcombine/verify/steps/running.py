@@ -261,8 +261,9 @@ class Subject:
         wide = [widened(x) for _, x in floats]
         if self.returns_params:
             new, others = wide[: len(before)], wide[len(before) :]
-            if [x.shape for x in new] != [x.shape for x in before]:
-                raise GradCombineError(OPERATION, "new parameters of the shapes of the old", "others")
+            for name, x, y in zip(self.names, new, before, strict=False):
+                if x.shape != y.shape:
+                    raise GradCombineError(OPERATION, f"new parameters of the old shape {y.shape}", x.shape, name)
             wide = [x - widened(y) for x, y in zip(new, before, strict=True)] + others
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():

@@ -103,7 +103,15 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
 def require_right(standard: StepStandard, terms: Terms) -> None:
     """Refuses terms whose sum is not what one batch gives."""
     rows = tuple(range(standard.examples))
-    whole = next(ways([measured(standard, terms, rows)])).floats
-    share = float(standard.shares(standard.best.floats, whole, standard.wide is not None, 4).max())
-    if share > 1:
-        raise GradCombineError(OPERATION, "terms that add up to one batch", f"{share:.3g} times what rounding allows")
+    part = measured(standard, terms, rows)
+    whole = next(ways([part])).floats
+    # In its own precision: a divisor has an epsilon beside the count, which float64 would show.
+    shares = standard.shares(standard.best.floats, whole, wide=False, sides=4)
+    worst = int(shares.argmax())
+    if shares[worst] > 1:
+        raise GradCombineError(
+            OPERATION,
+            f"terms that add up to one batch: {', '.join(part.weights)}",
+            f"{shares[worst]:.3g} times what rounding allows",
+            standard.names[worst],
+        )
