@@ -103,7 +103,7 @@ def empty_caches() -> None:
         own = isinstance(each, _lru_cache_wrapper) and (each.__module__ or "").startswith("gradcombine")
         if own and each.__name__ != "load":
             each.cache_clear()
-    importlib.import_module("gradcombine.backends.registry")._OWNERS.clear()
+    importlib.import_module("gradcombine.backends.registry").LEAF_TYPES.clear()
 
 
 def walks(leaves: int = 1) -> dict[str, Walk]:

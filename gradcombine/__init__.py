@@ -1,7 +1,7 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
 from gradcombine import faults, ledger, noise, reductions, replicated, statefile
-from gradcombine.accumulation import Accumulator, accumulate
+from gradcombine.accumulation import Accumulator, accumulate, check_state
 from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError
 from gradcombine.lists import add_n, combine, mean, tree_sum
@@ -20,6 +20,7 @@ __all__ = [
     "accumulate",
     "add_n",
     "all_reduce",
+    "check_state",
     "combine",
     "digest",
     "faults",

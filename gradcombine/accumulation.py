@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 from gradcombine import binary_counter, tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import owner, require_count, resolve
-from gradcombine.errors import MOST, GradCombineError, require_integer, require_order, shown
+from gradcombine.backends.registry import owner, require_count, resolve, shape_of
+from gradcombine.errors import MOST, GradCombineError, renamed, require_integer, require_order, shown
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
@@ -104,24 +104,28 @@ def accumulate(
         if (received := depth_of(state)) != depth:
             levels = "1 level" if depth == 1 else f"{depth} levels"
             raise GradCombineError(reduction.name, f"a state of {levels}", received)
-        return state.step >= length_at(length, state.index)
+        return state.step >= (length_at(length, state.index) if callable(length) else length)
 
     @no_autograph
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
         full = ready(state)
         backend = _backend(state)
-        _require_begun_here(backend, state, length)
+        known = backend.concrete(full)
+        step, index = state.step, state.index
         zero = backend.full((), 0, INT32)
+        if known is None or known:
+            if known is not None:
+                _require_begun_here(backend, state, length)
+            step, index = tree.select(backend, full, (zero, index + 1), (step, index))
         if isinstance(state.levels, BinaryCounter):
             carry = reduction.update(binary_counter.cleared(reduction, state.levels), grads, weight)
             counter = state.levels._replace(filled=backend.where(full, zero, state.levels.filled))
             levels = binary_counter.count(reduction, counter, carry)
         else:
             (level,) = state.levels
-            if backend.concrete(full) is None or full:
+            if known is None or known:
                 level = tree.select(backend, full, reduction.clear(level), level)
             levels = (reduction.update(level, grads, weight),)
-        step, index = tree.select(backend, full, (zero, state.index + 1), (state.step, state.index))
         return AccumulateState(levels, step + 1, index)
 
     @no_autograph
@@ -167,26 +171,75 @@ def depth_of(state: AccumulateState) -> int:
 
 
 def require_state(state: Any) -> None:
-    """Refuses what is not an `AccumulateState`."""
+    """Raises for what is not an `AccumulateState`."""
     if not isinstance(state, AccumulateState):
         raise GradCombineError("accumulate", "an AccumulateState", type(state).__name__)
-    # What a caller made of a state may be anything; TensorFlow's wrappers of tuples are instances of tuple alone.
-    if not isinstance(state.levels, (tuple, list)) or not state.levels:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise GradCombineError("accumulate", "a state of 1 level or more", shown(state.levels))
-    if isinstance(state.levels, BinaryCounter):
-        binary_counter.require_counter(state.levels)
-    elif len(state.levels) > 1:
-        raise GradCombineError("accumulate", "a state of 1 level, or a BinaryCounter", f"{len(state.levels)} levels")
-    require_count("accumulate", state.step, ".step")
-    require_count("accumulate", state.index, ".index")
+
+
+@no_autograph
+def check_state(reduction: Reduction, state: State) -> None:
+    """Checks a state that comes from elsewhere: from a file of another library, say, or made by hand.
+
+    The functions of a reduction and of `accumulate` look at the class of a state alone: what they made themselves they
+    trust. `gradcombine.statefile` checks what it loads.
+
+    Args:
+      reduction: the one that is to go on with it.
+      state: of the reduction, or of `accumulate`. Arrays may be traced.
+
+    Raises:
+      GradCombineError: for a state of another reduction, precision or member, and for arrays of other shapes or dtypes
+        than this reduction makes; names the place.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> mean = gc.reductions.mean()
+    >>> gc.check_state(mean, mean.init(np.float32(0))._replace(count=None))
+    Traceback (most recent call last):
+        ...
+    gradcombine.errors.GradCombineError: check_state: leaf .count: expected int32 of shape (), received None
+    """
+    require_reduction("check_state", reduction)
+    part, path = state, ""
+    if isinstance(state, AccumulateState):
+        # TensorFlow's wrappers of tuples are instances of tuple alone.
+        if not isinstance(state.levels, (tuple, list)) or not state.levels:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GradCombineError("check_state", "a state of 1 level or more", shown(state.levels), ".levels")
+        counts = {"step": state.step, "index": state.index}
+        if isinstance(state.levels, BinaryCounter):
+            counts["levels.filled"] = state.levels.filled
+        elif len(state.levels) > 1:
+            raise GradCombineError("check_state", "1 level, or a BinaryCounter", len(state.levels), ".levels")
+        for name, count in counts.items():
+            require_count("check_state", count, f".{name}")
+        with renamed("check_state"):
+            part, path = _first_level(state)
+    with renamed("check_state", path):
+        tree.flatten("check_state", part)  # raises for a tree without an end, and for what is no array
+        try:
+            expected = reduction.clear(part)
+        except GradCombineError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # of parts that are no arrays
+            raise GradCombineError("check_state", f"a state of {reduction!r}", shown(error)) from None
+        tree.require_alike(expected, part)
+
+
+def _first_level(state: AccumulateState) -> tuple[State, str]:
+    """A partial state of a window, and its place."""
+    if not isinstance(state.levels, BinaryCounter):
+        return state.levels[0], ".levels[0]"
+    leaves, _ = tree.flatten("check_state", state.levels.stacked)
+    levels = {None if leaf is None else shape_of(leaf)[:1] for leaf in leaves}
+    if len(levels) != 1 or levels & {None, (), (0,)}:
+        received = shown(state.levels.stacked)
+        raise GradCombineError("check_state", "arrays with a first axis of levels", received, ".levels.stacked")
+    return binary_counter.level(state.levels, 0), ".levels.stacked"
 
 
 def _require_begun_here(backend: Backend, state: AccumulateState, length: int | Callable[[Array], Any]) -> None:
-    """Refuses a window of more microbatches than windows have, which the next contribution would take for over.
-
-    One that was loaded and made under another ``every``; where values are known.
-    """
-    step, most = (backend.concrete(backend.asarray(x)) for x in (state.step, length_at(length, state.index)))
+    """Raises if a full window holds more microbatches than ``every``, as one that was begun under another one may."""
+    step = backend.concrete(backend.asarray(state.step))
+    most = backend.concrete(backend.asarray(length_at(length, state.index)))
     if step is not None and most is not None and most < step < MOST:
         expected = f"a window of {int(most)} microbatches or fewer (was it begun under another every?)"
         raise GradCombineError("accumulate", expected, int(step), ".step")

@@ -9,8 +9,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
-from gradcombine.backends.registry import require_count, resolve, shape_of
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.backends.registry import resolve
 from gradcombine.pairwise import fold_levels
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
@@ -41,17 +40,6 @@ def depth_of(counter: BinaryCounter) -> int:
     """The number of levels."""
     leaves, _, backend = _opened(None, counter.stacked)
     return backend.shape(leaves[0])[0]
-
-
-def require_counter(counter: BinaryCounter) -> None:
-    """Refuses a counter whose parts are not a stacked state and a count."""
-    require_count("accumulate", counter.filled, ".levels.filled")
-    leaves, _ = tree.flatten("accumulate", counter.stacked)
-    levels = {None if leaf is None else shape_of(leaf)[:1] for leaf in leaves}
-    if len(levels) != 1 or levels & {None, (), (0,)}:
-        raise GradCombineError(
-            "accumulate", "arrays with a first axis of levels", shown(counter.stacked), ".levels.stacked"
-        )
 
 
 def level(counter: BinaryCounter, i: int | Array) -> State:

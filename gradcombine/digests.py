@@ -47,7 +47,8 @@ def digest(value: Tree) -> Array:
       uint32 of shape (leaves, 2), in the order of `digested`: an array of the leaves' framework, also while tracing.
 
     Raises:
-      GradCombineError: for a leaf that is no array of numbers, and for arrays of two frameworks.
+      GradCombineError: for a leaf that is no array of numbers or of NumPy's long doubles, and for arrays of two
+        frameworks.
 
     Bits: the same from every framework and in every mode, for any sharding. They are those that a leaf has: of a
     float8 leaf with infinities (e5m2, e4m3, e3m4), operations of compiled JAX that only move elements, such as a slice
@@ -93,8 +94,11 @@ def digested(operation: str, value: Tree) -> tuple[list[Part], Structure]:
         slices = sparse.row_slices(leaf)
         arrays = {"": leaf} if slices is None else {".indices": slices.indices, ".values": slices.values}
         for suffix, array in arrays.items():
-            if dtypes.kind(dtype_of(array)) not in (*dtypes.NUMERIC, "bool"):
-                raise GradCombineError(operation, "numbers", dtype_of(array), structure.path(i) + suffix)
+            dtype = dtype_of(array)
+            if dtypes.kind(dtype) not in (*dtypes.NUMERIC, "bool"):
+                raise GradCombineError(operation, "numbers", dtype, structure.path(i) + suffix)
+            if dtypes.part(dtype).itemsize > 8:  # padded in memory, by a platform's own rule
+                raise GradCombineError(operation, "numbers of at most 64 bits", dtype, structure.path(i) + suffix)
             parts.append(Part(i, suffix, array))
     return parts, structure
 

@@ -25,8 +25,7 @@ from gradcombine.errors import (
     shown,
 )
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions.algebra import Reduction, require_reduction
-from gradcombine.reductions.guarded import of_each_rank
+from gradcombine.reductions.algebra import Reduction, of_each_rank, require_reduction
 from gradcombine.reductions.numbered import NumberedState, ranges
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, no_autograph
 

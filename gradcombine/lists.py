@@ -62,11 +62,13 @@ def combine(
         raise GradCombineError("combine", "one tree or more", "an empty list")
     if len(scales) != len(trees):
         raise GradCombineError("combine", f"{len(trees)} weights", str(len(scales)))
+    if reduction.derivative is None:
+        return _combined(reduction, trees, scales, order)
     return derived(reduction, partial(_combined, order=order), trees, scales)
 
 
 def _combined(reduction: Reduction, trees: list[Tree], scales: list[Any], order: Order) -> Tree:
-    if reduction.update_many is not None:
+    if reduction.takes_lists:
         many = reduction.update_many(None, trees, scales, order)
         if many is not None:
             return reduction.finalize(many)

@@ -16,7 +16,7 @@ _FLOATING = ("float", "complex")
 
 
 class NoiseScale(NamedTuple):
-    """What a window of gradients tells about its noise; scalars.
+    """The gradient noise scale of a window; scalars.
 
     Attributes:
       scale: ``trace / squared_norm``, in examples (in what the weights count): the batch size at which the noise in the

@@ -127,9 +127,7 @@ def all_reduce(
 
     def run(reduction: Reduction, value: Tree, weight: Any) -> Tree:
         state = reduction.update(reduction.init(value), value, weight)
-        if reduction.all_finalize is not None:
-            return reduction.all_finalize(state, over, weight)
-        return reduction.finalize(reduction.all_merge(state, over, order))
+        return reduction.all_finalize(state, over, order, weight)
 
     return derived(reduction, run, value, weight)
 

@@ -108,14 +108,15 @@ class Terms:
     ) -> dict[str, Array]:
         """By term, what one microbatch adds to a window's ``sum / total``; in float32 at least.
 
-        0 where the microbatch has weight 0 there, whatever the value; so a total of 0 divides nothing.
+        0 where the microbatch has weight 0 there, or the window the total 0, whatever the value.
         """
         backend = resolve(self.operation, [*values.values(), *weights.values(), *totals.values()])
 
         def share(term: str, value: Any) -> Array:
             name, dtype = self.over[term], dtypes.working(backend.dtype(value))
-            absent = parse(self.operation, backend, weights[name]).is_zero(backend)
-            total = parse(self.operation, backend, totals[name]).cast(backend, dtype)
+            whole = parse(self.operation, backend, totals[name])
+            absent = parse(self.operation, backend, weights[name]).is_zero(backend) | whole.is_zero(backend)
+            total = whole.cast(backend, dtype)
             zero, one = (backend.full((), x, dtype) for x in (0, 1))
             # Divided by no 0, of which the derivative would be NaN.
             divided = backend.divide(backend.cast(value, dtype), backend.where(absent, one, total))
@@ -139,7 +140,7 @@ class Terms:
         return reduce(backend.maximum, [x for x in found if not isinstance(x, int)] or [0])
 
     def named(self, what: str, received: Any) -> dict[str, Any]:
-        """What there is one of for each denominator.
+        """Something that exists once for each denominator.
 
         Raises:
           GradCombineError: for a dict of other names, or none.

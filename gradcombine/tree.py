@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -23,20 +22,62 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Split
-from gradcombine.backends.registry import is_absent, loaded, owner
-from gradcombine.errors import GradCombineError
+from gradcombine.backends.registry import (
+    LEAF_TYPES,
+    dtype_of,
+    in_words,
+    is_absent,
+    is_array_of,
+    loaded,
+    owner,
+    shape_of,
+)
+from gradcombine.errors import GradCombineError, at
 from gradcombine.types import Array, Tree
 
 
-@dataclass(frozen=True)
 class Structure:
-    """The containers of a tree without its leaves. Two structures are equal when their trees match leaf by leaf."""
+    """The containers of a tree without its leaves. Two structures are equal when their trees match leaf by leaf.
 
-    kind: type | None = None
-    keys: tuple[str, ...] = ()
-    children: tuple[Structure, ...] = ()
-    static: Any = None
-    rebuild: Callable[[Sequence[Any]], Any] | None = field(default=None, compare=False, repr=False)
+    Attributes:
+      kind: the class of the container; None for a leaf.
+      names: of the children: the keys of a dict, the positions of a list, the fields of a NamedTuple.
+      form: how a path spells a name, for instance ``"[{!r}]"``.
+      children: their structures.
+      static: what else must be equal for two containers to match.
+      rebuild: makes the container of a sequence of children; None for a leaf.
+    """
+
+    __slots__ = ("children", "form", "kind", "names", "rebuild", "static")
+
+    def __init__(
+        self,
+        kind: type | None = None,
+        names: tuple[Any, ...] = (),
+        form: str = "{}",
+        children: tuple[Structure, ...] = (),
+        static: Any = None,
+        rebuild: Callable[[Sequence[Any]], Any] | None = None,
+    ) -> None:
+        self.kind, self.names, self.form = kind, names, form
+        self.children, self.static, self.rebuild = children, static, rebuild
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Structure)
+            and self.kind is other.kind
+            and self.names == other.names
+            and self.static == other.static
+            and self.children == other.children
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.kind, self.keys, self.children))
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """How a path names each child, for instance ``"['w']"``."""
+        return tuple(map(self.form.format, self.names))
 
     def paths(self, prefix: str = "") -> Iterator[str]:
         """One printable path a leaf, in the order of `flatten`."""
@@ -50,7 +91,7 @@ class Structure:
         return next(islice(self.paths(), i, None))
 
     def __str__(self) -> str:
-        return "a leaf" if self.kind is None else f"a {self.kind.__name__} of {len(self.keys)}"
+        return "a leaf" if self.kind is None else f"a {self.kind.__name__} of {len(self.names)}"
 
 
 LEAF = Structure()
@@ -68,39 +109,47 @@ def flatten(operation: str, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
         and for more than `MOST_LEVELS` of containers, as in a tree that contains itself.
     """
     leaves: list[Any] = []
+    return leaves, _visit(operation, tree, leaves, is_leaf, 0)
 
-    def visit(node: Any, path: str, level: int) -> Structure:
-        if is_leaf is not None and is_leaf(node):
-            leaves.append(node)
-            return LEAF
-        split = _split(operation, node, path)
-        if split is None:
-            if node is not None and owner(node) is None:
-                expected = "an array, a number, None or a container of them"
-                raise GradCombineError(operation, expected, type(node).__name__, path)
-            leaves.append(node)
-            return LEAF
-        if level == MOST_LEVELS:
-            expected = f"at most {MOST_LEVELS} levels of containers"
-            raise GradCombineError(operation, expected, "more (a tree that contains itself?)", path)
-        below = zip(split.keys, split.children, strict=True)
-        children = [visit(child, path + key, level + 1) for key, child in below]
-        return Structure(_kind(node), split.keys, tuple(children), split.static, split.rebuild)
 
-    structure = visit(tree, "", 0)
-    return leaves, structure
+def _visit(
+    operation: str, node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, level: int
+) -> Structure:
+    """Appends the leaves of a node, and returns its structure."""
+    if node is None or type(node) in LEAF_TYPES or (is_leaf is not None and is_leaf(node)):
+        leaves.append(node)
+        return LEAF
+    split = _split(operation, node)
+    if split is None:
+        if owner(node) is None:
+            raise GradCombineError(operation, "an array, a number, None or a container of them", type(node).__name__)
+        leaves.append(node)
+        return LEAF
+    if level == MOST_LEVELS:
+        expected = f"at most {MOST_LEVELS} levels of containers"
+        raise GradCombineError(operation, expected, "more (a tree that contains itself?)")
+    children: list[Structure] = []
+    for child in split.children:
+        if type(child) in LEAF_TYPES or (is_leaf is not None and is_leaf(child)):
+            leaves.append(child)
+            children.append(LEAF)
+            continue
+        try:
+            children.append(_visit(operation, child, leaves, is_leaf, level + 1))
+        except GradCombineError as error:
+            raise at(error, path=split.form.format(split.names[len(children)])) from None
+    return Structure(_kind(node), split.names, split.form, tuple(children), split.static, split.rebuild)
 
 
 def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
     """The tree of this structure with these leaves."""
     remaining = iter(leaves)
+    return next(remaining) if structure.rebuild is None else _build(structure, remaining)
 
-    def build(node: Structure) -> Any:
-        if node.rebuild is None:
-            return next(remaining)
-        return node.rebuild([build(child) for child in node.children])
 
-    return build(structure)
+def _build(node: Structure, remaining: Iterator[Any]) -> Any:
+    assert node.rebuild is not None
+    return node.rebuild([next(remaining) if x.rebuild is None else _build(x, remaining) for x in node.children])
 
 
 def flatten_as(
@@ -111,10 +160,29 @@ def flatten_as(
     Raises:
       GradCombineError: where the structures part, with the path.
     """
-    leaves, received = flatten(operation, tree, is_leaf)
-    if received != structure:
-        raise difference(operation, structure, received)
+    leaves: list[Any] = []
+    if not _fill(operation, structure, tree, leaves, is_leaf):
+        raise difference(operation, structure, flatten(operation, tree, is_leaf)[1])
     return leaves
+
+
+def _fill(
+    operation: str, expected: Structure, node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
+) -> bool:
+    """Appends the leaves of a node; whether it has this structure."""
+    known = node is None or type(node) in LEAF_TYPES or (is_leaf is not None and is_leaf(node))
+    split = None if known else _split(operation, node)
+    if split is None:
+        leaves.append(node)
+        return expected.rebuild is None and (known or owner(node) is not None)
+    if expected.kind is not _kind(node) or expected.names != split.names or expected.static != split.static:
+        return False
+    for child, inner in zip(split.children, expected.children, strict=True):
+        if inner.rebuild is None and type(child) in LEAF_TYPES:
+            leaves.append(child)
+        elif not _fill(operation, inner, child, leaves, is_leaf):
+            return False
+    return True
 
 
 def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
@@ -124,20 +192,27 @@ def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
       GradCombineError: where the tree does not begin as the prefix does, with the path.
     """
     subtrees: list[Tree] = []
-
-    def visit(expected: Structure, node: Any, path: str) -> None:
-        if expected.rebuild is None:
-            subtrees.append(node)
-            return
-        split = _split(operation, node, path)
-        received = LEAF if split is None else _level(_kind(node), split.keys, split.static)
-        if split is None or received != _level(expected.kind, expected.keys, expected.static):
-            raise difference(operation, _level(expected.kind, expected.keys, expected.static), received, path)
-        for key, child, inner in zip(expected.keys, split.children, expected.children, strict=True):
-            visit(inner, child, path + key)
-
-    visit(prefix, tree, "")
+    _take(operation, prefix, tree, subtrees)
     return subtrees
+
+
+def _take(operation: str, expected: Structure, node: Any, subtrees: list[Tree]) -> None:
+    if expected.rebuild is None:
+        subtrees.append(node)
+        return
+    split = _split(operation, node)
+    received = LEAF if split is None else _level(_kind(node), split.names, split.form, split.static)
+    wanted = _level(expected.kind, expected.names, expected.form, expected.static)
+    if split is None or received != wanted:
+        raise difference(operation, wanted, received)
+    for name, child, inner in zip(expected.names, split.children, expected.children, strict=True):
+        if inner.rebuild is None:
+            subtrees.append(child)
+            continue
+        try:
+            _take(operation, inner, child, subtrees)
+        except GradCombineError as error:
+            raise at(error, path=expected.form.format(name)) from None
 
 
 def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
@@ -151,22 +226,30 @@ def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
     return unflatten(structure, chosen)
 
 
+def require_alike(expected: Tree, received: Tree) -> None:
+    """Raises unless a tree has the containers, shapes and dtypes of another one, and arrays in place of specs."""
+    leaves, structure = flatten("tree", expected)
+    for i, (x, y) in enumerate(zip(leaves, flatten_as("tree", structure, received), strict=True)):
+        if not is_array_of(y, dtype_of(x), shape_of(x)):
+            raise GradCombineError("tree", in_words(x), in_words(y), structure.path(i))
+
+
 def difference(operation: str, expected: Structure, received: Structure, path: str = "") -> GradCombineError:
     """The error that names the first places where two structures differ."""
     unequal = _differences(expected, received, path)
-    at, wanted, got = next(unequal, (path, "the same nodes", "others"))
+    place, wanted, got = next(unequal, (path, "the same nodes", "others"))
     also = [other for other, _, _ in islice(unequal, _DIFFERENCES_NAMED)]
     if also:
         more = sum(1 for _ in unequal)
         got += f"; they differ at {', '.join(also)} as well" + (f" and in {more} more places" if more else "")
-    return GradCombineError(operation, f"the structure to have {wanted} here", got, at or "(root)")
+    return GradCombineError(operation, f"the structure to have {wanted} here", got, place or "(root)")
 
 
 def _differences(a: Structure, b: Structure, path: str) -> Iterator[tuple[str, str, str]]:
     """Path, expected and received of each place where two structures differ."""
     if a.kind is not b.kind:
         yield path, str(a), str(b)
-    elif a.keys == b.keys:
+    elif a.names == b.names:
         if a.static != b.static:
             yield path, f"{a} with the same static fields", "other ones"
         for key, x, y in zip(a.keys, a.children, b.children, strict=True):
@@ -182,31 +265,35 @@ def _differences(a: Structure, b: Structure, path: str) -> Iterator[tuple[str, s
                 yield from _differences(lefts[key], rights[key], path + key)
 
 
-def _level(kind: type | None, keys: tuple[str, ...], static: Any) -> Structure:
+def _level(kind: type | None, names: tuple[Any, ...], form: str, static: Any) -> Structure:
     """A structure one level deep."""
-    return Structure(kind, keys, (LEAF,) * len(keys), static)
+    return Structure(kind, names, form, (LEAF,) * len(names), static)
 
 
 def _kind(node: Any) -> type:
+    kind = type(node)
+    if kind in (dict, list, tuple):
+        return kind
     # The wrappers that tf.Module puts around dicts and lists stand for plain ones.
     if isinstance(node, OrderedDict):
         return OrderedDict
     if isinstance(node, dict):
         return dict
-    return list if isinstance(node, list) else type(node)
+    return list if isinstance(node, list) else kind
 
 
-def _split(operation: str, node: Any, path: str) -> Split | None:
+def _split(operation: str, node: Any) -> Split | None:
+    if isinstance(node, dict):
+        return _split_dict(operation, node)
+    if isinstance(node, (tuple, list)):
+        names = getattr(node, "_fields", None) if isinstance(node, tuple) else None
+        if names is not None:
+            cls: Any = type(node)
+            return Split(names, tuple(node), lambda children: cls(*children), form=".{}")
+        kind = tuple if isinstance(node, tuple) else list
+        return Split(tuple(range(len(node))), tuple(node), kind, form="[{}]")
     if node is None:
         return None
-    if isinstance(node, tuple) and (names := getattr(node, "_fields", None)) is not None:
-        cls: Any = type(node)
-        return Split(tuple(f".{name}" for name in names), tuple(node), lambda children: cls(*children))
-    if isinstance(node, (tuple, list)):
-        keys = tuple(f"[{i}]" for i in range(len(node)))
-        return Split(keys, tuple(node), tuple if isinstance(node, tuple) else list)
-    if isinstance(node, dict):
-        return _split_dict(operation, node, path)
     backend = owner(node)
     # A registered node that wraps an array, as flax.nnx.Variable does, has a dtype and a shape as well.
     if backend is not None and (backend.name != "numpy" or isinstance(node, _NUMPY_LEAVES)):
@@ -220,20 +307,22 @@ def _split(operation: str, node: Any, path: str) -> Split | None:
     return None
 
 
-def _split_dict(operation: str, node: dict[Any, Any], path: str) -> Split:
-    kind = _kind(node)
+def _split_dict(operation: str, node: dict[Any, Any]) -> Split:
+    kind, order = _kind(node), tuple(node)
     try:
-        names = list(node) if kind is OrderedDict else _sorted(node)
+        names = order if kind is OrderedDict else tuple(_sorted(order))
     except TypeError:
         kinds = sorted({type(name).__name__ for name in node})
-        raise GradCombineError(operation, "keys that can be sorted", f"keys of {', '.join(kinds)}", path) from None
-    keys = tuple(f"[{name!r}]" for name in names)
+        raise GradCombineError(operation, "keys that can be sorted", f"keys of {', '.join(kinds)}") from None
+    rebuild = partial(_dict_of, kind, names, order)
+    return Split(names, tuple(map(node.__getitem__, names)), rebuild, form="[{!r}]")
 
-    def rebuild(children: Sequence[Any]) -> Any:
-        by_name = dict(zip(names, children, strict=True))
-        return kind((name, by_name[name]) for name in node)
 
-    return Split(keys, tuple(node[name] for name in names), rebuild)
+def _dict_of(kind: type, names: tuple[Any, ...], order: tuple[Any, ...], children: Sequence[Any]) -> Any:
+    by_name = dict(zip(names, children, strict=True))
+    return (
+        by_name if kind is dict and names == order else kind(zip(order, map(by_name.__getitem__, order), strict=True))
+    )
 
 
 def _sorted(names: Iterable[Any]) -> list[Any]:
@@ -244,7 +333,7 @@ def _sorted(names: Iterable[Any]) -> list[Any]:
 
 
 class Static:
-    """What the constants have in common; each is a NamedTuple without fields as well.
+    """Base class of the constants, each of which is a NamedTuple without fields as well.
 
     Attributes:
       dtype: the dtype that it stands for; None where there is no gradient.
@@ -307,8 +396,8 @@ def _constant(
     return type(name, (Static, NamedTuple("Constant", [])), meaning)()
 
 
-def is_static(node: Any) -> bool:
-    return isinstance(node, Static)
+is_static: Callable[[Any], bool] = Static.__instancecheck__
+"""Whether a node is a constant."""
 
 
 def static_of(leaf: Any, with_shape: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""What every floor shares: types, and the mark that keeps TensorFlow's AutoGraph out of the library."""
+"""Shared types, and the mark that keeps TensorFlow's AutoGraph out of the library."""
 
 from __future__ import annotations
 

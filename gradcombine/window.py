@@ -21,7 +21,7 @@ from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import MOST, GradCombineError, require_collective, require_order, shown
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.numbered import Numbered, NumberedReduction
+from gradcombine.reductions.numbered import Numbered
 from gradcombine.replicas import LOCAL, merge_replicas
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
 
@@ -145,7 +145,7 @@ class Window:
             same microbatches whatever is left out. The same on all replicas, see `agreed`.
           number: of the microbatch, for a reduction that is `gradcombine.reductions.numbered`; None: that of its place.
         """
-        if isinstance(self.reduction, NumberedReduction) and not isinstance(gradients, Numbered):
+        if self.reduction.microbatches is not None and not isinstance(gradients, Numbered):
             gradients = Numbered(gradients, self.number(state) if number is None else number)
         elif number is not None:
             raise GradCombineError(self.operation, "no number, or a reduction that is numbered", shown(number))
@@ -292,7 +292,7 @@ class Window:
         return state._replace(step=resolve(self.operation, [state.step]).where(full, length - 1, state.step))
 
     def _length(self, index: Array) -> Array:
-        """That of window number ``index``, an int32 scalar."""
+        """The length of window number ``index``, an int32 scalar."""
         if not callable(self.every):
             return np.int32(self.every)
         length = length_at(self.every, index)

@@ -1,1 +1,1 @@
-"""What the algebra needs of a framework: `protocol`, how one is found: `registry`, and one file for each."""
+"""The primitives that the algebra needs (`protocol`), how one is chosen (`registry`), and one file a framework."""

@@ -1,4 +1,4 @@
-"""What has another name in JAX 0.9: that is released, so that what is private in it stays as it is."""
+"""Compatibility shims for JAX 0.9, whose private names no longer change."""
 
 from __future__ import annotations
 

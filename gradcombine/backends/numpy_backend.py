@@ -41,6 +41,8 @@ class NumpyBackend:
         return None
 
     def asarray(self, leaf: Any) -> Array:
+        if type(leaf) is np.ndarray:
+            return leaf
         if not self.owns(leaf):
             raise GradCombineError("numpy", "an array or a number", shown(leaf))
         if isinstance(leaf, np.ma.MaskedArray):  # what is under the mask would count
@@ -59,6 +61,8 @@ class NumpyBackend:
             raise GradCombineError("numpy", "an array or a number", type(leaf).__name__) from None
 
     def dtype(self, leaf: Any) -> np.dtype:
+        if type(leaf) is np.ndarray:
+            return leaf.dtype
         known = _PYTHON_DTYPES.get(type(leaf))
         if known is None and not hasattr(leaf, "dtype"):  # a subclass of Python's numbers, as an IntEnum is
             return next(dtype for kind, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, kind))

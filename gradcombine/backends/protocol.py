@@ -20,12 +20,14 @@ Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 class Split(NamedTuple):
     """One container, taken apart one level deep."""
 
-    keys: tuple[str, ...]
-    """How a path names each child, for instance ``"['w']"``."""
+    names: tuple[Any, ...]
+    """The keys of a dict, the positions of a list, the fields of a NamedTuple."""
     children: tuple[Any, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     static: Any = None
-    """What else must be equal for two containers to match, beyond their kind and keys."""
+    """What else must be equal for two containers to match, beyond their kind and names."""
+    form: str = "{}"
+    """How a path spells a name, for instance ``"[{!r}]"``."""
 
 
 class RowSlices(NamedTuple):
@@ -113,7 +115,7 @@ class Backend(Protocol):
         ...
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
-        """The same bits read as another dtype of the same width, or of a smaller one: then with one more axis or two.
+        """Reinterprets the bits as another dtype of equal width, or of a smaller one: then with one more axis or two.
 
         Complex numbers are read as their parts.
         """

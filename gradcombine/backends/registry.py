@@ -27,7 +27,7 @@ def load(name: str) -> Backend:
 
 
 def load_collective(name: str) -> Callable[..., Collective]:
-    """What makes the collective of ``"jax"``, of axis names, or of ``"tensorflow"``; imports the framework."""
+    """The factory of collectives of ``"jax"``, from axis names, or of ``"tensorflow"``; imports the framework."""
     with importing(f"the replicas of {name}"):
         return importlib.import_module(f"gradcombine.backends.{name}_collective").COLLECTIVE
 
@@ -49,13 +49,13 @@ def _imported(name: str) -> bool:
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
-_OWNERS: dict[type, Backend] = {}
+LEAF_TYPES: dict[type, Backend] = {}
 """The backends of types whose every instance is a leaf."""
 
 
 def owner(leaf: Any) -> Backend | None:
     """The backend of one leaf; None for what belongs to no framework."""
-    known = _OWNERS.get(type(leaf))
+    known = LEAF_TYPES.get(type(leaf))
     # JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
     if known is not None and not (known.name == "numpy" and getattr(leaf, "dtype", _PLAIN).names):
         return known
@@ -63,11 +63,11 @@ def owner(leaf: Any) -> Backend | None:
     for backend in loaded():
         if backend.owns(leaf):
             if not from_numpy:
-                _OWNERS[type(leaf)] = backend
+                LEAF_TYPES[type(leaf)] = backend
             return backend
     numpy = load("numpy")
     if from_numpy:
-        _OWNERS[type(leaf)] = numpy
+        LEAF_TYPES[type(leaf)] = numpy
     return numpy if numpy.owns(leaf) else None
 
 
@@ -85,7 +85,9 @@ def resolve(operation: str, leaves: Iterable[Any]) -> Backend:
     """
     found = load("numpy")
     for leaf in leaves:
-        backend = owner(leaf)
+        backend = LEAF_TYPES.get(type(leaf))
+        if backend is None or (backend.name == "numpy" and getattr(leaf, "dtype", _PLAIN).names):
+            backend = owner(leaf)
         if backend is None or backend is found or backend.name == "numpy":
             continue
         if found.name != "numpy":
@@ -99,18 +101,19 @@ def resolve(operation: str, leaves: Iterable[Any]) -> Backend:
 def described(leaf: Any) -> Backend:
     """The backend of an array or spec that `gradcombine.tree.flatten` has let through."""
     backend = owner(leaf)
-    assert backend is not None
+    if backend is None:
+        raise GradCombineError("array", "an array or a number", shown(leaf))
     return backend
 
 
 def dtype_of(array: Any) -> np.dtype:
     """The NumPy dtype of an array of any framework."""
-    return described(array).dtype(array)
+    return (LEAF_TYPES.get(type(array)) or described(array)).dtype(array)
 
 
 def shape_of(array: Any) -> tuple[int, ...]:
     """The shape of an array of any framework."""
-    return described(array).shape(array)
+    return (LEAF_TYPES.get(type(array)) or described(array)).shape(array)
 
 
 def placeholder(leaf: Any) -> Any:
@@ -146,13 +149,13 @@ def in_words(leaf: Any) -> str:
     backend = owner(leaf)
     if backend is None or not holds_values(leaf):
         return shown(leaf)
-    return f"shape {backend.shape(leaf)} and dtype {backend.dtype(leaf)}"
+    return f"{backend.dtype(leaf)} of shape {backend.shape(leaf)}"
 
 
 def require_count(operation: str, leaf: Any, path: str) -> None:
     """Refuses what is not an int32 scalar, as states count in."""
     if not is_array_of(leaf, _INT32, ()):
-        raise GradCombineError(operation, "an integer scalar of 32 bits", in_words(leaf), path)
+        raise GradCombineError(operation, "int32 of shape ()", in_words(leaf), path)
 
 
 def require_scalar(operation: str, expected: str, leaf: Any, kinds: str, path: str = "") -> None:

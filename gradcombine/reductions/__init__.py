@@ -1,8 +1,12 @@
-"""What a combination means: each function here makes a `Reduction`."""
+"""Reductions: each function makes a `Reduction`, which says how gradients are combined."""
+
+import inspect
 
 from gradcombine.reductions.adasum import adasum
-from gradcombine.reductions.algebra import differentiable
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.differentiable import differentiable
 from gradcombine.reductions.elementwise import elementwise
+from gradcombine.reductions.guarded import Written
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.numbered import Numbered, numbered
 from gradcombine.reductions.per_leaf import per_leaf
@@ -38,3 +42,6 @@ __all__ = [
     "sum",
     "zeroed",
 ]
+
+Reduction.written = Written
+Reduction.__signature__ = inspect.signature(Written)

@@ -11,7 +11,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.plain import Plain
-from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.types import Array, no_autograph
 
 _EXPONENT = {4: (np.dtype(np.int32), 0x7F800000), 8: (np.dtype(np.int64), 0x7FF0000000000000)}
@@ -63,7 +63,8 @@ def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = Non
     settings = dtypes.Settings(dtype, output_dtype, "adasum")
     if settings.running(dtypes.FLOAT32).itemsize > 8:
         raise GradCombineError("adasum", f"an accumulator that is a {dtypes.FLOAT_OF_BITS}", dtype)
-    return lift(Plain("adasum", (dtypes.FLOAT_OF_BITS,), _zero, _adaptive, settings=settings), AdasumState, wire_dtype)
+    cell = Plain("adasum", (dtypes.FLOAT_OF_BITS,), _zero, _adaptive, settings=settings)
+    return Treewise(cell, AdasumState, wire_dtype=wire_dtype)
 
 
 def _zero(dtype: np.dtype) -> int:

@@ -2,71 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, attribute, shown
-from gradcombine.reductions.guarded import Guarded
+from gradcombine.errors import GradCombineError, attribute
+from gradcombine.pairwise import fold_pairwise
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
-Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], Callable[..., Any]]
 
-
-class Shortcuts(NamedTuple):
-    """Faster ways to what the four functions of a reduction give, to the bit; one for each place.
-
-    Attributes:
-      stand_for: the four functions. With any others the shortcuts do not apply.
-      clear: time. ``clear(state) -> state``: the empty state of the same shapes.
-      all_merge: replicas. ``all_merge(state, collective, order) -> state``: ``merge`` over the states of all replicas.
-      update_many: a list. ``update_many(state, values, weights, order) -> state``: the state (None: an empty one for
-        such values) merged with all the values, combined in this order; None for weights that it does not take. None
-        for reductions without such a way.
-      all_finalize: replicas. ``all_finalize(state, collective, weight) -> value``: ``finalize`` of ``all_merge`` of
-        states that have each had one contribution, of this weight. None for reductions without such a way.
-      contribution: time. ``contribution(state, value, weight) -> state``: one contribution by itself, for the leaves
-        of the given state: its accumulators only need adding to those of a state, and are constants where there is
-        nothing to add. None for reductions that do more than add.
-      derivative: the reduction whose derivative this one has in a list and over replicas. None: derivatives flow
-        through the functions.
-      add_weighted: ``add_weighted(state, value, weight) -> state``: ``update`` with a value that has been multiplied by
-        its weight already. None for reductions that do not divide by the sum of weights.
-    """
-
-    stand_for: Functions
-    clear: Callable[[State], State]
-    all_merge: Callable[[State, Collective, Order], State]
-    update_many: Callable[[State | None, Sequence[Tree], Sequence[Any], Order], State | None] | None = None
-    all_finalize: Callable[[State, Collective, Any], Tree] | None = None
-    contribution: Callable[[State, Tree, Any], State] | None = None
-    derivative: Reduction | None = None
-    add_weighted: Callable[[State, Tree, Any], State] | None = None
-
-
-@dataclass(frozen=True)
-class Reduction:
+class Reduction(ABC):
     """A commutative monoid over gradient trees, as four pure functions.
 
     Whoever writes them has a reduction that runs over a list, time, replicas and any mixture, in every mode. What is
-    passed to ``Reduction`` may be written for one framework, or with operators for all. The attributes of the same
-    names also check their arguments; their states record the reduction and the leaves that they were made for.
+    passed to ``Reduction`` may be written for one framework, or with operators for all. The methods of the same names
+    also check their arguments; their states record the reduction and the leaves that they were made for. The library's
+    own reductions are subclasses: they override the four, and where they know a faster way to the same bits the others.
 
-    Attributes:
+    Args:
       init: ``init(like) -> state``, the empty state for trees shaped like ``like`` (arrays or shape/dtype specs): an
         array or a tree of arrays. The function is given NumPy arrays of zeros, which take no memory.
       update: ``update(state, value, weight) -> state``, one more contribution. Called by the library, the weight is a
         scalar array: float64 where a leaf has that precision, else float32. A contribution of weight 0 is discarded
-        afterwards, whatever the function returns for it. As an attribute it has the default ``weight=1``.
+        afterwards, whatever the function returns for it. The method has the default ``weight=1``.
       merge: ``merge(a, b) -> state``, two partial states become one; ``a`` holds the earlier contributions.
       finalize: ``finalize(state) -> value``, the combined tree.
       name: what error messages call it.
       scales_by_weight: whether the result is per unit of weight, as a mean is. `per_leaf` hands its weight to such
         reductions; the others learn from it only whether the contribution is present.
-      shortcuts: for the library's own reductions.
 
     Raises:
       GradCombineError: in ``update`` for a tree that does not match, for a weight that is negative or not finite, and
@@ -89,158 +56,240 @@ class Reduction:
     array([ 91., 164.], dtype=float32)
     """
 
-    init: Callable[[Tree], State]
-    update: Callable[..., State]
-    merge: Callable[[State, State], State]
-    finalize: Callable[[State], Tree]
-    name: str = "reduction"
+    name: str
     scales_by_weight: bool = False
-    shortcuts: Shortcuts | None = field(default=None, repr=False)
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GradCombineError("Reduction", "a name", shown(self.name))
-        if not isinstance(self.shortcuts, (Shortcuts, type(None))):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GradCombineError("Reduction", "Shortcuts, or None", shown(self.shortcuts))
-        if self.shortcuts is None or self.shortcuts.stand_for != self.functions:
-            for name, function in zip(_NAMES, self.functions, strict=True):
-                if not callable(function):
-                    raise GradCombineError("Reduction", f"a function as {name}", shown(function))
-            guarded = Guarded(self.name, *self.functions)
-            for name in _NAMES:
-                object.__setattr__(self, name, getattr(guarded, name))
-            object.__setattr__(self, "shortcuts", Shortcuts(self.functions, guarded.clear, guarded.all_merge))
+    written: type[Reduction]
+    """The class of reductions that are made of four functions."""
+    __signature__: inspect.Signature
 
-    @property
-    def functions(self) -> Functions:
-        """The four functions."""
-        return self.init, self.update, self.merge, self.finalize
+    def __new__(cls, *args: Any, **kwargs: Any) -> Reduction:
+        return object.__new__(Reduction.written if cls is Reduction else cls)
 
+    def __repr__(self) -> str:
+        return self.description
+
+    @abstractmethod
+    def init(self, like: Tree) -> State:
+        """The empty state for trees shaped like ``like``."""
+
+    @abstractmethod
+    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+        """The state with one more contribution."""
+
+    @abstractmethod
+    def merge(self, a: State, b: State) -> State:
+        """Two partial states become one; ``a`` holds the earlier contributions."""
+
+    @abstractmethod
+    def finalize(self, state: State) -> Tree:
+        """The combined tree."""
+
+    @abstractmethod
     def clear(self, state: State) -> State:
-        """The empty state of the same shapes."""
-        return self._shortcuts.clear(state)
-
-    def all_merge(self, state: State, collective: Collective, order: Order) -> State:
-        """``merge`` over the states of all replicas."""
-        return self._shortcuts.all_merge(state, collective, order)
+        """The empty state of the same shapes, with the dtypes that `init` would give it."""
 
     @property
-    def update_many(self) -> Callable[[State | None, Sequence[Tree], Sequence[Any], Order], State | None] | None:
-        """See `Shortcuts`."""
-        return self._shortcuts.update_many
+    def description(self) -> str:
+        """The reduction with all of its settings, for instance ``"clipped(mean('fast'), 1.0)"``.
 
-    @property
-    def all_finalize(self) -> Callable[[State, Collective, Any], Tree] | None:
-        """See `Shortcuts`."""
-        return self._shortcuts.all_finalize
-
-    @property
-    def contribution(self) -> Callable[[State, Tree, Any], State] | None:
-        """See `Shortcuts`."""
-        return self._shortcuts.contribution
+        State files hold it: a state goes on under the settings that it was begun under.
+        """
+        return self.name
 
     @property
     def derivative(self) -> Reduction | None:
-        """See `Shortcuts`."""
-        return self._shortcuts.derivative
+        """The reduction whose derivative this one has in a list and over replicas.
+
+        None: derivatives flow through the functions.
+        """
+        return None
 
     @property
-    def add_weighted(self) -> Callable[[State, Tree, Any], State] | None:
-        """See `Shortcuts`."""
-        return self._shortcuts.add_weighted
+    def microbatches(self) -> int | None:
+        """The length of the ledger, of a reduction whose contributions are numbered; None for any other one."""
+        return None
 
     @property
-    def _shortcuts(self) -> Shortcuts:
-        assert self.shortcuts is not None  # since it was made
-        return self.shortcuts
+    def adds(self) -> bool:
+        """Whether `contribution` gives states whose accumulators only need adding to those of another one."""
+        return False
+
+    @property
+    def divides(self) -> bool:
+        """Whether the result is a sum of ``w * g`` over that of ``w``, so that `add_weighted` has a meaning."""
+        return False
+
+    @property
+    def takes_lists(self) -> bool:
+        """Whether `update_many` may take several contributions at once."""
+        return False
+
+    @no_autograph
+    def all_merge(self, state: State, collective: Collective, order: Order) -> State:
+        """Merges the states of all replicas. By default they are gathered, and merged in the tree over ranks."""
+        leaves, structure = tree.flatten(self.name, state)
+        backend = resolve(self.name, [*leaves, collective.rank()])
+        ranks = of_each_rank(collective, [backend.asarray(x) for x in leaves])
+        return fold_pairwise(self.merge, (tree.unflatten(structure, arrays) for arrays in ranks))
+
+    @no_autograph
+    def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
+        """``finalize`` of ``all_merge``, of states that have each had one contribution, of this weight."""
+        return self.finalize(self.all_merge(state, collective, order))
+
+    def update_many(
+        self, state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order
+    ) -> State | None:
+        """The state (None: an empty one for such values) merged with all the values, combined in this order.
+
+        See `takes_lists`. None for weights that it does not take.
+        """
+        raise NotImplementedError
+
+    def contribution(self, state: State, value: Tree, weight: Any) -> State:
+        """One contribution by itself, for the leaves of the given state. See `adds`.
+
+        Accumulators are constants where there is nothing to add.
+        """
+        raise NotImplementedError
+
+    def add_weighted(self, state: State, value: Tree, weight: Any) -> State:
+        """``update`` with a value that has been multiplied by its weight already. See `divides`."""
+        raise NotImplementedError
+
+    def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        """The gradients in a contribution, and a function that puts others in their place."""
+        return value, lambda gradients: gradients
 
 
-_NAMES = ("init", "update", "merge", "finalize")
+class Wrapper(Reduction):
+    """A reduction made of another one, whose states it has. Subclasses override what they change.
+
+    Attributes:
+      of: the other reduction.
+    """
+
+    def __init__(self, of: Reduction) -> None:
+        require_reduction(type(self).__name__.lower(), of)
+        self.of = of
+        self.name = of.name
+        self.scales_by_weight = of.scales_by_weight
+
+    def around(self, of: Reduction) -> Reduction:
+        """The same wrapper around another reduction."""
+        return type(self)(of)
+
+    @no_autograph
+    def init(self, like: Tree) -> State:
+        return self.of.init(like)
+
+    @no_autograph
+    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+        return self.of.update(state, value, weight)
+
+    @no_autograph
+    def merge(self, a: State, b: State) -> State:
+        return self.of.merge(a, b)
+
+    @no_autograph
+    def finalize(self, state: State) -> Tree:
+        return self.of.finalize(state)
+
+    @no_autograph
+    def clear(self, state: State) -> State:
+        return self.of.clear(state)
+
+    @property
+    def description(self) -> str:
+        return f"{type(self).__name__.lower()}({self.of.description})"
+
+    @property
+    def derivative(self) -> Reduction | None:
+        return None if self.of.derivative is None else self.around(self.of.derivative)
+
+    @property
+    def microbatches(self) -> int | None:
+        return self.of.microbatches
+
+    @no_autograph
+    def all_merge(self, state: State, collective: Collective, order: Order) -> State:
+        return self.of.all_merge(state, collective, order)
+
+    def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        return self.of.gradients(value)
+
+
+class OnContributions(Wrapper):
+    """A wrapper that changes contributions or their weights, and nothing else."""
+
+    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+        """The contribution and its weight as the other reduction gets them."""
+        return value, weight
+
+    @property
+    def adds(self) -> bool:
+        return self.of.adds
+
+    @property
+    def divides(self) -> bool:
+        return self.of.divides
+
+    @property
+    def takes_lists(self) -> bool:
+        return self.of.takes_lists
+
+    @no_autograph
+    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+        return self.of.update(state, *self.changed(value, weight))
+
+    @no_autograph
+    def update_many(
+        self, state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order
+    ) -> State | None:
+        changed, weighing = zip(*map(self.changed, values, weights), strict=True)
+        return self.of.update_many(state, changed, weighing, order)
+
+    @no_autograph
+    def contribution(self, state: State, value: Tree, weight: Any) -> State:
+        return self.of.contribution(state, *self.changed(value, weight))
+
+    @no_autograph
+    def add_weighted(self, state: State, value: Tree, weight: Any) -> State:
+        return self.of.add_weighted(state, *self.changed(value, weight))
+
+
+class Weighed(OnContributions):
+    """A reduction that `per_leaf` hands its weight to, as it does to averages."""
+
+    def __init__(self, of: Reduction) -> None:
+        super().__init__(of)
+        self.scales_by_weight = True
 
 
 def require_reduction(operation: str, reduction: Any, path: str = "") -> None:
-    """Refuses what is not a Reduction; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
+    """Raises for anything but a Reduction; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
     if not isinstance(reduction, Reduction):
         name = attribute(reduction, "__name__") if callable(reduction) else None
         received = type(reduction).__name__ if name is None else f"{name}, not called"
         raise GradCombineError(operation, "a Reduction, for instance reductions.mean()", received, path)
 
 
-class DifferentiableState(NamedTuple):
-    """A partial result, and that of the reduction whose derivative it has."""
+def described(*parts: Any, **settings: Any) -> str:
+    """A call in words: a name, arguments, and those settings that are not None.
 
-    value: State
-    derivative: State
-
-
-@no_autograph
-def differentiable(reduction: Reduction) -> Reduction:
-    """The same reduction, with a derivative over time as well.
-
-    A list and an all-reduce of precision ``"exact"`` have the derivative of the sum and the mean. A state of integers
-    has none: a derivative through `accumulate`, `update` or `merge` is refused. The states of this reduction hold
-    beside the integers a running value of precision ``"fast"``, which the derivative flows through.
-
-    Args:
-      reduction: any reduction. One whose states have a derivative is returned as it is.
-
-    Returns:
-      A reduction of the same values, to the bit. Its states take 4 more bytes per float32 element.
-
-    >>> import jax, jax.numpy as jnp, gradcombine as gc
-    >>> acc = gc.accumulate(gc.reductions.differentiable(gc.reductions.mean("exact")), every=2)
-    >>> def loss(x):
-    ...     state = acc.update(x * x, acc.init(x))
-    ...     return acc.value(acc.update(x, state)).sum()
-    >>> jax.grad(loss)(jnp.float32([1, 2]))
-    Array([1.5, 2.5], dtype=float32)
+    >>> described("clipped", "mean()", max_norm=1.0, dtype=None)
+    'clipped(mean(), max_norm=1.0)'
     """
-    require_reduction("differentiable", reduction)
-    derivative = reduction.derivative
-    if derivative is None:
-        return reduction
+    name, *arguments = parts
+    arguments += [f"{key}={value}" for key, value in settings.items() if value is not None]
+    return f"{name}({', '.join(arguments)})"
 
-    def open_(state: State) -> DifferentiableState:
-        if not isinstance(state, DifferentiableState):
-            raise GradCombineError(reduction.name, "a DifferentiableState", type(state).__name__)
-        return state
 
-    @no_autograph
-    def init(like: Tree) -> DifferentiableState:
-        return DifferentiableState(reduction.init(like), derivative.init(like))
-
-    @no_autograph
-    def update(state: State, value: Tree, weight: Any = 1) -> DifferentiableState:
-        a, b = open_(state)
-        return DifferentiableState(reduction.update(a, value, weight), derivative.update(b, value, weight))
-
-    @no_autograph
-    def merge(a: State, b: State) -> DifferentiableState:
-        pairs = zip((reduction, derivative), open_(a), open_(b), strict=True)
-        return DifferentiableState(*(one.merge(x, y) for one, x, y in pairs))
-
-    @no_autograph
-    def finalize(state: State) -> Tree:
-        def run(one: Reduction, state: DifferentiableState) -> Tree:
-            return one.finalize(state.value if one is reduction else state.derivative)
-
-        return derived(reduction, run, open_(state))
-
-    @no_autograph
-    def clear(state: State) -> DifferentiableState:
-        a, b = open_(state)
-        return DifferentiableState(reduction.clear(a), derivative.clear(b))
-
-    @no_autograph
-    def all_merge(state: State, collective: Collective, order: Order) -> DifferentiableState:
-        a, b = open_(state)
-        return DifferentiableState(
-            reduction.all_merge(a, collective, order), derivative.all_merge(b, collective, order)
-        )
-
-    functions = init, update, merge, finalize
-    shortcuts = Shortcuts(functions, clear, all_merge, derivative=derivative)
-    return replace(reduction, init=init, update=update, merge=merge, finalize=finalize, shortcuts=shortcuts)
+def of_each_rank(collective: Collective, arrays: Sequence[Array]) -> Iterator[list[Array]]:
+    """The arrays of each replica in turn, after one exchange."""
+    gathered = collective.all_gather(arrays)
+    return ([stack[rank] for stack in gathered] for rank in range(collective.size()))
 
 
 def derived(reduction: Reduction, run: Callable[..., Tree], *arguments: Tree) -> Tree:

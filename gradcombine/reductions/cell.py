@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, shape_of
+from gradcombine.backends.registry import shape_of
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import Weight
@@ -22,7 +22,7 @@ Accumulator = Any
 
 @dataclass(frozen=True)
 class Totals:
-    """What a state holds besides its accumulators.
+    """The sum of weights and the count of a state.
 
     Attributes:
       weight: the sum of weights.
@@ -98,16 +98,16 @@ class Cell(ABC):
         Raises:
           GradCombineError: for one of another shape or dtype than the accumulator is for.
         """
-        expected, received = self.shape(a), shape_of(leaf)
+        expected, received = backend.shape(a if not isinstance(a, tuple) else parts(a)[0]), backend.shape(leaf)
         if expected != received:
             raise GradCombineError(self.name, f"shape {expected}", received)
-        self.require_dtype(made_for, dtype_of(leaf))
+        dtype = backend.dtype(leaf)
+        if dtype != made_for:
+            self.require_dtype(made_for, dtype)
         return backend.asarray(leaf)
 
     def require_dtype(self, made_for: np.dtype, dtype: np.dtype) -> None:
-        """Refuses a dtype that does not enter and leave the accumulator as the one that it was made for."""
-        if dtype == made_for:
-            return
+        """Raises for a dtype that does not enter and leave the accumulator as the one that it was made for."""
         running, received = self.running(made_for), self.running(dtype)
         if (received, self.output(dtype)) != (running, self.output(made_for)):
             expected = f"dtype {made_for}, accumulated in {running}"
@@ -146,7 +146,7 @@ class Cell(ABC):
         return total
 
     def term(self, backend: Backend, a: Accumulator, x: Any, weight: Weight) -> Array:
-        """What a contribution adds to an accumulator; anything for a weight of 0. See ``adds_terms``."""
+        """The addend of a contribution, unspecified for a weight of 0. See ``adds_terms``."""
         raise NotImplementedError
 
     def takes_many(self, weights: Sequence[Weight]) -> bool:

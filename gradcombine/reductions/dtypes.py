@@ -48,20 +48,19 @@ def _knows(info: Any, dtype: np.dtype) -> bool:
 
 
 class Settings:
-    """What was asked for of accumulator and result.
+    """The dtypes asked for: of accumulators and of results.
 
-    Args:
+    Attributes:
       accumulator: the running value's dtype. None: at least 32 bits wide, else the contributions' own.
-      output: the result's dtype. None: the contributions' own; narrow integers stay as wide as their accumulator.
-      operation: that asks, for error messages.
+      result: its dtype. None: the contributions' own; narrow integers stay as wide as their accumulator.
     """
 
     def __init__(self, accumulator: Any = None, output: Any = None, operation: str = "dtypes") -> None:
-        self._accumulator, self._output = parse(accumulator, operation), parse(output, operation)
+        self.accumulator, self.result = parse(accumulator, operation), parse(output, operation)
 
     def running(self, dtype: np.dtype) -> np.dtype:
         """The accumulator's dtype for contributions of ``dtype``, which is of their kind."""
-        family, wanted = kind(dtype), self._accumulator
+        family, wanted = kind(dtype), self.accumulator
         if family == "complex":
             # A requested real dtype states the width of the parts.
             return dtype if wanted is None else np.dtype(np.result_type(wanted, np.complex64))
@@ -76,7 +75,7 @@ class Settings:
 
     def output(self, dtype: np.dtype) -> np.dtype:
         """The result's dtype for contributions of ``dtype``, which is of their kind."""
-        family, wanted = kind(dtype), self._output
+        family, wanted = kind(dtype), self.result
         if wanted is not None and kind(wanted) == family:
             return wanted
         return self.running(dtype) if family == "integer" else dtype
@@ -84,8 +83,11 @@ class Settings:
 
 def of_weights(dtypes: Iterable[np.dtype]) -> np.dtype:
     """Of the sum of the weights of contributions of these dtypes: the widest float among them, at least float32."""
-    floats = (part(dtype) for dtype in dtypes if kind(dtype) != "integer")
-    return max([FLOAT32, *floats], key=lambda dtype: dtype.itemsize)
+    widest = FLOAT32
+    for dtype in dtypes:
+        if dtype.itemsize > 4 and kind(dtype) != "integer" and part(dtype).itemsize > widest.itemsize:
+            widest = part(dtype)
+    return widest
 
 
 def working(running: np.dtype) -> np.dtype:

@@ -16,7 +16,7 @@ from gradcombine.errors import GradCombineError, require_items, require_one_of, 
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled
-from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, no_autograph
 
@@ -103,7 +103,7 @@ def elementwise(
         require_one_of("elementwise", expected, kind, _KINDS)
     settings = dtypes.Settings(dtype, output_dtype, name)
     cell = _Defined(name, tuple(taken), settings, empty, update, merge, finalize)
-    return lift(cell, _state_of(name), scales_by_weight=scales_by_weight)
+    return Treewise(cell, _state_of(name), scales_by_weight=scales_by_weight)
 
 
 def _are_numbers(empty: Any) -> bool:
@@ -173,7 +173,7 @@ class _Defined(Cell):
         return refilled(result, [backend.cast(x, output) for x in parts(result)])
 
     def _alike(self, function: str, backend: Backend, expected: Accumulator, received: Accumulator) -> Accumulator:
-        """What a function returned, if it is an accumulator like the one that it was given."""
+        """Returns the accumulator that a function made; raises if its structure, shape or dtype has changed."""
         wanted, got = _kind(backend, expected), _kind(backend, received)
         if wanted != got:
             raise GradCombineError(self.name, f"{wanted} from {function}", got)
@@ -181,7 +181,7 @@ class _Defined(Cell):
 
 
 def _kind(backend: Backend, a: Any) -> str:
-    """What an accumulator is like, in words."""
+    """The structure and dtypes of an accumulator, in words."""
     if not isinstance(a, tuple):
         return f"{backend.dtype(a)} of shape {backend.shape(a)}" if backend.owns(a) else shown(a)
     fields = cast("tuple[Any, ...]", a)

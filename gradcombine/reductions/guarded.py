@@ -1,19 +1,19 @@
-"""A user's four functions, behind the checks that the library's own reductions make."""
+"""Reductions of four functions that a user wrote, behind the checks that the library's own make."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, is_absent, placeholder, require_count, resolve, shape_of
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.backends.registry import dtype_of, is_absent, placeholder, resolve, shape_of
+from gradcombine.errors import GradCombineError, require_flag, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction, of_each_rank
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
@@ -38,15 +38,26 @@ class Nothing(NamedTuple):
     """Stands in a state for a None that a user's function made."""
 
 
-@dataclass(frozen=True)
-class Guarded:
-    """A user's four functions behind the checks that the library's own make."""
+class Written(Reduction):
+    """See `Reduction`."""
 
-    name: str
-    own_init: Callable[[Tree], State]
-    own_update: Callable[..., State]
-    own_merge: Callable[[State, State], State]
-    own_finalize: Callable[[State], Tree]
+    def __init__(
+        self,
+        init: Callable[[Tree], State],
+        update: Callable[..., State],
+        merge: Callable[[State, State], State],
+        finalize: Callable[[State], Tree],
+        name: str = "reduction",
+        scales_by_weight: bool = False,
+    ) -> None:
+        if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GradCombineError("Reduction", "a name", shown(name))
+        functions = {"init": init, "update": update, "merge": merge, "finalize": finalize}
+        for what, function in functions.items():
+            if not callable(function):
+                raise GradCombineError("Reduction", f"a function as {what}", shown(function))
+        self.name, self.scales_by_weight = name, require_flag("Reduction", "scales_by_weight", scales_by_weight)
+        self.own_init, self.own_update, self.own_merge, self.own_finalize = init, update, merge, finalize
 
     @no_autograph
     def init(self, like: Tree) -> GuardedState:
@@ -100,7 +111,10 @@ class Guarded:
     @no_autograph
     def clear(self, state: GuardedState) -> GuardedState:
         self._require(state)
-        return state._replace(value=state.empty, count=state.count * 0)
+        if not all(map(tree.is_static, tree.flatten(self.name, state.made_for, tree.is_static)[0])):
+            raise GradCombineError(self.name, "a state made for constants", shown(state.made_for), ".made_for")
+        backend = resolve(self.name, [state.count])
+        return state._replace(value=state.empty, count=backend.full((), 0, dtypes.INT32, [state.count]))
 
     @no_autograph
     def all_merge(self, state: GuardedState, collective: Collective, order: Order) -> GuardedState:
@@ -118,12 +132,6 @@ class Guarded:
     def _require(self, state: Any) -> None:
         if not isinstance(state, GuardedState):
             raise GradCombineError(self.name, "a GuardedState", type(state).__name__)
-        require_count(self.name, state.count, ".count")
-        kinds, _ = tree.flatten(self.name, state.made_for, tree.is_static)
-        if not all(map(tree.is_static, kinds)):
-            raise GradCombineError(self.name, "a state made for constants", shown(state.made_for))
-        leaves = tree.flatten(self.name, state.empty)[0]
-        self._alike("a caller", resolve(self.name, leaves), state.empty, self._given(state.value))
 
     def _matching(self, state: GuardedState, value: Tree) -> list[Any]:
         """The leaves of a contribution, after a check that it is one for this state."""
@@ -140,7 +148,7 @@ class Guarded:
         return leaves
 
     def _alike(self, function: str, backend: Backend, expected: State, received: State) -> State:
-        """What a function returned, if it is a state like the one that it was given."""
+        """Returns the state that a function made; raises if its structure, shapes or dtypes have changed."""
         olds, structure = tree.flatten(self.name, self._given(expected))
         news = tree.flatten_as(f"{self.name}: what {function} returns", structure, received)
         arrays: list[Array | None] = []
@@ -168,9 +176,3 @@ def _kept(structure: tree.Structure, leaves: Iterable[Any]) -> State:
 
 def _is_nothing(node: Any) -> bool:
     return isinstance(node, Nothing)
-
-
-def of_each_rank(collective: Collective, arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    """The arrays of each replica in turn, after one exchange."""
-    gathered = collective.all_gather(arrays)
-    return ([stack[rank] for stack in gathered] for rank in range(collective.size()))

@@ -12,7 +12,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.sums import neutral, over_weight
-from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array, no_autograph
 
@@ -22,7 +22,7 @@ class MomentsState(TreewiseState):
 
 
 class Moments(NamedTuple):
-    """What a leaf's contributions were like: their weighted mean, and the weighted variance around it."""
+    """The weighted mean of a leaf's contributions, and their weighted variance around it."""
 
     mean: Array
     variance: Array
@@ -67,7 +67,8 @@ def moments(dtype: Any = None, *, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.moments(), [np.float32([1, 2]), np.float32([5, 2])], weights=[3, 1])
     Moments(mean=array([2., 2.], dtype=float32), variance=array([3., 0.], dtype=float32))
     """
-    return lift(_Spreading(dtypes.Settings(dtype, output_dtype, "moments")), MomentsState, scales_by_weight=True)
+    cell = _Spreading(dtypes.Settings(dtype, output_dtype, "moments"))
+    return Treewise(cell, MomentsState, scales_by_weight=True)
 
 
 class Spread(NamedTuple):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import builtins
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.protocol import Collective
+from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import in_words, is_absent, is_array_of, require_scalar, resolve
 from gradcombine.errors import GradCombineError, require_integer
-from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
+from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
@@ -52,22 +52,9 @@ class NumberedState(NamedTuple):
     counts: Array
 
 
-@dataclass(frozen=True)
-class NumberedReduction(Reduction):
-    """A reduction whose contributions are `Numbered`.
-
-    Attributes:
-      microbatches: how many logical ones a window has.
-      of: the reduction of their values.
-    """
-
-    microbatches: int = field(kw_only=True)
-    of: Reduction = field(kw_only=True)
-
-
 @no_autograph
-def numbered(reduction: Reduction, microbatches: int) -> NumberedReduction:
-    """The same reduction, whose states tell which microbatches they hold.
+def numbered(reduction: Reduction, microbatches: int) -> Reduction:
+    """Keeps a ledger in the states of a reduction, which tells the microbatches that they hold.
 
     The microbatches of a window are numbered from 0, over time and replicas, whichever replica computes them: where
     nothing happens, replica r has ``every`` of them from ``r * every`` on. The ledger is a sum like any other, of
@@ -104,64 +91,108 @@ def numbered(reduction: Reduction, microbatches: int) -> NumberedReduction:
     array([1, 1, 0, 1], dtype=int32)
     """
     require_reduction("numbered", reduction)
+    if reduction.microbatches is not None:
+        raise GradCombineError("numbered", "a reduction without a ledger", repr(reduction))
     count = require_integer("numbered", "from 1 to 2**24 microbatches", microbatches, highest=1 << 24)
-    name = reduction.name
+    return NumberedReduction(reduction, count)
 
-    def opened(state: State) -> NumberedState:
-        if not isinstance(state, NumberedState):
-            raise GradCombineError(name, "a NumberedState", type(state).__name__)
-        if not is_array_of(state.counts, INT32, (count,)):
-            raise GradCombineError(name, f"a ledger of {count} microbatches", in_words(state.counts), ".counts")
-        return state
+
+class NumberedReduction(Wrapper):
+    """A reduction whose contributions are `Numbered`. See `numbered`."""
+
+    def __init__(self, of: Reduction, microbatches: int) -> None:
+        super().__init__(of)
+        self.name, self._count = f"numbered({of.name})", microbatches
+
+    def around(self, of: Reduction) -> Reduction:
+        return NumberedReduction(of, self._count)
+
+    @property
+    def description(self) -> str:
+        return described("numbered", self.of.description, microbatches=self._count)
+
+    @property
+    def microbatches(self) -> int | None:
+        return self._count
 
     @no_autograph
-    def init(like: Tree) -> NumberedState:
+    def init(self, like: Tree) -> NumberedState:
         value = like.value if isinstance(like, Numbered) else like
-        leaves = [leaf for leaf in tree.flatten(name, value)[0] if not is_absent(leaf)]
-        return NumberedState(reduction.init(value), resolve(name, leaves).full((count,), 0, INT32, leaves))
+        leaves = [leaf for leaf in tree.flatten(self.of.name, value)[0] if not is_absent(leaf)]
+        counts = resolve(self.of.name, leaves).full((self._count,), 0, INT32, leaves)
+        return NumberedState(self.of.init(value), counts)
 
     @no_autograph
-    def update(state: State, value: Tree, weight: Any = 1) -> NumberedState:
-        held = opened(state)
+    def update(self, state: State, value: Tree, weight: Any = 1) -> NumberedState:
+        name, held = self.of.name, self._open(state)
         if not isinstance(value, Numbered):
             raise GradCombineError(name, "Numbered(value, number)", type(value).__name__)
         require_scalar(name, "the number of a microbatch, an integer scalar", value.number, "iu", ".number")
         backend = resolve(name, [held.counts, value.number])
         number = backend.asarray(value.number)
         known = backend.concrete(number)
-        if known is not None and not PLACEHOLDER <= int(known) < count:
-            expected = f"the number of a microbatch, from 0 to {count - 1}, or -1"
+        if known is not None and not PLACEHOLDER <= int(known) < self._count:
+            expected = f"the number of a microbatch, from 0 to {self._count - 1}, or -1"
             raise GradCombineError(name, expected, int(known), ".number")
-        one = backend.cast(backend.asarray(np.arange(count, dtype=INT32)) == backend.cast(number, INT32), INT32)
+        one = _one_at(backend, number, self._count)
         _require_apart(name, held.counts, one)
-        return NumberedState(reduction.update(held.value, value.value, weight), backend.asarray(held.counts) + one)
+        return NumberedState(self.of.update(held.value, value.value, weight), backend.asarray(held.counts) + one)
 
     @no_autograph
-    def merge(a: State, b: State) -> NumberedState:
-        a, b = opened(a), opened(b)
-        _require_apart(name, a.counts, b.counts)
-        return NumberedState(reduction.merge(a.value, b.value), a.counts + b.counts)
+    def merge(self, a: State, b: State) -> NumberedState:
+        a, b = self._open(a), self._open(b)
+        _require_apart(self.of.name, a.counts, b.counts)
+        return NumberedState(self.of.merge(a.value, b.value), a.counts + b.counts)
 
     @no_autograph
-    def finalize(state: State) -> Tree:
-        return reduction.finalize(opened(state).value)
+    def finalize(self, state: State) -> Tree:
+        return self.of.finalize(self._open(state).value)
 
     @no_autograph
-    def clear(state: State) -> NumberedState:
-        state = opened(state)
-        return NumberedState(reduction.clear(state.value), state.counts * 0)
+    def clear(self, state: State) -> NumberedState:
+        state = self._open(state)
+        return NumberedState(self.of.clear(state.value), state.counts * 0)
 
     @no_autograph
-    def all_merge(state: State, collective: Collective, order: Order) -> NumberedState:
-        state = opened(state)
+    def all_merge(self, state: State, collective: Collective, order: Order) -> NumberedState:
+        state = self._open(state)
         (counts,) = collective.all_sum([state.counts])
-        return NumberedState(reduction.all_merge(state.value, collective, order), counts)
+        return NumberedState(self.of.all_merge(state.value, collective, order), counts)
 
-    functions = init, update, merge, finalize
-    derivative = None if reduction.derivative is None else numbered(reduction.derivative, count)
-    shortcuts = Shortcuts(functions, clear, all_merge, derivative=derivative)
-    scales = reduction.scales_by_weight
-    return NumberedReduction(*functions, f"numbered({name})", scales, shortcuts, microbatches=count, of=reduction)
+    def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        if not isinstance(value, Numbered):
+            raise GradCombineError(self.of.name, "Numbered(value, number)", type(value).__name__)
+        gradients, inner = self.of.gradients(value.value)
+        return gradients, lambda changed: Numbered(inner(changed), value.number)
+
+    def _open(self, state: State) -> NumberedState:
+        if not isinstance(state, NumberedState):
+            raise GradCombineError(self.of.name, "a NumberedState", type(state).__name__)
+        if not is_array_of(state.counts, INT32, (self._count,)):
+            expected = f"a ledger of {self._count} microbatches"
+            raise GradCombineError(self.of.name, expected, in_words(state.counts), ".counts")
+        return state
+
+
+def without_numbers(reduction: Reduction) -> Reduction:
+    """The reduction of the same wrappers without a ledger, of contributions without numbers."""
+    if reduction.microbatches is None or not isinstance(reduction, Wrapper):
+        return reduction
+    if isinstance(reduction, NumberedReduction):
+        return reduction.of
+    return reduction.around(without_numbers(reduction.of))
+
+
+def _one_at(backend: Backend, number: Array, count: int) -> Array:
+    """int32 zeros with a 1 at a position, if that is one.
+
+    Compared in the number's own dtype: a cast to fewer bits would wrap a number around.
+    """
+    dtype = backend.dtype(number)
+    most = np.iinfo(dtype).max
+    places = np.arange(builtins.min(count, most + 1)).astype(dtype)
+    one = backend.cast(backend.asarray(places) == number, INT32)
+    return one if len(places) == count else backend.concat([one, backend.full((count - len(places),), 0, INT32)])
 
 
 def ranges(numbers: Iterable[int]) -> str:

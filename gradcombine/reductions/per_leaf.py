@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError, renamed, shown
-from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
+from gradcombine.errors import GradCombineError, renamed
+from gradcombine.reductions.algebra import Reduction, described, require_reduction
 from gradcombine.reductions.weights import presence
 from gradcombine.types import Order, State, Tree, no_autograph
 
@@ -45,64 +45,92 @@ def per_leaf(reductions: Tree) -> Reduction:
     (2.0, 4, 7.0)
     """
     members, prefix = tree.flatten("per_leaf", reductions, is_leaf=lambda node: isinstance(node, Reduction))
-    paths = list(prefix.paths())
-    for path, member in zip(paths, members, strict=True):
+    for path, member in zip(prefix.paths(), members, strict=True):
         require_reduction("per_leaf", member, path)
+    return PerLeaf(members, prefix)
 
-    def each(function: Callable[[Reduction, Any], Any], column: Iterable[Any]) -> Iterator[Any]:
-        for path, member, part in zip(paths, members, column, strict=True):
-            with renamed(path=path):
-                yield function(member, part)
 
-    def parts(state: PerLeafState) -> tuple[State, ...]:
-        return _parts(state, len(members))
+class PerLeaf(Reduction):
+    """See `per_leaf`.
+
+    Attributes:
+      members: the reductions.
+      prefix: the structure of the tree that they are the leaves of.
+    """
+
+    name = "per_leaf"
+    scales_by_weight = True
+
+    def __init__(self, members: Sequence[Reduction], prefix: tree.Structure) -> None:
+        self.members, self.prefix = members, prefix
+
+    @property
+    def description(self) -> str:
+        pairs = zip(self.prefix.paths(), self.members, strict=True)
+        return described("per_leaf", *[f"{path}: {member.description}" for path, member in pairs])
+
+    @property
+    def derivative(self) -> Reduction | None:
+        if all(member.derivative is None for member in self.members):
+            return None
+        return PerLeaf([member.derivative or member for member in self.members], self.prefix)
 
     @no_autograph
-    def init(like: Tree) -> PerLeafState:
-        likes = tree.split_as("per_leaf", prefix, like)
-        return PerLeafState(tuple(each(lambda member, part: member.init(part), likes)))
+    def init(self, like: Tree) -> PerLeafState:
+        likes = tree.split_as("per_leaf", self.prefix, like)
+        return PerLeafState(self._each(_call("init"), likes))
 
     @no_autograph
-    def update(state: PerLeafState, value: Tree, weight: Any = 1) -> PerLeafState:
-        values = tree.split_as("per_leaf", prefix, value)
+    def update(self, state: State, value: Tree, weight: Any = 1) -> PerLeafState:
+        values = tree.split_as("per_leaf", self.prefix, value)
         leaves, _ = tree.flatten("per_leaf", value)
         present = presence("per_leaf", resolve("per_leaf", [*leaves, weight]), weight)
 
-        def updated(member: Reduction, pair: tuple[State, Tree]) -> State:
-            return member.update(*pair, weight if member.scales_by_weight else present)
+        def updated(member: Reduction, part: State, value: Tree) -> State:
+            return member.update(part, value, weight if member.scales_by_weight else present)
 
-        return PerLeafState(tuple(each(updated, zip(parts(state), values, strict=True))))
-
-    @no_autograph
-    def finalize(state: PerLeafState) -> Tree:
-        return tree.unflatten(prefix, each(lambda member, part: member.finalize(part), parts(state)))
+        return PerLeafState(self._each(updated, self._parts(state), values))
 
     @no_autograph
-    def all_merge(state: PerLeafState, collective: Collective, order: Order) -> PerLeafState:
-        merged = each(lambda member, part: member.all_merge(part, collective, order), parts(state))
-        return PerLeafState(tuple(merged))
+    def finalize(self, state: State) -> Tree:
+        finished = self._each(_call("finalize"), self._parts(state))
+        return tree.unflatten(self.prefix, finished)
 
     @no_autograph
-    def merge(a: PerLeafState, b: PerLeafState) -> PerLeafState:
-        pairs = zip(parts(a), parts(b), strict=True)
-        return PerLeafState(tuple(each(lambda member, pair: member.merge(*pair), pairs)))
+    def all_merge(self, state: State, collective: Collective, order: Order) -> PerLeafState:
+        def merged(member: Reduction, part: State) -> State:
+            return member.all_merge(part, collective, order)
+
+        return PerLeafState(self._each(merged, self._parts(state)))
 
     @no_autograph
-    def clear(state: PerLeafState) -> PerLeafState:
-        return PerLeafState(tuple(each(lambda member, part: member.clear(part), parts(state))))
+    def merge(self, a: State, b: State) -> PerLeafState:
+        return PerLeafState(self._each(_call("merge"), self._parts(a), self._parts(b)))
 
-    derivative = None
-    if any(member.derivative is not None for member in members):
-        derivative = per_leaf(tree.unflatten(prefix, [member.derivative or member for member in members]))
-    functions = init, update, merge, finalize
-    shortcuts = Shortcuts(functions, clear, all_merge, derivative=derivative)
-    return Reduction(*functions, name="per_leaf", scales_by_weight=True, shortcuts=shortcuts)
+    @no_autograph
+    def clear(self, state: State) -> PerLeafState:
+        return PerLeafState(self._each(_call("clear"), self._parts(state)))
+
+    def _each(self, function: Callable[..., Any], *columns: Sequence[Any]) -> tuple[Any, ...]:
+        """Applies a function to each member and its parts; errors name the member's place."""
+        results: list[Any] = []
+        for path, member, *row in zip(self.prefix.paths(), self.members, *columns, strict=True):
+            with renamed(path=path):
+                results.append(function(member, *row))
+        return tuple(results)
+
+    def _parts(self, state: Any) -> tuple[State, ...]:
+        if not isinstance(state, PerLeafState):
+            raise GradCombineError("per_leaf", "a PerLeafState", type(state).__name__)
+        if len(state.parts) != len(self.members):
+            raise GradCombineError("per_leaf", f"a state of {len(self.members)} parts", len(state.parts))
+        return state.parts
 
 
-def _parts(state: Any, expected: int) -> tuple[State, ...]:
-    if not isinstance(state, PerLeafState):
-        raise GradCombineError("per_leaf", "a PerLeafState", type(state).__name__)
-    held: Any = state.parts  # whatever a caller made of it; TensorFlow's wrappers of tuples are tuples alone
-    if not isinstance(held, (tuple, list)) or len(state.parts) != expected:
-        raise GradCombineError("per_leaf", f"a state of {expected} parts", shown(held))
-    return state.parts
+def _call(name: str) -> Callable[..., Any]:
+    """Calls the method of this name of a member."""
+
+    def call(member: Reduction, *row: Any) -> Any:
+        return getattr(member, name)(*row)
+
+    return call

@@ -14,7 +14,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact.digits import grid_for
-from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, no_autograph
 
@@ -69,7 +69,8 @@ def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = No
     array([3., 8.], dtype=float32)
     """
     settings = dtypes.Settings(dtype, output_dtype, "product")
-    return lift(Plain("product", ("float", "integer"), _one, _multiply, settings=settings), ProductState, wire_dtype)
+    cell = Plain("product", ("float", "integer"), _one, _multiply, settings=settings)
+    return Treewise(cell, ProductState, wire_dtype=wire_dtype)
 
 
 def _one(dtype: np.dtype) -> int:
@@ -109,7 +110,7 @@ def max(*, output_dtype: Any = None) -> Reduction:
     """
     settings = dtypes.Settings(None, output_dtype, "max")
     cell = Plain("max", ("float", "integer"), _lowest, _larger, settings=settings)
-    return lift(cell, MaxState)
+    return Treewise(cell, MaxState)
 
 
 @no_autograph
@@ -122,7 +123,7 @@ def min(*, output_dtype: Any = None) -> Reduction:
     """
     settings = dtypes.Settings(None, output_dtype, "min")
     cell = Plain("min", ("float", "integer"), _highest, _smaller, settings=settings)
-    return lift(cell, MinState)
+    return Treewise(cell, MinState)
 
 
 def _lowest(dtype: np.dtype) -> Any:
@@ -142,7 +143,7 @@ def _smaller(backend: Backend, a: Array, b: Array, a_empty: Array, b_empty: Arra
 
 
 def _chosen(backend: Backend, a: Array, b: Array, before: Callable[[Array, Array], Array]) -> Array:
-    """What comes first; NaN where either is, and +0 for a zero: which of two stays would depend on the order."""
+    """The one that comes first; NaN where either is, and +0 for a zero, so that no order of arguments shows."""
     left, right = _image(backend, a), _image(backend, b)
     first = before(left, right)
     chosen = backend.where(first, a, b)
@@ -202,7 +203,7 @@ def first() -> Reduction:
     >>> gc.combine(gc.reductions.first(), [np.float32([1, 5]), np.float32([3, 4])], weights=[0, 1])
     array([3., 4.], dtype=float32)
     """
-    return lift(Plain("first", _KINDS, _zero, _earlier), FirstState)
+    return Treewise(Plain("first", _KINDS, _zero, _earlier), FirstState)
 
 
 @no_autograph
@@ -213,7 +214,7 @@ def last() -> Reduction:
     >>> gc.combine(gc.reductions.last(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 4.], dtype=float32)
     """
-    return lift(Plain("last", _KINDS, _zero, _later), LastState)
+    return Treewise(Plain("last", _KINDS, _zero, _later), LastState)
 
 
 def _zero(dtype: np.dtype) -> Any:

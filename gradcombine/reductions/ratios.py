@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed, require_items, shown
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
+from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.sums import mean as mean_
 from gradcombine.reductions.weights import parse, where
@@ -61,32 +61,44 @@ def ratio(mean: Reduction | None = None) -> Reduction:
     """
     mean = mean_() if mean is None else mean
     require_reduction("ratio", mean)
-    if mean.add_weighted is None:
+    if not mean.divides:
         raise GradCombineError("ratio", "a mean, as reductions.mean or reductions.row_mean makes it", mean.name)
-    add, name = mean.add_weighted, "ratio"
+    return RatioReduction(mean)
+
+
+class RatioReduction(Wrapper):
+    """A reduction of `Ratio`. See `ratio`."""
+
+    def __init__(self, of: Reduction) -> None:
+        super().__init__(of)
+        self.name, self.scales_by_weight = "ratio", False
+
+    @property
+    def description(self) -> str:
+        return described("ratio", self.of.description)
 
     @no_autograph
-    def init(like: Ratio) -> State:
-        return mean.init(_opened(like).numerator)
+    def init(self, like: Ratio) -> State:
+        return self.of.init(_opened(like).numerator)
 
     @no_autograph
-    def update(state: State, value: Ratio, weight: Any = 1) -> State:
+    def update(self, state: State, value: Ratio, weight: Any = 1) -> State:
         numerator, denominator = _opened(value)
-        backend = resolve(name, [*tree.flatten(name, numerator)[0], denominator, weight])
-        with renamed(name, ".denominator"):
-            parse(name, backend, denominator)
-        absent = parse(name, backend, weight).is_zero(backend)
+        backend = resolve(self.name, [*tree.flatten(self.name, numerator)[0], denominator, weight])
+        with renamed(self.name, ".denominator"):
+            parse(self.name, backend, denominator)
+        absent = parse(self.name, backend, weight).is_zero(backend)
         if absent is True:
             denominator = 0
         elif absent is not False:
             wide = any(not is_absent(x) and dtypes.is_wide(backend.dtype(x)) for x in _leaves(numerator))
-            denominator = where(name, backend, ~absent, denominator, wide)
-        return add(state, numerator, denominator)
+            denominator = where(self.name, backend, ~absent, denominator, wide)
+        return self.of.add_weighted(state, numerator, denominator)
 
-    functions = init, update, mean.merge, mean.finalize
-    derivative = None if mean.derivative is None else ratio(mean.derivative)
-    shortcuts = Shortcuts(functions, mean.clear, mean.all_merge, derivative=derivative)
-    return Reduction(*functions, name=name, shortcuts=shortcuts)
+    def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        numerator, denominator = _opened(value)
+        gradients, inner = self.of.gradients(numerator)
+        return gradients, lambda changed: Ratio(inner(changed), denominator)
 
 
 @no_autograph
@@ -119,25 +131,28 @@ def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduct
     >>> gc.combine(ratios(["tokens", "sequences"]), [first, second])
     array([3.5, 3. ], dtype=float32)
     """
-    return _summed(per_leaf({name: ratio(mean) for name in _names(denominators)}))
+    return Ratios(per_leaf({name: ratio(mean) for name in _names(denominators)}))
 
 
-def _summed(parts: Reduction) -> Reduction:
-    """The reduction whose result is the sum of the values of a dict of results."""
+class Ratios(Wrapper):
+    """A reduction whose result is the sum of the values of a dict of results. See `ratios`."""
+
+    def __init__(self, of: Reduction) -> None:
+        super().__init__(of)
+        self.name, self.scales_by_weight = "ratios", False
 
     @no_autograph
-    def finalize(state: State) -> Tree:
-        results = parts.finalize(state)
+    def finalize(self, state: State) -> Tree:
+        results = self.of.finalize(state)
         first, *others = (results[name] for name in sorted(results))
         leaves, structure = tree.flatten("ratios", first, is_row_sparse)
         columns = [leaves, *(tree.flatten_as("ratios", structure, value, is_row_sparse) for value in others)]
         added = (_added(row, path) for row, path in zip(zip(*columns, strict=True), structure.paths(), strict=True))
         return tree.unflatten(structure, added)
 
-    functions = parts.init, parts.update, parts.merge, finalize
-    derivative = None if parts.derivative is None else _summed(parts.derivative)
-    shortcuts = Shortcuts(functions, parts.clear, parts.all_merge, derivative=derivative)
-    return Reduction(*functions, name="ratios", shortcuts=shortcuts)
+    def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
+        expected = "a contribution of one gradient (for several, wrap the mean: ratios(names, clipped(mean(), 1)))"
+        raise GradCombineError("ratios", expected, "one for each denominator")
 
 
 def _added(values: tuple[Any, ...], path: str) -> Any:

@@ -18,7 +18,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.reductions.sums import over_weight, zero_if_empty
-from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.sparse import (
     MOST_ROWS,
@@ -61,7 +61,7 @@ class RowTable(NamedTuple):
 
     @property
     def in_words(self) -> str:
-        """What states that are merged must have in common."""
+        """Shape and capacity, which states must share to be merged."""
         return f"rows of an array of shape {self.shape}, with capacity {self.values.shape[0]}"
 
 
@@ -193,7 +193,8 @@ class Rows(Cell):
         received = (rows, *shape_of(slices.values)[1:])
         if received != a.shape:
             raise GradCombineError(self.name, f"rows of shape {a.shape}", received)
-        self.require_dtype(made_for, dtype_of(slices.values))
+        if (dtype := dtype_of(slices.values)) != made_for:
+            self.require_dtype(made_for, dtype)
         return slices
 
     def update(self, backend: Backend, a: RowTable, x: RowSlices, weight: Weight, totals: Totals) -> RowTable:
@@ -272,7 +273,8 @@ def row_sum(
     ([2, 7, 1000], [52.0, 4.0, 0.0])
     """
     settings = dtypes.Settings(dtype, output_dtype, "row_sum")
-    return lift(Rows("row_sum", zero_if_empty, capacity, overflow, settings), RowSumState, wire_dtype)
+    cell = Rows("row_sum", zero_if_empty, capacity, overflow, settings)
+    return Treewise(cell, RowSumState, wire_dtype=wire_dtype, capacity=cell.capacity, overflow=overflow)
 
 
 @no_autograph
@@ -310,4 +312,5 @@ def row_mean(
     """
     settings = dtypes.Settings(dtype, output_dtype, "row_mean")
     cell = Rows("row_mean", over_weight, capacity, overflow, settings)
-    return lift(cell, RowMeanState, wire_dtype, scales_by_weight=True, divides=True)
+    own = {"capacity": cell.capacity, "overflow": overflow}
+    return Treewise(cell, RowMeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True, **own)

@@ -18,7 +18,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY
-from gradcombine.reductions.treewise import TreewiseState, lift
+from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight, factor, scaled, weighted
 from gradcombine.types import Array, Order, no_autograph
 
@@ -87,13 +87,15 @@ def sum(
     _require_precision("sum", precision)
     settings = dtypes.Settings(dtype, output_dtype, "sum")
     if precision == "compensated":
-        return lift(Compensated("sum", settings, divides=False), CompensatedSumState, wire_dtype)
+        cell = Compensated("sum", settings, divides=False)
+        return Treewise(cell, CompensatedSumState, wire_dtype=wire_dtype, precision=precision)
     if precision == "exact":
         _require_no_accumulator_dtype("sum", dtype, wire_dtype)
         cell = Exact("sum", settings, divides=False, many=_needs_room("sum", max_terms))
-        return lift(cell, ExactSumState, derivative=sum(output_dtype=output_dtype))
+        derivative = sum(output_dtype=output_dtype)
+        return Treewise(cell, ExactSumState, derivative=derivative, precision=precision, max_terms=cell.room)
     cell = Added("sum", ("float", "complex", "integer"), zero_if_empty, settings)
-    return lift(cell, SumState, wire_dtype)
+    return Treewise(cell, SumState, wire_dtype=wire_dtype)
 
 
 @no_autograph
@@ -129,14 +131,17 @@ def mean(
     settings = dtypes.Settings(dtype, output_dtype, "mean")
     if precision == "compensated":
         cell = Compensated("mean", settings, divides=True)
-        return lift(cell, CompensatedMeanState, wire_dtype, scales_by_weight=True, divides=True)
+        return Treewise(
+            cell, CompensatedMeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True, precision=precision
+        )
     if precision == "exact":
         _require_no_accumulator_dtype("mean", dtype, wire_dtype)
         cell = Exact("mean", settings, divides=True, many=_needs_room("mean", max_terms))
         derivative = mean(output_dtype=output_dtype)
-        return lift(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True)
+        own = {"precision": precision, "max_terms": cell.room}
+        return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **own)
     cell = Added("mean", ("float", "complex"), over_weight, settings)
-    return lift(cell, MeanState, wire_dtype, scales_by_weight=True, divides=True)
+    return Treewise(cell, MeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True)
 
 
 def _require_precision(operation: str, precision: str) -> None:
@@ -193,9 +198,11 @@ class Added(Cell):
         return backend.add(a, self.term(backend, a, x, weight))
 
     def term(self, backend: Backend, a: Array, x: Array, weight: Weight) -> Array:
-        """What a contribution adds to an accumulator."""
+        """The addend of a contribution: ``w * x`` in the accumulator's dtype."""
         running = backend.dtype(a)
-        return backend.cast(weighted(self.name, backend, x, weight, running), running)
+        if weight.known != 1:
+            x = weighted(self.name, backend, x, weight, running)
+        return backend.cast(x, running)
 
     def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
         return backend.add(a, b)
@@ -205,7 +212,7 @@ class Added(Cell):
 
     def takes_many(self, weights: Sequence[Weight]) -> bool:
         """Whether all weights are known: one that is traced may be 0, and then it must leave no trace, not even +0."""
-        return all(weight.known is not None for weight in weights)
+        return None not in [weight.known for weight in weights]
 
     def update_many(
         self,
@@ -220,13 +227,18 @@ class Added(Cell):
         if backend.prefers_rows(shape_of(a), len(xs)):
             rows = self._rows(backend, running, xs, weights)
             return backend.traced_once(_added_rows, (order,), [a, rows])[0]
-        factors = [factor(self.name, backend, weight, running) for weight in weights]
+        factors = [None if w.known == 1 else factor(self.name, backend, w, running) for w in weights]
         pairs = list(zip(xs, factors, strict=True))
 
         def added(total: Array, part: Sequence[tuple[Array | None, Array | None]]) -> Array:
-            plan = tuple(None if x is None else f is not None for x, f in part)
-            arrays = [x for x, _ in part if x is not None]
-            scalars = [f for x, f in part if x is not None and f is not None]
+            plan: tuple[bool | None, ...] = ()
+            arrays: list[Array] = []
+            scalars: list[Array] = []
+            for x, f in part:
+                plan += (None if x is None else f is not None,)
+                if x is not None:
+                    arrays.append(x)
+                    scalars += [] if f is None else [f]
             return backend.fused(_added, (running, order, plan), [total, *arrays, *scalars])[0] if arrays else total
 
         blocks = [pairs[i : i + _BLOCK] for i in range(0, len(pairs), _BLOCK)]
@@ -278,23 +290,20 @@ def _added(
       total: the accumulator.
       arrays: the contributions that there are, then the factors that they have.
     """
-    present = [has for has in plan if has is not None]
-    contributions, factors = iter(arrays[: len(present)]), iter(arrays[len(present) :])
-
-    def term(has: bool | None) -> tuple[Array, ...]:
-        if has is None:
-            return ()
-        x = next(contributions)
-        return (backend.cast(scaled(backend, x, next(factors) if has else None, running), running),)
-
+    count = len(plan) - plan.count(None)
+    contributions, factors = iter(arrays[:count]), iter(arrays[count:])
     # A term is a tuple of one array or of none: None would be a free place in the tree.
-    def add(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
-        return (backend.add(*a, *b),) if a and b else a or b
-
-    terms = [term(has) for has in plan]
+    terms: list[tuple[Array, ...]] = []
+    for has in plan:
+        if has is None:
+            terms.append(())
+            continue
+        x = next(contributions)
+        terms.append((backend.cast(scaled(backend, x, next(factors), running) if has else x, running),))
     if order == "tree":
-        terms = [fold_pairwise(add, terms)]
-    (total,) = reduce(add, terms, (total,))
+        terms = [fold_pairwise(lambda a, b: (backend.add(*a, *b),) if a and b else a or b, terms)]
+    for term in terms:
+        total = backend.add(total, *term) if term else total
     return (total,)
 
 

@@ -1,32 +1,21 @@
-"""Lifts a cell, which combines one leaf, to trees: one accumulator per leaf, one weight and one count per tree."""
+"""Reductions of trees from a cell that combines one leaf: an accumulator per leaf, a weight and a count per tree."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import (
-    dtype_of,
-    in_words,
-    is_absent,
-    is_array_of,
-    require_count,
-    require_scalar,
-    resolve,
-    shape_of,
-)
-from gradcombine.errors import GradCombineError, at, attribute, shown
+from gradcombine.backends.registry import dtype_of, resolve, shape_of
+from gradcombine.errors import GradCombineError, at
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Shortcuts
+from gradcombine.reductions.algebra import Reduction, described, of_each_rank
 from gradcombine.reductions.cell import Cell, Totals, parts, refilled, where
-from gradcombine.reductions.guarded import of_each_rank
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
@@ -47,14 +36,7 @@ class TreewiseState(NamedTuple):
     dtypes: Tree
 
 
-def lift(
-    cell: Cell,
-    state: type[TreewiseState],
-    wire_dtype: Any = None,
-    scales_by_weight: bool = False,
-    derivative: Reduction | None = None,
-    divides: bool = False,
-) -> Reduction:
+class Treewise(Reduction):
     """The Reduction that applies a cell to every leaf.
 
     Args:
@@ -62,24 +44,47 @@ def lift(
       state: the class of the states.
       wire_dtype: in which replicas exchange floating accumulators; None: as they are.
       scales_by_weight: see `Reduction`.
-      derivative: see `Shortcuts`.
-      divides: whether the result is a sum of ``w * g`` over that of ``w``.
+      derivative: see `Reduction`.
+      divides: see `Reduction`.
+      settings: for its description, beside the dtypes.
     """
-    lifted = _Treewise(cell, state, dtypes.parse(wire_dtype, cell.name))
-    functions = lifted.init, lifted.update, lifted.merge, lifted.finalize
-    many = lifted.update_many if cell.takes_lists else None
-    finalize = lifted.all_finalize if cell.most_replicas else None
-    alone = lifted.contribution if cell.adds_terms else None
-    weighted = lifted.add_weighted if divides else None
-    shortcuts = Shortcuts(functions, lifted.clear, lifted.all_merge, many, finalize, alone, derivative, weighted)
-    return Reduction(*functions, name=cell.name, scales_by_weight=scales_by_weight, shortcuts=shortcuts)
 
+    def __init__(
+        self,
+        cell: Cell,
+        state: type[TreewiseState],
+        *,
+        wire_dtype: Any = None,
+        scales_by_weight: bool = False,
+        derivative: Reduction | None = None,
+        divides: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.cell, self.state, self.name = cell, state, cell.name
+        self.wire_dtype = dtypes.parse(wire_dtype, cell.name)
+        self.scales_by_weight = scales_by_weight
+        self._settings, self._derivative, self._divides = settings, derivative, divides
 
-@dataclass(frozen=True)
-class _Treewise:
-    cell: Cell
-    state: type[TreewiseState]
-    wire_dtype: np.dtype | None
+    @property
+    def description(self) -> str:
+        asked = {"dtype": self.cell.settings.accumulator, "output_dtype": self.cell.settings.result}
+        return described(self.name, **self._settings, **asked, wire_dtype=self.wire_dtype)
+
+    @property
+    def derivative(self) -> Reduction | None:
+        return self._derivative
+
+    @property
+    def divides(self) -> bool:
+        return self._divides
+
+    @property
+    def adds(self) -> bool:
+        return self.cell.adds_terms
+
+    @property
+    def takes_lists(self) -> bool:
+        return self.cell.takes_lists
 
     @no_autograph
     def init(self, like: Tree) -> State:
@@ -101,7 +106,7 @@ class _Treewise:
 
         opened = _Opened(structure, self._each(structure, empty, leaves, first, made_for), made_for)
         present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
-        widest = dtypes.of_weights(kind.dtype for kind in made_for if kind.dtype is not None)
+        widest = dtypes.of_weights([kind.dtype for kind in made_for if kind.dtype is not None])
         weight = self.cell.empty_weight(backend, widest, present)
         count = backend.full((), 0, dtypes.INT32, present)
         return opened, self.state(opened.value(opened.values), weight, count, tree.unflatten(structure, made_for))
@@ -120,7 +125,7 @@ class _Treewise:
         factor = w if multiplies else parse(self.cell.name, backend, 1)
 
         def update(a: Any, kind: Any, leaf: Any) -> Any:
-            if is_absent(leaf):
+            if leaf is None or backend.absent(leaf):
                 return None if a is None else self.cell.idle(backend, a, [w], totals)
             return self.cell.update(backend, a, self._entering(backend, a, kind, leaf), factor, totals)
 
@@ -141,10 +146,10 @@ class _Treewise:
     def contribution(self, state: State, value: Tree, weight: Any) -> State:
         cell = self.cell
         flat, leaves, backend, w = self._entered(state, value, weight)
-        zero, empty = w.is_zero(backend), self._empty_totals(backend, state)
+        zero, empty = w.is_zero(backend), self._empty_totals(backend, flat, state)
 
         def term(a: Any, kind: Any, leaf: Any) -> Array | None:
-            if is_absent(leaf):
+            if leaf is None or backend.absent(leaf):
                 return None
             added = cell.term(backend, a, self._entering(backend, a, kind, leaf), w)
             if isinstance(zero, bool):
@@ -162,7 +167,7 @@ class _Treewise:
     def _entered(self, state: State, value: Tree, weight: Any) -> tuple[_Opened, list[Any], Backend, Weight]:
         flat = self._open(state)
         leaves = tree.flatten_as(self.cell.name, flat.structure, value, self.cell.is_leaf)
-        arrays = (x for leaf in leaves for x in self.cell.arrays(leaf))
+        arrays = leaves if self.cell.is_leaf is None else [x for leaf in leaves for x in self.cell.arrays(leaf)]
         backend = resolve(self.cell.name, [*flat.arrays(), *arrays, state.count, weight])
         return flat, leaves, backend, parse(self.cell.name, backend, weight)
 
@@ -173,7 +178,7 @@ class _Treewise:
         return self.cell.entering(backend, a, kind.dtype, leaf)
 
     def _each(self, structure: tree.Structure, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-        """What the function makes of each leaf; errors name the leaf."""
+        """Applies a function leaf by leaf; errors name the leaf."""
         results: list[Any] = []
         for row in zip(*columns, strict=True):
             try:
@@ -184,44 +189,49 @@ class _Treewise:
 
     @no_autograph
     def update_many(
-        self, state: State | None, trees: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
+        self, state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
     ) -> State | None:
         cell = self.cell
         if state is None:
-            leaves, structure = tree.flatten(cell.name, trees[0])
-            rows = [leaves, *(tree.flatten_as(cell.name, structure, value) for value in trees[1:])]
-            like = [next((x for x in column if x is not None), None) for column in zip(*rows, strict=True)]
+            leaves, structure = tree.flatten(cell.name, values[0])
+            rows = [leaves, *[tree.flatten_as(cell.name, structure, value) for value in values[1:]]]
+            like = leaves
+            for others in rows[1:]:
+                like = [b if a is None else a for a, b in zip(like, others, strict=True)]
             flat, whole = self._begun(structure, like)
         else:
             flat, whole = self._open(state), state
-            rows = [tree.flatten_as(cell.name, flat.structure, value) for value in trees]
+            rows = [tree.flatten_as(cell.name, flat.structure, value) for value in values]
         entered = [x for row in rows for x in row]
         backend = resolve(cell.name, [*flat.arrays(), *entered, whole.count, *weights])
         parsed = [parse(cell.name, backend, weight) for weight in weights]
         if not cell.takes_many(parsed):
             return None
-        totals, zeros = Totals(whole.weight, whole.count), [weight.is_zero(backend) for weight in parsed]
+        totals = Totals(whole.weight, whole.count)
+        zeros = [w.known == 0 if w.known is not None else w.is_zero(backend) for w in parsed]
 
         def update(a: Any, kind: Any, *xs: Any) -> Any:
-            def entering(leaf: Any, zero: Array | bool) -> Array | None:
-                x = None if is_absent(leaf) else self._entering(backend, a, kind, leaf)
-                return None if x is None or zero is True else _unless(backend, zero, x)
-
-            present = [entering(x, zero) for x, zero in zip(xs, zeros, strict=True)]
-            if all(x is None for x in present):
+            present: list[Array | None] = [None] * len(xs)
+            some = False
+            for i, (leaf, zero) in enumerate(zip(xs, zeros, strict=True)):
+                if leaf is not None and not backend.absent(leaf):
+                    x = self._entering(backend, a, kind, leaf)
+                    if zero is not True:
+                        some, present[i] = True, x if zero is False else _masked(backend, zero, x)
+            if not some:
                 return None if a is None else cell.idle(backend, a, parsed, totals)
             return cell.update_many(backend, a, present, parsed, totals, order)
 
-        values = self._each(flat.structure, update, flat.values, flat.made_for, *rows)
+        accumulators = self._each(flat.structure, update, flat.values, flat.made_for, *rows)
         known = [w for w in parsed if w.known is not None]
-        total, count = whole.weight, _plus(backend, whole.count, sum(w.known != 0 for w in known))
+        total, count = whole.weight, _plus(backend, whole.count, len([w for w in known if w.known != 0]))
         if known:
             total = cell.add_weights(backend, total, known, order)
         for w, zero in zip(parsed, zeros, strict=True):
             if w.known is None:
                 total = where(backend, zero, total, cell.add_weight(backend, total, w))
                 count = backend.where(zero, count, count + 1)
-        return flat.closed(whole, values, cell.link(backend, total, entered), count)
+        return flat.closed(whole, accumulators, cell.link(backend, total, entered), count)
 
     @no_autograph
     def merge(self, a: State, b: State) -> State:
@@ -256,8 +266,10 @@ class _Treewise:
         return tree.unflatten(flat.structure, self._each(flat.structure, finish, flat.values, flat.made_for))
 
     @no_autograph
-    def all_finalize(self, state: State, collective: Collective, weight: Any) -> Tree:
+    def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
         cell = self.cell
+        if not cell.most_replicas:
+            return self.finalize(self.all_merge(state, collective, order))
         flat = self._open(state)
         backend = resolve(cell.name, [*flat.arrays(), state.count, weight])
         outputs = [cell.output(kind.dtype) for kind in flat.made_for if kind.dtype is not None]
@@ -273,17 +285,21 @@ class _Treewise:
         flat = self._open(state)
         backend = resolve(self.cell.name, [*flat.arrays(), state.count])
 
-        def empty(a: Any) -> Any:
-            if a is None:
-                return None
-            kept = parts(a)[0]
-            return self.cell.empty(backend, self.cell.shape(a), dtype_of(kept), kept)
+        def empty(a: Any, kind: Any) -> Any:
+            return (
+                None
+                if a is None
+                else self.cell.empty(backend, self.cell.shape(a), self.cell.running(kind.dtype), parts(a)[0])
+            )
 
-        totals = self._empty_totals(backend, state)
-        return flat.closed(state, list(map(empty, flat.values)), totals.weight, totals.count)
+        totals = self._empty_totals(backend, flat, state)
+        values = self._each(flat.structure, empty, flat.values, flat.made_for)
+        return flat.closed(state, values, totals.weight, totals.count)
 
-    def _empty_totals(self, backend: Backend, state: State) -> Totals:
-        weight = self.cell.empty_weight(backend, dtype_of(parts(state.weight)[0]), parts(state.weight))
+    def _empty_totals(self, backend: Backend, flat: _Opened, state: State) -> Totals:
+        present = [kind.dtype for kind in flat.made_for if kind.dtype is not None]
+        dtype = dtypes.of_weights(present) if present else dtype_of(parts(state.weight)[0])
+        weight = self.cell.empty_weight(backend, dtype, parts(state.weight))
         return Totals(weight, backend.full((), 0, dtypes.INT32, [state.count]))
 
     @no_autograph
@@ -319,7 +335,12 @@ class _Treewise:
         return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
 
     def _open(self, state: State) -> _Opened:
-        return _opened(self.cell, self.state, state)
+        if type(state) is not self.state:
+            raise GradCombineError(self.cell.name, f"a {self.state.__name__}", type(state).__name__)
+        made_for, structure = tree.flatten(self.cell.name, state.dtypes, tree.is_static)
+        accumulators = tree.split_as(self.cell.name, structure, state.value)
+        values = [None if isinstance(a, tree.Static) else a for a in accumulators]
+        return _Opened(structure, values, made_for)
 
 
 @dataclass(frozen=True)
@@ -340,7 +361,13 @@ class _Opened:
         return [a for a in self.values if a is not None]
 
     def arrays(self) -> list[Array]:
-        return [array for a in self.values if a is not None for array in parts(a)]
+        arrays: list[Array] = []
+        for a in self.values:
+            if isinstance(a, tuple):
+                arrays.extend(parts(a))
+            elif a is not None:
+                arrays.append(a)
+        return arrays
 
     def closed(self, state: State, values: Sequence[Any], weight: Any, count: Array) -> State:
         """The state with other accumulators."""
@@ -348,12 +375,15 @@ class _Opened:
 
     def value(self, values: Sequence[Any]) -> Tree:
         """The tree of these accumulators."""
-        pairs = zip(self.made_for, values, strict=True)
-        return tree.unflatten(self.structure, [kind if value is None else value for kind, value in pairs])
+        held = list(values)
+        for i, kind in enumerate(self.made_for):
+            if held[i] is None:
+                held[i] = kind
+        return tree.unflatten(self.structure, held)
 
 
-def _unless(backend: Backend, zero: Array | bool, x: Array) -> Array:
-    return x if isinstance(zero, bool) else backend.where(zero, backend.full((), 0, backend.dtype(x)), x)
+def _masked(backend: Backend, zero: Array, x: Array) -> Array:
+    return backend.where(zero, backend.full((), 0, backend.dtype(x)), x)
 
 
 def _plus(backend: Backend, count: Array, more: int) -> Array:
@@ -375,104 +405,6 @@ def _summary(a: Any) -> str:
     kept = parts(a)[0]
     held = f"shape {shape_of(kept)} and dtype {dtype_of(kept)}"
     return f"{held} in {getattr(a, 'in_words', type(a).__name__)}" if kept is not a else held
-
-
-class _Forms:
-    """In the place of a backend: makes forms of arrays, which take no memory."""
-
-    def full(self, shape: tuple[int, ...], fill: Any, dtype: np.dtype, like: Any = ()) -> _Form:
-        return _Form(shape, dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What an array is to be like; its dtype may be in any byte order."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-
-_FORMS: Any = _Forms()
-
-
-def _is_like(a: Any, form: Any) -> bool:
-    if isinstance(form, _Form):
-        return is_array_of(a, form.dtype, form.shape)
-    return a.__class__ is form.__class__ and len(a) == len(form) and all(map(_is_like, a, form))
-
-
-def _is_accumulator(cell: Cell, a: Any, running: np.dtype, form: Callable[..., Any]) -> bool:
-    """Whether an accumulator is like the empty one for contributions of its shape."""
-    try:
-        if isinstance(a, tuple):
-            return _is_like(a, form(running, cell.shape(a)))
-        return is_array_of(a, running) and isinstance(form(running, ()), _Form)
-    except Exception:  # of whatever a caller has made of it
-        return False
-
-
-def _wanted(cell: Cell, a: Any, running: np.dtype, form: Callable[..., Any]) -> str:
-    try:
-        words = form(running, cell.shape(a)).in_words
-    except Exception:  # for a form without words, or a shape that there is none of
-        words = None
-    return words if isinstance(words, str) else "what this reduction makes"
-
-
-def _received(a: Any) -> str:
-    words = attribute(a, "in_words")
-    return words if isinstance(words, str) else in_words(a)
-
-
-def _require_weight(cell: Cell, weight: Any, made_for: Iterable[Any]) -> None:
-    """Refuses a damaged sum of weights."""
-    widest = dtypes.of_weights(kind.dtype for kind in made_for if kind.dtype is not None)
-    form = cell.empty_weight(_FORMS, widest, ())
-    if isinstance(form, _Form):
-        require_scalar(cell.name, "a real scalar", weight, "fiu", ".weight")
-    elif not _is_like(weight, form):
-        raise GradCombineError(cell.name, "a sum of weights as this reduction has it", shown(weight), ".weight")
-
-
-def _opened(cell: Cell, kind: type, state: State) -> _Opened:
-    """A state that must be of this class, and whole.
-
-    Raises:
-      GradCombineError: for another state, and for a damaged one.
-    """
-    if type(state) is not kind:
-        raise GradCombineError(cell.name, f"a {kind.__name__}", type(state).__name__)
-    made_for, structure = tree.flatten(cell.name, state.dtypes, tree.is_static)
-    if not all(map(tree.is_static, made_for)):
-        raise GradCombineError(cell.name, "a state whose dtypes are constants", shown(state.dtypes))
-    split = tree.split_as(cell.name, structure, state.value)
-    values = [None if tree.is_static(a) else a for a in split]
-
-    # Many leaves have one dtype, and some one shape.
-    @cache
-    def form(running: np.dtype, shape: tuple[int, ...]) -> Any:
-        return cell.empty(_FORMS, shape, running, None)
-
-    @cache
-    def running_of(dtype: np.dtype) -> np.dtype | None:
-        return cell.running(dtype) if dtypes.is_of(dtype, cell.kinds) else None
-
-    for i, (a, entry) in enumerate(zip(values, made_for, strict=True)):
-        if entry.dtype is None:
-            if a is not None:
-                expected = "no accumulator, where there is no gradient"
-                raise GradCombineError(cell.name, expected, shown(a), structure.path(i))
-            continue
-        if (running := running_of(entry.dtype)) is None:
-            raise GradCombineError(cell.name, f"a state for {' or '.join(cell.kinds)}", entry, structure.path(i))
-        if a is not None and not _is_accumulator(cell, a, running, form):
-            expected = (
-                f"an accumulator of {running}, for contributions of {entry.dtype}: {_wanted(cell, a, running, form)}"
-            )
-            raise GradCombineError(cell.name, expected, _received(a), structure.path(i))
-    _require_weight(cell, state.weight, made_for)
-    require_count(cell.name, state.count, ".count")
-    return _Opened(structure, values, made_for)
 
 
 def _absent(backend: Backend, kind: Any) -> Any:

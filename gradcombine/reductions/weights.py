@@ -1,4 +1,4 @@
-"""What the weight of a contribution may be, and what it does."""
+"""Weights of contributions: validation, presence, and multiplication."""
 
 from __future__ import annotations
 
@@ -70,11 +70,15 @@ class Weight:
     def number(self, dtype: np.dtype) -> np.generic:
         """A known weight as `cast` rounds it, which belongs to no framework."""
         assert self.known is not None
-        return dtype.type(_rounded(self.known, dtype))
+        if dtypes.kind(dtype) == "integer":
+            return dtype.type(_modulo(self.known, dtype))
+        known = self.known if isinstance(self.known, float) else _float(self.known)
+        with np.errstate(over="ignore"):  # infinite above the range of the dtype
+            return np.float64(known).astype(dtype)
 
     def _cast(self, backend: Backend, dtype: np.dtype) -> Array:
         if self.known is not None:
-            return backend.full((), _rounded(self.known, dtype), dtype)
+            return backend.full((), self.number(dtype).item(), dtype)
         array = backend.cast(self.array, dtype)
         if self.refused is None or dtypes.kind(dtype) == "integer":
             return array
@@ -140,16 +144,6 @@ def _float(x: Any) -> float:
         return math.inf
 
 
-def _rounded(x: float, dtype: np.dtype) -> float:
-    return (_modulo if dtypes.kind(dtype) == "integer" else _nearest)(x, dtype)
-
-
-def _nearest(x: float, dtype: np.dtype) -> float:
-    """The nearest float of this dtype; infinite above its range."""
-    with np.errstate(over="ignore"):
-        return float(np.float64(_float(x)).astype(dtype))
-
-
 def _modulo(x: float, dtype: np.dtype) -> int:
     """The integer of this dtype that equals x modulo its width."""
     info = ml_dtypes.iinfo(dtype)
@@ -175,12 +169,12 @@ def weighted(operation: str, backend: Backend, x: Array, weight: Weight, running
 
 
 def factor(operation: str, backend: Backend, weight: Weight, running: np.dtype) -> Array | None:
-    """What contributions are multiplied by; None for a weight that is known to be 1.
+    """The factor of contributions; None for a weight that is known to be 1.
 
     Raises:
       GradCombineError: as `weighted`.
     """
-    if weight.is_one:
+    if weight.known == 1:
         return None
     if dtypes.kind(running) == "integer" and not weight.is_integral:
         raise GradCombineError(operation, f"an integer weight for a leaf of {running}", "another one")
@@ -192,6 +186,22 @@ def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) 
     return x if factor is None else backend.scale(backend.cast(x, dtypes.working(running)), factor)
 
 
+def _holding(operation: str, weight: Weight, wide: bool) -> np.dtype:
+    """The dtype in which a known weight becomes an array; an integer one keeps its value."""
+    known = weight.known
+    assert known is not None
+    if weight.is_integral:
+        # No integers of 64 bits: JAX has none by default.
+        for dtype in (np.dtype(np.int32), np.dtype(np.uint32)):
+            if known <= np.iinfo(dtype).max:
+                return dtype
+    dtype = np.dtype(np.float64 if wide else np.float32)
+    if weight.whole and weight.number(dtype).item() != known:
+        expected = f"an integer weight below 2**32, or one that {dtype} holds, where a contribution may be left out"
+        raise GradCombineError(operation, expected, known)
+    return dtype
+
+
 def where(operation: str, backend: Backend, condition: Array, weight: Any, wide: bool) -> Array:
     """The weight where the boolean scalar holds, else 0; of an integer type if it is certainly a whole number.
 
@@ -201,10 +211,12 @@ def where(operation: str, backend: Backend, condition: Array, weight: Any, wide:
       condition: known or traced.
       weight: any that `parse` takes.
       wide: whether a float that is known becomes one of 64 bits.
+
+    Raises:
+      GradCombineError: as `parse`, and for an integer that no array holds.
     """
     parsed = parse(operation, backend, weight)
     array = parsed.array
     if parsed.known is not None:
-        whole = parsed.is_integral and parsed.known <= np.iinfo(np.int32).max
-        array = parsed.cast(backend, np.dtype(np.int32 if whole else np.float64 if wide else np.float32))
+        array = parsed.cast(backend, _holding(operation, parsed, wide))
     return backend.where(condition, array, backend.full((), 0, backend.dtype(array)))

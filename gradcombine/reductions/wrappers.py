@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -12,10 +10,11 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, require_number, shown
+from gradcombine.errors import GradCombineError, renamed, require_number
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
+from gradcombine.reductions.algebra import OnContributions, Reduction, Weighed, Wrapper, described, require_reduction
 from gradcombine.reductions.moments import moments
+from gradcombine.reductions.numbered import Numbered, without_numbers
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.plain import max as maximum
 from gradcombine.reductions.sums import sum as sum_
@@ -24,66 +23,9 @@ from gradcombine.sparse import densify, is_row_sparse, row_slices
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
-def on_contributions(
-    reduction: Reduction,
-    transform: Callable[[Tree, Any], tuple[Tree, Any]],
-    like: Callable[[Tree], Tree] = lambda like: like,
-) -> Reduction:
-    """The same reduction, of contributions that pass through a function first.
-
-    Args:
-      reduction: any reduction.
-      transform: ``transform(value, weight) -> (value, weight)``, pure.
-      like: what that makes of the shapes and dtypes for which a state is made.
-
-    Returns:
-      A reduction with the same states, merged and finalized as before.
-    """
-
-    @no_autograph
-    def init(made_for: Tree) -> State:
-        return reduction.init(like(made_for))
-
-    @no_autograph
-    def update(state: State, value: Tree, weight: Any = 1) -> State:
-        return reduction.update(state, *transform(value, weight))
-
-    @no_autograph
-    def update_many(state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> State | None:
-        assert reduction.update_many is not None
-        changed, weighing = zip(*map(transform, values, weights), strict=True)
-        return reduction.update_many(state, changed, weighing, order)
-
-    @no_autograph
-    def contribution(state: State, value: Tree, weight: Any) -> State:
-        assert reduction.contribution is not None
-        return reduction.contribution(state, *transform(value, weight))
-
-    @no_autograph
-    def add_weighted(state: State, value: Tree, weight: Any) -> State:
-        assert reduction.add_weighted is not None
-        return reduction.add_weighted(state, *transform(value, weight))
-
-    functions = init, update, reduction.merge, reduction.finalize
-    alone = None if reduction.contribution is None else contribution
-    many = None if reduction.update_many is None else update_many
-    derivative = None if reduction.derivative is None else on_contributions(reduction.derivative, transform, like)
-    weighted = None if reduction.add_weighted is None else add_weighted
-    shortcuts = Shortcuts(
-        functions,
-        reduction.clear,
-        reduction.all_merge,
-        many,
-        contribution=alone,
-        derivative=derivative,
-        add_weighted=weighted,
-    )
-    return replace(reduction, init=init, update=update, shortcuts=shortcuts)
-
-
 @no_autograph
 def checked(reduction: Reduction) -> Reduction:
-    """The same reduction, which also checks weights whose value is not known while tracing.
+    """Checks weights whose value is not known while tracing, at run time.
 
     Outside of compiled code weights are always checked. Inside, this adds the framework's own run-time check for a
     weight that is NaN, infinite or negative: under jax.jit the function has to be wrapped by
@@ -100,26 +42,27 @@ def checked(reduction: Reduction) -> Reduction:
     >>> gc.combine(gc.reductions.checked(gc.reductions.sum()), [np.float32([1, 2])], weights=[2])
     array([2., 4.], dtype=float32)
     """
-    require_reduction("checked", reduction)
+    return Checked(reduction)
 
-    @no_autograph
-    def weighed(value: Tree, weight: Any) -> tuple[Tree, Any]:
-        leaves, _ = tree.flatten(reduction.name, value)
-        backend = resolve(reduction.name, [*leaves, weight])
-        parsed = parse(reduction.name, backend, weight)
+
+class Checked(OnContributions):
+    """See `checked`."""
+
+    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+        leaves, _ = tree.flatten(self.name, value)
+        backend = resolve(self.name, [*leaves, weight])
+        parsed = parse(self.name, backend, weight)
         if parsed.known is None:
             zero = backend.full((), 0, backend.dtype(parsed.array))
             # x - x is 0 for every finite x, and NaN for NaN and the infinities.
             finite = parsed.array - parsed.array == zero
-            backend.check((parsed.array >= zero) & finite, reduction.name, EXPECTED, "one that is not")
+            backend.check((parsed.array >= zero) & finite, self.name, EXPECTED, "one that is not")
         return value, weight
-
-    return on_contributions(reduction, weighed)
 
 
 @no_autograph
 def zeroed(reduction: Reduction) -> Reduction:
-    """The same reduction, in which a contribution that holds NaN or infinity anywhere has weight 0.
+    """Gives a contribution that holds NaN or infinity anywhere the weight 0.
 
     As loss scaling skips a step whose gradients have overflowed, but a contribution at a time: in a list one tree, over
     replicas that of each replica. All leaves of the contribution are left out, the finite ones too, so that a mean
@@ -138,20 +81,26 @@ def zeroed(reduction: Reduction) -> Reduction:
     >>> gc.combine(gc.reductions.zeroed(gc.reductions.mean()), grads)
     array([2., 3.], dtype=float32)
     """
-    require_reduction("zeroed", reduction)
+    return Zeroed(reduction)
 
-    @no_autograph
-    def left_out(value: Tree, weight: Any) -> tuple[Tree, Any]:
-        leaves, structure = tree.flatten(reduction.name, value)
-        backend = resolve(reduction.name, [*leaves, weight])
+
+class Zeroed(OnContributions):
+    """See `zeroed`."""
+
+    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+        leaves, structure = tree.flatten(self.name, value)
+        backend = resolve(self.name, [*leaves, weight])
         arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
+
+        def is_inexact(x: Any) -> bool:
+            return not is_absent(x) and dtypes.kind(backend.dtype(x)) in ("float", "complex")
 
         def is_finite(x: Array) -> Array:
             # x - x is 0 for every finite x, and NaN for NaN and the infinities.
             x = backend.cast(x, dtypes.working(backend.dtype(x)))
             return backend.total(backend.add(x, -x)) == backend.full((), 0, backend.dtype(x))
 
-        inexact = [x for x in arrays if not is_absent(x) and dtypes.kind(backend.dtype(x)) in ("float", "complex")]
+        inexact = [x for x in arrays if is_inexact(x)]
         if not inexact:
             return value, weight
         finite = reduce(lambda a, b: a & b, map(is_finite, inexact))
@@ -159,22 +108,21 @@ def zeroed(reduction: Reduction) -> Reduction:
             return value, weight
 
         def kept(x: Any) -> Any:
-            # What is masked by its weight alone would make derivatives NaN.
-            return x if is_absent(x) else backend.where(finite, x, backend.full((), 0, backend.dtype(x)))
+            # What is masked by its weight alone would make derivatives NaN. Integers stay, as a microbatch's number.
+            return backend.where(finite, x, backend.full((), 0, backend.dtype(x))) if is_inexact(x) else x
 
         wide = any(dtypes.is_wide(backend.dtype(x)) for x in inexact)
-        return tree.unflatten(structure, map(kept, arrays)), where(reduction.name, backend, finite, weight, wide)
-
-    return on_contributions(reduction, left_out)
+        return tree.unflatten(structure, map(kept, arrays)), where(self.name, backend, finite, weight, wide)
 
 
 @no_autograph
 def clipped(reduction: Reduction, max_norm: float) -> Reduction:
-    """The same reduction, of contributions none of which is longer than ``max_norm``: ``g * min(1, max_norm / |g|)``.
+    """Clips each contribution by its global norm: ``g * min(1, max_norm / |g|)``.
 
     What is clipped is one contribution at a time (in a list one tree, over replicas that of each replica), by the norm
-    over all its leaves together, before it is weighted: as for differentially private means, and against outliers. To
-    clip what a window has become, clip the result.
+    over all its leaves together, before it is weighted: as for differentially private means, and against outliers. Of a
+    `Numbered` contribution that is its value, of a `Ratio` its numerator. To clip what a window has become, clip the
+    result.
 
     Args:
       reduction: any reduction of float leaves.
@@ -197,15 +145,30 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     array([3., 4.], dtype=float32)
     """
     require_reduction("clipped", reduction)
-    longest = require_number("clipped", "a positive and finite max_norm", max_norm, np.nextafter(0, 1))
+    return Clipped(reduction, require_number("clipped", "a positive and finite max_norm", max_norm, np.nextafter(0, 1)))
 
-    @no_autograph
-    def shortened(value: Tree, weight: Any) -> tuple[Tree, Any]:
-        leaves, structure = tree.flatten(reduction.name, value)
-        backend = resolve(reduction.name, [*leaves, weight])
+
+class Clipped(OnContributions):
+    """See `clipped`."""
+
+    def __init__(self, of: Reduction, max_norm: float) -> None:
+        super().__init__(of)
+        self.max_norm = max_norm
+
+    def around(self, of: Reduction) -> Reduction:
+        return Clipped(of, self.max_norm)
+
+    @property
+    def description(self) -> str:
+        return described("clipped", self.of.description, max_norm=self.max_norm)
+
+    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+        gradients, rebuild = self.gradients(value)
+        leaves, structure = tree.flatten(self.name, gradients)
+        backend = resolve(self.name, [*leaves, weight])
         norm = global_norm("clipped", backend, leaves, structure)
         dtype = backend.dtype(norm)
-        one, most = (backend.full((), x, dtype) for x in (1, longest))
+        one, most = (backend.full((), x, dtype) for x in (1, self.max_norm))
         finite = backend.add(norm, -norm) == backend.full((), 0, dtype)
         # Divided by no 0, of which the derivative would be NaN. No array: JAX looks for NaN where one is made.
         long = norm > most
@@ -221,9 +184,7 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
                 scaled(backend, x, backend.cast(factor, dtypes.working(leaf_dtype)), leaf_dtype), leaf_dtype
             )
 
-        return tree.unflatten(structure, map(short, leaves)), weight
-
-    return on_contributions(reduction, shortened)
+        return rebuild(tree.unflatten(structure, map(short, leaves))), weight
 
 
 def global_norm(operation: str, backend: Backend, leaves: list[Any], structure: tree.Structure) -> Array:
@@ -256,7 +217,7 @@ def norm_dtype(operation: str, leaves: list[Any], structure: tree.Structure) -> 
 
 @no_autograph
 def sparse_as_dense(reduction: Reduction) -> Reduction:
-    """The same reduction, which takes row-sparse contributions as the dense arrays that they stand for.
+    """Makes row-sparse contributions dense before they are combined.
 
     For sums of sparse and dense contributions, and where so many rows occur that a dense state is smaller. The result
     is dense, as that of tf.AggregationMethod is for mixed terms.
@@ -281,14 +242,23 @@ def sparse_as_dense(reduction: Reduction) -> Reduction:
     array([[0.5],
            [4. ]], dtype=float32)
     """
-    require_reduction("sparse_as_dense", reduction)
+    return SparseAsDense(reduction)
+
+
+class SparseAsDense(OnContributions):
+    """See `sparse_as_dense`."""
+
+    @property
+    def description(self) -> str:
+        return described("sparse_as_dense", self.of.description)
 
     @no_autograph
-    def dense_like(like: Tree) -> Tree:
-        leaves, structure = tree.flatten(reduction.name, like, is_row_sparse)
-        return tree.unflatten(structure, map(_whole, leaves))
+    def init(self, like: Tree) -> State:
+        leaves, structure = tree.flatten(self.name, like, is_row_sparse)
+        return self.of.init(tree.unflatten(structure, map(_whole, leaves)))
 
-    return on_contributions(reduction, lambda value, weight: (densify(value), weight), dense_like)
+    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+        return densify(value), weight
 
 
 def _whole(leaf: Any) -> Any:
@@ -305,7 +275,7 @@ def _whole(leaf: Any) -> Any:
 
 
 class Metrics(NamedTuple):
-    """What contributions were like; scalars, all zeros where there was none.
+    """Statistics of contributions; scalars, all zeros where there was none.
 
     Attributes:
       norm_mean: the weighted mean of their norms, each over all leaves of a contribution.
@@ -337,7 +307,7 @@ class MeasuredState(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """What the metrics are made of: a contribution's norm twice, and 1 twice."""
+    """A contribution to the metrics: its norm twice, and 1 twice."""
 
     norm: Any
     largest: Any
@@ -345,12 +315,12 @@ class _Entry(NamedTuple):
     weight: Any
 
 
-_METRICS = per_leaf(_Entry(moments(), maximum(), sum_(), replace(sum_(), scales_by_weight=True)))
+_METRICS = per_leaf(_Entry(moments(), maximum(), sum_(), Weighed(sum_())))
 
 
 @no_autograph
 def measured(reduction: Reduction) -> Reduction:
-    """The same reduction, whose value comes with metrics of the contributions that it was made of.
+    """Adds metrics of the contributions to the value of a reduction.
 
     For a dashboard, for the noise scale, and to see what `clipped` and `zeroed` take away: ``measured(zeroed(r))``
     measures everything, ``zeroed(measured(r))`` what is left. The norms are those over all leaves of one contribution:
@@ -374,67 +344,74 @@ def measured(reduction: Reduction) -> Reduction:
     >>> value, [float(x) for x in metrics]
     (array([0.75, 1.75], dtype=float32), [2.0, 3.0, 5.0, 2.0, 4.0])
     """
-    require_reduction("measured", reduction)
+    return MeasuredReduction(reduction)
 
-    def opened(state: State) -> MeasuredState:
-        if not isinstance(state, MeasuredState):
-            raise GradCombineError(reduction.name, "a MeasuredState", type(state).__name__)
-        return state
+
+class MeasuredReduction(Wrapper):
+    """See `measured`."""
+
+    def __init__(self, of: Reduction) -> None:
+        super().__init__(of)
+        self.name = f"measured({of.name})"
+
+    @property
+    def description(self) -> str:
+        return described("measured", self.of.description)
 
     @no_autograph
-    def init(like: Tree) -> MeasuredState:
-        leaves, structure = tree.flatten("measured", like)
+    def init(self, like: Tree) -> MeasuredState:
+        state = self.of.init(like)
+        leaves, structure = tree.flatten("measured", self._like(like))
         dtype = norm_dtype("measured", leaves, structure)
         backend = resolve("measured", leaves)
         present = [leaf for leaf in leaves if not is_absent(leaf)]
         # The weight's width is that of the reductions' own sums of weights.
         entry = (backend.full((), 0, kind, present) for kind in (dtype, dtype, dtypes.INT32, dtype))
-        return MeasuredState(reduction.init(like), _METRICS.init(_Entry(*entry)))
+        return MeasuredState(state, _METRICS.init(_Entry(*entry)))
 
     @no_autograph
-    def update(state: State, value: Tree, weight: Any = 1) -> MeasuredState:
-        state = opened(state)
-        updated = reduction.update(state.value, value, weight)
-        leaves, structure = tree.flatten("measured", value)
+    def update(self, state: State, value: Tree, weight: Any = 1) -> MeasuredState:
+        state = self._open(state)
+        updated = self.of.update(state.value, value, weight)
+        leaves, structure = tree.flatten("measured", self.of.gradients(value)[0])
         backend = resolve("measured", [*leaves, weight])
-        norm = global_norm("measured", backend, leaves, structure)
-        try:
-            wide = state.metrics.parts[0].dtypes.dtype
-            norm = backend.cast(norm, wide)
-        except Exception:  # of what a caller has made of it
-            raise GradCombineError(
-                reduction.name, "the state of the metrics", shown(state.metrics), ".metrics"
-            ) from None
+        wide = state.metrics.parts[0].dtypes.dtype
+        norm = backend.cast(global_norm("measured", backend, leaves, structure), wide)
         one = backend.full((), 1, dtypes.INT32), backend.full((), 1, wide)
         return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
 
     @no_autograph
-    def merge(a: State, b: State) -> MeasuredState:
-        a, b = opened(a), opened(b)
-        return MeasuredState(reduction.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
+    def merge(self, a: State, b: State) -> MeasuredState:
+        a, b = self._open(a), self._open(b)
+        return MeasuredState(self.of.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
 
     @no_autograph
-    def finalize(state: State) -> Measured:
-        state = opened(state)
+    def finalize(self, state: State) -> Measured:
+        state = self._open(state)
         entry = _METRICS.finalize(state.metrics)
         backend = resolve("measured", [entry.count])
         largest = backend.where(entry.count == 0, backend.full((), 0, backend.dtype(entry.largest)), entry.largest)
         metrics = Metrics(entry.norm.mean, entry.norm.variance, largest, entry.count, entry.weight)
-        return Measured(reduction.finalize(state.value), metrics)
+        return Measured(self.of.finalize(state.value), metrics)
 
     @no_autograph
-    def clear(state: State) -> MeasuredState:
-        state = opened(state)
-        return MeasuredState(reduction.clear(state.value), _METRICS.clear(state.metrics))
+    def clear(self, state: State) -> MeasuredState:
+        state = self._open(state)
+        return MeasuredState(self.of.clear(state.value), _METRICS.clear(state.metrics))
 
     @no_autograph
-    def all_merge(state: State, collective: Collective, order: Order) -> MeasuredState:
-        state = opened(state)
-        value = reduction.all_merge(state.value, collective, order)
+    def all_merge(self, state: State, collective: Collective, order: Order) -> MeasuredState:
+        state = self._open(state)
+        value = self.of.all_merge(state.value, collective, order)
         return MeasuredState(value, _METRICS.all_merge(state.metrics, collective, order))
 
-    functions = init, update, merge, finalize
-    derivative = None if reduction.derivative is None else measured(reduction.derivative)
-    shortcuts = Shortcuts(functions, clear, all_merge, derivative=derivative)
-    name = f"measured({reduction.name})"
-    return Reduction(*functions, name=name, scales_by_weight=reduction.scales_by_weight, shortcuts=shortcuts)
+    def _like(self, like: Tree) -> Tree:
+        """The gradients among the shapes that a state is made for, which may come without a number."""
+        if self.of.microbatches is not None and not isinstance(like, Numbered):
+            return without_numbers(self.of).gradients(like)[0]
+        return self.of.gradients(like)[0]
+
+    def _open(self, state: State) -> MeasuredState:
+        if not isinstance(state, MeasuredState):
+            raise GradCombineError(self.of.name, "a MeasuredState", type(state).__name__)
+        return state

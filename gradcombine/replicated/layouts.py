@@ -22,7 +22,7 @@ BOOL = np.dtype(np.bool_)
 
 
 class Layout(Protocol):
-    """What a variable asks of its components' place."""
+    """Where the components of a variable lie: the interface of layouts."""
 
     def size(self) -> int:
         """The number of replicas."""

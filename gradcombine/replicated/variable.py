@@ -19,7 +19,7 @@ from gradcombine.types import Array, Order, Tree, no_autograph
 
 
 class CrossReplica(NamedTuple):
-    """What is done to all components at once. A value is one for all replicas, and the same wherever it is given.
+    """Operations in cross-replica context, on all components at once. A value is one for all replicas.
 
     Attributes:
       assign: ``assign(state, value) -> state``: a read gives ``value``.
@@ -228,7 +228,7 @@ class _Contexts:
         return [x if is_absent(y) else y for x, y in zip(values, combined, strict=True)]
 
     def _component(self, backend: Backend, value: Array) -> Array:
-        """What each replica holds of one value for all: the value, or its part of it, so that the sum is the value."""
+        """One replica's component of a value for all: the value, or a part of it, so that the sum is the value."""
         value = self.layout.broadcast(backend, value)
         if not self.policy.shares:
             return value
@@ -273,7 +273,7 @@ class Opened(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What is written to one variable of the tree.
+    """A write to one variable of the tree.
 
     Attributes:
       array: of the variable's dtype, of the component's shape or of one value's; None: nothing is written.
@@ -297,7 +297,7 @@ def opened(operation: str, state: Any, also: Tree = None) -> Opened:
 def written(
     operation: str, into: Opened, value: Tree, layout: Layout, shape: Callable[[Array, str], tuple[int, ...]]
 ) -> list[Written]:
-    """What ``value`` writes to each variable.
+    """The write of ``value`` to each variable.
 
     Args:
       shape: of an array that may be written to a component, with its path.

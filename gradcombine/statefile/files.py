@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.accumulation import depth_of
+from gradcombine.accumulation import check_state, depth_of
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError, require_list
+from gradcombine.errors import GradCombineError, renamed, require_list
 from gradcombine.formats import Entry
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.statefile import container
 from gradcombine.statefile import header as headers
 from gradcombine.statefile.container import array_name, decoding, refused, require_path
-from gradcombine.statefile.header import Header, Layout, Leaf, difference, layout, on_host, require_state_of, template
+from gradcombine.statefile.header import Header, Layout, Leaf, difference, layout, on_host, template
 from gradcombine.types import AccumulateState, State, Tree, no_autograph
 
 
@@ -166,7 +168,8 @@ def _write(operation: str, path: str | os.PathLike[str], reduction: Reduction, s
     parts = [on_host(operation, state) for state in states]
     first = layout(operation, parts[0])
     for rank, part in enumerate(parts):
-        require_state_of(operation, reduction, part)
+        with renamed(operation):
+            check_state(reduction, part)
         other = layout(operation, part)
         if (other.leaves, other.kinds) != (first.leaves, first.kinds):
             raise GradCombineError(operation, "states of one structure, shapes and dtypes", f"another at rank {rank}")
@@ -185,7 +188,9 @@ def _write(operation: str, path: str | os.PathLike[str], reduction: Reduction, s
             digests = tuple(container.digest(arrays[array_name(rank, i)]) for rank in range(len(parts)))
             leaves.append(Leaf(where, described[0].name, described[1], digests))
     levels = depth_of(parts[0]) if isinstance(parts[0], AccumulateState) else None
-    header = Header(headers.own_version(), reduction.name, len(parts), levels, first.kinds, tuple(leaves))
+    header = Header(
+        headers.own_version(), reduction.name, reduction.description, len(parts), levels, first.kinds, tuple(leaves)
+    )
     container.write(target, headers.encode(header), arrays)
 
 
@@ -198,8 +203,7 @@ def _states(
     with decoding(source):
         contents = container.read(source)
         header = headers.decode(contents.text)
-    if header.reduction != reduction.name:
-        raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
+    require_composition(source, header, reduction)
     if replicas is not None and header.replicas != replicas:
         raise refused(f"{replicas} replica (load_replicas takes several)", header.replicas)
     wanted = layout(operation, template(operation, reduction, like, header.levels))
@@ -214,6 +218,19 @@ def _states(
         return tree.unflatten(wanted.structure, [x if x is None or numpy else backend.asarray(x) for x in column])
 
     return [state(column) for column in columns]
+
+
+def require_composition(source: Path, header: Header, reduction: Reduction) -> None:
+    """Raises for a file of another composition; warns for one that does not tell of its settings."""
+    if header.reduction != reduction.name:
+        raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
+    if header.settings is None:
+        text = (
+            f"statefile.load: {source} does not tell the settings of its reduction: {reduction.description} is assumed"
+        )
+        warnings.warn(text, stacklevel=4)
+    elif header.settings != reduction.description:
+        raise refused(f"states of {reduction.description}", f"states of {header.settings}")
 
 
 def _require_layout(wanted: Layout, header: Header) -> None:

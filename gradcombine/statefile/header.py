@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import gradcombine
-from gradcombine import binary_counter, tree
-from gradcombine.accumulation import require_state
+from gradcombine import tree
 from gradcombine.backends.registry import load, owner, placeholder
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions.algebra import Reduction
@@ -22,7 +21,7 @@ from gradcombine.statefile.container import refused
 from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
 FORMAT = "gradcombine state"
-VERSION = 2
+VERSION = 3
 MAX_LEVELS = 32
 """A window's position is an int32: its binary counter has no more levels than that."""
 
@@ -49,6 +48,8 @@ class Header(NamedTuple):
     Attributes:
       gradcombine: the version of the library that wrote it.
       reduction: the name of the reduction that made the states.
+      settings: the reduction with all wrappers and settings, for instance ``"clipped(mean(), max_norm=1.0)"``. None for
+        files of version 2, which do not tell.
       replicas: how many states the file holds, one per replica, by rank.
       levels: of windows, how many partial states each has: 1 in order ``"sequential"``, floor(log2(every)) + 1 in order
         ``"tree"``. None for states of a reduction without a window.
@@ -58,6 +59,7 @@ class Header(NamedTuple):
 
     gradcombine: str
     reduction: str
+    settings: str | None
     replicas: int
     levels: int | None
     kinds: dict[str, str]
@@ -89,12 +91,13 @@ def decode(text: str) -> Header:
     fields = _of(dict, json.loads(body))
     if fields.get("format") != FORMAT:
         raise refused(f"the format {FORMAT!r}", "another one")
-    if fields.get("version") != VERSION:
+    if fields.get("version") not in (2, VERSION):
         written = f"version {fields.get('version')!r}, written by gradcombine {fields.get('gradcombine')!r}"
         raise refused(f"version {VERSION} of the format", written)
     header = Header(
         gradcombine=_of(str, fields["gradcombine"]),
         reduction=_of(str, fields["reduction"]),
+        settings=None if fields["version"] == 2 else _of(str, fields["settings"]),
         replicas=_of(int, fields["replicas"]),
         levels=None if fields["levels"] is None else _of(int, fields["levels"]),
         kinds={_of(str, path): _of(str, kind) for path, kind in _of(dict, fields["kinds"]).items()},
@@ -181,37 +184,6 @@ def on_host(operation: str, state: State) -> State:
     return tree.unflatten(
         structure, [value_of(operation, x, path) for x, path in zip(leaves, structure.paths(), strict=True)]
     )
-
-
-def require_state_of(operation: str, reduction: Reduction, state: State) -> None:
-    """Refuses a state that is not one of this reduction, or several of them stacked in one tree."""
-    if not isinstance(state, AccumulateState):
-        _require_part(operation, reduction, state, "")
-        return
-    for name in ("step", "index"):
-        described = _described(getattr(state, name))
-        if described != (np.dtype(np.int32), ()):
-            raise GradCombineError(operation, "int32 of shape (), of one replica", _named(described), f".{name}")
-    require_state(state)
-    if isinstance(state.levels, BinaryCounter):
-        _require_part(operation, reduction, binary_counter.level(state.levels, 0), ".levels.stacked")
-    else:
-        _require_part(operation, reduction, state.levels[0], ".levels[0]")
-
-
-def _require_part(operation: str, reduction: Reduction, part: State, path: str) -> None:
-    # The empty state has the right shapes of weights and counts, which in stacked states have one more axis.
-    right, received = layout(operation, reduction.clear(part)), layout(operation, part)
-    for node in [*right.kinds, *received.kinds]:
-        expected, actual = right.kinds.get(node), received.kinds.get(node)
-        if expected != actual:
-            raise GradCombineError(operation, f"{expected}, as these settings make it", str(actual), path + node)
-    for leaf in [*right.leaves, *received.leaves]:
-        if (leaf in right.leaves) != (leaf in received.leaves):
-            expected, actual = ("a leaf", "none") if leaf in right.leaves else ("no leaf", "one")
-            raise GradCombineError(operation, f"{expected}, as these settings make it", actual, path + leaf)
-        if received.leaves[leaf] != right.leaves[leaf]:
-            raise difference(operation, path + leaf, right.leaves[leaf], received.leaves[leaf])
 
 
 def difference(operation: str, path: str, expected: Any, received: Any) -> GradCombineError:

@@ -11,9 +11,9 @@ import numpy as np
 
 from gradcombine import ledger, tree
 from gradcombine.errors import GradCombineError, require_integer, require_path
-from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.plain import last
-from gradcombine.statefile.files import load, save
+from gradcombine.statefile.files import inspect, load, require_composition, save
 from gradcombine.statefile.header import on_host
 from gradcombine.types import State, Tree, no_autograph
 
@@ -122,12 +122,14 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
       start: what the first window begins with, the same in every start of the run; other beginnings are read like it.
 
     Raises:
-      GradCombineError: where windows after the first have begun, and the beginnings of all of them are damaged.
+      GradCombineError: where windows after the first have begun, and the beginnings of all of them are damaged; for a
+        part of another reduction, or of the same one with other settings.
       OSError: where a file cannot be read.
 
     Bits: what is merged of the parts, and of the microbatches that `gradcombine.ledger.read` calls missing, has the
     bits of the unbroken run in precision ``"exact"``, and in order ``"tree"`` if the holders are logical replicas.
     """
+    require_reduction("statefile.recover", reduction)
     files, left_out = _files(require_path("statefile.recover", "a folder", folder)), dict[str, str]()
     window, begun = 0, start
     beginnings = sorted(((index, file) for file, index, holder in files if holder == _BEGUN), reverse=True)
@@ -144,6 +146,12 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
     parts = dict[int, State]()
     for file, index, holder in files:
         if index == window and holder != _BEGUN:
+            try:
+                header = inspect(file)
+            except GradCombineError as error:
+                left_out[file.name] = str(error)
+                continue
+            require_composition(file, header, reduction)
             try:
                 parts[int(holder)] = load(file, reduction, like)
             except GradCombineError as error:

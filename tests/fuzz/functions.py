@@ -437,8 +437,7 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "gradcombine.faults.require_none": {"faults": _faults, "values": Drawn.tree},
     "gradcombine.faults.drop": {"faults": _faults},
     "gradcombine.merge_replicas": {"state": Drawn.any_state},
-    "gradcombine.Reduction": dict.fromkeys(("init", "update", "merge", "finalize"), KINDS["function"])
-    | {"shortcuts": const(None)},
+    "gradcombine.Reduction": dict.fromkeys(("init", "update", "merge", "finalize"), KINDS["function"]),
     "gradcombine.reductions.elementwise": {
         "update": const(lambda backend, acc, x, weight: acc + x),
         "merge": const(lambda backend, a, b: a + b),

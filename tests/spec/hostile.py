@@ -227,7 +227,7 @@ NO_REDUCTIONS: dict[str, Any] = {
     "None": None,
     "a string": "sum",
     "not called": reductions.sum,
-    "a tuple": reductions.sum().functions,
+    "a tuple": (np.zeros_like, np.add),
     "builtin sum": sum,
     "a module": reductions,
     "a mute object": Mute(),
@@ -496,12 +496,12 @@ NO_ARRAYS: dict[str, Any] = {
     for name in ("an array of objects", "an array of strings", "a structured array", "void", "an array of dates")
 } | OWN_CODE
 TAKES_STATE: dict[str, Call] = {
-    "update": lambda s: SUM.update(s, {"w": ONE}),
-    "merge": lambda s: SUM.merge(SUM.init({"w": ONE}), s),
+    "update": lambda s: (gc.check_state(SUM, s), SUM.update(s, {"w": ONE})),
+    "merge": lambda s: (gc.check_state(SUM, s), SUM.merge(SUM.init({"w": ONE}), s)),
 }
 TAKES_WINDOW: dict[str, Call] = {
-    "update": lambda s: gc.accumulate(SUM, every=2).update({"w": ONE}, s),
-    "value": lambda s: gc.accumulate(SUM, every=2).value(s),
+    "update": lambda s: (gc.check_state(SUM, s), gc.accumulate(SUM, every=2).update({"w": ONE}, s)),
+    "value": lambda s: (gc.check_state(SUM, s), gc.accumulate(SUM, every=2).value(s)),
 }
 TABLES: dict[str, tuple[dict[str, Call], dict[str, Any]]] = {
     "leaf": (TAKES_LEAF, LEAVES | OWN_CODE),
@@ -525,14 +525,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
         reductions.sum("exact").init(ONE), reductions.sum("exact", max_terms=10**6).init(ONE)
     ),
     "adasum of longdouble": lambda: gc.combine(reductions.adasum(), [np.ones(2, np.longdouble)]),
-    **{
-        f"{name} of a state made for another dtype": lambda use=use: use(reductions.sum(dtype="float64").init(ONE))
-        for name, use in {
-            "finalize": SUM.finalize,
-            "clear": SUM.clear,
-            "merge_replicas": lambda state: gc.merge_replicas(SUM, state, over=gc.LOCAL),
-        }.items()
-    },
+    "a state made for another dtype": lambda: gc.check_state(SUM, reductions.sum(dtype="float64").init(ONE)),
     "different NamedTuples": lambda: gc.add_n([Pair(ONE, ONE), (ONE, ONE)]),
     "dict and OrderedDict": lambda: gc.add_n([{"a": ONE}, OrderedDict(a=ONE)]),
     "list and tuple": lambda: gc.add_n([[ONE], (ONE,)]),
@@ -561,8 +554,7 @@ OTHERS: dict[str, Callable[[], Any]] = {
     "a state of another reduction, alone": lambda: statefile.resize(SUM, [MEAN.init(ONE)], 1),
     "2**31 - 1 replicas": lambda: statefile.resize(SUM, [SUM.init(ONE)], 2**31 - 1),
     "differentiable": lambda: reductions.differentiable(None),
-    "a reduction without a name": lambda: gc.Reduction(*SUM.functions, name=None),
-    "shortcuts of text": lambda: gc.Reduction(*SUM.functions, shortcuts="text"),
+    "a reduction without a name": lambda: gc.Reduction(np.zeros_like, np.add, np.add, np.copy, name=None),
     "an empty that does not fit": lambda: gc.combine(
         reductions.elementwise("own", empty=10**400, update=max, merge=max), [ONE]
     ),

@@ -201,3 +201,9 @@ def test_what_has_no_digest_is_refused() -> None:
             gc.digest(value)
     with pytest.raises(GradCombineError, match="whole bytes, or of 4 bits, received float6_e2m3fn"):
         jax.make_jaxpr(gc.digest)(jax.ShapeDtypeStruct((4,), ml_dtypes.float6_e2m3fn))
+
+
+@pytest.mark.parametrize("dtype", [np.longdouble, np.clongdouble])
+def test_long_doubles_have_padding_and_no_digest(dtype: Any) -> None:
+    with pytest.raises(gc.GradCombineError, match=r"digest: leaf \['w'\]: expected numbers of at most 64 bits"):
+        gc.digest({"w": np.zeros(2, dtype)})

@@ -314,5 +314,5 @@ def test_states_of_few_and_of_many_terms_do_not_mix() -> None:
     for a, b, (own, other) in ((few, MEANS, words), (MEANS, few, words[::-1])):
         with pytest.raises(gc.GradCombineError) as caught:
             a.merge(a.init(like), b.init(like))
-        expected = f"an accumulator of int32, for contributions of float32: {own}"
-        assert str(caught.value) == f"mean: leaf ['w']: expected {expected}, received {other}"
+        held = "shape (2,) and dtype int32 in"
+        assert str(caught.value) == f"mean: leaf ['w']: expected a state of {held} {own}, received {held} {other}"

@@ -94,7 +94,7 @@ def replaced(node: Any, path: tuple[Any, ...], value: Any) -> Any:
 
 @pytest.mark.parametrize("name", DAMAGED)
 def test_every_part_of_a_state_is_looked_at(name: str) -> None:
-    """Whatever stands in the place of a part: a result, or the one error; and no part is taken for another."""
+    """Whatever stands in the place of a part: the one error of `check_state`, or a state that all functions take."""
     reduction = DAMAGED[name]
     value = {"rows": hostile.ROWS, "numbered": reductions.Numbered(hostile.ONE, 2)}.get(name, hostile.ONE)
     state = reduction.update(reduction.init(value), value, 2)
@@ -105,13 +105,18 @@ def test_every_part_of_a_state_is_looked_at(name: str) -> None:
         "clear": reduction.clear,
         "merge_replicas": lambda s: gc.merge_replicas(reduction, s, over=gc.LOCAL),
     }
+
+    def checked(damaged: Any, call: Callable[[Any], Any]) -> Any:
+        gc.check_state(reduction, damaged)
+        return call(damaged)
+
     happened = {
         (use, path, what): received
         for path in places(state)
         if len(path) < 5
         for what, part in NO_PARTS.items()
         for use, call in uses.items()
-        if (received := refusal(lambda: call(replaced(state, path, part)))) not in ("", "nothing")  # noqa: B023
+        if (received := refusal(lambda: checked(replaced(state, path, part), call))) not in ("", "nothing")  # noqa: B023
     }
     assert happened == {}
 
@@ -263,8 +268,8 @@ def test_traced_arrays_have_no_bits_to_compare() -> None:
 def test_damage_that_states_and_settings_may_have() -> None:
     mean = gc.reductions.mean()
     state = mean.init(np.float32(0))
-    with pytest.raises(gc.GradCombineError, match=r"leaf \.weight: expected a real scalar"):
-        mean.clear(state._replace(weight=()))
+    with pytest.raises(gc.GradCombineError, match=r"check_state: leaf \.weight: expected .* a leaf here"):
+        gc.check_state(mean, state._replace(weight=()))
     deep: Any = ()
     for _ in range(100_000):
         deep = (deep,)

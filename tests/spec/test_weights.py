@@ -214,3 +214,22 @@ def test_traced_weights_of_narrow_floats(name: str) -> None:
     mean = jax.vmap(lambda weight: gc.mean([np.float32(2), np.float32(8)], [weight, 1]))
     np.testing.assert_array_equal(mean(np.array(held).astype(dtype)), [MEANS[w] for w in held])
     assert {0.5, 1, 2} <= set(held)
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("weight", [2**31, 2**31 + 1, 2**32 - 1, 2**40, 3 * 2**40])
+def test_a_known_integer_that_may_be_left_out_stays_whole(weight: int) -> None:
+    """Of two contributions 1 and 0 the exact mean shows each unit of a weight."""
+    import jax
+
+    mean = reductions.zeroed(MEAN)
+    found = jax.jit(lambda a, b: gc.combine(mean, [a, b], [weight, 3]))(np.float32([1]), np.float32([0]))
+    assert float(found[0]) == rounded(Fraction(weight, weight + 3))
+
+
+@pytest.mark.needs("jax")
+def test_an_integer_that_no_array_holds_is_an_error() -> None:
+    import jax
+
+    with pytest.raises(gc.GradCombineError, match=r"an integer weight below 2\*\*32, or one that float32 holds"):
+        jax.jit(lambda x: gc.combine(reductions.zeroed(MEAN), [x], [2**40 + 1]))(np.float32([1]))

@@ -173,7 +173,7 @@ def test_compressed_entries_are_refused_before_they_are_unpacked(whole: Path) ->
 
 @pytest.mark.parametrize("whole", [".npz"], indirect=True)
 def test_a_newer_version_says_so(whole: Path) -> None:
-    rewritten(whole, lambda entries, fields: fields.update(version=3, gradcombine="9.0", leaves="something new"))
-    message = "expected version 2 of the format, received version 3, written by gradcombine '9.0'"
+    rewritten(whole, lambda entries, fields: fields.update(version=4, gradcombine="9.0", leaves="something new"))
+    message = "expected version 3 of the format, received version 4, written by gradcombine '9.0'"
     with pytest.raises(gc.GradCombineError, match=re.escape(message)):
         statefile.inspect(whole)

@@ -20,13 +20,8 @@ SAVED = gc.accumulate(reductions.mean(), every=4, order="tree").init(LIKE)
 
 OTHERS = {
     "reduction": (reductions.sum(), LIKE, "expected states of 'sum', received states of 'mean'"),
-    "precision": (reductions.mean("exact"), LIKE, "leaf .levels.stacked: expected ExactMeanState, received MeanState"),
-    "compensated": (reductions.mean("compensated"), LIKE, "expected CompensatedMeanState, received MeanState"),
-    "accumulator": (
-        reductions.mean(dtype="float64"),
-        LIKE,
-        "leaf .levels.stacked.value['a']: expected float64 of shape (3, 2), received float32 of shape (3, 2)",
-    ),
+    "precision": (reductions.mean("exact"), LIKE, "states of mean(precision=exact), received states of mean()"),
+    "accumulator": (reductions.mean(dtype="float64"), LIKE, "states of mean(dtype=float64), received states of mean()"),
     "shape": (
         reductions.mean(),
         {**LIKE, "a": np.zeros((2, 1), np.float32)},
@@ -96,7 +91,7 @@ def test_members_of_per_leaf_are_compared(tmp_path: Path) -> None:
     saved = reductions.per_leaf({"a": reductions.min(), "b": reductions.max()})
     other = reductions.per_leaf({"a": reductions.max(), "b": reductions.min()})
     statefile.save(tmp_path / "a.npz", saved, saved.init(like))
-    with pytest.raises(gc.GradCombineError, match=r"leaf \.parts\[0\]: expected MaxState, received MinState"):
+    with pytest.raises(gc.GradCombineError, match=r"max\(\), .*min\(\)\), received states of .*min\(\), .*max\(\)"):
         statefile.load(tmp_path / "a.npz", other, like)
 
 
@@ -112,7 +107,7 @@ NOT_SAVED: dict[str, tuple[Any, str]] = {
     "a tree": (LIKE, "expected a MeanState, received dict"),
     "a stacked position": (SAVED._replace(step=np.zeros(3, np.int32)), "leaf .step: expected int32 of shape ()"),
     "a wide position": (SAVED._replace(index=np.int64(0)), "received int64 of shape ()"),
-    "stacked parts": (STACKED, "leaf .weight: expected a real scalar, received shape (3,) and dtype float32"),
+    "stacked parts": (STACKED, "leaf .weight: expected float32 of shape (), received float32 of shape (3,)"),
     "a level of another kind": (SAVED._replace(levels=(1,)), "expected a MeanState, received ndarray"),
     "an object": (SAVED._replace(step=object()), "received object"),
 }
@@ -161,7 +156,6 @@ def test_a_reduction_is_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("terms", [(4096, 2**20), (2**20, 4096)])
 def test_what_the_same_reduction_would_not_load_is_not_saved(tmp_path: Path, terms: tuple[int, int]) -> None:
     own, other = (reductions.mean("exact", max_terms=n) for n in terms)
-    message = rf"leaf \['a'\]: expected .* received digits for max_terms {'above' if terms[0] < terms[1] else 'up to'}"
-    with pytest.raises(gc.GradCombineError, match=message):
+    with pytest.raises(gc.GradCombineError, match=r"leaf \.value\['a'\]\.spills\[0\]: expected the structure to have"):
         statefile.save(tmp_path / "a.npz", own, other.init(LIKE))
     assert not list(tmp_path.iterdir())

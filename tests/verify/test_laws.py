@@ -8,7 +8,6 @@ import itertools
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.reductions.wrappers import on_contributions
+from gradcombine.reductions.algebra import Wrapper
 from gradcombine.verify import BrokenLaw, check_reduction
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -48,13 +47,24 @@ def _of_ratios(reduction: gc.Reduction, made: Callable[[Any], Any]) -> gc.Reduct
     def opened(x: Any) -> Any:
         return made(reductions.Ratio(x["numerator"], np.square(np.nan_to_num(x["denominator"]))))
 
-    return on_contributions(reduction, lambda value, weight: (opened(value), weight), opened)
+    class Opened(Wrapper):
+        def init(self, like: Any) -> Any:
+            return self.of.init(opened(like))
+
+        def update(self, state: Any, value: Any, weight: Any = 1) -> Any:
+            return self.of.update(state, opened(value), weight)
+
+    return Opened(reduction)
 
 
-# Placeholders: a microbatch may be counted once, and laws are checked with the same contribution several times.
-NUMBERED = on_contributions(
-    reductions.numbered(reductions.sum(), 4), lambda value, weight: (reductions.Numbered(value, -1), weight)
-)
+class _Placeholders(Wrapper):
+    """A microbatch may be counted once, and laws are checked with the same contribution several times."""
+
+    def update(self, state: Any, value: Any, weight: Any = 1) -> Any:
+        return self.of.update(state, reductions.Numbered(value, -1), weight)
+
+
+NUMBERED = _Placeholders(reductions.numbered(reductions.sum(), 4))
 OBEYED: dict[str, list[tuple[gc.Reduction, dict[str, Any]]]] = {
     "checked": [(reductions.checked(MEAN), ROUNDED)],
     "clipped": [(reductions.clipped(reductions.sum(), 100), {})],
@@ -135,10 +145,9 @@ TICKS = itertools.cycle(np.float32([0, 0, 1]))
 
 
 def _shortcut(**changed: Any) -> gc.Reduction:
-    """A sum whose shortcuts are wrong."""
-    own = _summed()
-    assert own.shortcuts is not None
-    return replace(own, shortcuts=own.shortcuts._replace(stand_for=own.functions, **changed))
+    """A sum whose faster ways are wrong."""
+    methods = {name: staticmethod(method) for name, method in changed.items()}
+    return type("Wrong", (Wrapper,), {**methods, "takes_lists": "update_many" in changed})(_summed())
 
 
 @pytest.mark.parametrize(

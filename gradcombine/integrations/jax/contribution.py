@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from gradcombine.errors import MOST, GradCombineError, require_collective, requi
 from gradcombine.integrations.jax.arrays import in_own_words
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
-from gradcombine.reductions.algebra import Reduction, require_reduction
-from gradcombine.reductions.numbered import NumberedReduction
+from gradcombine.reductions.algebra import Reduction, Weighed, require_reduction
+from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, Order, Tree
 from gradcombine.window import Window
@@ -145,12 +145,9 @@ class Objective:
     def combined(self, has_aux: bool, of_gradients: Callable[[Reduction], Reduction] = lambda own: own) -> Reduction:
         """The reduction of the parts of a `Contribution`; ``of_gradients`` may put another in place of the own one."""
         # Marked as an average, a member of per_leaf gets the weight itself, as it does outside of one.
-        average = (
-            reductions.mean() if self.reduction.scales_by_weight else replace(reductions.sum(), scales_by_weight=True)
-        )
-        own = self.reduction.of if isinstance(self.reduction, NumberedReduction) else self.reduction
+        average = reductions.mean() if self.reduction.scales_by_weight else Weighed(reductions.sum())
         members = {
-            "grads": replace(of_gradients(own), scales_by_weight=True),
+            "grads": Weighed(of_gradients(without_numbers(self.reduction))),
             "value": average,
             "weight": reductions.sum(),
         }
@@ -161,7 +158,7 @@ class Objective:
     def window(self, every: int | Callable[[Array], Any], max_every: int | None = None, *, has_aux: bool) -> Window:
         """The window of such contributions; of all their parts together, where the gradients' are numbered."""
         combined = self.combined(has_aux)
-        if isinstance(self.reduction, NumberedReduction):
+        if self.reduction.microbatches is not None:
             combined = reductions.numbered(combined, self.reduction.microbatches)
         return ReplicatedWindow(self.operation, combined, every, self.over, self.order, max_every)
 

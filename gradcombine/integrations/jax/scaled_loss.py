@@ -8,7 +8,6 @@ gradients out of the loop.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +18,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
 from gradcombine.integrations.jax.contribution import Contribution, Objective
-from gradcombine.reductions.algebra import Reduction, Shortcuts
-from gradcombine.reductions.sums import MeanState, SumState
+from gradcombine.reductions.algebra import Reduction, Wrapper
+from gradcombine.reductions.sums import Added
+from gradcombine.reductions.treewise import Treewise
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, State, Tree
 
@@ -84,21 +84,17 @@ def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -
     )
 
 
-def scaled_gradients(reduction: Reduction) -> Reduction:
+class ScaledGradients(Wrapper):
     """A sum or mean of contributions that are multiplied by their weights already."""
 
-    def update(state: State, value: Tree, weight: Any = 1) -> State:
-        totals = reduction.update(state._replace(value=(), dtypes=()), (), weight)
-        return reduction.update(state, value)._replace(weight=totals.weight, count=totals.count)
-
-    functions = reduction.init, update, reduction.merge, reduction.finalize
-    return replace(reduction, update=update, shortcuts=Shortcuts(functions, reduction.clear, reduction.all_merge))
+    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+        totals = self.of.update(state._replace(value=(), dtypes=()), (), weight)
+        return self.of.update(state, value)._replace(weight=totals.weight, count=totals.count)
 
 
 def _adds(reduction: Reduction) -> bool:
-    # A sum or mean that is divided among replicas, say, has no way for lists.
-    state = reduction.init(jax.ShapeDtypeStruct((), jnp.float32))
-    return isinstance(state, (SumState, MeanState)) and reduction.update_many is not None
+    # Wrappers are made for gradients that are not multiplied by their weights yet.
+    return isinstance(reduction, Treewise) and isinstance(reduction.cell, Added)
 
 
 def _dtypes(jaxpr: Jaxpr) -> Iterator[Any]:

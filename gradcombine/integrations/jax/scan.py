@@ -15,7 +15,7 @@ from gradcombine.integrations.jax.arrays import as_arrays
 from gradcombine.integrations.jax.contribution import Contribution, Form, Objective
 from gradcombine.integrations.jax.microbatches import divide
 from gradcombine.integrations.jax.on_replicas import align, aligned, divided, mark_own
-from gradcombine.integrations.jax.scaled_loss import Turn, scaled_gradients, scales_loss, scan_turns
+from gradcombine.integrations.jax.scaled_loss import ScaledGradients, Turn, scales_loss, scan_turns
 from gradcombine.integrations.jax.several_terms import ObjectiveOfTerms
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, State, Tree
@@ -95,7 +95,7 @@ def scan_microbatches(
     scaled = batch.full > 1 and scales_loss(objective, spec, traced)
     within = fold
     if scaled:
-        within = _fold(objective, objective.combined("aux" in spec.parts, scaled_gradients), batch.total)
+        within = _fold(objective, objective.combined("aux" in spec.parts, ScaledGradients), batch.total)
     scale = spec.known.value if scaled else None
 
     def body(before: tuple[Any, Tree], number: Any) -> tuple[tuple[Any, Tree], None]:

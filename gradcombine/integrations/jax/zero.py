@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +16,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
 from gradcombine.errors import GradCombineError, require_integer, shown
 from gradcombine.formats.entry import first_line
-from gradcombine.reductions.algebra import Reduction, Shortcuts, require_reduction
+from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
 from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.replicas import LOCAL
 from gradcombine.types import Array, Order, State, Tree
@@ -70,31 +69,49 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
     axis = _axis("scattered", over)
     if not isinstance(reduction.init(jax.ShapeDtypeStruct((), jnp.float32)), (SumState, MeanState)):
         raise GradCombineError("scattered", "reductions.sum() or reductions.mean() in precision 'fast'", reduction.name)
+    return _Scattered(reduction, axis)
 
-    def init(like: Tree) -> State:
-        leaves, structure = tree.flatten(reduction.name, like)
-        empty = [leaf if is_absent(leaf) else _empty_shard(axis, leaf) for leaf in leaves]
-        return reduction.init(tree.unflatten(structure, empty))
 
-    def update(state: State, value: Tree, weight: Any = 1) -> State:
-        leaves, structure = tree.flatten(reduction.name, value)
+class _Scattered(Wrapper):
+    """See `scattered`.
+
+    Attributes:
+      axis: the replicas that share each accumulator.
+    """
+
+    def __init__(self, of: Reduction, axis: JaxAxis) -> None:
+        super().__init__(of)
+        self.axis = axis
+
+    def around(self, of: Reduction) -> Reduction:
+        return _Scattered(of, self.axis)
+
+    @property
+    def description(self) -> str:
+        return described("scattered", self.of.description, over=self.axis)
+
+    def init(self, like: Tree) -> State:
+        leaves, structure = tree.flatten(self.name, like)
+        empty = [leaf if is_absent(leaf) else _empty_shard(self.axis, leaf) for leaf in leaves]
+        return self.of.init(tree.unflatten(structure, empty))
+
+    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+        leaves, structure = tree.flatten(self.name, value)
         present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
-        axis.require_unreduced(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
-        own = reduction.update(reduction.init(value), value, weight)
-        parts, inner = tree.flatten(reduction.name, own.value)
-        shards = axis.sum_scatter([axis.rows(part) for part in parts])
-        total, count = axis.mark_varying(axis.all_sum([own.weight, own.count]))
+        self.axis.require_unreduced(self.name, [path for path, _ in present], [leaf for _, leaf in present])
+        own = self.of.update(self.of.init(value), value, weight)
+        parts, inner = tree.flatten(self.name, own.value)
+        shards = self.axis.sum_scatter([self.axis.rows(part) for part in parts])
+        total, count = self.axis.mark_varying(self.axis.all_sum([own.weight, own.count]))
         summed = own._replace(value=tree.unflatten(inner, shards), weight=total, count=count)
-        return reduction.merge(state, summed)
+        return self.of.merge(state, summed)
 
-    def all_merge(state: State, collective: Collective, order: Order) -> State:
-        if collective is not LOCAL and set(axis.names) & set(getattr(collective, "names", axis.names)):
-            raise GradCombineError(reduction.name, f"another axis than {axis!r}, summed already", repr(collective))
-        return reduction.all_merge(state, collective, order)
-
-    functions = init, update, reduction.merge, reduction.finalize
-    shortcuts = Shortcuts(functions, reduction.clear, all_merge)
-    return replace(reduction, init=init, update=update, shortcuts=shortcuts)
+    def all_merge(self, state: State, collective: Collective, order: Order) -> State:
+        names = self.axis.names
+        if collective is not LOCAL and set(names) & set(getattr(collective, "names", names)):
+            expected = f"another axis than {self.axis!r}, summed already"
+            raise GradCombineError(self.name, expected, repr(collective))
+        return self.of.all_merge(state, collective, order)
 
 
 def shard(values: Tree, over: Collective) -> Tree:

@@ -13,7 +13,7 @@ import tensorflow as tf
 from gradcombine import tree
 from gradcombine.backends.tensorflow_backend import in_plain_graph, unguarded
 from gradcombine.errors import GradCombineError
-from gradcombine.reductions.algebra import Reduction, Shortcuts
+from gradcombine.reductions.algebra import Wrapper
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State
 from gradcombine.window import Window
 
@@ -63,7 +63,7 @@ class ReplicaState:
         self._structure, self._variables = structure, list(leaves)
         self._resumed = (lambda state: state) if resumed is None else resumed
         levels = tree.unflatten(structure, self._variables)
-        adds = window.reduction.contribution is not None and not isinstance(levels, BinaryCounter)
+        adds = window.reduction.adds and not isinstance(levels, BinaryCounter)
         self._added = len(levels[0].value) if adds else 0
 
     @property
@@ -88,14 +88,13 @@ class ReplicaState:
         if not self._in_place() or number is not None:
             after = self.window.contribute(self.read(), gradients, weight, number=number)
             return Pending(after), self.window.is_full(after)
-        contribution, leaves = self.window.reduction.contribution, self._leaves()
-        assert contribution is not None
+        leaves = self._leaves()
         totals = map(tf.convert_to_tensor, leaves[self._added :])
         before = self._resumed(self._state([*leaves[: self._added], *totals]))
         level: Any = before.levels[0]
         with unguarded():  # a product is made here, and added in a conditional
-            part = contribution(level, gradients, weight)
-        merging = replace(self.window, reduction=_of_states(self.window.reduction))
+            part = self.window.reduction.contribution(level, gradients, weight)
+        merging = replace(self.window, reduction=_OfStates(self.window.reduction))
         after = merging.contribute(before._replace(levels=(_without_leaves(level),)), _without_leaves(part))
         terms = [None if tree.is_static(x) else x for x in part.value]
         return Pending(after, terms, self.window.is_over(before)), self.window.is_full(after)
@@ -248,14 +247,11 @@ def _local_variable(initial: tf.Tensor) -> Any:
     return variable
 
 
-def _of_states(reduction: Reduction) -> Reduction:
-    """The reduction whose contributions are states of the given one."""
+class _OfStates(Wrapper):
+    """A reduction whose contributions are states of another one."""
 
-    def update(state: State, part: State, weight: Any = 1) -> State:
-        return reduction.merge(state, part)
-
-    functions = reduction.init, update, reduction.merge, reduction.finalize
-    return replace(reduction, update=update, shortcuts=Shortcuts(functions, reduction.clear, reduction.all_merge))
+    def update(self, state: State, value: State, weight: Any = 1) -> State:
+        return self.of.merge(state, value)
 
 
 def _without_leaves(state: State) -> State:

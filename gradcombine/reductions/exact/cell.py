@@ -186,6 +186,11 @@ class Exact(Cell):
             raise GradCombineError(self.name, "a state made with room for as many terms", total.digits.in_words)
         return total.digits
 
+    @property
+    def room(self) -> int | None:
+        """For how many terms sums have room, where that is more than by default."""
+        return SPILLED_CAPACITY if self.many else None
+
     def _words(self, word: np.dtype) -> int:
         """How many words an element has."""
         return 6 if self.many and word == FLOAT32.word else 3
@@ -206,7 +211,7 @@ def _settle(backend: Backend, grid: Grid, *words: Array) -> tuple[Array, ...]:
 
 
 def _weights(backend: Backend, grid: Grid, weights: Sequence[Weight]) -> list[Decoded]:
-    """What weights add to their sum."""
+    """The addends of the sum of weights, decoded."""
     parts = (part for weight in weights for part in weight_parts(backend, grid, weight))
     return [of_weight(backend, grid, part) for part in parts]
 

@@ -244,7 +244,7 @@ def tagged(backend: Backend, grid: Grid, tags: Sequence[Array], words: Sequence[
 
 
 def settle(backend: Backend, grid: Grid, digits: Digits) -> Digits:
-    """The same sum in settled words."""
+    """Settles the words: carries are propagated, the value stays."""
     if not digits.spills:
         return digits
     tags = [word & grid.tag for word in digits.slots]
@@ -253,7 +253,7 @@ def settle(backend: Backend, grid: Grid, digits: Digits) -> Digits:
 
 
 def spilled(backend: Backend, grid: Grid, digits: Digits) -> list[Array]:
-    """What the slots have spilled, without tags."""
+    """The digits that the slots have spilled, without tags."""
     zero, pairs = backend.full((), 0, grid.word), zip(digits.slots, digits.spills, strict=bool(digits.spills))
     return [backend.where(((a ^ b) & grid.tag) == 0, backend.shift_right(b, grid.tag_bits), zero) for a, b in pairs]
 
@@ -295,7 +295,7 @@ def normal(backend: Backend, grid: Grid, magnitude: Array) -> tuple[Array, Array
 
 
 def arriving(backend: Backend, grid: Grid, kept: Array, values: Sequence[Decoded], s: int) -> tuple[Array, Array]:
-    """What values bring to slot s, whose tag is ``kept``: the tag of the largest of them, and the sum of the digits in
+    """The addends of slot s, whose tag is ``kept``: the tag of the largest of them, and the sum of the digits in
     the bin of the higher of both tags, above the bits of the tag."""
     largest = values[0].exponent
     for value in values[1:]:

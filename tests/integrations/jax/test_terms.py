@@ -355,3 +355,12 @@ def test_bits_do_not_depend_on_division() -> None:
     with on_mesh(4):
         sharded = jax.jit(value_and_grad(of_rows, 2, terms=terms, order="tree", over=gc.jax_axis("data")))
         assert equal_bits(sharded(PARAMS, x, mask, chosen)[1]["w"], gradient(8))
+
+
+@pytest.mark.parametrize("zero", [0, 0.0, jnp.float32(0)])
+def test_a_total_of_zero_gives_zero(zero: Any) -> None:
+    """Beside weights that are not 0, and in the derivative as well."""
+    function = value_and_grad(returning(good, {"n": 3, "m": 2}), 2, terms=TWO, totals="given")
+    output, grad = jax.jit(function)(jnp.float32(1), jnp.float32([1, 2, 3, 4]), totals={"n": zero, "m": 4})
+    assert {name: float(x) for name, x in output.value.items()} == {"a": 0, "b": 0.5}
+    assert float(grad) == 0.5

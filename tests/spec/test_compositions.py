@@ -1,0 +1,226 @@
+"""Wrappers around wrappers: every pair and every three, in each order, in each place and integration."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gradcombine as gc
+from gradcombine import ledger, reductions
+from gradcombine.reductions import Numbered, Ratio
+
+F32 = np.float32
+MOST = 5.0
+GRADS = [F32([3, 4]), F32([np.inf, 1]), F32([12, 16]), F32([6, -8])]
+"""Norms of 5 times a power of two: clipping to 5 is exact, and so is all else."""
+WEIGHTS = [2, 1, 1, 4]
+
+WRAPPERS: dict[str, Callable[[gc.Reduction], gc.Reduction]] = {
+    "clipped": lambda r: reductions.clipped(r, MOST),
+    "zeroed": reductions.zeroed,
+    "checked": reductions.checked,
+    "measured": reductions.measured,
+    "numbered": lambda r: reductions.numbered(r, len(GRADS)),
+    "ratio": reductions.ratio,
+}
+NAMES = [names for size in (1, 2, 3) for names in itertools.permutations(WRAPPERS, size)]
+"""From the outermost wrapper to the innermost."""
+
+
+def has_meaning(names: tuple[str, ...]) -> bool:
+    """A ratio divides a mean: what records something besides is put around it, not inside of it."""
+    inside = names[names.index("ratio") + 1 :] if "ratio" in names else ()
+    return not {"measured", "numbered"} & set(inside)
+
+
+MEANINGFUL = list(filter(has_meaning, NAMES))
+FOR_GRADIENTS = [names for names in MEANINGFUL if not {"measured", "ratio"} & set(names)]
+"""Those whose result is a gradient and whose contributions are gradients, as integrations have them."""
+COMPILED_BY_JAX = [names for names in FOR_GRADIENTS if "checked" not in names]
+"""A check in compiled code of JAX needs jax.experimental.checkify around it."""
+
+
+def composed(names: tuple[str, ...], base: gc.Reduction) -> gc.Reduction:
+    for name in reversed(names):
+        base = WRAPPERS[name](base)
+    return base
+
+
+def contribution(names: tuple[str, ...], i: int, grad: Any = None) -> Any:
+    """What the outermost wrapper takes: a number and a denominator in the order of the wrappers."""
+    value = GRADS[i] if grad is None else grad
+    for name in reversed(names):
+        value = Numbered(value, i) if name == "numbered" else Ratio(value, WEIGHTS[i]) if name == "ratio" else value
+    return value
+
+
+def expected(names: tuple[str, ...]) -> list[float]:
+    """The mean of what the wrappers leave: all numbers are small multiples of 1/8, so the quotient alone rounds."""
+    total, weight = [0.0, 0.0], 0
+    for grad, w in zip(GRADS, WEIGHTS, strict=True):
+        value = [float(x) for x in grad]
+        for name in names:
+            if name == "zeroed" and not np.isfinite(value).all():
+                w = 0
+            if name == "clipped":
+                norm = float(np.hypot(*value))
+                value = [x * min(1.0, MOST / norm) if np.isfinite(norm) else np.nan for x in value]
+        if w:
+            # A ratio's contributions are not multiplied by their denominators again.
+            total = [t + x * (1 if "ratio" in names else w) for t, x in zip(total, value, strict=True)]
+            weight += w
+    return [float(F32(t / weight)) for t in total]
+
+
+def value_of(result: Any) -> list[float]:
+    while hasattr(result, "metrics"):
+        result = result.value
+    return np.asarray(result).tolist()
+
+
+def assert_holds_all(names: tuple[str, ...], state: Any) -> None:
+    if "numbered" in names:
+        assert ledger.read(state).held == tuple(range(len(GRADS)))
+
+
+@pytest.mark.parametrize(
+    ("names", "precision"),
+    [
+        pytest.param(names, precision, marks=[pytest.mark.full] * (len(names) > 2), id="-".join([*names, precision]))
+        for names in MEANINGFUL
+        for precision in ("fast", "exact")
+    ],
+)
+def test_a_composition_means_the_same_in_every_place(names: tuple[str, ...], precision: Any) -> None:
+    reduction = composed(names, reductions.mean(precision))
+    values = [contribution(names, i) for i in range(len(GRADS))]
+    weights = [1] * len(GRADS) if "ratio" in names else WEIGHTS
+    like = contribution(names, 0, np.zeros(2, F32))
+    want = pytest.approx(expected(names), rel=0, abs=0, nan_ok=True)
+    for order in ("sequential", "tree"):
+        assert value_of(gc.combine(reduction, values, weights, order)) == want
+        acc = gc.accumulate(reduction, every=len(GRADS), order=order)
+        state = acc.init(like)
+        for value, weight in zip(values, weights, strict=True):
+            state = acc.update(value, state, weight)
+        gc.check_state(reduction, state)
+        assert value_of(acc.value(state)) == want
+        assert value_of(acc.value(gc.merge_replicas(reduction, state, gc.LOCAL, order))) == want
+        assert_holds_all(names, state)
+    halves = [reduction.init(like), reduction.init(like)]
+    for i, (value, weight) in enumerate(zip(values, weights, strict=True)):
+        halves[i // 2] = reduction.update(halves[i // 2], value, weight)
+    assert value_of(reduction.finalize(reduction.merge(*halves))) == want
+
+
+@pytest.mark.parametrize("names", [names for names in NAMES if not has_meaning(names)], ids="-".join)
+def test_a_composition_without_a_meaning_is_an_error(names: tuple[str, ...]) -> None:
+    with pytest.raises(gc.GradCombineError, match="ratio: expected a mean"):
+        composed(names, reductions.mean())
+
+
+@pytest.mark.parametrize("wrap", [lambda r: reductions.clipped(r, 1), reductions.measured])
+def test_one_norm_of_several_denominators_is_an_error(wrap: Any) -> None:
+    reduction = wrap(reductions.ratios(["tokens", "rows"]))
+    value = {"tokens": Ratio(GRADS[0], 2), "rows": Ratio(GRADS[0], 1)}
+    with pytest.raises(gc.GradCombineError, match=r"ratios: .*wrap the mean: ratios\(names, clipped"):
+        gc.combine(reduction, [value])
+
+
+def test_metrics_and_norms_do_not_see_numbers_and_denominators() -> None:
+    values = [Numbered(Ratio(F32([3, 4]), 1000.5), 3), Numbered(Ratio(F32([6, 8]), 2000.5), 1)]
+    result = gc.combine(composed(("measured", "numbered", "ratio"), reductions.mean()), values)
+    assert float(result.metrics.norm_max) == 10
+    assert int(result.metrics.count) == 2
+
+
+def quick(names: list[tuple[str, ...]]) -> list[Any]:
+    """Pairs with a ledger in the test command; the others in the full suite."""
+    selected = [[] if len(each) == 2 and "numbered" in each else [pytest.mark.full] for each in names]
+    return [pytest.param(each, marks=marks, id="-".join(each)) for each, marks in zip(names, selected, strict=True)]
+
+
+def jax_loss(params: Any, rows: Any) -> Any:
+    """A loss whose gradient is the row, of which each microbatch has one; its weight is the last column."""
+    import jax.numpy as jnp
+
+    from gradcombine.integrations.jax import LossOutput
+
+    row = rows[0]
+    return LossOutput(jnp.sum(params * row[:2]), weight=row[2])
+
+
+def batch() -> Any:
+    return np.stack([np.append(grad, F32(w)) for grad, w in zip(GRADS, WEIGHTS, strict=True)])
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("names", quick(COMPILED_BY_JAX))
+def test_gradients_of_jax(names: tuple[str, ...]) -> None:
+    import jax
+    import jax.numpy as jnp
+
+    from gradcombine.integrations.jax import value_and_grad
+
+    step = value_and_grad(jax_loss, microbatches=4, reduction=composed(names, reductions.mean()))
+    _, grads = jax.jit(step)(jnp.zeros(2), jnp.asarray(batch()))
+    np.testing.assert_array_equal(grads, F32(expected(names)))
+
+
+@pytest.mark.needs("jax", "optax")
+@pytest.mark.parametrize("over_calls", [True, False], ids=["calls", "scan"])
+@pytest.mark.parametrize("names", quick(COMPILED_BY_JAX))
+def test_steps_of_jax(names: tuple[str, ...], over_calls: bool) -> None:
+    import jax.numpy as jnp
+    import optax
+
+    from gradcombine.integrations.jax import train_step
+
+    reduction = composed(names, reductions.mean())
+    step = train_step(jax_loss, optax.sgd(1.0), reduction=reduction, **{"every" if over_calls else "microbatches": 4})
+    params = jnp.zeros(2)
+    state = step.init(params)
+    for rows in batch()[:, None] if over_calls else [batch()]:
+        params, state, _ = step(params, state, jnp.asarray(rows))
+    np.testing.assert_array_equal(params, -F32(expected(names)))
+
+
+@pytest.mark.needs("jax", "optax")
+@pytest.mark.parametrize("names", quick(COMPILED_BY_JAX))
+def test_a_transformation_of_optax(names: tuple[str, ...]) -> None:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from gradcombine.integrations.optax import accumulate
+
+    tx = accumulate(optax.sgd(1.0), every=4, reduction=composed(names, reductions.mean()))
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    update = jax.jit(lambda grads, state, weight: tx.update(grads, state, params, weight=weight))
+    for grad, weight in zip(GRADS, WEIGHTS, strict=True):
+        updates, state = update(jnp.asarray(grad), state, jnp.float32(weight))
+    np.testing.assert_array_equal(updates, -F32(expected(names)))
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("names", quick(FOR_GRADIENTS))
+def test_a_step_of_tensorflow(names: tuple[str, ...]) -> None:
+    import keras
+    import tensorflow as tf
+
+    from gradcombine.integrations.tensorflow import AccumulatedStep
+
+    variable = tf.Variable([0.0, 0.0])
+    reduction = composed(names, reductions.mean())
+    step = AccumulatedStep(
+        lambda grad, weight: ([grad], weight), [variable], keras.optimizers.SGD(1.0), every=4, reduction=reduction
+    )
+    train = tf.function(step)
+    for grad, weight in zip(GRADS, WEIGHTS, strict=True):
+        train(tf.constant(grad), tf.constant(weight))
+    np.testing.assert_array_equal(variable, -F32(expected(names)))
