@@ -79,7 +79,12 @@ class Window:
     def accumulator(self) -> Accumulator:
         """The window of one replica."""
         # A counter has levels for the longest window: one without an end has to be told of another.
-        every = (lambda index: UNTIL_FLUSH) if self.ends_by_flush and self.order == "tree" else self.every
+        every = self.every
+        if self.ends_by_flush and self.order == "tree":
+            if self.max_every is None:
+                expected = "max_every, the longest window, for windows that a flush alone ends in order 'tree'"
+                raise GradCombineError(self.operation, expected, None)
+            return accumulate(self.reduction, lambda index: UNTIL_FLUSH, order=self.order, max_every=self.max_every)
         return accumulate(self.reduction, every, order=self.order, max_every=self.max_every)
 
     @property

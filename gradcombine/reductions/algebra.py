@@ -111,6 +111,11 @@ class Reduction(ABC):
         return None
 
     @property
+    def summed_over(self) -> Collective | None:
+        """The replicas whose contributions each update sums, so that a state is a part of theirs; None: no others'."""
+        return None
+
+    @property
     def adds(self) -> bool:
         """Whether `contribution` gives states whose accumulators only need adding to those of another one."""
         return False
@@ -211,6 +216,10 @@ class Wrapper(Reduction):
     @property
     def microbatches(self) -> int | None:
         return self.of.microbatches
+
+    @property
+    def summed_over(self) -> Collective | None:
+        return self.of.summed_over
 
     @no_autograph
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:

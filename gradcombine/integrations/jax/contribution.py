@@ -24,6 +24,7 @@ from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own,
 from gradcombine.reductions.algebra import Reduction, Weighed, require_reduction
 from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.weights import parse
+from gradcombine.replicas import LOCAL
 from gradcombine.types import Array, Order, Tree
 from gradcombine.window import Window
 
@@ -108,6 +109,9 @@ class Objective:
             require_flag(self.operation, name, getattr(self, name))
         require_order(self.operation, self.order)
         require_collective(self.operation, self.over)
+        axis = self.reduction.summed_over
+        if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
+            raise self.error(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
         for name, function in (("loss", self.loss), ("weight", self.weight)):
             if not callable(function) and not (name == "weight" and function is None):
                 raise self.error(f"a function as {name}", shown(function))
@@ -173,6 +177,11 @@ class Objective:
         """``function(args, kwargs, whole, own) -> (whole, own)`` on each replica, with its rows of the batch."""
         positions = self.batch_positions(args)
         self._require_whole(args)
+        axis = self.reduction.summed_over
+        if isinstance(axis, JaxAxis) and not axis.is_bound():
+            raise self.error(
+                f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none"
+            )
         others = [None if i in positions else x for i, x in enumerate(args)]
 
         def one(whole: Tree, rows: list[Any], own: Tree) -> tuple[Tree, Tree]:
@@ -197,7 +206,8 @@ class Objective:
             differentiated. None: none.
         """
         parameters = _positions(self.argnums)
-        called = [mark_own(self.over, arg) if i in parameters else arg for i, arg in enumerate(args)]
+        axis = self.reduction.summed_over or self.over
+        called = [mark_own(axis, arg) if i in parameters else arg for i, arg in enumerate(args)]
         (value, rest, form), grads = self._differentiated(called, kwargs, scale)
         if self.carry_argnum is not None and rest.carry is None:
             raise self.error("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -245,10 +246,11 @@ def _names(spec: P) -> Iterator[str]:
 
 
 def _split(mesh: Mesh | AbstractMesh, x: Any, names: tuple[str, ...], first: bool) -> Any:
-    """The array, split over axes along its first dimension, or not at all: explicit axes have to be told."""
-    explicit = {name for name in names if name in mesh.explicit_axes}
-    if not explicit or _mesh(x) is None:
+    """Reshards an array over axes along its first dimension, or not at all: only explicit axes need it."""
+    if not any(name in mesh.explicit_axes for name in names):
         return x
+    if _mesh(x) is None:  # of one device, or NumPy's
+        return jax.sharding.reshard(jnp.asarray(x), NamedSharding(mesh, P(names) if first else P()))
     entries = [_without(entry, names) for entry in jax.typeof(x).sharding.spec]
     if first:
         kept = entries[0] if isinstance(entries[0], tuple) else () if entries[0] is None else (entries[0],)

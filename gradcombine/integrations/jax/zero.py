@@ -27,7 +27,10 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
 
     Each ``update`` sums the replicas' contributions by one reduce-scatter, and adds this replica's part. With
     ``gradcombine.accumulate(scattered(reduction, over), every=k)`` the accumulators need 1/N of the memory, and a
-    window moves k/2 times the bytes of one all-reduce at its end (see `exchange_costs`).
+    window moves k/2 times the bytes of one all-reduce at its end (see `exchange_costs`). With
+    ``value_and_grad(loss, microbatches=k, reduction=scattered(reduction, over), over=over)`` in shard_map, and with
+    `gradcombine.integrations.optax.accumulate` around an elementwise optimizer, the gradients are shards as well. A
+    `train_step` updates whole parameters, and does not take it.
 
     Args:
       reduction: ``reductions.sum`` or ``reductions.mean`` in precision ``"fast"``. A mean sums numerators and weights
@@ -42,8 +45,8 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
       of them.
 
     Raises:
-      GradCombineError: for another reduction, a collective that is not ``jax_axis``, and in ``all_merge`` over an axis
-        that the parts are summed over already.
+      GradCombineError: for another reduction, a collective that is not ``jax_axis``, and in ``all_merge`` over some of
+        the axes that the parts are summed over already (over all of them there is nothing left to do).
 
     Bits: each microbatch is summed over replicas in the order that the framework's reduce-scatter chooses, and the sums
     are added over time in order. That is another order than that of one all-reduce at the end; where all sums are
@@ -106,10 +109,17 @@ class _Scattered(Wrapper):
         summed = own._replace(value=tree.unflatten(inner, shards), weight=total, count=count)
         return self.of.merge(state, summed)
 
+    @property
+    def summed_over(self) -> Collective | None:
+        return self.axis
+
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         names = self.axis.names
-        if collective is not LOCAL and set(names) & set(getattr(collective, "names", names)):
-            expected = f"another axis than {self.axis!r}, summed already"
+        others = set(getattr(collective, "names", names))
+        if others == set(names) and collective is not LOCAL:
+            return state  # each update has summed over them
+        if collective is not LOCAL and set(names) & others:
+            expected = f"the axes of {self.axis!r}, summed already, or none of them"
             raise GradCombineError(self.name, expected, repr(collective))
         return self.of.all_merge(state, collective, order)
 

@@ -142,9 +142,13 @@ class MultiSteps:
           updates: gradients.
           state: from `init`, from the last call, or one of optax.MultiSteps.
           params: the parameters, where the transformation asks for them.
-          **extra_args: for the transformation, which gets those of the window's last microbatch.
+          **extra_args: for the transformation, which gets those of the window's last microbatch. Not ``weight``,
+            ``flush`` and ``number``, which mean something to `accumulate`: optax.MultiSteps would drop them.
         """
         _require_state(state)
+        if others := sorted(_OF_ACCUMULATE & extra_args.keys()):
+            expected = f"no {others[0]}, which optax.MultiSteps does not know (integrations.optax.accumulate does)"
+            raise GradCombineError("MultiSteps", expected, shown(extra_args[others[0]]))
         updates, state = as_arrays("MultiSteps", updates), as_arrays("MultiSteps", state)
         mini_step, gradient_step = state.mini_step, state.gradient_step
         emit = jnp.asarray(self._ready(AccumulateState(((),), mini_step + 1, gradient_step)))
@@ -210,6 +214,9 @@ class MultiSteps:
         if self._compat or _skip_flag(detail) is not None or not (isinstance(detail, Mapping) or detail == ()):
             return detail
         return {**(detail or {}), "should_skip": skip}
+
+
+_OF_ACCUMULATE = {"weight", "flush", "number"}
 
 
 def _require_state(state: Any) -> None:

@@ -1,5 +1,6 @@
 """Under plain jit on a mesh: the library maps over the axes of ``over``, and leaves the others to the compiler."""
 
+import contextlib
 import re
 from typing import Any
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, on_replicas, train_step, value_and_grad, zero
+from gradcombine.integrations.jax import UNTIL_FLUSH, LossOutput, on_replicas, train_step, value_and_grad
 from gradcombine.verify.ulp import equal_bits
 from tests.spec.selection import FULL, cases
 
@@ -222,14 +223,6 @@ def test_what_cannot_be_mapped_is_refused(over: Any, x: Any, message: str) -> No
         value_and_grad(loss, 2, over=over)(w, x() if callable(x) else x)
 
 
-@pytest.mark.parametrize("settings", [{"microbatches": 3}, {"every": 2}])
-def test_shards_of_gradients_need_a_mapped_function(settings: dict[str, int]) -> None:
-    step = train_step(loss, optax.sgd(1.0), over=OVER, reduction=zero.scattered(reductions.mean(), OVER), **settings)
-    w = put(mesh(AxisType.Auto), P(), W)
-    with pytest.raises(gc.GradCombineError, match=r"expected an(other)? axis .*data"):
-        step(w, step.init(w), put(mesh(AxisType.Auto), P("data"), X))
-
-
 @pytest.mark.parametrize("settings", [{"microbatches": 2}, {"every": 2}])
 def test_shards_of_parameters_are_refused(settings: dict[str, int]) -> None:
     """Where their type tells of it: the replicas' gradients are not of the same parameters."""
@@ -266,3 +259,21 @@ def test_a_donated_buffer_is_named() -> None:
         gc.GradCombineError, match=r"leaf \['w'\]: expected what the last call returned.* a donated buffer"
     ):
         step(params, state, X)
+
+
+@pytest.mark.parametrize("batch", [X, jnp.asarray(X)], ids=["numpy", "one device"])
+@pytest.mark.parametrize("in_scope", [True, False])
+def test_a_batch_that_is_not_on_the_mesh_is_put_there(batch: Any, in_scope: bool) -> None:
+    """On explicit axes as on automatic ones."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(EXPLICIT,))
+    params = jax.device_put(jnp.asarray(W), NamedSharding(mesh, P()))
+    step = train_step(lambda w, x: jnp.mean((x @ w) ** 2), optax.sgd(0.5), microbatches=3, over=OVER)
+    with jax.set_mesh(mesh) if in_scope else contextlib.nullcontext():
+        received, _, _ = step(params, step.init(params), batch)
+    expected = W - 0.5 * np.asarray(jax.grad(lambda w: jnp.mean((X @ w) ** 2))(jnp.asarray(W)))
+    np.testing.assert_allclose(received, expected, rtol=0, atol=2e-6)
+
+
+def test_order_tree_of_windows_that_a_flush_ends_asks_for_the_longest() -> None:
+    with pytest.raises(gc.GradCombineError, match="train_step: expected max_every, the longest window, for windows"):
+        train_step(jnp.sum, optax.sgd(1.0), every=UNTIL_FLUSH, order="tree")

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import zero
+from gradcombine.integrations.jax import train_step, value_and_grad, zero
 
 N, K = 4, 3
 OVER = gc.jax_axis("data")
@@ -150,12 +151,52 @@ def test_what_cannot_be_scattered_is_refused(call: Callable[[], Any], match: str
 
 
 def test_a_window_that_is_summed_already_is_not_merged_again() -> None:
-    def program(x: Any) -> Any:
+    def program(x: Any, over: Any = OVER) -> Any:
         reduction = zero.scattered(reductions.sum(), OVER)
-        return gc.merge_replicas(reduction, reduction.update(reduction.init(x), x), over=OVER).value
+        return gc.merge_replicas(reduction, reduction.update(reduction.init(x), x), over=over).value
 
-    with pytest.raises(gc.GradCombineError, match=r"sum: expected another axis than jax_axis\('data'\)"):
-        mapped("vmap", program)(np.ones((N, 2), np.float32))
+    x = np.ones((N, N), np.float32)
+    np.testing.assert_array_equal(mapped("vmap", program)(x), [N])
+    with pytest.raises(gc.GradCombineError, match=r"sum: expected the axes of jax_axis\('data'\), summed already, or"):
+        mapped("vmap", lambda x: program(x, gc.jax_axis(("data", "other"))))(x)
+
+
+@pytest.mark.parametrize("over", [OVER, gc.LOCAL], ids=repr)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_microbatches_as_shards(check_vma: bool, over: Any) -> None:
+    """The loss of all replicas comes with them, where ``over`` says so."""
+    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
+    function = value_and_grad(
+        lambda w, x: jnp.sum(x @ w) / len(x), 2, over=over, reduction=zero.scattered(reductions.mean(), OVER)
+    )
+
+    def body(w: Any, x: Any) -> Any:
+        value, grads = function(w, x)
+        return zero.gather(grads, w, OVER), value[None]
+
+    specs = {"in_specs": (P(), P("data")), "out_specs": (P(), P("data"))}
+    run = jax.jit(jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs))
+    x = RNG.integers(-4, 5, (4 * N, 5)).astype(np.float32)
+    grads, values = run(jnp.ones(5), x)
+    np.testing.assert_array_equal(grads, x.mean(0))
+    own = x.reshape(N, 4, 5).sum(2).mean(1)
+    np.testing.assert_array_equal(values, np.full(N, own.mean()) if over is OVER else own)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda r: train_step(jnp.sum, optax.sgd(1.0), reduction=r), "train_step: expected a reduction of whole"),
+        (lambda r: value_and_grad(jnp.sum, 2, reduction=r, over=gc.jax_axis("b")), r"over=jax_axis\('data'\), whose"),
+        (
+            lambda r: value_and_grad(lambda w, x: jnp.sum(x @ w), 2, reduction=r)(jnp.ones(2), jnp.ones((4, 2))),
+            r"value_and_grad: expected a call inside of jax\.shard_map over jax_axis\('data'\)",
+        ),
+    ],
+)
+def test_where_shards_have_no_place(call: Any, message: str) -> None:
+    with pytest.raises(gc.GradCombineError, match=message):
+        call(zero.scattered(reductions.mean(), OVER))
 
 
 def test_a_shard_of_another_leaf_is_refused() -> None:

@@ -254,3 +254,11 @@ def test_skip_large_updates_has_the_rule_of_optax() -> None:
     assert optax.skip_large_updates({"w": squares}, 0, None, 1e6)[0]  # 300 squared is beyond float16
     assert not skip_large_updates({"w": squares}, 0, None, 1e6)[0]
     assert skip_large_updates({"w": jnp.complex64([3 + 4j])}, 0, None, 25.0)[0]
+
+
+@pytest.mark.parametrize("extra", [{"weight": 2.0}, {"flush": True}, {"number": 0}], ids=str)
+def test_what_means_something_elsewhere_is_not_dropped(extra: dict[str, Any]) -> None:
+    """optax.MultiSteps hands extra arguments on to a transformation that may not know them either."""
+    tx = MultiSteps(optax.sgd(1.0), 2)
+    with pytest.raises(gc.GradCombineError, match=f"MultiSteps: expected no {next(iter(extra))}, .*accumulate does"):
+        tx.update({"w": jnp.ones(2)}, tx.init({"w": jnp.ones(2)}), **extra)
