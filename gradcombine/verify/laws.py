@@ -42,6 +42,8 @@ class Sides(NamedTuple):
 
 
 Terms: TypeAlias = Sequence[Contribution]
+Made: TypeAlias = Callable[[Contribution], State]
+"""The state that has one contribution, once or many times."""
 
 
 class Law(NamedTuple):
@@ -50,44 +52,45 @@ class Law(NamedTuple):
     Attributes:
       statement: the law, for a reader.
       terms: how many contributions it is about.
-      sides: ``sides(reduction, like, contributions)``: what has to be equal.
+      sides: ``sides(reduction, like, contributions, made)``: what has to be equal.
       exact: whether it has to be equal to the bit, whatever rounding is allowed.
       waiver: the setting of `check_reduction` without which the law has to hold.
     """
 
     statement: str
     terms: int
-    sides: Callable[[Reduction, Tree, Terms], Iterator[Sides]]
+    sides: Callable[[Reduction, Tree, Terms, Made], Iterator[Sides]]
     exact: bool = False
     waiver: str = ""
 
 
-def _empty(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
-    del terms
+def _empty(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
+    del terms, state
     value = reduction.finalize(reduction.init(like))
     yield Sides(value, _mapped(lambda x: np.where(x != x, 0, x), value), ("finalize(init(like))", "without NaN"))
 
 
-def _runs(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
-    empty, a = reduction.init(like), _state(reduction, terms[0])
+def _runs(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
+    empty, a = reduction.init(like), state(terms[0])
     expected = _mapped(np.zeros_like, reduction.finalize(empty))
-    for state in (reduction.merge(a, a), reduction.merge(empty, a), reduction.merge(a, empty), reduction.clear(a)):
-        received = _mapped(np.zeros_like, reduction.finalize(state))
+    for other in (reduction.merge(a, a), reduction.merge(empty, a), reduction.merge(a, empty), reduction.clear(a)):
+        received = _mapped(np.zeros_like, reduction.finalize(other))
         yield Sides(received, expected, ("shapes and dtypes of a value", "of the empty state's"))
 
 
-def _deterministic(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+def _deterministic(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
     del like
-    a, b = (_state(reduction, term) for term in terms)
+    a, b = (state(term) for term in terms)
     for name, run in (
-        ("update", lambda: _state(reduction, terms[0])),
+        ("update", lambda: state(terms[0])),
         ("merge", lambda: reduction.merge(a, b)),
         ("finalize", lambda: reduction.finalize(a)),
     ):
         yield Sides(run(), run(), (f"{name}", f"{name} again"))
 
 
-def _pure(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+def _pure(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
+    del state
     empty = reduction.init(like)
     kept: list[tuple[str, Any, Any]] = []
 
@@ -110,57 +113,62 @@ def _pure(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
         yield from unchanged(name)
 
 
-def _identity(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
-    empty, a = reduction.init(like), _state(reduction, terms[0])
+def _identity(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
+    empty, a = reduction.init(like), state(terms[0])
     yield _values(reduction, reduction.merge(empty, a), a, ("merge(init, a)", "a"))
     yield _values(reduction, reduction.merge(a, empty), a, ("merge(a, init)", "a"))
+    none, twice = reduction.merge(empty, reduction.init(like)), reduction.merge(a, a)
+    yield _values(reduction, none, empty, ("merge(init, init)", "init"))
+    for name, same in (("merge(init, a)", reduction.merge(none, a)), ("merge(a, init)", reduction.merge(a, none))):
+        # What the value does not show, the next merge does.
+        yield _values(reduction, reduction.merge(same, a), twice, (f"merge({name}, a)", "merge(a, a)"))
 
 
-def _update(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+def _update(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
     del like
-    s = _state(reduction, terms[0])
-    merged = reduction.merge(s, _state(reduction, terms[1]))
+    s = state(terms[0])
+    merged = reduction.merge(s, reduction.update(reduction.init(terms[1].value), *terms[1]))
     yield _values(
         reduction, reduction.update(s, *terms[1]), merged, ("update(s, v, w)", "merge(s, update(init, v, w))")
     )
 
 
-def _weight_0(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+def _weight_0(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
     del like
-    s, (value, weight) = _state(reduction, terms[0]), terms[1]
+    s, (value, weight) = state(terms[0]), terms[1]
     for name, x in (("v", value), ("NaN", _nan(value))):
         for zero in (0, weight * 0):
             yield Sides(reduction.update(s, x, zero), s, (f"update(s, {name}, 0)", "s"))
 
 
-def _twice(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+def _twice(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
     del like
-    s, (v, w) = _state(reduction, terms[0]), terms[1]
+    s, (v, w) = state(terms[0]), terms[1]
     twice = reduction.update(reduction.update(s, v, w), v, w)
     yield _values(
         reduction, reduction.update(s, v, 2 * w), twice, ("update(s, v, 2 * w)", "update(update(s, v, w), v, w)")
     )
 
 
-def _clear(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
-    yield Sides(reduction.clear(_state(reduction, terms[0])), reduction.init(like), ("clear(s)", "init"))
+def _clear(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
+    yield Sides(reduction.clear(state(terms[0])), reduction.init(like), ("clear(s)", "init"))
 
 
-def _associative(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+def _associative(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
     del like
-    a, b, c = (_state(reduction, term) for term in terms)
+    a, b, c = (state(term) for term in terms)
     left, right = reduction.merge(reduction.merge(a, b), c), reduction.merge(a, reduction.merge(b, c))
     yield _values(reduction, left, right, ("merge(merge(a, b), c)", "merge(a, merge(b, c))"))
 
 
-def _commutative(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
+def _commutative(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
     del like
-    a, b = (_state(reduction, term) for term in terms)
+    a, b = (state(term) for term in terms)
     yield _values(reduction, reduction.merge(a, b), reduction.merge(b, a), ("merge(a, b)", "merge(b, a)"))
 
 
-def _same_everywhere(reduction: Reduction, like: Tree, terms: Terms) -> Iterator[Sides]:
-    del like
+def _same_everywhere(reduction: Reduction, like: Tree, terms: Terms, state: Made) -> Iterator[Sides]:
+    del like, state
     places = _places(reduction, terms)
     name, first = next(places)
     return (Sides(value, first, (place, name)) for place, value in places)
@@ -188,6 +196,26 @@ LAWS = (
 DETERMINISTIC = LAWS[3]
 
 
+class Stretch(NamedTuple):
+    """How one case is made larger: by powers of two, of which no sum rounds.
+
+    Attributes:
+      element, weight: what all elements, and all weights, are multiplied by.
+      doublings: k, where a state has each contribution 2**k - 1 times, as one that counts modulo 2**k would not see.
+    """
+
+    element: float = 1
+    weight: int = 1
+    doublings: int = 1
+
+
+class Case(NamedTuple):
+    """What a law is tried on."""
+
+    stretch: Stretch
+    terms: Terms
+
+
 class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's others)
     """A law that a reduction breaks.
 
@@ -197,12 +225,17 @@ class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's o
       left, right: the two sides that differ; or None and the exception that was raised.
     """
 
-    def __init__(self, name: str, law: Law, contributions: Terms, sides: Sides) -> None:
-        self.law, self.contributions = law.statement, list(contributions)
+    def __init__(self, name: str, law: Law, case: Case, sides: Sides) -> None:
+        contributions, times = list(case.terms), 2**case.stretch.doublings - 1
+        self.law, self.contributions = law.statement, contributions
         self.left, self.right, captions = sides
         lines = [f"{name} breaks the law: {law.statement}"]
         if contributions:
-            lines += ["for the contributions:", *(f"  {value!r}, weight {weight!r}" for value, weight in contributions)]
+            often = f", where a state has each {times} times" if times > 1 else ""
+            lines += [
+                f"for the contributions{often}:",
+                *(f"  {value!r}, weight {weight!r}" for value, weight in contributions),
+            ]
         if isinstance(self.right, Exception):
             lines.append(f"raised: {type(self.right).__name__}: {self.right}")
         else:
@@ -233,8 +266,11 @@ def check_reduction(
     of ``merge``; ``update(s, v, w) == merge(s, update(init, v, w))``; a contribution of weight 0 changes nothing, even
     if it is NaN; twice the weight counts as two contributions; ``clear`` gives the empty state; ``merge`` is
     associative and commutative; a list, time, two replicas and mixtures of them give the same value in both orders.
-    Each is tried on contributions that hypothesis generates and shrinks, the same ones in every run. Nothing is
-    compiled, so what compilers make of the functions is not tried.
+    Each is tried on contributions that hypothesis generates and shrinks, the same ones in every run: some of them 2**20
+    times as large or as small, with weights 1,024 times as large, or 255 and 2,047 times in a state, where sums and
+    counts would saturate. Leaves of no axis, no element, one element, two axes, float64, float16 and int32, and a tree
+    without its first leaf, are tried as well, where the functions run for them. Nothing is compiled, so what compilers
+    make of the functions is not tried.
 
     Args:
       reduction: a user's own, or any other.
@@ -249,7 +285,7 @@ def check_reduction(
       elements: what the leaves hold; only whole ones are used for integers, and no negative ones if unsigned.
       weights: of the contributions; only whole ones if a leaf is of integers.
       asarray: converts NumPy's arrays to another framework's, as jax.numpy.asarray and tf.constant do.
-      examples: how many cases are tried for each law.
+      examples: how many cases are tried for each law; a fifth of it for the last one, and a tenth for other leaves.
 
     Raises:
       BrokenLaw: an AssertionError, for the first law that does not hold.
@@ -275,8 +311,9 @@ def check_reduction(
     require_installed("check_reduction", "hypothesis")
     if not callable(asarray):
         raise GradCombineError("check_reduction", "a function as asarray", shown(asarray))
-    kinds = [dtypes.kind(dtype_of(x)) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
-    whole = "integer" in kinds
+    kinds = [dtype_of(x) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
+    whole = any(dtypes.kind(dtype) == "integer" for dtype in kinds)
+    stretches = _stretches(kinds, elements, weights)
     elements, weights = (_numbers(name, x) for name, x in (("elements", elements), ("weights", weights)))
     require_flag("check_reduction", "commutative", commutative)
     require_flag("check_reduction", "weighted", weighted)
@@ -284,9 +321,17 @@ def check_reduction(
     if not usable:
         raise GradCombineError("check_reduction", "a weight, a whole one if leaves are integers", shown(weights))
     waived = {"commutative=False": not commutative, "weighted=False": not weighted}
-    for law in LAWS:
-        if not waived.get(law.waiver, False):
-            _try(reduction, like, law, ulps, _contributions(like, law.terms, elements, usable, asarray), examples)
+    held = [law for law in LAWS if not waived.get(law.waiver, False)]
+    for law in held:
+        costly = law is LAWS[-1]
+        cases = _cases(like, law.terms, elements, usable, asarray, stretches[:1] if costly else stretches)
+        # It runs each place of both orders, where the other laws run a few functions.
+        _try(reduction, like, law, ulps, cases, -(-examples // 5) if costly else examples)
+    whole_weights = [weight for weight in usable if dtypes.holds(np.dtype(np.int64), weight)] or [1]
+    for other in _others(reduction, like, asarray):
+        for law in held[:-1]:
+            cases = _cases(other, law.terms, _fitting(other, elements), whole_weights, asarray, [Stretch()])
+            _try(reduction, other, law, ulps, cases, -(-examples // 10))
 
 
 def _numbers(name: str, values: Any) -> list[Any]:
@@ -300,7 +345,7 @@ def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, e
     import hypothesis
     from hypothesis.errors import Flaky, InvalidArgument
 
-    broken: list[tuple[Terms, Sides]] = []
+    broken: list[tuple[Case, Sides]] = []
 
     @hypothesis.settings(
         max_examples=examples,
@@ -312,11 +357,11 @@ def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, e
         suppress_health_check=[*hypothesis.HealthCheck],  # pyright: ignore[reportArgumentType] (its metaclass is untyped)
     )
     @hypothesis.given(strategy)
-    def holds(terms: list[Contribution]) -> None:
-        sides = _broken(reduction, like, law, ulps, terms)
+    def holds(case: Case) -> None:
+        sides = _broken(reduction, like, law, ulps, case)
         if sides is not None:
-            broken.append((terms, sides))
-            raise BrokenLaw(reduction.name, law, terms, sides)
+            broken.append((case, sides))
+            raise BrokenLaw(reduction.name, law, case, sides)
 
     try:
         holds()
@@ -333,43 +378,99 @@ def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, e
         raise BrokenLaw(reduction.name, DETERMINISTIC, *broken[-1]) from None
 
 
-def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, terms: Terms) -> Sides | None:
+def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, case: Case) -> Sides | None:
     """The first sides that differ, None if the law holds."""
     # What is shown has to stay as it is, even if a function writes to its arguments.
-    copied = [Contribution(_mapped(_copy, value), weight) for value, weight in terms]
-    largest = max((_largest(value) for value, _ in terms), default=0.0)
+    copied = [Contribution(_mapped(_copy, value), weight) for value, weight in case.terms]
+    largest = max((_largest(value) for value, _ in case.terms), default=0.0)
+
+    def made(term: Contribution) -> State:
+        state = one = reduction.update(reduction.init(term.value), *term)
+        for _ in range(case.stretch.doublings - 1):
+            state = reduction.merge(reduction.merge(state, state), one)
+        return state
+
     allowed = 0 if law.exact else ulps
     try:
-        return next((x for x in law.sides(reduction, like, copied) if not _equal(x, allowed, largest)), None)
+        return next((x for x in law.sides(reduction, like, copied, made) if not _equal(x, allowed, largest)), None)
     except Exception as error:
         return Sides(None, error, ("", ""))
 
 
-def _contributions(
-    like: Tree, count: int, elements: Sequence[float], weights: Sequence[float], asarray: Callable[[np.ndarray], Any]
+def _others(reduction: Reduction, like: Tree, asarray: Callable[[np.ndarray], Any]) -> Iterator[Tree]:
+    """The tree with leaves of other shapes and dtypes, or without its first: what the functions run for."""
+    leaves, structure = tree.flatten("check_reduction", like)
+    specs = [None if is_absent(x) else placeholder(x) for x in leaves]
+
+    def changed(shape: tuple[int, ...] | None, dtype: Any) -> Tree:
+        new: list[Any] = [
+            None if x is None else np.zeros(x.shape if shape is None else shape, dtype or x.dtype) for x in specs
+        ]
+        return tree.unflatten(structure, [x if y is None else asarray(y) for x, y in zip(leaves, new, strict=True)])
+
+    found = [changed(shape, None) for shape in ((), (0,), (1,), (2, 3))]
+    found += [changed(None, dtype) for dtype in (np.float64, np.float16, np.int32)]
+    if sum(x is not None for x in specs) > 1:
+        first = next(i for i, x in enumerate(specs) if x is not None)
+        found.append(tree.unflatten(structure, [None if i == first else x for i, x in enumerate(leaves)]))
+    for other in found:
+        try:
+            empty = reduction.init(other)
+            reduction.finalize(reduction.merge(empty, reduction.update(empty, other, 1)))
+        except Exception:
+            continue  # it need not take any tree
+        yield other
+
+
+def _fitting(like: Tree, elements: Sequence[float]) -> list[float]:
+    """The elements that each leaf can hold; 0 and 1 if there are none."""
+    held = [placeholder(x).dtype for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
+    return [x for x in elements if all(dtypes.holds(dtype, x) for dtype in held)] or [0, 1]
+
+
+def _cases(
+    like: Tree,
+    count: int,
+    elements: Sequence[float],
+    weights: Sequence[float],
+    asarray: Callable[[np.ndarray], Any],
+    stretches: Sequence[Stretch],
 ) -> Any:
     from hypothesis import strategies
 
     leaves, structure = tree.flatten("check_reduction", like)
 
-    def leaf(x: Any) -> Any:
+    def leaf(x: Any, stretch: Stretch) -> Any:
         if is_absent(x):
             return strategies.just(x)
         spec = placeholder(x)
-        drawn = [y for y in elements if dtypes.holds(spec.dtype, y)]
+        drawn = [y * stretch.element for y in elements if dtypes.holds(spec.dtype, y * stretch.element)]
         if not drawn:
             raise GradCombineError("check_reduction", f"elements that are {spec.dtype}", shown(elements))
         rows = strategies.lists(strategies.sampled_from(drawn), min_size=spec.size, max_size=spec.size)
         return rows.map(lambda row: asarray(np.array(row, spec.dtype).reshape(spec.shape)))
 
-    value = strategies.tuples(*map(leaf, leaves)).map(lambda drawn: tree.unflatten(structure, drawn))
-    one = strategies.builds(Contribution, value, strategies.sampled_from(list(weights)))
-    return strategies.lists(one, min_size=count, max_size=count)
+    def of(stretch: Stretch) -> Any:
+        drawn = (leaf(x, stretch) for x in leaves)
+        value = strategies.tuples(*drawn).map(lambda drawn: tree.unflatten(structure, drawn))
+        weight = strategies.sampled_from([weight * stretch.weight for weight in weights])
+        terms = strategies.lists(strategies.builds(Contribution, value, weight), min_size=count, max_size=count)
+        return strategies.builds(Case, strategies.just(stretch), terms)
+
+    return strategies.one_of(*map(of, stretches))
 
 
-def _state(reduction: Reduction, term: Contribution) -> State:
-    """The state of one contribution."""
-    return reduction.update(reduction.init(term.value), *term)
+def _stretches(kinds: Sequence[np.dtype], elements: Any, weights: Any) -> list[Stretch]:
+    """Those of which sums in the narrowest dtype do not round; a setting of one's own is not stretched."""
+    found, least = [Stretch()], min((dtypes.part(dtype).itemsize for dtype in kinds), default=0)
+    is_whole = any(dtypes.kind(dtype) == "integer" for dtype in kinds)
+    if elements is ELEMENTS:
+        found += [Stretch(element=x) for x in ((2.0**20, 2.0**-20) if least >= 4 else (32.0,) if least == 2 else ())]
+        found = found[:2] if is_whole else found
+    if least >= 4:
+        found += [Stretch(weight=2**10)] if weights is WEIGHTS else []
+        found += [Stretch(doublings=8), Stretch(doublings=11)]  # an exact sum of float32 holds 4,096
+    return found
 
 
 def _values(reduction: Reduction, left: State, right: State, captions: tuple[str, str]) -> Sides:
@@ -465,6 +566,6 @@ def _near(left: Any, right: Any, ulps: int, largest: float) -> bool:
         step = 2 * rounding_unit(dtypes.part(x.dtype))
         with np.errstate(invalid="ignore"):
             wide = x + np.float64(0), y + np.float64(0)
-            scale = np.maximum(np.maximum(abs(wide[0]), abs(wide[1])), largest)
+            scale = max(largest, *(float(np.max(abs(z), where=np.isfinite(z), initial=0)) for z in wide))
             alike |= abs(wide[0] - wide[1]) <= ulps * step * scale
     return bool(np.all(alike))
