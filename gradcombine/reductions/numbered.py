@@ -127,13 +127,15 @@ class NumberedReduction(Wrapper):
         name, held = self.of.name, self._open(state)
         if not isinstance(value, Numbered):
             raise GradCombineError(name, "Numbered(value, number)", type(value).__name__)
-        require_scalar(name, "the number of a microbatch, an integer scalar", value.number, "iu", ".number")
-        backend = resolve(name, [held.counts, value.number])
-        number = backend.asarray(value.number)
-        known = backend.concrete(number)
+        number, backend = value.number, resolve(name, [held.counts, value.number])
+        if not isinstance(number, int) or isinstance(number, bool):
+            require_scalar(name, "the number of a microbatch, an integer scalar", number, "iu", ".number")
+            number = backend.asarray(number)
+        known = number if isinstance(number, int) else backend.concrete(number)
         if known is not None and not PLACEHOLDER <= int(known) < self._count:
             expected = f"the number of a microbatch, from 0 to {self._count - 1}, or -1"
             raise GradCombineError(name, expected, int(known), ".number")
+        number = backend.asarray(number)
         one = _one_at(backend, number, self._count)
         _require_apart(name, held.counts, one)
         return NumberedState(self.of.update(held.value, value.value, weight), backend.asarray(held.counts) + one)

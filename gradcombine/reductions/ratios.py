@@ -11,6 +11,7 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, renamed, require_items, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
+from gradcombine.reductions.numbered import numbered, without_numbers
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.sums import mean as mean_
 from gradcombine.reductions.weights import parse, where
@@ -112,7 +113,7 @@ def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduct
 
     Args:
       denominators: their names, each once.
-      mean: as for `ratio`.
+      mean: as for `ratio`. Of a `numbered` one, contributions are ``Numbered`` as a whole: one ledger for all.
 
     Returns:
       A reduction of ``{name: Ratio(numerator, denominator)}``; all numerators are trees of one structure. Of a
@@ -131,7 +132,10 @@ def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduct
     >>> gc.combine(ratios(["tokens", "sequences"]), [first, second])
     array([3.5, 3. ], dtype=float32)
     """
-    return Ratios(per_leaf({name: ratio(mean) for name in _names(denominators)}))
+    own = mean_() if mean is None else mean
+    require_reduction("ratios", own)
+    combined = Ratios(per_leaf({name: ratio(without_numbers(own)) for name in _names(denominators)}))
+    return combined if own.microbatches is None else numbered(combined, own.microbatches)
 
 
 class Ratios(Wrapper):

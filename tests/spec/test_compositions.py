@@ -58,10 +58,10 @@ def contribution(names: tuple[str, ...], i: int, grad: Any = None) -> Any:
     return value
 
 
-def expected(names: tuple[str, ...]) -> list[float]:
+def expected(names: tuple[str, ...], weights: list[int] = WEIGHTS) -> list[float]:
     """The mean of what the wrappers leave: all numbers are small multiples of 1/8, so the quotient alone rounds."""
     total, weight = [0.0, 0.0], 0
-    for grad, w in zip(GRADS, WEIGHTS, strict=True):
+    for grad, w in zip(GRADS, weights, strict=True):
         value = [float(x) for x in grad]
         for name in names:
             if name == "zeroed" and not np.isfinite(value).all():
@@ -224,3 +224,19 @@ def test_a_step_of_tensorflow(names: tuple[str, ...]) -> None:
     for grad, weight in zip(GRADS, WEIGHTS, strict=True):
         train(tf.constant(grad), tf.constant(weight))
     np.testing.assert_array_equal(variable, -F32(expected(names)))
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("names", quick(FOR_GRADIENTS))
+def test_passes_of_horovod(names: tuple[str, ...]) -> None:
+    """Which have no weights: each counts once."""
+    import tensorflow as tf
+
+    from gradcombine.integrations.horovod import LocalGradientAggregation
+
+    variables = [tf.Variable([0.0, 0.0])]
+    reduction = composed(names, reductions.mean())
+    helper = LocalGradientAggregation(4, lambda grads, variables: grads, mode="eager", reduction=reduction)
+    for grad in GRADS:
+        (received,) = helper.compute_gradients([tf.constant(grad)], variables)
+    np.testing.assert_array_equal(received, F32(expected(names, [1] * len(GRADS))))

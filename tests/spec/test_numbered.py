@@ -82,6 +82,9 @@ def test_a_doubled_microbatch_is_named_and_loses_nothing() -> None:
         (Numbered(GRADS[0], -2), r"received -2"),
         (Numbered(GRADS[0], 1.0), r"leaf \.number: .*received float32 of shape \(\)"),
         (Numbered(GRADS[0], np.int32([1])), r"leaf \.number: .*received int32 of shape \(1,\)"),
+        (Numbered(GRADS[0], 2**31), r"leaf \.number: expected the number .*, from 0 to 7, or -1, received 2147483648"),
+        (Numbered(GRADS[0], -(10**30)), r"leaf \.number: expected the number .*, from 0 to 7, or -1, received -10"),
+        (Numbered(GRADS[0], True), r"leaf \.number: .*received bool"),
         (Numbered(GRADS[0], "1"), r"leaf \.number: "),
     ],
 )

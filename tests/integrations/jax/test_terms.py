@@ -364,3 +364,20 @@ def test_a_total_of_zero_gives_zero(zero: Any) -> None:
     output, grad = jax.jit(function)(jnp.float32(1), jnp.float32([1, 2, 3, 4]), totals={"n": zero, "m": 4})
     assert {name: float(x) for name, x in output.value.items()} == {"a": 0, "b": 0.5}
     assert float(grad) == 0.5
+
+
+@pytest.mark.parametrize("wrap", [lambda r: r, lambda r: reductions.clipped(r, 1e6)], ids=["plain", "clipped"])
+def test_terms_with_a_ledger(wrap: Any) -> None:
+    """One ledger for all denominators, whose gradients stay as they are."""
+
+    def loss(w: Any, x: Any) -> LossOutput:
+        return LossOutput(good(w, x), {"n": x.size, "m": 1})
+
+    reduction = wrap(reductions.numbered(reductions.mean(), 2))
+    step = train_step(loss, optax.sgd(1.0), every=2, terms=TWO, reduction=reduction)
+    w, rows = jnp.float32(2), jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
+    state = step.init(w, rows[0])
+    for i, row in enumerate(rows):
+        w, state, _ = step(w, state, row)
+        assert gc.ledger.read(state.window).held == tuple(range(i + 1))
+    assert float(w) == 2 - 28 / 8 - 1
