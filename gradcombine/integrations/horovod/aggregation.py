@@ -162,7 +162,7 @@ class LocalGradientAggregation(tf.Module):
         _require_no_conditional_collective()
         held = self._state_for(gradients, variables)
         state = self._window.contribute(held.read(), gradients)
-        seen = self._seen | {i for i, x in enumerate(gradients) if x is not None}
+        seen = self._with_gradient({i for i, x in enumerate(gradients) if x is not None})
         sums = self._window.value(state)
         filled = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]
         between = filled if self._graph_mode else sums
@@ -176,7 +176,6 @@ class LocalGradientAggregation(tf.Module):
         # Written last: where the all-reduce fails, the window is as it was.
         with run_after(picked):
             self._written = held.write(Pending(self._window.end(state, full)))
-        self._seen = seen
         results = dict(zip(chosen, completed(picked, self._written), strict=True))
         return [results.get(i) for i in range(len(gradients))]
 
@@ -212,8 +211,24 @@ class LocalGradientAggregation(tf.Module):
                 self._state = in_local_variables(
                     self._window, list(map(_spec, gradients, variables, range(len(variables))))
                 )
+                # None while tracing is None in every pass: which variables ever had a gradient is known then, and kept.
+                self.seen = tf.compat.v1.Variable(
+                    tf.zeros([len(variables)], tf.bool),
+                    trainable=False,
+                    use_resource=True,
+                    collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+                )
             self.position, self.windows = self._state.position, self._state.windows
         return self._state
+
+    def _with_gradient(self, present: set[int]) -> set[int]:
+        """The variables that have had a gradient, in this process or in the one whose window was restored."""
+        self._seen |= present
+        with tf.init_scope():
+            if tf.executing_eagerly():
+                self._seen |= set(np.flatnonzero(self.seen.numpy()).tolist())
+                self.seen.assign([i in self._seen for i in range(self.seen.shape[0])])
+        return set(self._seen)
 
     def _combined(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """All-reduced, except for local variables, and divided as asked for. None stays in its place."""

@@ -36,8 +36,8 @@ class Accumulate(WindowWrapper):
     window, until the last one runs ``inner_optimizer``. So clipping, weight decay, moving averages, constraints,
     learning-rate schedules and ``iterations`` count windows. Accumulators are float32 for narrower gradients.
 
-    ``fit`` gives every microbatch weight 1; `WeightedTrainStep` makes it the number of examples, and ``apply`` takes it
-    in a custom loop. `FlushAtEpochEnd` applies what an epoch leaves over.
+    ``fit`` gives every microbatch weight 1; the callback `FlushAtEpochEnd` makes it the number of examples, and applies
+    what an epoch leaves over. `WeightedTrainStep` has weights of your own, and ``apply`` takes them in a custom loop.
 
     A gradient that is None adds nothing. For a variable that has had no gradient yet, the inner optimizer gets None,
     and Keras warns about it. Sparse gradients (tf.IndexedSlices) become dense.

@@ -1,4 +1,4 @@
-"""What fit does not do by itself: weights of microbatches, and the end of the data."""
+"""Weights of microbatches in fit, and the end of the data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from gradcombine.integrations.keras.settings import error
 class WeightedTrainStep:
     """Mixin for a keras.Model whose ``fit`` tells `Accumulate` the weight of each microbatch.
 
-    Without it every microbatch of ``fit`` has weight 1, which is right if all have the same size. The last one of an
-    epoch often has not, nor have the replicas' shares of it.
+    For weights that are not the numbers of examples, which `FlushAtEpochEnd` takes. Without either every microbatch of
+    ``fit`` has weight 1, which is right if all have the same size. The last one of an epoch often has not, nor have the
+    replicas' shares of it.
 
     Put it before keras.Model: ``class Model(WeightedTrainStep, keras.Model)``. The functional API and subclassing work
     alike. Compiled with another optimizer, nothing changes. A ``train_step`` of your own calls ``super().train_step``,
@@ -41,8 +42,7 @@ class WeightedTrainStep:
         Returns:
           A scalar, finite and not negative; a microbatch of weight 0 changes nothing.
         """
-        shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
-        return shape[0]
+        return _examples(x)
 
     def train_step(self, *args: Any) -> Any:
         """Keras' own, with the weight of the batch, which is the last argument on every backend."""
@@ -54,8 +54,31 @@ class WeightedTrainStep:
             return step(*args)
 
 
+def _examples(x: Any) -> Any:
+    """The number of examples in a batch."""
+    shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
+    return shape[0]
+
+
+class _Weighed:
+    """A train step whose microbatches have their number of examples for a weight."""
+
+    def __init__(self, step: Any, optimizer: Any) -> None:
+        self.step, self.optimizer = step, optimizer
+
+    def __call__(self, *args: Any) -> Any:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(args[-1])
+        with self.optimizer.weighted(_examples(x)):
+            return self.step(*args)
+
+
 class FlushAtEpochEnd(keras.callbacks.Callback):
-    """Applies the partial window that an epoch ends with, divided by its true weight; the next epoch begins a new one.
+    """Weighs the microbatches of ``fit``, and applies the partial window that an epoch ends with.
+
+    Each microbatch has its number of examples for a weight (the share of each replica has its own), so that the smaller
+    last batch of an epoch counts as what it is: for ``Accumulate(reduction="mean")`` and Keras' default loss reduction.
+    A model with `WeightedTrainStep` keeps the weights of its own. The partial window is divided by its true weight, and
+    the next epoch begins a new one.
 
     The window is applied before the epoch's validation, which then sees what the whole epoch has trained, and before
     ``on_epoch_end`` of the callbacks after this one: put it first, in front of a ModelCheckpoint for instance.
@@ -80,6 +103,20 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
         if optimizer is None:
             raise error("a model compiled with Accumulate", type(model.optimizer).__name__)
         self._optimizer = optimizer
+        if optimizer.reduction == "mean" and not isinstance(model, WeightedTrainStep):
+            self._weigh(model, optimizer)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        model: Any = self.model
+        if isinstance(vars(model).get("train_step"), _Weighed):
+            del model.train_step
+            model.train_function = None
+
+    def _weigh(self, model: Any, optimizer: Any) -> None:
+        """Puts weights around the model's own step, for this ``fit``."""
+        own = vars(model).get("train_step", model.train_step)
+        model.train_step = _Weighed(own.step if isinstance(own, _Weighed) else own, optimizer)
+        model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = True

@@ -99,13 +99,26 @@ class TensorflowWindow(KerasWindow):
             if self._seen:
                 apply(unseen)
 
+        def held() -> Any:
+            """Which of them have a gradient in this replica's window, one that another process has begun."""
+            current = self._windows.unread().index + 1
+            return tf.cast(tf.equal(tf.gather(self.touched.value, unseen), current), tf.int32)
+
         def full() -> None:
-            if unseen:
-                current = self._windows.unread().index + 1
-                touched = tf.equal(tf.gather(self.touched.value, unseen), current)
-                tf.cond(tf.reduce_any(touched), lambda: apply(()), rest)
-            else:
+            if not unseen:
                 apply(())
+                return
+            counts = strategy.reduce("sum", strategy.extended.call_for_each_replica(held), axis=None)
+
+            def apply_held() -> None:
+                targets = [self._targets[i] for i in unseen]
+                before = [tf.convert_to_tensor(x) for x in targets]
+                apply(())
+                for i, (target, old) in enumerate(zip(targets, before, strict=True)):
+                    # What has no gradient has no update.
+                    target.assign(tf.where(counts[i] > 0, tf.convert_to_tensor(target), old))
+
+            tf.cond(tf.reduce_any(counts > 0), apply_held, rest)
 
         tf.cond(strategy.experimental_local_results(condition)[0], full, lambda: None)
 

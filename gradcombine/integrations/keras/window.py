@@ -246,7 +246,7 @@ def replace(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, ki
     marks = np.zeros(window.touched.shape, np.int32)
     try:
         states = _states(arrays, window, received, kind)
-        marks = touched[0]
+        marks = touched.max(0)
     except GradCombineError:
         if begun(arrays):
             raise

@@ -150,7 +150,6 @@ class AccumulatedStep(tf.Module):
         if self._metrics is not None:
             self.metrics_position, self.metrics_windows = self._metrics.position, self._metrics.windows
         self._with_gradient: set[int] = set()
-        self._left_out: set[int] = set()
 
     def __call__(
         self, *batch: Any, totals: Mapping[str, Any] | None = None, number: Any | None = None
@@ -226,6 +225,8 @@ class AccumulatedStep(tf.Module):
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
         compute, begun = converted(self._gradients, status), graph_size()
         pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, totals, number, *batch))
+        if not self._with_gradient:
+            raise error("a gradient for one variable or more, in this call or one before", "none")
         full = self._agreed(ready)
         tensors = [x for x in tf.nest.flatten(self._local((pending, full)), expand_composites=True) if tf.is_tensor(x)]
         with run_after([*effects_since(begun), *tensors]):
@@ -267,8 +268,6 @@ class AccumulatedStep(tf.Module):
         pending = [one._replace(after=self._window.end(one.after, ready)) for one in pending]
         # Which variables have a gradient is known while tracing, and only then.
         present = {i for column in columns for i, gradient in enumerate(column) if gradient is not None}
-        for i in sorted(present & self._left_out):
-            raise error("no gradient, as in a tf.function that was traced before", "one", f"[{i}]")
         self._with_gradient |= present
         return pending, ready, outputs[0] if outputs else None
 
@@ -290,27 +289,41 @@ class AccumulatedStep(tf.Module):
         )
 
     def _merge_and_apply(self, status: Any) -> WindowMetrics | None:
-        indices = sorted(self._with_gradient)
-        if not indices:
-            raise error("a call before, with a gradient for one variable or more", "none")
-        targets = [self._targets()[i] for i in indices]
-        if not tf.executing_eagerly():
-            self._left_out |= set(range(len(self._targets()))) - self._with_gradient
+        targets = self._targets()
+        seen = sorted(self._with_gradient)
+        unseen = [i for i in range(len(targets)) if i not in self._with_gradient]
+        merged = self._strategy.run(self._state.value)
+        # A window that another process or function has begun may hold gradients that this trace does not have.
+        held = [tf.reduce_any(self._local(merged[i])[0] != 0) for i in unseen]
 
-        def merged() -> list[tf.Tensor]:
-            gradients = self._state.value()
-            return [gradients[i] for i in indices]
+        def run(indices: Sequence[int]) -> None:
+            if indices:
+                self._run_optimizer([merged[i] for i in indices], [targets[i] for i in indices], status)
 
-        if self._optimizer is None:
-            gradients = [self._local(x)[0] for x in self._strategy.run(merged)]
-            with self._strategy.scope():
-                converted(self._apply, status)(gradients, targets)
+        def run_held() -> None:
+            before = [tf.convert_to_tensor(targets[i]) for i in unseen]
+            run([*seen, *unseen])
+            for i, old, has in zip(unseen, before, held, strict=True):  # what has no gradient has no update
+                targets[i].assign(tf.where(has, tf.convert_to_tensor(targets[i]), old))
+
+        if tf.executing_eagerly():
+            run([*seen, *(i for i, has in zip(unseen, held, strict=True) if has)])
+        elif unseen:
+            tf.cond(tf.reduce_any(tf.stack(held)), run_held, lambda: run(seen))
         else:
-            self._strategy.run(lambda: self._optimizer.apply(_from_first_replica(merged()), targets))
+            run(seen)
         if self._terms is None or self._metrics is None:
             return None
         told = self._strategy.run(self._metrics.value)
         return self._terms.opened(tf.nest.map_structure(lambda x: self._local(x)[0], told))
+
+    def _run_optimizer(self, gradients: list[Any], targets: list[Any], status: Any) -> None:
+        if self._optimizer is None:
+            with self._strategy.scope():
+                converted(self._apply, status)([self._local(x)[0] for x in gradients], targets)
+        else:
+            apply = self._optimizer.apply
+            self._strategy.run(lambda gradients: apply(_from_first_replica(gradients), targets), args=(gradients,))
 
     def _agreed(self, condition: Any) -> tf.Tensor:
         """The condition, which is the same on all replicas unless their windows' lengths differ."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
 from importlib import import_module
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -150,11 +150,15 @@ def _evaluated(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Pair], vis
             inner = x.params["jaxpr"]
             made = _evaluated(inner.jaxpr, inner.consts, pairs, visit)
         else:
-            bound: Any = x.primitive.get_bind_params(x.params)
-            functions: Any = bound[0] if type(bound) is tuple else ()  # older versions give a pair
-            others: Any = bound[1] if type(bound) is tuple else bound
+            functions, others = _bound(x)
             found = x.primitive.bind(*functions, *(value for value, _ in pairs), **others)
             put = reduce(lambda a, b: a | b, (flag for _, flag in pairs), False)
             made = [visit(y, put) for y in (found if x.primitive.multiple_results else [found])]
         values.update(zip(x.outvars, made, strict=True))
     return [of(v) for v in jaxpr.outvars]
+
+
+def _bound(equation: Any) -> tuple[Any, Any]:
+    """The functions and the parameters to bind an equation's primitive with; older versions of JAX give the pair."""
+    bound = equation.primitive.get_bind_params(equation.params)
+    return cast("tuple[Any, Any]", bound if isinstance(bound, tuple) else ((), bound))

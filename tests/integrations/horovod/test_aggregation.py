@@ -264,6 +264,18 @@ def test_a_checkpoint_in_the_middle_of_a_window(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+def test_a_restored_window_holds_what_this_process_has_no_gradient_of(tmp_path: Any, compiled: bool) -> None:
+    variables = [tf.Variable(0.0) for _ in range(3)]
+    before, resumed = (LocalGradientAggregation(2, AllReduce(gc.LOCAL, "sum"), mode="eager") for _ in range(2))
+    before.compute_gradients([tf.constant(1.0), tf.constant(2.0), None], variables)
+    path = tf.train.Checkpoint(aggregation=before).save(str(tmp_path / "c"))
+    tf.train.Checkpoint(aggregation=resumed).restore(path)
+    call = lambda x: resumed.compute_gradients([x, None, None], variables)  # noqa: E731
+    received = (tf.function(call) if compiled else call)(tf.constant(4.0))
+    assert [None if x is None else float(x) for x in received] == [5, 2, None]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_a_keras_optimizer(compiled: bool) -> None:
     """Momentum moves at boundaries only; iterations count every pass."""
     variable = keras.Variable(np.float32([8, 8]))

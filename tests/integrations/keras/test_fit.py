@@ -44,9 +44,6 @@ def test_fit_equals_large_batches(sizes: tuple[int, ...]) -> None:
 
 
 def test_without_weights_it_is_a_mean_of_means() -> None:
-    class Plain(keras.Model):
-        pass
-
     model = linear(Accumulate(keras.optimizers.SGD(1.0), 2), Plain)
     before = model.weights[0].numpy()
     model.fit(batches(4, 2), shuffle=False, verbose=0)
@@ -59,6 +56,28 @@ def test_what_an_epoch_leaves_over_is_flushed() -> None:
     model = trained(Accumulate(sgd(), 2), batches(4, 4, 4), epochs=2, callbacks=[FlushAtEpochEnd()])
     assert bits(model.weights) == bits(large.weights)
     assert int(model.optimizer.iterations) == 4
+
+
+class Plain(keras.Model):
+    """Without the mixin that the other tests' models have."""
+
+
+@pytest.mark.parametrize("settings", [{}, {"run_eagerly": True}, {"steps_per_execution": 3}], ids=str)
+def test_the_callback_weighs_the_smaller_last_batch(settings: dict[str, Any]) -> None:
+    """An epoch of 11 rows in microbatches of 2, the last one of 1, is one of 8 and 3: all sums here are exact."""
+
+    def weights(optimizer: Any, size: int, **fit: Any) -> list[bytes]:
+        model = linear(optimizer, Plain)
+        model.compile(optimizer, "mse", **settings)
+        for _ in range(2):  # the second fit finds the model as the first one has found it
+            model.fit(X[:11], Y[:11], batch_size=size, shuffle=False, verbose=0, **fit)
+            assert "train_step" not in vars(model)
+        return bits(model.weights)
+
+    received = weights(Accumulate(sgd(), 4), 2, callbacks=[FlushAtEpochEnd()])
+    expected = weights(sgd(), 8)
+    for a, b in zip(received, expected, strict=True):
+        np.testing.assert_allclose(np.frombuffer(a, np.float32), np.frombuffer(b, np.float32), rtol=1e-6)
 
 
 @pytest.mark.full

@@ -97,3 +97,39 @@ def test_weights_of_one_of_several_windows_are_refused() -> None:
     with pytest.raises(GradCombineError, match="a window of all replicas"):
         model.optimizer.set_weights([x.numpy() for x in model.optimizer.variables])
     assert windows(model) == before
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+@pytest.mark.parametrize("having", [(0,), (1,), (0, 1)], ids=str)
+@pytest.mark.parametrize("ends", ["call", "flush"])
+def test_a_variable_with_a_gradient_on_one_replica_alone_is_in_the_file(having: tuple[int, ...], ends: str) -> None:
+    """In the process that resumes the window it has none; another variable never had one, and does not decay."""
+
+    def made() -> tuple[Any, list[Any]]:
+        variables = [keras.Variable(0.0), keras.Variable(1.0), keras.Variable(1.0)]
+        optimizer = Accumulate(keras.optimizers.SGD(1.0, weight_decay=0.5), every=2)
+        optimizer.build(variables)
+        return optimizer, variables
+
+    def call(optimizer: Any, variables: list[Any], having: tuple[int, ...]) -> None:
+        def own() -> None:
+            rank = int(tf.get_static_value(tf.distribute.get_replica_context().replica_id_in_sync_group))
+            one = tf.constant(1.0)
+            optimizer.apply([one, 2 * one if rank in having else None, None], variables)
+
+        tf.function(lambda: mirrored_once.run(own))()
+
+    mirrored_once, store = mirrored(), {}
+    with mirrored_once.scope():
+        before, its = made()
+        resumed, variables = made()
+    call(before, its, having)
+    before.save_own_variables(store)
+    resumed.load_own_variables(store)
+    if ends == "flush":
+        resumed.flush()
+    else:
+        call(resumed, variables, ())
+    # Keras divides the losses of two replicas by 2: the true gradients are 2 and 4, of which the mean is over all.
+    share = len(having) / (2 if ends == "flush" else 4)
+    assert [float(x.numpy()) for x in variables] == [-2, 0.5 - 4 * share, 1]
