@@ -126,9 +126,7 @@ def explain(
         raise GradCombineError("explain", "one contribution or more", "an empty list")
     if weights is not None:
         expected = f"{len(trees)} weights"
-        weights = [
-            require_number("explain", expected, x, -math.inf) for x in require_items("explain", expected, weights)
-        ]
+        weights = [_number(expected, x) for x in require_items("explain", expected, weights)]
         if len(weights) != len(trees):
             raise GradCombineError("explain", expected, len(weights))
     wanted, structure = tree.flatten("explain", _numpy(result))
@@ -153,6 +151,13 @@ def explain(
     rows = zip(structure.paths(), sizes, informative, strict=True)
     uninformative = tuple(path for path, size, tells in rows if size and not tells)
     return Explanation(tuple(verdicts), elements, uninformative)
+
+
+def _number(expected: str, weight: Any) -> float:
+    """A weight; an integer stays one, as exact sums do not round products with integers."""
+    number = require_number("explain", expected, weight, -math.inf)
+    whole = np.asarray(weight).dtype.kind in "iu" or isinstance(weight, int)
+    return int(weight) if whole else number
 
 
 def _numpy(value: Tree) -> Tree:

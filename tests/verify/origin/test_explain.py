@@ -221,3 +221,18 @@ def test_a_result_that_all_candidates_give_has_no_explanation(value: float) -> N
 def test_bad_input_is_named(arguments: Any, message: str) -> None:
     with pytest.raises(GradCombineError, match=message):
         explain(*arguments)
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, float], ids=str)
+def test_exact_sums_of_integer_weights_are_not_those_of_floats(kind: Any) -> None:
+    """Products with integers are not rounded, those with floats are: each is found by the weights that made it."""
+    weights = [kind(w) for w in WEIGHTS]
+    others = [float(w) if kind is not float else int(w) for w in weights]
+    result = gc.combine(gc.reductions.sum("exact"), one("kernel"), weights)
+    found = [
+        any(
+            "any order, in exact" in str(verdict.candidate) for verdict in explain(one("kernel"), result, given).matches
+        )
+        for given in (weights, others)
+    ]
+    assert found == [True, False]
