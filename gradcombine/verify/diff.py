@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,23 +200,42 @@ def diff(
 
 def _tied(dump: Dump, alone: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Leaves without a counterpart that have the bits of another leaf, such as an embedding that is the last layer."""
-    for name in alone:
-        leaf = dump[name]
-        for other, twin in dump.items():
-            same = other not in alone and leaf.size > 1 and (twin.shape, twin.dtype) == (leaf.shape, leaf.dtype)
-            if same and all(x.tobytes() == y.tobytes() for x, y in _in_step(leaf.pieces(), twin.pieces())):
-                yield name, other
-                break
+    lonely = set(alone)
+    forms = {(dump[name].shape, dump[name].dtype) for name in alone if dump[name].size > 1}
+    twins: dict[tuple[Any, ...], str] = {}
+    for name, leaf in dump.items():
+        if name not in lonely and (leaf.shape, leaf.dtype) in forms and not leaf.unread:
+            twins.setdefault(_bits_of(leaf), name)
+    for name in alone if twins else ():
+        if dump[name].size > 1 and (twin := twins.get(_bits_of(dump[name]))) is not None:
+            yield name, twin
+
+
+def _bits_of(leaf: Entry) -> tuple[Any, ...]:
+    """Shape, dtype and a digest of the bits of a leaf, which is read once."""
+    digest = hashlib.sha256()
+    for piece in leaf.pieces():
+        digest.update(piece.tobytes())
+    return leaf.shape, leaf.dtype, digest.digest()
+
+
+TRIED = 64
+"""How many leaves of a shape are tried as the transposed convolution of another one."""
 
 
 def _with_flipped(a: Dump, b: Dump, matching: Matching) -> Matching:
     """With the transposed convolutions among the leaves that are left."""
     pairs, rest = list(matching.pairs), dict.fromkeys(matching.only_b)
+    by_shape: defaultdict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in rest:
+        by_shape[tuple(sorted(b[name].shape))].append(name)
     for x in matching.only_a:
-        found = (flipped(a, b, Pair(x, y, None, "values")) for y in rest if sorted(a[x].shape) == sorted(b[y].shape))
+        same = by_shape[tuple(sorted(a[x].shape))] if len(a[x].shape) > 2 else []  # a convolution has no fewer axes
+        found = (flipped(a, b, Pair(x, y, None, "values")) for y in same[:TRIED])
         pair = next(filter(None, found), None)
         if pair is not None:
             pairs.append(pair)
+            same.remove(pair.b)
             rest.pop(pair.b)
     taken = {pair.a for pair in pairs}
     return Matching(tuple(pairs), tuple(x for x in matching.only_a if x not in taken), tuple(rest))

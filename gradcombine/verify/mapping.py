@@ -6,10 +6,10 @@ import re
 import signal
 import threading
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from gradcombine.errors import GradCombineError, require_file, shown
 from gradcombine.verify import similarity
@@ -226,7 +226,8 @@ def match(
     """Pairs the leaves of two dumps.
 
     In this order, each for the leaves that are left: the rules; equal names; names that differ only in their
-    framework's conventions (`canonical`), if only one leaf of each dump has such a name; shapes, transposed or not,
+    framework's conventions (`canonical`), if only one leaf of each dump has such a name; the same after what stands
+    before most names of either dump; shapes, transposed or not,
     that only one leaf of each dump has; values, the closest first. Whether two leaves are transposed is decided by
     their values. A leaf that cannot be read is matched by rule or by name only.
 
@@ -274,6 +275,8 @@ def match(
     by(lambda dump, name: canonical(name), "similar name")
     # PyTorch calls the scale of a normalization its weight.
     by(lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)), "similar name")
+    if (prefixes := _prefixes(rest_a, rest_b)) is not None:
+        by(lambda dump, name: _after(prefixes[dump is not rest_a], name), "similar name")
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
     for left, right, axes in list(closest(rest_a, rest_b, reading)):
@@ -297,6 +300,37 @@ def canonical(name: str) -> tuple[str, ...]:
     while words and words[-1] in ("value", "values"):  # elsewhere it is the value of an attention
         words.pop()
     return tuple(SYNONYMS.get(word, word) for word in words if word not in WRAPPERS)
+
+
+Words: TypeAlias = tuple[str, ...]
+
+
+def _prefixes(a: Dump, b: Dump) -> tuple[Words, Words] | None:
+    """The words before which most names of two dumps have the same ones, as ``model`` and ``encoder / model``.
+
+    Each name votes for what stands before the longest ending that it shares with names of the other dump.
+    """
+    endings: defaultdict[Words, list[Words]] = defaultdict(list)
+    for words in map(canonical, b):
+        for cut in range(len(words)):
+            endings[words[cut:]].append(words[:cut])
+    votes: Counter[tuple[Words, Words]] = Counter()
+    for words in map(canonical, a):
+        longest = next((cut for cut in range(len(words)) if words[cut:] in endings), None)
+        if longest is not None and len(endings[words[longest:]]) <= _MOST_ENDINGS:
+            votes.update({(words[:longest], before) for before in endings[words[longest:]]})
+    ((best, count),) = votes.most_common(1) or [((), 0)]
+    return best if count > 1 else None
+
+
+_MOST_ENDINGS = 8
+"""An ending that more names have says nothing of what stands before it."""
+
+
+def _after(prefix: Words, name: str) -> Hashable:
+    """The words of a name after a prefix; of one without it, something that no other name has."""
+    words = canonical(name)
+    return ("after", *words[len(prefix) :]) if words[: len(prefix)] == prefix else ("as it is", name, prefix)
 
 
 def conventional(pair: Pair) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import zipfile
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -196,3 +197,43 @@ def test_a_pattern_that_would_match_without_an_end_is_refused(
         match(leaves, leaves, read_rules(tmp_path / "rules.toml"))
     assert caught.value.path == "a" * 150
     assert (signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[1]) == before
+
+
+def _random(names: Iterable[str], seed: int, size: int = 6) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=size).astype(np.float32) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("", "encoder/backbone/"), ("module.", "student.net."), ("params/", ""), ("ema/params/", "target/network/")],
+)
+def test_what_stands_before_all_names_is_found(before: str, after: str) -> None:
+    """Whatever the values are, as of two steps of a training; a leaf that one side alone has is left."""
+    names = [f"block_{i}/{kind}" for i in range(40) for kind in ("query/kernel", "key/kernel", "bias")]
+    a = _random((before + name for name in names), 0)
+    b = _random((after + name for name in reversed(names)), 1) | _random(["head/kernel"], 2)
+    found = match(dump(a), dump(b))
+    assert {(pair.a, pair.b) for pair in found.pairs} == {(before + name, after + name) for name in names}
+    assert (found.only_a, found.only_b) == ((), ("head/kernel",))
+
+
+@pytest.mark.parametrize("size", [6, 7], ids=["another shape", "the same shape"])
+def test_leaves_without_a_counterpart_are_read_a_few_times(size: int) -> None:
+    """However many there are."""
+    reads = Counter[str]()
+
+    def counted(side: str, arrays: dict[str, np.ndarray]) -> Any:
+        def load(name: str) -> np.ndarray:
+            reads[side + name] += 1
+            return arrays[name]
+
+        entries = {name: (x, partial(load, name)) for name, x in arrays.items()}
+        return {name: from_array("diff", name, x.shape, x.dtype, load) for name, (x, load) in entries.items()}
+
+    count = 400
+    a = counted("a", _random((f"alpha{i}" for i in range(count)), 0, 7))
+    b = counted("b", _random((f"beta_{i * 7}x" for i in range(count)), 1, size))
+    report = diff(a, b)
+    assert len(report.only_a) + len(report.rows) == count
+    assert sum(reads.values()) <= 40 * count
