@@ -6,6 +6,7 @@ import importlib.util
 import math
 import operator
 import os
+import unicodedata
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +52,7 @@ class GradCombineError(ValueError):
         self.path = path
         where = f"leaf {_text(path, str, 150)}: " if not _is_empty(path) else ""
         told = [_text(part, str, most) for part, most in ((operation, 150), (expected, 2 * _MOST_CHARACTERS))]
-        super().__init__(_one_line(f"{told[0]}: {where}expected {told[1]}, received {_text(received, str)}"))
+        super().__init__(legible(_one_line(f"{told[0]}: {where}expected {told[1]}, received {_text(received, str)}")))
 
 
 class MissingPackageError(GradCombineError, ImportError):
@@ -118,6 +119,24 @@ def at(error: GradCombineError, operation: str | None = None, path: str = "") ->
     """The error with this operation, if any, and with this path before its own."""
     inner = "" if path and error.path == "(root)" else error.path
     return GradCombineError(operation or error.operation, error.expected, error.received, path + inner)
+
+
+def legible(text: str, most: int | None = None) -> str:
+    """A text from elsewhere, a leaf's name for instance, as it may be shown on a terminal or a page.
+
+    Whatever is not printable is spelled out: control characters, with which a name could rewrite the screen, marks that
+    change the direction of writing, and lone surrogates, which cannot be encoded. Of a text longer than ``most`` the
+    middle is left out.
+
+    >>> legible(chr(27) + "[2Kw") == chr(92) + "x1b[2Kw"
+    True
+    """
+    text = text if most is None else _short(text, most)
+    if text.isprintable():
+        return text
+    spelled = (c.encode("unicode_escape").decode("ascii") for c in text)
+    pairs = zip(text, spelled, strict=True)
+    return "".join(c if c.isprintable() or unicodedata.category(c) == "Zs" else other for c, other in pairs)
 
 
 def shown(value: Any) -> str:

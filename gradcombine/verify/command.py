@@ -12,6 +12,7 @@ from typing import Annotated, TypedDict, TypeVar
 import numpy as np
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -25,7 +26,7 @@ from rich.progress import (
 from rich.text import Text
 
 import gradcombine
-from gradcombine.errors import GradCombineError, require_installed
+from gradcombine.errors import GradCombineError, legible, require_installed
 from gradcombine.verify import diff_report, flight_diff
 from gradcombine.verify.audit import OutOfMemoryError, audit_named, report
 from gradcombine.verify.diff import Allowed, diff, diff_steps, is_steps
@@ -50,13 +51,23 @@ VERIFIES, DRAWS = ("jax", "tensorflow", "sklearn"), ("jinja2", "matplotlib")
 """What the run and the page need."""
 
 
+def _text(text: str, style: str = "") -> Text:
+    """Lines with names from elsewhere in them, as a terminal may show them."""
+    return Text("\n".join(legible(line) for line in text.split("\n")), style)
+
+
+def _label(name: str) -> str:
+    """A leaf's name beside a progress bar, which reads markup."""
+    return escape(legible(name))
+
+
 @contextmanager
 def _errors() -> Generator[None, None, None]:
     """Says in one line what cannot be read, compiled or found, and ends with status 2; 3 for a target's memory."""
     try:
         yield
     except (GradCombineError, OSError, MemoryError) as error:
-        Console(stderr=True).print(Text(str(error), "red"), soft_wrap=True)
+        Console(stderr=True).print(_text(str(error), "red"), soft_wrap=True)
         raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
 
 
@@ -153,7 +164,7 @@ def _diffed(paths: tuple[str, str], asked: _Asked, reference: str | None, json: 
         task = bar.add_task("opening", total=None)
 
         def progress(name: str, done: int, total: int) -> None:
-            bar.update(task, description=name[-40:], completed=done, total=total)
+            bar.update(task, description=_label(name[-40:]), completed=done, total=total)
 
         if several:
             report = diff_steps(*paths, **asked, reference=reference, progress=progress)
@@ -220,9 +231,13 @@ def explain_command(
             task = bar.add_task("", total=None)
             whole = {name: entry.whole() for name, entry in wanted.items()}
             explanation = explain(
-                trees, whole, scales, ranks=counts, progress=lambda tried, name: bar.update(task, description=name)
+                trees,
+                whole,
+                scales,
+                ranks=counts,
+                progress=lambda tried, name: bar.update(task, description=_label(name)),
             )
-    console.print(Text(str(explanation), "green" if explanation.matches else "red"), soft_wrap=True)
+    console.print(_text(str(explanation), "green" if explanation.matches else "red"), soft_wrap=True)
     if not explanation.matches and explanation.elements:
         for verdict in explanation.verdicts[:NEAREST]:
             line = f"  {verdict.share:8.2%} equal, up to {verdict.max_ulp:,} ulp: {verdict.candidate}"
@@ -285,7 +300,7 @@ def audit_command(
             clean = not lines
             answer = "worse than before" if lines else "no worse than before"
             verdict = f"{answer}; {verdict}"
-            console.print(Text("\n".join((answer, *lines)), "green" if clean else "bold red"), soft_wrap=True)
+            console.print(_text("\n".join((answer, *lines)), "green" if clean else "bold red"), soft_wrap=True)
         if html is not None:
             from gradcombine.verify import page  # needs matplotlib, which takes a second to import
 
@@ -328,14 +343,14 @@ def plan_command(
             task = bar.add_task("importing", total=None)
 
             def progress(name: str, done: int, total: int) -> None:
-                bar.update(task, description=name, completed=done, total=total)
+                bar.update(task, description=_label(name), completed=done, total=total)
 
             made = plan_named(what, target, None if ways is None else ways.split(","), progress)
         best = made.best
         show(console, plan_report.verdict(made), best is not None, plan_report.sections(made))
         if best is not None:
-            console.print(Text(f"\n{best.name}:\n", "bold"))
-            console.print(Text(best.code), soft_wrap=True)
+            console.print(_text(f"\n{best.name}:\n", "bold"))
+            console.print(_text(best.code), soft_wrap=True)
         if json is not None:
             json.write_text(json_format.dumps(plan_report.as_json(made), indent=1, allow_nan=False) + "\n")
     raise typer.Exit(plan_report.status(made))
@@ -377,7 +392,7 @@ def verify(
 
         def started(step: str, steps: int) -> None:
             begun = progress.tasks[0].total is not None
-            progress.update(task, description=step, total=steps, advance=1 if begun else 0)
+            progress.update(task, description=_label(step), total=steps, advance=1 if begun else 0)
 
         report = run.verify(replicas, inject_fault, started)
 
@@ -386,7 +401,7 @@ def verify(
     for finding in report.failed:
         # By name at the end, where a reader of a long output looks.
         console.print(
-            Text(f"  {finding.name}: promised {finding.promise}, found {findings.found(finding)}", "bold red")
+            _text(f"  {finding.name}: promised {finding.promise}, found {findings.found(finding)}", "bold red")
         )
     if json is not None:
         json.write_text(json_format.dumps(findings.as_json(report), indent=1, allow_nan=False) + "\n")

@@ -319,8 +319,8 @@ def _prefixes(a: Dump, b: Dump) -> tuple[Words, Words] | None:
         longest = next((cut for cut in range(len(words)) if words[cut:] in endings), None)
         if longest is not None and len(endings[words[longest:]]) <= _MOST_ENDINGS:
             votes.update({(words[:longest], before) for before in endings[words[longest:]]})
-    ((best, count),) = votes.most_common(1) or [((), 0)]
-    return best if count > 1 else None
+    best = votes.most_common(1)
+    return best[0][0] if best and best[0][1] > 1 else None
 
 
 _MOST_ENDINGS = 8

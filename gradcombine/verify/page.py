@@ -16,7 +16,17 @@ from markupsafe import Markup
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 
-from gradcombine.verify.report import Band, Chart, Curves, HeatMap, Histogram, Section, Timeline
+from gradcombine.errors import legible
+from gradcombine.verify.report import (
+    Band,
+    Chart,
+    Curves,
+    HeatMap,
+    Histogram,
+    Section,
+    Timeline,
+    legible_section,
+)
 
 FOLDED = 20
 """Longer tables are folded away, unless one of their rows failed."""
@@ -37,6 +47,7 @@ def write(path: Path, title: str, verdict: str, passes: bool, sections: Sequence
       passes: whether the answer is a good one.
       sections: what follows.
     """
+    verdict, sections = legible(verdict), list(map(legible_section, sections))
     templates = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=templates
@@ -166,4 +177,5 @@ def _curves(chart: Curves) -> Figure:
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= 60 else f"...{name[-57:]}"
+    """The end of a name, without the marks of a formula."""
+    return (name if len(name) <= 60 else f"...{name[-57:]}").replace("$", r"\$")

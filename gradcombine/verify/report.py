@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gradcombine.errors import legible
+
 
 class Cells(NamedTuple):
     """One row of a table.
@@ -141,9 +143,37 @@ SHORT = 20
 """Words up to this length are not broken."""
 
 
+LONGEST = 400
+"""Characters of a cell; of a longer one the middle is left out."""
+
+
+def legible_section(section: Section) -> Section:
+    """The section, with names from files and programs as they may be shown: see `gradcombine.errors.legible`."""
+
+    def chart(each: Chart) -> Chart:
+        match each:
+            case Histogram():
+                return each._replace(title=legible(each.title, LONGEST), alt=legible(each.alt, 2 * LONGEST))
+            case HeatMap():
+                values = {legible(name, LONGEST): row for name, row in each.values.items()}
+                return each._replace(steps=[legible(x, LONGEST) for x in each.steps], values=values)
+            case Curves():
+                return each
+            case Timeline():
+                bands = [x._replace(label=legible(x.label), words=legible(x.words)) for x in each.bands]
+                marks = [x._replace(label=legible(x.label), words=legible(x.words)) for x in each.marks]
+                return each._replace(bands=bands, marks=marks)
+
+    rows = [row._replace(cells=[legible(x, LONGEST) for x in row.cells]) for row in section.rows]
+    return section._replace(
+        title=legible(section.title), note=legible(section.note), charts=list(map(chart, section.charts)), rows=rows
+    )
+
+
 def show(console: Console, verdict: str, passes: bool, sections: Sequence[Section]) -> None:
     """Prints the first rows of each section's table, between the verdict and the verdict once more."""
-    answer = Text(verdict, "green" if passes else "bold red")
+    answer = Text(legible(verdict), "green" if passes else "bold red")
+    sections = list(map(legible_section, sections))
     if any(section.rows and not section.folded for section in sections):
         console.print(answer)
         console.print()

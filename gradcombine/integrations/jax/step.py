@@ -206,12 +206,6 @@ def train_step(
     with importing("train_step"):
         import optax  # which gradients alone do not need
 
-    if objective.reduction.summed_over is not None:
-        expected = (
-            "a reduction of whole gradients (of shards: value_and_grad or integrations.optax.accumulate in shard_map, "
-            "with an optimizer of zero.shard(params, over))"
-        )
-        raise objective.error(expected, repr(objective.reduction))
     require_flag("train_step", "interleaved", interleaved)
     require_transformation(objective.operation, optimizer)
     wrapped = optax.with_extra_args_support(optimizer)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradcombine.backends.registry import require_count
 from gradcombine.errors import GradCombineError
@@ -70,7 +71,19 @@ def optimize(
     """Runs the optimizer on the combined parts of a window: parameters, its state, and what is told of the window."""
     import optax
 
-    updates, opt_state = optimizer.update(values["grads"], opt_state, params, value=values["total"])
+    shards = [np.shape(x) for x in jax.tree.leaves(values["grads"])] != [np.shape(x) for x in jax.tree.leaves(params)]
+    try:
+        updates, opt_state = optimizer.update(values["grads"], opt_state, params, value=values["total"])
+        if shards and jax.tree.map(np.shape, updates) != jax.tree.map(np.shape, params):
+            raise TypeError("updates of other shapes than the parameters")
+    except (TypeError, ValueError) as error:
+        if not shards:
+            raise
+        expected = (
+            "an optimizer that gathers its updates, for gradients that are shards (zero.shard and zero.gather; or "
+            "value_and_grad, or integrations.optax.accumulate around an optimizer of zero.shard(params, over))"
+        )
+        raise GradCombineError("train_step", expected, str(error)) from error
     told = StepMetrics(jnp.asarray(True), values["value"], values["weight"], values.get("aux"))
     return (optax.apply_updates(params, updates), opt_state), told
 

@@ -30,7 +30,7 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
     window moves k/2 times the bytes of one all-reduce at its end (see `exchange_costs`). With
     ``value_and_grad(loss, microbatches=k, reduction=scattered(reduction, over), over=over)`` in shard_map, and with
     `gradcombine.integrations.optax.accumulate` around an elementwise optimizer, the gradients are shards as well. A
-    `train_step` updates whole parameters, and does not take it.
+    `train_step` in shard_map takes it with an optimizer that gathers its updates; `gradcombine plan` prints one.
 
     Args:
       reduction: ``reductions.sum`` or ``reductions.mean`` in precision ``"fast"``. A mean sums numerators and weights

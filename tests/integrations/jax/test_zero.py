@@ -183,10 +183,25 @@ def test_gradients_of_microbatches_as_shards(check_vma: bool, over: Any) -> None
     np.testing.assert_array_equal(values, np.full(N, own.mean()) if over is OVER else own)
 
 
+@pytest.mark.parametrize("optimizer", [optax.sgd(1.0), optax.adamw(1.0)], ids=["sgd", "adamw"])
+@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"every": 1}, {"every": 1, "over": OVER}], ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_step_of_shards_asks_for_an_optimizer_that_gathers(check_vma: bool, settings: Any, optimizer: Any) -> None:
+    reduction = zero.scattered(reductions.mean(), OVER)
+    step = train_step(lambda w, x: jnp.mean(x @ w), optimizer, reduction=reduction, **settings)
+
+    def body(w: Any, x: Any) -> Any:
+        return step.function(w, step.init(w), x)[0]
+
+    mesh = jax.make_mesh((N,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    with pytest.raises(gc.GradCombineError, match="train_step: expected an optimizer that gathers its updates"):
+        jax.jit(jax.shard_map(body, mesh=mesh, check_vma=check_vma, **specs))(jnp.ones(5), jnp.ones((4 * N, 5)))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda r: train_step(jnp.sum, optax.sgd(1.0), reduction=r), "train_step: expected a reduction of whole"),
         (lambda r: value_and_grad(jnp.sum, 2, reduction=r, over=gc.jax_axis("b")), r"over=jax_axis\('data'\), whose"),
         (
             lambda r: value_and_grad(lambda w, x: jnp.sum(x @ w), 2, reduction=r)(jnp.ones(2), jnp.ones((4, 2))),
