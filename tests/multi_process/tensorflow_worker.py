@@ -10,6 +10,7 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -34,6 +35,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--die-after", type=int, help="microbatches before rank 1 is killed")
     parser.add_argument("--uneven", action="store_true", help="a window length of its own in every process")
+    parser.add_argument("--keras", action="store_true", help="a Keras optimizer in place of a function")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -49,7 +51,8 @@ def main() -> None:
             variables[0].assign_sub(found[0])
 
         try:
-            module = AccumulatedStep(gradients, [w], apply, every=EVERY + args.uneven * rank, order="tree")
+            applied_by = keras.optimizers.SGD(1.0) if args.keras else apply
+            module = AccumulatedStep(gradients, [w], applied_by, every=EVERY + args.uneven * rank, order="tree")
         except gc.GradCombineError as error:
             print(json.dumps({"refused": str(error)}), flush=True)
             return

@@ -36,9 +36,9 @@ def assert_trained(ended: list[Ended]) -> None:
         np.testing.assert_array_equal(np.frombuffer(bytes.fromhex(each.printed["w"]), np.float32), expected)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_processes_give_the_bits_of_one_list(size: int) -> None:
-    ended = run_workers(size)
+@pytest.mark.parametrize(("size", "options"), [(2, ()), (2, ("--keras",)), (3, ())])
+def test_processes_give_the_bits_of_one_list(size: int, options: tuple[str, ...]) -> None:
+    ended = run_workers(size, *options)
     assert_trained(ended)
     assert [each.printed["applied"] for each in ended] == [([False] * (EVERY - 1) + [True]) * WINDOWS] * size
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from gradcombine.integrations.keras.settings import Parts, error
 from gradcombine.integrations.keras.window import KerasWindow
+from gradcombine.integrations.tensorflow.merged_gradients import from_first_replica, summed_over_replicas
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.integrations.tensorflow.step import dense_gradient, require_synchronous
 from gradcombine.replicas import tf_replicas
@@ -93,7 +94,8 @@ class TensorflowWindow(KerasWindow):
         unseen = [i for i in range(len(self._targets)) if i not in self._seen]
 
         def apply(left_out: Sequence[int]) -> None:
-            strategy.extended.call_for_each_replica(self._apply, args=(left_out,))
+            with summed_over_replicas(self._optimizer) as summed:
+                strategy.extended.call_for_each_replica(self._apply, args=(left_out, summed))
 
         def rest() -> None:
             if self._seen:
@@ -123,9 +125,12 @@ class TensorflowWindow(KerasWindow):
         tf.cond(strategy.experimental_local_results(condition)[0], full, lambda: None)
 
     @tf.autograph.experimental.do_not_convert
-    def _apply(self, left_out: Sequence[int]) -> None:
-        merged = self.parts.join(self._windows.value())
-        gradients = [self._to_be_summed(x, target) for x, target in zip(merged, self._targets, strict=True)]
+    def _apply(self, left_out: Sequence[int], summed: bool) -> None:
+        gradients = self.parts.join(self._windows.value())
+        if not summed:
+            given = zip(gradients, from_first_replica(gradients), self._targets, strict=True)
+            # What takes its variable's place is not summed.
+            gradients = [x if _overwrites(target) else one for x, one, target in given]
         for i in left_out:
             gradients[i] = None
         self._optimizer.apply(gradients, self._targets)
@@ -135,19 +140,6 @@ class TensorflowWindow(KerasWindow):
         if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or _overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
-
-    def _to_be_summed(self, gradient: Any, target: Any) -> Any:
-        """What each replica hands to the optimizer, which sums over replicas: zeros on all but the first.
-
-        What is not finite stays on all of them, so that a LossScaleOptimizer decides the same on each. A value that
-        takes its variable's place is not summed.
-        """
-        if self.replicas == 1 or _overwrites(target):
-            return gradient
-        context: Any = tf.distribute.get_replica_context()
-        first = tf.equal(context.replica_id_in_sync_group, 0)
-        kept = tf.logical_or(first, tf.logical_not(tf.math.is_finite(gradient)))
-        return tf.where(kept, gradient, tf.zeros_like(gradient))
 
     def _require_strategy(self) -> None:
         if tf.distribute.get_strategy() is not self._strategy:

@@ -12,6 +12,7 @@ from gradcombine import reductions, tree
 from gradcombine.backends.registry import in_words, is_array_of
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.errors import GradCombineError, attribute, require_items, shown
+from gradcombine.integrations.tensorflow.merged_gradients import from_first_replica, has_several, summed_over_replicas
 from gradcombine.integrations.tensorflow.several_terms import LossOfTerms, WindowMetrics
 from gradcombine.integrations.tensorflow.sparse import dense
 from gradcombine.integrations.tensorflow.state import (
@@ -298,7 +299,7 @@ class AccumulatedStep(tf.Module):
 
         def run(indices: Sequence[int]) -> None:
             if indices:
-                self._run_optimizer([merged[i] for i in indices], [targets[i] for i in indices], status)
+                self._run_optimizer(merged, indices, status)
 
         def run_held() -> None:
             before = [tf.convert_to_tensor(targets[i]) for i in unseen]
@@ -317,13 +318,23 @@ class AccumulatedStep(tf.Module):
         told = self._strategy.run(self._metrics.value)
         return self._terms.opened(tf.nest.map_structure(lambda x: self._local(x)[0], told))
 
-    def _run_optimizer(self, gradients: list[Any], targets: list[Any], status: Any) -> None:
+    def _run_optimizer(self, merged: list[Any], indices: Sequence[int], status: Any) -> None:
+        targets = self._targets()
         if self._optimizer is None:
+            gradients = [self._local(merged[i])[0] for i in indices]
             with self._strategy.scope():
-                converted(self._apply, status)([self._local(x)[0] for x in gradients], targets)
-        else:
-            apply = self._optimizer.apply
-            self._strategy.run(lambda gradients: apply(_from_first_replica(gradients), targets), args=(gradients,))
+                converted(self._apply, status)(gradients, [targets[i] for i in indices])
+            return
+        # Those that have none are left out, but a MultiOptimizer takes no fewer than all variables.
+        chosen = range(len(targets)) if has_several(self._optimizer) else indices
+        with summed_over_replicas(self._optimizer) as summed:
+
+            def apply(merged: list[Any]) -> None:
+                whole = merged if summed else from_first_replica(merged)
+                gradients = [whole[i] if i in indices else None for i in chosen]
+                self._optimizer.apply(gradients, [targets[i] for i in chosen])
+
+            self._strategy.run(apply, args=(merged,))
 
     def _agreed(self, condition: Any) -> tf.Tensor:
         """The condition, which is the same on all replicas unless their windows' lengths differ."""
@@ -347,15 +358,6 @@ class AccumulatedStep(tf.Module):
 
 def _rank() -> Any:
     return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-
-def _from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
-    """The gradients, which all replicas have, with zeros on all but the first: Keras optimizers sum over replicas."""
-    context = tf.distribute.get_replica_context()
-    if context.num_replicas_in_sync == 1:
-        return gradients
-    first = tf.equal(context.replica_id_in_sync_group, 0)
-    return [tf.where(first, x, tf.zeros_like(x)) for x in gradients]
 
 
 def keras_optimizer(apply: Any) -> Any:
