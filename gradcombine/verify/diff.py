@@ -15,8 +15,8 @@ import numpy as np
 from gradcombine.errors import GradCombineError, require_integer, require_number, require_path, shown
 from gradcombine.verify.comparison import LeafDifference, Meter, badness
 from gradcombine.verify.dumps import Dump, Entry, detect, open_dump
-from gradcombine.verify.layouts import common, flipped, transposed_convolution
-from gradcombine.verify.mapping import NO_RULES, Matching, Pair, Rules, conventional, match, require_rules
+from gradcombine.verify.layouts import common, conventional_axes, flipped, words_of
+from gradcombine.verify.mapping import NO_RULES, Matching, Pair, Rules, match, require_rules
 from gradcombine.verify.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.similarity import ALIKE, closest
 from gradcombine.verify.ulp import comparable
@@ -61,6 +61,8 @@ class Row(NamedTuple):
     difference: LeafDifference
     passes: bool
     judgement: Judgement | None = None
+    reshaped: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """The shapes of both leaves, where one of them was compared with two axes merged."""
 
     @property
     def transposed(self) -> bool:
@@ -69,16 +71,18 @@ class Row(NamedTuple):
         A kernel that is transposed by mistake looks like that, or one that should have been; if it is meant, a rule can
         say so, or the names do: a ``weight`` of PyTorch has the axes of a ``kernel`` of flax or Keras in another order.
         """
-        (_, _, axes, reason, reversed_along), shape = self.pair, self.difference.shape
-        if reason == "rule" or reason.startswith("gates") or reversed_along:
+        axes, shape = self.pair.axes, self.difference.shape
+        if self.pair.reason == "rule" or self.pair.reason.startswith("gates") or self.pair.flipped:
             return False
-        if not conventional(self.pair):
+        received = axes or tuple(range(len(shape)))
+        if len(shape) < 2 or not words_of(self.pair) <= {"kernel", "weight"}:
             return axes is not None and tuple(shape[i] for i in axes) == shape
-        if len(shape) == 2:
-            return axes is None and shape[0] == shape[1] > 1 and self.difference.cosine >= ALIKE
-        way = transposed_convolution(self.pair, len(shape))
-        # One of a convolution over each channel is not flipped.
-        return way is not None and axes == way[0] and 1 not in shape
+        second = tuple(shape[received.index(i)] for i in range(len(shape)))
+        if (right := conventional_axes(self.pair, shape, second)) is None:
+            return self.difference.cosine >= ALIKE
+        # Axes of one element may be anywhere.
+        own, other = ([i for i, n in zip(order, shape, strict=True) if n != 1] for order in (right, received))
+        return own != other and self.difference.cosine >= ALIKE
 
 
 class LeftOut(NamedTuple):
@@ -156,6 +160,7 @@ def diff(
     """
     require_allowed("diff", allowed)
     require_rules("diff", rules)
+    given = a, b
     ruled = {found[1] for found in map(rules.find, a) if found is not None}
 
     def fixed(name: str) -> bool:
@@ -181,7 +186,10 @@ def diff(
             difference = _measured(a[pair.a], b[pair.b], pair)
             if difference.cosine < ALIKE and (turned := flipped(a, b, pair)) is not None:
                 pair, difference = turned, _measured(a[pair.a], b[pair.b], turned)
-            rows.append(Row(pair, difference, allowed.passes(difference)))
+            shapes = [side[name].shape if name in side else None for side, name in zip(given, pair[:2], strict=True)]
+            kept = None in shapes or (shapes[0] == a[pair.a].shape and shapes[1] == b[pair.b].shape)
+            row = Row(pair, difference, allowed.passes(difference), reshaped=None if kept else (shapes[0], shapes[1]))
+            rows.append(row)
             done += a[pair.a].size
     progress("", done, total)
     only_a, only_b = (

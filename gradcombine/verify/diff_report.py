@@ -74,6 +74,7 @@ def as_json(report: DiffReport | StepReport) -> dict[str, Any]:
         "leaves": [
             {"a": row.pair.a, "b": row.pair.b, "matched_by": row.pair.reason, "axes": row.pair.axes}
             | ({"flipped": row.pair.flipped} if row.pair.flipped else {})
+            | ({"shapes": row.reshaped} if row.reshaped else {})
             | {"passes": row.passes}
             | ({} if row.judgement is None else {"judgement": _judgement(row.judgement)})
             | {key: _plain(value) for key, value in row.difference._asdict().items() if key != "name"}
@@ -110,6 +111,16 @@ def _of_dumps(report: DiffReport) -> list[Section]:
             "convolution of flax that should have been flipped. If it is meant, a rule can say so (transpose).",
             columns=("leaf", "axes of B"),
             rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.transposed],
+        ),
+        Section(
+            "Leaves of two shapes",
+            "Compared with two axes side by side as one: heads, say, or the multiplier of a depthwise convolution.",
+            columns=("leaf", "shape in A", "shape in B"),
+            rows=[
+                Cells((row.difference.name, *(" x ".join(map(str, shape)) for shape in row.reshaped)), row.passes)
+                for row in report.rows
+                if row.reshaped is not None
+            ],
         ),
         Section(
             "Which side is off",

@@ -49,6 +49,33 @@ def common(
     return _merged(a, b, stays), _merged(b, a, stays), pairs
 
 
+def words_of(pair: Pair) -> set[str]:
+    """The last words of both names."""
+    return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)}
+
+
+def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axes | None:
+    """The order of the second leaf's axes that gives the first one, where both names say whose convention they follow.
+
+    A ``kernel`` of flax and Keras is (..., in, out), a ``weight`` of PyTorch (out, in, ...); of a convolution over each
+    channel (..., channels, 1) and (channels, 1, ...). None for other names, and where no convention gives the shape.
+
+    Args:
+      pair: of the names.
+      a, b: the leaves' shapes, of two axes or more.
+    """
+    spatial = len(a) - 2
+    if not conventional(pair):
+        orders = [tuple(range(len(a)))] if words_of(pair) in ({"kernel"}, {"weight"}) else []
+    elif "kernel" in pair.b:
+        orders = [(spatial + 1, spatial, *range(spatial))]
+        orders += [(spatial, spatial + 1, *range(spatial))] if a[1] == 1 else []
+    else:
+        orders = [(*range(2, len(a)), 1, 0)]
+        orders += [(*range(2, len(a)), 0, 1)] if b[1] == 1 else []
+    return next((order for order in orders if tuple(b[i] for i in order) == a), None)
+
+
 def transposed_convolution(pair: Pair, axes: int) -> tuple[Axes, Axes] | None:
     """How a transposed convolution of flax, (H, W, I, O), lies beside PyTorch's, (I, O, H, W): it is flipped besides.
 

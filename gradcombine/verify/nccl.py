@@ -148,11 +148,16 @@ def _nvls(*terms: np.ndarray) -> np.ndarray:
         return (upper - np.where(up, np.uint64(1 << 45), np.uint64(0))).view(np.float64).astype(terms[0].dtype)
 
 
+AT_AN_END = 8
+"""So many elements show an order where a leaf begins or ends; about half of single ones have the bits of a wrong one."""
+
+
 def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     """Which of several orders each element of a leaf has, if those of a chunk have one.
 
     From the first element on, the order that gives the most of the next ones takes them; where it gives fewer than
-    `SHORTEST` of them, within the leaf, there is no such order, and the rest is left to it.
+    `SHORTEST` of them within the leaf, or than `AT_AN_END`, there is no such order, and the rest is left to the one
+    before: a few elements may have the bits of another order by chance.
 
     Args:
       same: [orders, elements], whether an order gives an element to the bit.
@@ -164,9 +169,9 @@ def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     while at < size:
         best = int(ends[:, at].argmax())
         end = int(ends[best, at])
-        chosen[at:] = best
-        if at > 0 and end < min(at + SHORTEST, size):
+        if end - at < min(size, SHORTEST if at > 0 and end < size else AT_AN_END):
             break
+        chosen[at:] = best
         at = max(end, at + 1)
     return chosen
 

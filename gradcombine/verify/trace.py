@@ -330,7 +330,8 @@ class Divergence(NamedTuple):
             leaf = self.row.difference
             text += f"; worst leaf {leaf.name}, {describe_ulp(leaf)}, {leaf.relative:.1e} relative"
             if self.row.transposed:
-                text += f", with its axes in the order {self.row.pair.axes}, which no rule asks for"
+                order = self.row.pair.axes or tuple(range(len(leaf.shape)))
+                text += f", with its axes in the order {order}, which no rule asks for"
         if self.mixed_up:
             text += f"; names mixed up: {', '.join(f'{x} is like {y}' for x, y in self.mixed_up[:4])}"
         if self.left_out:
@@ -421,9 +422,7 @@ def _in_step(
             unrecorded.append(stage)
             continue
         report = diff(left, right, allowed=allowed.get(stage, EQUAL_BITS), rules=rules)
-        apart = [row for row in report.rows if not row.passes] or [
-            row for row in report.rows if row.transposed and row.pair.axes
-        ]
+        apart = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.transposed]
         if apart or not report.passes:
             unmatched = (*report.only_a, *report.only_b)
             row = apart[0] if apart else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,31 @@ def test_swapped_names_are_said(tmp_path: Path) -> None:
     assert "Leaves that are like another one" in output
     assert re.search(r"\bq +k\b", output) and re.search(r"\bk +q\b", output)
     assert not diff(dump({"q": a, "k": b}), dump({"q": a * 1.1, "k": c})).mixed_up
+
+
+@pytest.mark.parametrize("spatial", [(3,), (3, 3), (3, 5), pytest.param((3, 3, 3), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("channels", [(4, 6), (5, 5), (1, 6)], ids=str)
+def test_swapped_axes_of_convolutions_are_noted(spatial: tuple[int, ...], channels: tuple[int, int]) -> None:
+    """Names of a convention fix the order of axes: every other one is said, and the right one is not."""
+    kernel = RNG.normal(size=(*spatial, *channels))
+    n = kernel.ndim
+    weight = kernel.transpose(n - 1, n - 2, *range(n - 2))
+    for a, b in (({"c.weight": weight}, {"c/kernel": kernel}), ({"c/kernel": kernel}, {"c.weight": weight})):
+        (row,) = diff(dump(a), dump(b)).rows
+        assert row.passes and not row.transposed
+    for order in itertools.permutations(range(n)):
+        for x, name, y in ((weight, "c.weight", weight), (kernel, "c/kernel", kernel), (weight, "c.weight", kernel)):
+            turned, right = x.transpose(order), x is y
+            if turned.shape == x.shape and np.array_equal(turned, x):
+                continue
+            other = name if right else "c/kernel"
+            report = diff(dump({name: turned}), dump({other: y}))
+            assert not report.passes or report.rows[0].transposed
+
+
+def test_a_leaf_that_is_compared_in_another_shape_is_said(tmp_path: Path) -> None:
+    x = RNG.normal(size=(4, 2, 8))
+    np.savez(tmp_path / "a.npz", **{"q/kernel": x})
+    np.savez(tmp_path / "b.npz", **{"q/kernel": x.reshape(4, 16)})
+    code, output = run(tmp_path / "a.npz", tmp_path / "b.npz")
+    assert code == 0 and "Leaves of two shapes" in output and "4 x 2 x 8" in output and "4 x 16" in output

@@ -57,6 +57,17 @@ def test_a_ring_is_found_whatever_its_chunks() -> None:
     assert not explain(trees, result).matches
 
 
+@pytest.mark.parametrize("at", [0, 699])
+@pytest.mark.parametrize("to", [-np.inf, np.inf])
+def test_one_wrong_element_at_an_end_is_no_ring(at: int, to: float) -> None:
+    """The chain in which another element has the bits of another order by chance: none of 20 is found, to the bit."""
+    for _ in range(20):
+        trees = parts(4)
+        result = {leaf: trees[0][leaf] + trees[1][leaf] + trees[2][leaf] + trees[3][leaf] for leaf in "bw"}
+        result["w"][at] = np.nextafter(result["w"][at], np.float32(to))
+        assert explain(trees, result).matches == ()
+
+
 def test_an_order_that_is_no_ring_is_not_taken_for_one() -> None:
     """Where each element may have any of the ring's orders, nearly every sum would be one."""
     trees = parts(4, size=3000)
@@ -153,7 +164,7 @@ def test_pieces_are_long_or_at_an_end() -> None:
     same[0, :10] = same[1, 10:50] = same[0, 48:] = True
     assert pieces(same).tolist() == [0] * 10 + [1] * 40 + [0] * 50
     same[1, 20] = False  # 10 elements in the middle are no chunk
-    assert pieces(same)[30:].tolist() == [1] * 70
+    assert pieces(same)[30:].tolist() == [0] * 70
 
 
 def test_buckets_are_closed_as_they_are_full() -> None:

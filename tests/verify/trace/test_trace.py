@@ -298,3 +298,13 @@ def test_bad_input_is_named(tmp_path: Path) -> None:
         first_divergence(tmp_path / "a", tmp_path / "c")
     with pytest.raises(GradCombineError, match="a directory of dumps"):
         first_divergence(tmp_path / "a", tmp_path / "nowhere")
+
+
+def test_a_square_weight_that_was_not_transposed_is_a_divergence(tmp_path: Path) -> None:
+    """Into a kernel, which has its axes in the other order."""
+    x = np.random.default_rng(0).normal(size=(5, 5)).astype(np.float32)
+    for name, params in (("a", {"fc.weight": x}), ("b", {"fc": {"kernel": x}}), ("c", {"fc": {"kernel": x.T}})):
+        with record(tmp_path / name) as recorder:
+            recorder(0, params=params)
+    assert "its axes in the order (0, 1)" in str(first_divergence(tmp_path / "a", tmp_path / "b"))
+    assert first_divergence(tmp_path / "a", tmp_path / "c") is None
