@@ -186,10 +186,11 @@ def diff(
             difference = _measured(a[pair.a], b[pair.b], pair)
             if difference.cosine < ALIKE and (turned := flipped(a, b, pair)) is not None:
                 pair, difference = turned, _measured(a[pair.a], b[pair.b], turned)
-            shapes = [side[name].shape if name in side else None for side, name in zip(given, pair[:2], strict=True)]
-            kept = None in shapes or (shapes[0] == a[pair.a].shape and shapes[1] == b[pair.b].shape)
-            row = Row(pair, difference, allowed.passes(difference), reshaped=None if kept else (shapes[0], shapes[1]))
-            rows.append(row)
+            reshaped = None  # halves that were joined have no shape in their own files
+            if pair.a in given[0] and pair.b in given[1]:
+                shapes = given[0][pair.a].shape, given[1][pair.b].shape
+                reshaped = None if shapes == (a[pair.a].shape, b[pair.b].shape) else shapes
+            rows.append(Row(pair, difference, allowed.passes(difference), reshaped=reshaped))
             done += a[pair.a].size
     progress("", done, total)
     only_a, only_b = (

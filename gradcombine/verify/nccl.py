@@ -149,7 +149,7 @@ def _nvls(*terms: np.ndarray) -> np.ndarray:
 
 
 AT_AN_END = 8
-"""So many elements show an order where a leaf begins or ends; about half of single ones have the bits of a wrong one."""
+"""Elements that show an order where a leaf begins or ends; about half of single ones have the bits of a wrong one."""
 
 
 def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
