@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from tokenize import TokenError
 from typing import IO
 
 import ml_dtypes
@@ -24,6 +25,8 @@ from gradcombine.formats.entry import Entry
 _SUFFIX = ".npy"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
+_UNPARSED = (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError)
+"""Raised for a header: Python's parser runs out of its stack, or says so as MemoryError, where one is nested."""
 _MOST_DEFLATED = 1032
 """The most that deflate can shrink by: what claims more is no archive, and is not unpacked."""
 
@@ -87,11 +90,12 @@ def _entry(operation: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, na
             return entry.unread(operation, name, f"an .npy array of format {'.'.join(map(str, version))}")
         try:
             shape, fortran, dtype = _HEADERS[version](stream)
-        except ValueError as error:
-            if "dtype" not in str(error):
-                raise
+        except _UNPARSED as error:
             # NumPy writes what it cannot read: 8-bit floats of ml_dtypes as "<f1".
-            return entry.unread(operation, name, str(error))
+            if "dtype" in str(error):
+                return entry.unread(operation, name, str(error))
+            expected = "an .npy header: a dict of descr, fortran_order and shape"
+            raise GradCombineError(operation, expected, "another text, or a nested one", name) from error
         start = stream.tell()
     if dtype.hasobject:
         return entry.unread(operation, name, "Python objects", shape)

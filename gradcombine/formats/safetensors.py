@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -78,17 +78,17 @@ def read(operation: str, path: Path) -> Contents:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size - 8, _MOST_IN_HEADER):
             raise GradCombineError(operation, f"a header of up to {size - 8} bytes in {path.name}", length)
-        fields = json.loads(file.read(length).decode(), object_pairs_hook=partial(distinct, operation))
+        fields = parsed(operation, path.name, file.read(length))
     texts = fields.pop("__metadata__", {})
     end, entries = 0, {}
-    for name, array in sorted(fields.items(), key=lambda field: field[1]["data_offsets"]):
-        begin, after = map(_natural, array["data_offsets"])
-        shape, dtype = tuple(map(_natural, array["shape"])), DTYPES.get(array["dtype"])
+    described = [(*_described(operation, name, array), name) for name, array in fields.items()]
+    for begin, after, shape, kind, name in sorted(described):
+        dtype = DTYPES.get(kind)
         if begin != end or after < begin:
             raise GradCombineError(operation, f"bytes that begin at {end}", f"{begin} to {after}", name)
         end = after
         if dtype is None:
-            entries[name] = entry.unread(operation, name, f"elements of dtype {array['dtype']}", shape)
+            entries[name] = entry.unread(operation, name, f"elements of dtype {kind}", shape)
             continue
         if math.prod(shape) * dtype.itemsize != after - begin:
             raise GradCombineError(operation, f"the bytes of {dtype}{shape}", after - begin, name)
@@ -107,10 +107,33 @@ def _pieces(path: Path, start: int, nbytes: int, dtype: np.dtype) -> Iterator[np
             yield np.frombuffer(data, dtype)
 
 
+def _described(operation: str, name: str, array: Any) -> tuple[int, int, tuple[int, ...], str]:
+    """Where an array begins and ends, its shape and its dtype's name, as the header has them."""
+    try:
+        begin, after = map(_natural, array["data_offsets"])
+        return begin, after, tuple(map(_natural, array["shape"])), str(array["dtype"])
+    except (TypeError, KeyError, ValueError) as error:
+        expected = "a dtype, a shape and two data_offsets of numbers from 0 on"
+        raise GradCombineError(operation, expected, "other fields", name) from error
+
+
 def _natural(number: Any) -> int:
     if type(number) is not int or number < 0:
         raise ValueError(f"{number!r} is no size")
     return number
+
+
+def parsed(operation: str, name: str, content: bytes) -> dict[str, Any]:
+    """A file's object in JSON, whose names differ."""
+    try:
+        found: Any = json.loads(content.decode(), object_pairs_hook=partial(distinct, operation))
+    except GradCombineError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise GradCombineError(operation, f"JSON in {name}", "another text, or one nested without end") from error
+    if not isinstance(found, dict):
+        raise GradCombineError(operation, f"an object of JSON in {name}", type(found))
+    return cast(dict[str, Any], found)
 
 
 def distinct(operation: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

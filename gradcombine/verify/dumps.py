@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -94,6 +93,12 @@ def _indices(directory: Path) -> list[Path]:
     return sorted(directory.glob(f"*.safetensors{_INDEX}")) or sorted(directory.glob(f"*.bin{_INDEX}"))
 
 
+def _is_beside(file: Path, other: Path) -> bool:
+    """Whether a file is in another one's directory, or both are links to one directory: the Hub's cache has such."""
+    target = file.resolve()
+    return target.is_relative_to(other.parent.resolve()) or target.parent == other.resolve().parent
+
+
 def _read_sharded(path: Path) -> Dump:
     """The tensors of several files, one after another, as their index says.
 
@@ -103,16 +108,17 @@ def _read_sharded(path: Path) -> Dump:
     indices = _indices(path) if path.is_dir() else [path]
     if len(indices) > 1:
         raise GradCombineError("diff", "one index", ", ".join(each.name for each in indices), path.name)
-    content = json.loads(indices[0].read_bytes(), object_pairs_hook=partial(safetensors.distinct, "diff"))
-    where: Any = content.get("weight_map") if isinstance(content, dict) else None
+    where: Any = safetensors.parsed("diff", indices[0].name, indices[0].read_bytes()).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
         raise GradCombineError("diff", "a weight_map of tensors' names and their files' names", indices[0].name)
     shards: dict[str, Dump] = {}
     for shard in dict.fromkeys(where.values()):
-        # A name is a file beside the index: an index from a stranger leads nowhere else.
+        # A name is a file beside the index: an index from a stranger leads nowhere else, nor does a link.
         file = indices[0].with_name(shard) if Path(shard).name == shard else None
         if file is None or detect(file) not in ("safetensors", "torch"):
             raise GradCombineError("diff", f"the shard {shard} beside {indices[0].name}", "none")
+        if not _is_beside(file, indices[0]):
+            raise GradCombineError("diff", f"the shard {shard} beside {indices[0].name}", "a link to elsewhere")
         shards[shard] = open_dump(file)
     found = [name for entries in shards.values() for name in entries]
     for name, times in Counter(found).items():
@@ -132,11 +138,14 @@ def _read_sharded(path: Path) -> Dump:
 _MAX_COMPRESSION = 1 << 16
 """A dataset that claims to be compressed further was never written, and would take for ever to read."""
 
+_MOST_LEVELS = 100
+"""Groups in groups: Keras' files have a few."""
+
 
 def _read_hdf5(path: Path) -> Dump:
     """The datasets of an HDF5 file, by their paths. It stays open as long as an entry of it lives.
 
-    Links to other places, in this file and in others, are followed.
+    Links are followed to other places in this file, and to files in its directory.
     """
     import h5py
 
@@ -149,13 +158,18 @@ def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterat
     seen.add(group.id)
     for key in group:
         name, link = prefix + key, group.get(key, getlink=True)
-        if isinstance(link, h5py.ExternalLink) and not (path.parent / link.filename).is_file():
-            yield unread("diff", name, f"a link to another file, {link.filename}, which does not exist")
-            continue
+        if isinstance(link, h5py.ExternalLink):
+            file = path.parent / link.filename
+            if not file.is_file() or not _is_beside(file, path):
+                reason = "is elsewhere" if file.is_file() else "does not exist"
+                yield unread("diff", name, f"a link to another file, {link.filename}, which {reason}")
+                continue
         try:
             node = group[key]
-        except KeyError:
-            yield unread("diff", name, "a dangling link")
+        except (KeyError, RuntimeError, OSError):
+            if isinstance(link, h5py.HardLink):
+                raise
+            yield unread("diff", name, "a dangling link, or one that leads to itself")
             continue
         if isinstance(node, h5py.Dataset):
             yield _hdf5_entry(name, node)
@@ -164,6 +178,8 @@ def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterat
         elif node.id in seen:
             # Links may form cycles, and more paths than can be counted.
             yield unread("diff", name, "a second link to a group")
+        elif prefix.count("/") == _MOST_LEVELS:
+            yield unread("diff", name, f"a group in more than {_MOST_LEVELS} others")
         else:
             yield from _hdf5_entries(path, node, f"{name}/", seen)
 

@@ -39,6 +39,12 @@ def npz(path: Path) -> Path:
     return path / "a.npz"
 
 
+def outside(path: Path) -> Path:
+    with h5py.File(path.parent / f"{path.name}.h5", "w") as file:
+        file["w"] = ONES
+    return path.parent / f"{path.name}.h5"
+
+
 def hdf5(path: Path) -> Path:
     with h5py.File(path / "a.h5", "w") as file:
         file["w"] = ONES
@@ -50,6 +56,10 @@ def hdf5(path: Path) -> Path:
         file["lost"] = h5py.SoftLink("/nowhere")
         file["elsewhere"] = h5py.ExternalLink("nowhere.h5", "/w")
         file["group/circle"] = h5py.SoftLink("/group")
+        file["itself"] = h5py.SoftLink("/itself")
+        file["round"] = h5py.ExternalLink("a.h5", "/round")
+        file["stranger's"] = h5py.ExternalLink(str(outside(path)), "/w")
+        file.create_group("/g" * 3_000)
         file.create_dataset("unwritten", (10**12,), "f4", chunks=(10**6,))
     return path / "a.h5"
 
@@ -76,7 +86,8 @@ def orbax(path: Path) -> Path:
 
 LEFT_OUT = {
     npz: {"objects", "text", "float8", "record", "day", "settings.json"},
-    hdf5: {"text", "empty", "record", "opaque", "type", "lost", "elsewhere", "group/circle", "unwritten"},
+    hdf5: {"text", "empty", "record", "opaque", "type", "lost", "elsewhere", "group/circle", "unwritten"}
+    | {"itself", "round", "stranger's", "/".join("g" * 101)},
     safetensors: {"float4"},
     tensorflow: {"text"},
     orbax: {"text", "x/y", "x.y"},

@@ -31,6 +31,22 @@ def written(folder: Path, index: Any = None, **more: dict[str, np.ndarray]) -> P
     return folder / "model.safetensors.index.json"
 
 
+def moved(names: str, folder: Path, to: str) -> None:
+    """Leaves links in place of files."""
+    (folder / to).mkdir(exist_ok=True)
+    for path in list(folder.glob(names)):
+        path.symlink_to(path.rename(folder / to / f"blob of {path.name}"))
+
+
+@pytest.mark.parametrize(("names", "to"), [("model*", "../blobs"), ("model-*", "files")])
+def test_links_lead_to_where_the_index_is(tmp_path: Path, names: str, to: str) -> None:
+    """The Hub's cache is a folder of links to one of files."""
+    whole = {name: x.whole().tolist() for name, x in open_dump(written(tmp_path)).items()}
+    moved(names, tmp_path, to)
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        assert {name: x.whole().tolist() for name, x in open_dump(path).items()} == whole
+
+
 def test_the_index_and_its_folder_are_the_whole_model(tmp_path: Path) -> None:
     index = written(tmp_path)
     (tmp_path / "config.json").write_text("{}")
@@ -58,9 +74,11 @@ def test_the_index_and_its_folder_are_the_whole_model(tmp_path: Path) -> None:
         (lambda folder: written(folder, {"weight_map": {"a": "../x.safetensors"}}), "the shard ../x.safetensors"),
         (lambda folder: written(folder, {"weight_map": {"a": "config.json"}}), "the shard config.json"),
         (lambda folder: written(folder, {"weight_map": {"a": 3}}), "a weight_map of"),
-        (lambda folder: written(folder, []), "a weight_map of"),
+        (lambda folder: written(folder, []), "an object of JSON in model"),
         (lambda folder: written(folder, '{"weight_map": {"a": "x", "a": "y"}}'), "leaf a: expected names that differ"),
-        (lambda folder: written(folder, "{"), "to be a whole sharded file"),
+        (lambda folder: written(folder, "{"), "expected JSON in model.safetensors.index.json"),
+        (lambda folder: written(folder, "[" * 100_000), "expected JSON in model.safetensors.index.json"),
+        (lambda folder: moved("*.safetensors", folder, "../elsewhere"), "the shard model-00001-.*received a link to"),
         (lambda folder: (folder / "other.safetensors.index.json").write_text("{}"), "expected one index, received mod"),
     ],
 )
