@@ -51,6 +51,9 @@ OTHER_BUCKETS = 25 << 20
 SHORTEST = 32
 """A chunk has this many elements or more, but for those that a leaf begins and ends with: NCCL's have hundreds."""
 
+TELLING = 4
+"""At this many elements another order has to fail for a chunk to be one: fewer may be errors, which some order fits."""
+
 
 def ddp_buckets(
     parameters: Mapping[str, tuple[int, Any]], first: int = FIRST_BUCKET, others: int = OTHER_BUCKETS
@@ -148,16 +151,26 @@ def _nvls(*terms: np.ndarray) -> np.ndarray:
         return (upper - np.where(up, np.uint64(1 << 45), np.uint64(0))).view(np.float64).astype(terms[0].dtype)
 
 
-AT_AN_END = 8
-"""Elements that show an order where a leaf begins or ends; about half of single ones have the bits of a wrong one."""
+def chunked(leaves: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.intp]]:
+    """The order of each element of each leaf, if those of a chunk have one.
+
+    One order is that of all elements, unless it fails at `TELLING` of them or more.
+
+    Args:
+      leaves: of each, [orders, elements], whether an order gives an element to the bit.
+    """
+    totals = np.sum([same.sum(axis=1) for same in leaves], axis=0)
+    if len(totals) == 1 or sum(same.shape[1] for same in leaves) - totals.max(initial=0) < TELLING:
+        return [np.full(same.shape[1], totals.argmax()) for same in leaves]
+    return [pieces(same) for same in leaves]
 
 
 def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
-    """Which of several orders each element of a leaf has, if those of a chunk have one.
+    """The order of each element of a leaf, if those of a chunk have one.
 
-    From the first element on, the order that gives the most of the next ones takes them; where it gives fewer than
-    `SHORTEST` of them within the leaf, or than `AT_AN_END`, there is no such order, and the rest is left to the one
-    before: a few elements may have the bits of another order by chance.
+    From the first element on, the order that gives the most of the next ones takes them. Where these are fewer than
+    `SHORTEST` within the leaf, or the order before fails at fewer than `TELLING` of them, there is no chunk, and the
+    rest is left to the order before.
 
     Args:
       same: [orders, elements], whether an order gives an element to the bit.
@@ -165,14 +178,17 @@ def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     size = same.shape[1]
     places = np.where(same, size, np.arange(size, dtype=np.int64))
     ends = np.minimum.accumulate(places[:, ::-1], axis=1)[:, ::-1]
-    chosen, at = np.zeros(size, np.intp), 0
+    chosen, starts, at = np.zeros(size, np.intp), [], 0
     while at < size:
         best = int(ends[:, at].argmax())
         end = int(ends[best, at])
-        if end - at < min(size, SHORTEST if at > 0 and end < size else AT_AN_END):
+        if at > 0 and (end < min(at + SHORTEST, size) or same[chosen[at], at:end].sum() > end - at - TELLING):
             break
         chosen[at:] = best
+        starts.append(at)
         at = max(end, at + 1)
+    if len(starts) > 1 and same[chosen[starts[1]], : starts[1]].sum() > starts[1] - TELLING:
+        chosen[: starts[1]] = chosen[starts[1]]
     return chosen
 
 

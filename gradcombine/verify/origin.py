@@ -8,6 +8,7 @@ from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
@@ -16,7 +17,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.candidates import Candidate, candidates
-from gradcombine.verify.nccl import nccl_candidates, pieces
+from gradcombine.verify.nccl import chunked, nccl_candidates
 from gradcombine.verify.pytorch import converted
 from gradcombine.verify.ulp import NAN_DISTANCE, ulp_distance
 
@@ -187,21 +188,22 @@ class _Leaf(NamedTuple):
 def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Any]) -> list[_Leaf]:
     with np.errstate(all="ignore"):
         made = [tree.flatten_as("explain", structure, run()) for run in (candidate.run, *candidate.others)]
-    measured: list[_Leaf] = []
-    for *columns, expected in zip(*made, wanted, strict=True):
-        if expected is None:
-            measured.append(_Leaf(0, 0))
-            continue
+    values: list[np.ndarray] = []
+    same: list[npt.NDArray[np.bool_]] = []
+    flat = [np.zeros(0) if x is None else x.reshape(-1) for x in wanted]
+    for *columns, expected in zip(*made, flat, strict=True):
         with np.errstate(all="ignore"):
-            own = np.stack([np.asarray(x).astype(expected.dtype).reshape(-1) for x in columns])
-        flat = expected.reshape(-1)
+            arrays = [np.asarray(() if x is None else x).astype(expected.dtype).reshape(-1) for x in columns]
+        own = np.stack(arrays)
+        values.append(own)
         # The sign of a zero is a bit, though not a distance; the payload of NaN does not count.
-        same = ((own == flat) & (np.signbit(own) == np.signbit(flat))) | (np.isnan(own) & np.isnan(flat))
-        if len(columns) > 1:
-            of_chunk = pieces(same)[None]
-            own, same = (np.take_along_axis(x, of_chunk, axis=0) for x in (own, same))
-        distances = ulp_distance(own.reshape(-1), flat)
-        measured.append(_Leaf(int(np.count_nonzero(same)), int(distances.max(initial=0))))
+        equal = (own == expected) & (np.signbit(own) == np.signbit(expected))
+        same.append(equal | (np.isnan(own) & np.isnan(expected)))
+    measured: list[_Leaf] = []
+    for own, equal, order, expected in zip(values, same, chunked(same), flat, strict=True):
+        distances = ulp_distance(np.take_along_axis(own, order[None], axis=0).reshape(-1), expected)
+        right = np.count_nonzero(np.take_along_axis(equal, order[None], axis=0))
+        measured.append(_Leaf(int(right), int(distances.max(initial=0))))
     return measured
 
 
