@@ -144,7 +144,7 @@ def main() -> None:
             print(f"{name}: {found or f'{WINDOWS} windows agree'}")
         rows = diff_steps(old, new).steps[WINDOWS - 1].rows
         trained = [row.difference for row in rows if row.difference.name.startswith("params")]
-        print(f"the trained parameters are up to {max(leaf.relative for leaf in trained):.0e} apart")
+        print(f"the trained parameters are up to {max((leaf.relative for leaf in trained), default=0):.0e} apart")
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import re
 import signal
 import threading
 import tomllib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from gradcombine.errors import GradCombineError, require_file, shown
 from gradcombine.verify import similarity
@@ -226,9 +226,9 @@ def match(
     """Pairs the leaves of two dumps.
 
     In this order, each for the leaves that are left: the rules; equal names; names that differ only in their
-    framework's conventions (`canonical`), if only one leaf of each dump has such a name; the same after what stands
-    before most names of either dump; shapes, transposed or not,
-    that only one leaf of each dump has; values, the closest first. Whether two leaves are transposed is decided by
+    framework's conventions (`canonical`), if only one leaf of each dump has such a name; names without the words that
+    no name of the other dump has; shapes, transposed or not, that only one leaf of each dump has; values, the closest
+    first. Whether two leaves are transposed is decided by
     their values. A leaf that cannot be read is matched by rule or by name only.
 
     Args:
@@ -275,8 +275,8 @@ def match(
     by(lambda dump, name: canonical(name), "similar name")
     # PyTorch calls the scale of a normalization its weight.
     by(lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)), "similar name")
-    if (prefixes := _prefixes(rest_a, rest_b)) is not None:
-        by(lambda dump, name: _after(prefixes[dump is not rest_a], name), "similar name")
+    of_both = _of_both(rest_a, rest_b)
+    by(lambda dump, name: of_both(name), "similar name")
     unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
     by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
     for left, right, axes in list(closest(rest_a, rest_b, reading)):
@@ -302,35 +302,19 @@ def canonical(name: str) -> tuple[str, ...]:
     return tuple(SYNONYMS.get(word, word) for word in words if word not in WRAPPERS)
 
 
-Words: TypeAlias = tuple[str, ...]
+def _of_both(a: Dump, b: Dump) -> Callable[[str], Hashable]:
+    """`canonical` without the words that no name of the other dump has, as the name of a model around its layers.
 
-
-def _prefixes(a: Dump, b: Dump) -> tuple[Words, Words] | None:
-    """The words before which most names of two dumps have the same ones, as ``model`` and ``encoder / model``.
-
-    Each name votes for what stands before the longest ending that it shares with names of the other dump.
+    A name that has nothing left but numbers stays as it is.
     """
-    endings: defaultdict[Words, list[Words]] = defaultdict(list)
-    for words in map(canonical, b):
-        for cut in range(len(words)):
-            endings[words[cut:]].append(words[:cut])
-    votes: Counter[tuple[Words, Words]] = Counter()
-    for words in map(canonical, a):
-        longest = next((cut for cut in range(len(words)) if words[cut:] in endings), None)
-        if longest is not None and len(endings[words[longest:]]) <= _MOST_ENDINGS:
-            votes.update({(words[:longest], before) for before in endings[words[longest:]]})
-    best = votes.most_common(1)
-    return best[0][0] if best and best[0][1] > 1 else None
+    words = [{word for name in dump for word in canonical(name)} for dump in (a, b)]
+    common = {word for word in words[0] & words[1] if not word.isdecimal()}
 
+    def key(name: str) -> Hashable:
+        kept = tuple(word for word in canonical(name) if word in common or word.isdecimal())
+        return kept if common.intersection(kept) else name
 
-_MOST_ENDINGS = 8
-"""An ending that more names have says nothing of what stands before it."""
-
-
-def _after(prefix: Words, name: str) -> Hashable:
-    """The words of a name after a prefix; of one without it, something that no other name has."""
-    words = canonical(name)
-    return ("after", *words[len(prefix) :]) if words[: len(prefix)] == prefix else ("as it is", name, prefix)
+    return key
 
 
 def conventional(pair: Pair) -> bool:

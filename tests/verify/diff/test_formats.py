@@ -148,7 +148,7 @@ def test_a_flipped_bit_shows(tmp_path: Path) -> None:
             continue
         # What is not refused is a date or a permission in the archive, and not a number.
         outcomes["same"] += 1
-        assert report.passes or report.only_a
+        assert report.passes or report.only_a or report.left_out
     assert outcomes["refused"] > 100
 
 

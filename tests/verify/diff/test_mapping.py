@@ -44,6 +44,14 @@ def test_habits_of_frameworks_are_seen_through() -> None:
     assert [pair[:2] for pair in pairs(a, b)] == list(zip(a, b, strict=True))
 
 
+def test_a_word_that_one_dump_lacks_is_seen_through() -> None:
+    """Wherever it stands in the names, as Keras' name of the model does in each window of a trace."""
+    leaves = [f"{name}/bias" for name in ("hidden", "logits")]
+    a = {f"gradients/{i}/['sequential/{name}']": KERNELS[i] for i in range(3) for name in leaves}
+    b = {f"gradients/{i}/{name}": KERNELS[2 - i] for i in range(3) for name in leaves}
+    assert [pair[:2] for pair in pairs(a, b)] == list(zip(a, b, strict=True))
+
+
 def test_transposed_kernels_are_found() -> None:
     a, b = {"w": KERNELS[0], "v": KERNELS[1][:, :3]}, {"w": KERNELS[0].T, "v": KERNELS[1][:, :3].T}
     assert pairs(a, b) == [("w", "w", (1, 0), "name"), ("v", "v", (1, 0), "name")]
