@@ -65,7 +65,9 @@ class JaxWindow(KerasWindow):
         states = self._optimizer.variables
         before = [x.value for x in self._targets], [x.value for x in states]
         unseen = sorted(set(range(len(self._targets))) - self._seen)
-        touched = (self.touched.value == window.index + 1)[np.array(unseen, np.int32)].any()
+        # In another process or trace; the last mark is of the window.
+        touched = self.touched.value[:-1] > 0
+        held = touched[np.array(unseen, np.int32)].any()
 
         def apply(kept: Tree, combined: Tree) -> tuple[Tree, tuple[()]]:
             gradients = self.parts.join(combined)
@@ -77,8 +79,15 @@ class JaxWindow(KerasWindow):
 
             if not unseen:
                 return without((), kept)
-            kept, _ = run_if(touched, partial(without, ()), kept)
-            return run_if(~touched, partial(without, unseen), kept) if self._seen else (kept, ())
+
+            def with_held(kept: Tree) -> tuple[Tree, tuple[()]]:
+                (trained, state), _ = without((), kept)
+                for i in unseen:  # one that never had a gradient has no update
+                    trained[i] = jnp.where(touched[i], trained[i], kept[0][i])
+                return (trained, state), ()
+
+            kept, _ = run_if(held, with_held, kept)
+            return run_if(~held, partial(without, unseen), kept) if self._seen else (kept, ())
 
         _, (trained, state), _ = self.rules.apply_if(condition, window, apply, before, run_if)
         for variable, value in zip([*self._targets, *states], [*trained, *state], strict=True):

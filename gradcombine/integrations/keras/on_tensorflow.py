@@ -102,9 +102,8 @@ class TensorflowWindow(KerasWindow):
                 apply(unseen)
 
         def held() -> Any:
-            """Which of them have a gradient in this replica's window, one that another process has begun."""
-            current = self._windows.unread().index + 1
-            return tf.cast(tf.equal(tf.gather(self.touched.value, unseen), current), tf.int32)
+            """Which of them have had a gradient on this replica, in another process or trace."""
+            return tf.cast(tf.gather(self.touched.value, unseen) > 0, tf.int32)
 
         def full() -> None:
             if not unseen:

@@ -146,3 +146,36 @@ def test_what_is_not_built_says_so(tmp_path: Path) -> None:
         other.load_weights(tmp_path / "a.weights.h5")
     again: Any = pickle.loads(pickle.dumps(Accumulate("sgd", 3)))
     assert again.every == 3
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+@pytest.mark.parametrize("settings", [{"momentum": 0.5}, {"weight_decay": 0.5}], ids=str)
+@pytest.mark.parametrize(("every", "having", "restart"), [(2, (1, 0), 1), (1, (1, 0), 1), (2, (1, 1, 0, 0), 2)])
+def test_a_restart_does_not_forget_which_variables_have_had_a_gradient(
+    every: int, having: tuple[int, ...], restart: int, settings: dict[str, Any]
+) -> None:
+    """In this window or in one before; one that never had a gradient has no update, decay included."""
+
+    def built() -> tuple[Any, list[Any]]:
+        variables = [keras.Variable(1.0) for _ in range(3)]
+        optimizer = Accumulate(keras.optimizers.SGD(1.0, **settings), every)
+        optimizer.build(variables)
+        return optimizer, variables
+
+    def trained(restarts: int | None) -> list[float]:
+        optimizer, variables = built()
+        for k, chosen in enumerate(having):
+            if k == restarts:
+                new, now = built()
+                copied(optimizer, new, "store")
+                inner = [x.inner_optimizer.variables for x in (new, optimizer)]
+                for x, y in zip([*now, *inner[0]], [*variables, *inner[1]], strict=True):
+                    x.assign(y.value)
+                optimizer, variables = new, now
+            one = tensor(np.float32(1))
+            optimizer.apply([one, one if chosen else None, None], variables)
+        return [float(x) for x in variables]
+
+    received = trained(restart)
+    assert received == trained(None)
+    assert received[2] == 1
