@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 import gradcombine as gc
-from gradcombine.integrations.jax import train_step, value_and_grad
+from gradcombine.integrations.jax import Loss, train_step, value_and_grad
 from gradcombine.integrations.optax import accumulate
 
 K = 8
@@ -102,7 +102,7 @@ def accumulating(leaves: int, elements: int, names: tuple[str, ...]) -> dict[str
     def given(params: Any, grads: Any) -> Any:
         return jnp.float32(0), grads
 
-    fused = train_step(given, OPTIMIZER, every=K, differentiate=False, weight=lambda grads: 1)
+    fused = train_step(Loss(given, differentiate=False), OPTIMIZER, every=K, weight=lambda grads: 1)
     composable, multi = accumulate(OPTIMIZER, K), optax.MultiSteps(OPTIMIZER, K)
 
     def apply_each(transformation: Any) -> Variant:

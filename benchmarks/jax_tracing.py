@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from gradcombine.integrations.jax import train_step
+from gradcombine.integrations.jax import Loss, train_step
 from gradcombine.integrations.optax import MultiSteps, accumulate, accumulate_and_apply
 
 K = 8
@@ -44,7 +44,9 @@ def applied() -> tuple[Callable[..., Any], Callable[[Any], Any]]:
 
 
 def stepped() -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    made = train_step(lambda params, grads: (0.0, grads), ADAM, every=K, weight=lambda grads: 1, differentiate=False)
+    made = train_step(
+        Loss(lambda params, grads: (0.0, grads), differentiate=False), ADAM, every=K, weight=lambda grads: 1
+    )
     return lambda params, state, grads: made.function(params, state, grads)[:2], made.init
 
 

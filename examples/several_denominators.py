@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorflow as tf
 
-from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from gradcombine.integrations.tensorflow import AccumulatedStep
 
 K, ROWS, LENGTH, WORDS, EXPERTS = 4, 8, 12, 50, 4
@@ -46,8 +46,8 @@ def main() -> None:
         return LossOutput(terms, weight={"tokens": real[:, 1:].sum(), "pairs": paired.sum(), "microbatches": 1})
 
     # An accumulator for each denominator; or one for all, after a pass over the weights.
-    unknown = jax.jit(value_and_grad(loss, K, terms=TERMS))
-    counted = jax.jit(value_and_grad(loss, K, terms=TERMS, totals="counted"))
+    unknown = jax.jit(value_and_grad(Loss(loss, terms=TERMS), K))
+    counted = jax.jit(value_and_grad(Loss(loss, terms=TERMS, totals="counted"), K))
     # quickstart: end
 
     def in_one_piece(params: Any) -> Any:

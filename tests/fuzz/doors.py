@@ -120,13 +120,13 @@ def skips(max_norm: Any, updates: Any) -> Any:
 def train_step(
     loss: Any, optimizer: Any, every: Any, microbatches: Any, batch_argnums: Any, has_aux: Any, params: Any, batch: Any
 ) -> Any:
-    options = {"every": every, "microbatches": microbatches, "batch_argnums": batch_argnums, "has_aux": has_aux}
-    step = for_jax.train_step(loss, optimizer, **options)
+    of_loss = for_jax.Loss(loss, batch_argnums=batch_argnums, has_aux=has_aux)
+    step = for_jax.train_step(of_loss, optimizer, every=every, microbatches=microbatches)
     return jax.eval_shape(lambda flag: step.function(params, step.init(params), batch), True)
 
 
 def value_and_grad(loss: Any, microbatches: Any, argnums: Any, batch_argnums: Any, params: Any, batch: Any) -> Any:
-    run = for_jax.value_and_grad(loss, microbatches, argnums=argnums, batch_argnums=batch_argnums)
+    run = for_jax.value_and_grad(for_jax.Loss(loss, argnums=argnums, batch_argnums=batch_argnums), microbatches)
     return jax.eval_shape(lambda flag: run(params, batch), True)
 
 

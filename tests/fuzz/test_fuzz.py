@@ -26,7 +26,7 @@ from gradcombine import reductions, statefile
 from gradcombine.integrations import horovod
 from gradcombine.integrations import keras as for_keras
 from gradcombine.integrations import optax as for_optax
-from gradcombine.integrations.jax import grads_by_denominator, train_step, value_and_grad, zero
+from gradcombine.integrations.jax import Loss, grads_by_denominator, train_step, value_and_grad, zero
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.verify import audit, check_microbatches, plan
 from gradcombine.verify.audit import audit_named, report, target
@@ -202,8 +202,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "loss": lambda x: check_microbatches(x, 0.0, [[0.0]], SGD, own),
     "target": lambda x: audit(own, target=x),
     "a step": audit,
-    "has_aux": lambda x: value_and_grad(own, 2, has_aux=x),
-    "argnums": lambda x: value_and_grad(own, 2, argnums=x),
+    "has_aux": lambda x: value_and_grad(Loss(own, has_aux=x), 2),
+    "argnums": lambda x: value_and_grad(Loss(own, argnums=x), 2),
     "params": lambda x: train_step(own, SGD).init({"w": x}),
     "a batch": lambda x: value_and_grad(jnp.sum, 1)(np.float32(1), {"x": x}),
     "an optimizer": lambda x: train_step(own, optax.GradientTransformation(x, x)),
@@ -214,10 +214,10 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "allreduce": lambda x: horovod.LocalGradientAggregation(2, x),
     "size": lambda x: horovod.LocalGradientAggregation(2, own, size=x),
     "max_every": lambda x: gc.accumulate(reductions.sum(), 2, max_every=x),
-    "rng_argnum": lambda x: value_and_grad(own, 2, rng_argnum=x),
-    "carry_argnum": lambda x: value_and_grad(own, 2, carry_argnum=x),
+    "rng_argnum": lambda x: value_and_grad(Loss(own, rng_argnum=x), 2),
+    "carry_argnum": lambda x: value_and_grad(Loss(own, carry_argnum=x), 2),
     "interleaved": lambda x: value_and_grad(own, 2, interleaved=x),
-    "differentiate": lambda x: train_step(own, SGD, differentiate=x),
+    "differentiate": lambda x: train_step(Loss(own, differentiate=x), SGD),
     "sparse_as_dense": lambda x: horovod.AllReduce(gc.LOCAL, sparse_as_dense=x),
     "axis": lambda x: plan(own, 0.0, np.ones(4), SGD, microbatches=2, axis=x),
     "name of a step": audit_named,

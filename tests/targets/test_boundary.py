@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.integrations.jax import TrainState, train_step, value_and_grad
+from gradcombine.integrations.jax import Loss, TrainState, train_step, value_and_grad
 from gradcombine.integrations.optax import UNTIL_FLUSH, MultiSteps, accumulate, accumulate_and_apply
 from gradcombine.types import AccumulateState
 from tests.targets.compile_for import compile_for, h100, mesh, spread, tpu
@@ -49,7 +49,7 @@ def stepped(**settings: Any) -> Form:
     def given(params: Any, grads: Any) -> Any:
         return jnp.float32(0), grads
 
-    step = train_step(given, ADAM, every=8, weight=lambda grads: 1, differentiate=False, **settings)
+    step = train_step(Loss(given, differentiate=False), ADAM, every=8, weight=lambda grads: 1, **settings)
     return Form(step.function, step.init)
 
 
@@ -140,7 +140,9 @@ def test_within_a_window_a_step_costs_what_accumulating_costs(name: str) -> None
 
 def test_a_flush_moves_nothing_where_no_window_is_open() -> None:
     def flush(params: Any, state: Any) -> Any:
-        return train_step(lambda grads: (0.0, grads), ADAM, every=8, differentiate=False).flush_function(params, state)
+        return train_step(Loss(lambda grads: (0.0, grads), differentiate=False), ADAM, every=8).flush_function(
+            params, state
+        )
 
     state = jax.eval_shape(stepped().init, PARAMS)
     compiled = compile_for(h100(), flush, PARAMS, state, donate=(0, 1))

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from tests.targets.compile_for import Compiled, compile_for, h100
 from tests.targets.programs import CUBLAS, LAYERS, ROWS, WIDTH, K
 
@@ -44,7 +44,7 @@ def one(params: Any, x: Any, mask: Any) -> LossOutput:
 def compiled(dtype: Any, loss: Any, **settings: Any) -> Compiled:
     params = [jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype)] * LAYERS
     batch = [jax.ShapeDtypeStruct((K * ROWS, WIDTH), dtype), jax.ShapeDtypeStruct((K * ROWS,), jnp.float32)]
-    return compile_for(h100(), value_and_grad(loss, K, **settings), params, *batch, **CUBLAS)
+    return compile_for(h100(), value_and_grad(Loss(loss, **settings), K), params, *batch, **CUBLAS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -6,7 +6,7 @@ from gradcombine.window import UNTIL_FLUSH
 with importing("gradcombine.integrations.jax"):
     from gradcombine.integrations.jax import zero
     from gradcombine.integrations.jax.arrays import detect_lost_peers
-    from gradcombine.integrations.jax.contribution import LossOutput
+    from gradcombine.integrations.jax.contribution import Loss, LossOutput
     from gradcombine.integrations.jax.several_terms import grads_by_denominator
     from gradcombine.integrations.jax.step import TrainStep, train_step
     from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
@@ -14,6 +14,7 @@ with importing("gradcombine.integrations.jax"):
 
 __all__ = [
     "UNTIL_FLUSH",
+    "Loss",
     "LossOutput",
     "StepMetrics",
     "TrainState",

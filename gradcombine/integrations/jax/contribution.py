@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from gradcombine.reductions.algebra import Reduction, Weighed, require_reduction
 from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.weights import parse
 from gradcombine.replicas import LOCAL
+from gradcombine.terms import Totals
 from gradcombine.types import Array, Order, Tree
 from gradcombine.window import Window
 
@@ -83,45 +84,89 @@ class Contribution(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Loss:
+    """A loss with the roles of its arguments and the form of its result, for what a plain function does not say.
+
+    Attributes:
+      function: ``function(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating
+        scalar, ``(scalar, aux)`` with ``has_aux``, or a `LossOutput`.
+      argnums: the arguments to differentiate by; for `train_step` the first one, the parameters.
+      batch_argnums: the arguments to divide, trees of arrays with one first axis of n examples. None: all positional
+        arguments that have no other role. What is not divided, keyword arguments too, goes to each microbatch whole.
+      rng_argnum: the argument that is a random key. Microbatch i of m on replica r gets ``fold_in(key, r * m + i)``;
+        the key itself has to be the same on all replicas.
+      carry_argnum: the argument that is threaded through the microbatches, as batch statistics are. The loss returns
+        the next one as ``LossOutput.carry``. Replicas carry their own: `gradcombine.all_reduce` combines them.
+      has_aux: as for jax.value_and_grad.
+      aux_reduction: for ``aux``: a reduction, or a tree of them that aux begins with, as for
+        `gradcombine.reductions.per_leaf`: ``{"loss": mean(), "tokens": sum(), "amax": max(), "logits": last()}``. None:
+        as for the value.
+      differentiate: False: ``function`` returns ``(value, gradients)`` itself, as a function that jax.value_and_grad
+        has made does. Gradients may be narrower than the parameters.
+      terms: for a loss of several terms, the name of each one's denominator: ``{"ce": "tokens", "balance":
+        "microbatches"}``. The loss returns, in the place of a scalar, a dict of the terms by name, each a *sum*; and as
+        its weight (in a `LossOutput`, or by ``weight``) a dict of the denominators by name, each the number that the
+        microbatch adds to it. The gradient is that of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all microbatches i of
+        all replicas: see `docs/losses.md`. The value is the dict of the terms, each divided by its denominator's total,
+        the weight that of the totals. ``reduction`` is a mean (with ``totals``, a sum) of any precision; aux without an
+        ``aux_reduction`` is the mean over the microbatches that weigh anything. Weights are constants to the gradient.
+      totals: how the denominators' totals are known before the gradients. None: they are not, and each denominator has
+        an accumulator and a backward pass of its own. ``"counted"``: the weights of all microbatches are computed first
+        (what else the loss computes is left out; with a carry, they are those of the first one) and exchanged, and
+        one accumulator and one backward pass do. ``"given"``: the same, with the totals over all microbatches and
+        replicas as a keyword argument of each call, ``totals={"tokens": 4096, "microbatches": 8}``.
+    """
+
+    function: Callable[..., Any]
+    argnums: int | Sequence[int] = 0
+    batch_argnums: int | Sequence[int] | None = None
+    rng_argnum: int | None = None
+    carry_argnum: int | None = None
+    has_aux: bool = False
+    aux_reduction: Tree | None = None
+    differentiate: bool = True
+    terms: Mapping[str, str] | None = None
+    totals: Totals | None = None
+
+    @classmethod
+    def of(cls, loss: Callable[..., Any] | Loss) -> Loss:
+        return loss if isinstance(loss, Loss) else cls(loss)
+
+
+@dataclass(frozen=True)
 class Objective:
-    """A loss, the roles of its arguments, and how contributions to its gradient are combined.
+    """A loss, and how contributions to its gradient are combined.
 
     The attributes are the arguments of `value_and_grad` and `train_step` of these names.
     """
 
     operation: str
-    loss: Callable[..., Any]
-    argnums: int | Sequence[int]
-    batch_argnums: int | Sequence[int] | None
-    rng_argnum: int | None
-    carry_argnum: int | None
-    has_aux: bool
-    weight: Callable[..., Any] | None
-    reduction: Reduction
-    aux_reduction: Tree | None
-    over: Collective
-    order: Order
-    differentiate: bool = True
+    loss: Loss
+    weight: Callable[..., Any] | None = None
+    reduction: Reduction = field(default_factory=reductions.mean)
+    over: Collective = LOCAL
+    order: Order = "sequential"
 
     def __post_init__(self) -> None:
         require_reduction(self.operation, self.reduction)
+        loss = self.loss
         for name in ("has_aux", "differentiate"):
-            require_flag(self.operation, name, getattr(self, name))
+            require_flag(self.operation, name, getattr(loss, name))
         require_order(self.operation, self.order)
         require_collective(self.operation, self.over)
         axis = self.reduction.summed_over
         if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
             raise self.error(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
-        for name, function in (("loss", self.loss), ("weight", self.weight)):
+        for name, function in (("loss", loss.function), ("weight", self.weight)):
             if not callable(function) and not (name == "weight" and function is None):
                 raise self.error(f"a function as {name}", shown(function))
-        if self.argnums is None:
+        if loss.argnums is None:
             raise self.error("the positions of the parameters as argnums", None)
-        roles = [*self._taken(), *_positions(self.batch_argnums)]
+        roles = [*self._taken(), *_positions(loss.batch_argnums)]
         if not all(_is_position(role) for role in roles) or len(set(roles)) != len(roles):
             raise self.error("argument positions, integers from 0, each with one role", roles)
         for name in ("rng_argnum", "carry_argnum"):
-            if isinstance(role := getattr(self, name), Sequence):
+            if isinstance(role := getattr(loss, name), Sequence):
                 raise self.error(f"one argument position as {name}, or None", role)
 
     def error(self, expected: str, received: Any, path: str = "") -> GradCombineError:
@@ -130,7 +175,7 @@ class Objective:
     def batch_positions(self, args: Sequence[Any]) -> list[int]:
         """Where the batch is: where it was said to be, or wherever no argument has another role."""
         taken = self._taken()
-        found = _positions(self.batch_argnums) or [i for i in range(len(args)) if i not in taken]
+        found = _positions(self.loss.batch_argnums) or [i for i in range(len(args)) if i not in taken]
         needed = max([*found, *taken]) + 1
         if needed > len(args):
             raise self.error(f"{needed} positional arguments or more", len(args))
@@ -138,13 +183,14 @@ class Objective:
 
     def key(self, args: Sequence[Any], *numbers: Any) -> Array:
         """The key among the arguments, folded with numbers: of a window, of a contribution."""
-        (position,) = _positions(self.rng_argnum)
+        (position,) = _positions(self.loss.rng_argnum)
         with in_own_words(self.operation, "a key of jax.random in the place rng_argnum"):
             return reduce(jax.random.fold_in, numbers, args[position])
 
     def params(self, args: Sequence[Any]) -> Tree:
         """The arguments to differentiate by, in the structure of the gradients."""
-        return tuple(args[i] for i in self.argnums) if isinstance(self.argnums, Sequence) else args[self.argnums]
+        chosen = self.loss.argnums
+        return tuple(args[i] for i in chosen) if isinstance(chosen, Sequence) else args[chosen]
 
     def combined(self, has_aux: bool, of_gradients: Callable[[Reduction], Reduction] = lambda own: own) -> Reduction:
         """The reduction of the parts of a `Contribution`; ``of_gradients`` may put another in place of the own one."""
@@ -156,7 +202,7 @@ class Objective:
             "weight": reductions.sum(),
         }
         if has_aux:
-            members["aux"] = average if self.aux_reduction is None else self.aux_reduction
+            members["aux"] = average if self.loss.aux_reduction is None else self.loss.aux_reduction
         return reductions.per_leaf(members)
 
     def window(self, every: int | Callable[[Array], Any], max_every: int | None = None, *, has_aux: bool) -> Window:
@@ -205,13 +251,13 @@ class Objective:
           scale: a number that the gradients, and nothing else, are to be multiplied by; the loss is, before it is
             differentiated. None: none.
         """
-        parameters = _positions(self.argnums)
+        parameters = _positions(self.loss.argnums)
         axis = self.reduction.summed_over or self.over
         called = [mark_own(axis, arg) if i in parameters else arg for i, arg in enumerate(args)]
         (value, rest, form), grads = self._differentiated(called, kwargs, scale)
-        if self.carry_argnum is not None and rest.carry is None:
+        if self.loss.carry_argnum is not None and rest.carry is None:
             raise self.error("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
-        if self.carry_argnum is None and rest.carry is not None:
+        if self.loss.carry_argnum is None and rest.carry is not None:
             raise self.error("carry_argnum, for a loss that returns a carry", None)
         weight = self._weight(args, rest.weight, default_weight)
         backend = load("jax")
@@ -253,12 +299,12 @@ class Objective:
             factor = parse(self.operation, backend, scale).cast(backend, np.dtype(value.dtype))
             return value * factor, (output, form)
 
-        if self.differentiate:
-            (_, (output, form)), grads = jax.value_and_grad(scalar_and_rest, self.argnums, has_aux=True)(
+        if self.loss.differentiate:
+            (_, (output, form)), grads = jax.value_and_grad(scalar_and_rest, self.loss.argnums, has_aux=True)(
                 *args, **kwargs
             )
             return (output.value, output, form), grads
-        result = self.loss(*args, **kwargs)
+        result = self.loss.function(*args, **kwargs)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.error("a function that returns (value, gradients), for differentiate=False", _described(result))
         output, form = self._opened(result[0])
@@ -281,7 +327,7 @@ class Objective:
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
         """What the loss returns."""
-        return self._opened(self.loss(*args, **kwargs))
+        return self._opened(self.loss.function(*args, **kwargs))
 
     def _opened(self, output: Any) -> tuple[LossOutput, Form]:
         output, form = self._in_form(output)
@@ -296,10 +342,10 @@ class Objective:
 
     def _in_form(self, output: Any) -> tuple[LossOutput, Form]:
         bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
-        if (bare != self.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
-            wanted = "(value, aux)" if self.has_aux else "a scalar (or (value, aux), with has_aux=True)"
+        if (bare != self.loss.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
+            wanted = "(value, aux)" if self.loss.has_aux else "a scalar (or (value, aux), with has_aux=True)"
             raise self.error(f"a loss that returns {wanted} or a LossOutput", _described(output))
-        return opened(output, self.has_aux)
+        return opened(output, self.loss.has_aux)
 
     def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
         if returned is not None and self.weight is not None:
@@ -316,7 +362,7 @@ class Objective:
 
     def _taken(self) -> list[int]:
         """The positions that have a role other than the batch."""
-        return [*_positions(self.argnums), *_positions(self.rng_argnum), *_positions(self.carry_argnum)]
+        return [*_positions(self.loss.argnums), *_positions(self.loss.rng_argnum), *_positions(self.loss.carry_argnum)]
 
 
 def opened(output: Any, has_aux: bool) -> tuple[LossOutput, Form]:

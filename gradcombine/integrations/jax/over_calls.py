@@ -117,11 +117,11 @@ def over_calls(
     def contribution(held: AccumulateState, carry: Tree, called: list[Any], kwargs: dict[str, Any]) -> Contribution:
         params = called[0]
         objective.batch_positions(called)  # refuses fewer arguments
-        if objective.carry_argnum is not None:
-            called[objective.carry_argnum] = carry
-        if objective.rng_argnum is not None:
+        if objective.loss.carry_argnum is not None:
+            called[objective.loss.carry_argnum] = carry
+        if objective.loss.rng_argnum is not None:
             index, _ = of_gradients.next(held)
-            called[objective.rng_argnum] = objective.key(called, index, of_gradients.number(held))
+            called[objective.loss.rng_argnum] = objective.key(called, index, of_gradients.number(held))
         added = objective.contribution(called, kwargs)
         grads = added.parts["grads"]
         if jax.tree.structure(grads) == jax.tree.structure(params):

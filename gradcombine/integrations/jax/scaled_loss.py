@@ -72,8 +72,8 @@ def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -
     Only a plain sum or mean adds gradients as they come. Narrow floats would round the weight, or overflow by it. And
     where a carry goes through the microbatches, all of them have to be computed, also those that may weigh 0.
     """
-    known = spec.known.value
-    if not objective.differentiate or known in (0, 1) or (known is None and objective.carry_argnum is not None):
+    known, loss = spec.known.value, objective.loss
+    if not loss.differentiate or known in (0, 1) or (known is None and loss.carry_argnum is not None):
         return False
     leaves = [leaf for leaf in tree.flatten(objective.operation, spec.parts["grads"])[0] if not is_absent(leaf)]
     widest = max((jnp.finfo(leaf.dtype).bits for leaf in leaves), default=0)

@@ -47,21 +47,21 @@ def scan_microbatches(
     stacked = batch.stacked
     # Microbatches of one size weigh the same, and 1 is no multiplication.
     default_weight = None if batch.rest is not None else 1
-    first = objective.over.rank() * np.int32(batch.total) if objective.rng_argnum is not None else 0
+    first = objective.over.rank() * np.int32(batch.total) if objective.loss.rng_argnum is not None else 0
 
     def arguments(examples: Tree, number: Any, carry: Tree) -> list[Any]:
         called = list(args)
         for i, x in zip(positions, examples, strict=True):
             called[i] = x
-        if objective.carry_argnum is not None:
-            called[objective.carry_argnum] = carry
-        if objective.rng_argnum is not None:
-            called[objective.rng_argnum] = objective.key(args, first + number)
+        if objective.loss.carry_argnum is not None:
+            called[objective.loss.carry_argnum] = carry
+        if objective.loss.rng_argnum is not None:
+            called[objective.loss.rng_argnum] = objective.key(args, first + number)
         return called
 
     numbers = jnp.arange(batch.full, dtype=jnp.int32)
     if isinstance(objective, ObjectiveOfTerms) and objective.counts:
-        begun = None if objective.carry_argnum is None else args[objective.carry_argnum]
+        begun = None if objective.loss.carry_argnum is None else args[objective.loss.carry_argnum]
 
         def weigh_terms(x: tuple[Tree, Any]) -> Any:
             return objective.weights_of(arguments(x[0], x[1], begun), kwargs)
@@ -84,7 +84,8 @@ def scan_microbatches(
         empty = fold.init(added.parts)
         return added, empty, fold.update(empty, added.parts, added.weight)
 
-    carry = None if objective.carry_argnum is None else jax.tree.map(jnp.asarray, args[objective.carry_argnum])
+    at = objective.loss.carry_argnum
+    carry = None if at is None else jax.tree.map(jnp.asarray, args[at])
     traced, (spec, _, after) = jax.make_jaxpr(begin, return_shape=True)(example(0), carry)
     if not aligned(carry, spec.carry):
         carry = align(carry, spec.carry)
@@ -170,15 +171,15 @@ def scan_window(
 
     def one(args: list[Any], kwargs: dict[str, Any], whole: Tree, carry: Tree) -> tuple[Any, Tree]:
         """On one replica: the merged state, and what is carried on."""
-        if objective.carry_argnum is not None:
-            args[objective.carry_argnum] = carry
+        if objective.loss.carry_argnum is not None:
+            args[objective.loss.carry_argnum] = carry
         reduction, state, carry, form = scan_microbatches(objective, microbatches, interleaved, args, kwargs)
         reductions.append(reduction)
         return (gc.merge_replicas(reduction, state, over=objective.over, order=objective.order), form), carry
 
     others, carry = list(args), None
-    if objective.carry_argnum is not None and objective.carry_argnum < len(args):
-        others[objective.carry_argnum], carry = None, args[objective.carry_argnum]
+    if objective.loss.carry_argnum is not None and objective.loss.carry_argnum < len(args):
+        others[objective.loss.carry_argnum], carry = None, args[objective.loss.carry_argnum]
     (state, form), carry = objective.on_replicas(one, others, kwargs, own=carry)
     values = divided(objective.operation, objective.over, reductions[0], state, objective.params(args))
     return Combined(objective.told(values), carry, form)

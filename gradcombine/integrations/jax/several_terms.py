@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import wraps
+from dataclasses import replace
+from functools import cached_property, wraps
 from typing import Any
 
 import jax
@@ -14,51 +14,50 @@ from jax import lax
 
 from gradcombine import reductions
 from gradcombine.backends.jax_versions import vjp_by_name
+from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.errors import renamed
 from gradcombine.integrations.jax.arrays import require_tree
-from gradcombine.integrations.jax.contribution import Form, LossOutput, Objective
+from gradcombine.integrations.jax.contribution import Form, Loss, LossOutput, Objective
 from gradcombine.integrations.jax.on_replicas import mark_own
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios
 from gradcombine.reductions.weights import parse
-from gradcombine.replicas import LOCAL
-from gradcombine.terms import Terms, Totals, require_totals
-from gradcombine.types import Array, Tree
+from gradcombine.terms import Terms, require_totals
+from gradcombine.types import Array, Order, Tree
 
 
-def with_terms(
-    objective: Objective, reduction: Reduction | None, terms: Mapping[str, str] | None, totals: Totals | None
+def objective_of(
+    operation: str,
+    loss: Callable[..., Any] | Loss,
+    weight: Callable[..., Any] | None,
+    reduction: Reduction | None,
+    over: Collective,
+    order: Order,
 ) -> Objective:
-    """The objective whose loss returns terms; as it is, where there are none.
-
-    Args:
-      objective: of the arguments of `value_and_grad`.
-      reduction: as the caller has given it.
-      terms, totals: as for `value_and_grad`.
-    """
-    require_totals(objective.operation, totals)
-    if terms is None:
-        if totals is not None:
+    """The objective of a loss, of one term or of several; the arguments are those of `value_and_grad`."""
+    loss = Loss.of(loss)
+    mean = reductions.mean() if reduction is None else reduction
+    objective = Objective(operation, loss, weight, mean, over, order)
+    require_totals(operation, loss.totals)
+    if loss.terms is None:
+        if loss.totals is not None:
             raise objective.error("terms, for totals", "none")
         return objective
-    several = Terms(objective.operation, terms)
-    if not objective.differentiate:
+    several = Terms(operation, loss.terms)
+    if not loss.differentiate:
         raise objective.error("a loss to differentiate, for terms", "differentiate=False")
-    if totals is None:
-        with renamed(objective.operation):
+    if loss.totals is None:
+        with renamed(operation):
             combined, of_values = ratios(several.denominators, reduction), several.reduction_of_values()
     else:
         combined, of_values = reductions.sum() if reduction is None else reduction, reductions.sum()
         if combined.scales_by_weight:
             raise objective.error("a sum, for terms that are divided by known totals", combined.name)
-    aux = reductions.mean() if objective.aux_reduction is None else objective.aux_reduction
-    settings = {field.name: getattr(objective, field.name) for field in fields(Objective)} | {
-        "reduction": combined,
-        "aux_reduction": {"terms": of_values, "weights": reductions.sum(), "aux": aux},
-        "differentiate": totals is not None,
-    }
-    return ObjectiveOfTerms(**settings, terms=several, totals=totals)
+    aux = reductions.mean() if loss.aux_reduction is None else loss.aux_reduction
+    parts = {"terms": of_values, "weights": reductions.sum(), "aux": aux}
+    of_terms = replace(loss, aux_reduction=parts, differentiate=loss.totals is not None)
+    return ObjectiveOfTerms(operation, of_terms, weight, combined, over, order)
 
 
 def grads_by_denominator(
@@ -91,9 +90,8 @@ def grads_by_denominator(
     >>> {name: float(grad) for name, grad in grads.items()}, output.weight
     ({'microbatches': 20.0, 'tokens': 3.0}, {'microbatches': 1, 'tokens': 2})
     """
-    operation, mean = "grads_by_denominator", reductions.mean()
-    roles = argnums, None, None, None, has_aux, None, mean, None, LOCAL, "sequential"
-    objective = ObjectiveOfTerms(operation, loss, *roles, terms=Terms(operation, terms), totals=None)
+    operation = "grads_by_denominator"
+    objective = ObjectiveOfTerms(operation, Loss(loss, argnums, has_aux=has_aux, terms=terms))
 
     @wraps(loss)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[LossOutput, dict[str, Tree]]:
@@ -107,21 +105,23 @@ def grads_by_denominator(
     return differentiated
 
 
-@dataclass(frozen=True, kw_only=True)
 class ObjectiveOfTerms(Objective):
-    """A loss of several terms. What is told of them goes along as aux.
+    """A loss of several terms, whose values and weights go along as aux.
 
-    Attributes:
-      terms: with their denominators.
-      totals: how they are known; None: they are not, and the gradients are `Ratio`s, one for each denominator.
+    Where totals are not known, the gradients are `Ratio`s, one for each denominator.
     """
 
-    terms: Terms
-    totals: Totals | None
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.terms  # raises for terms that are none
+
+    @cached_property
+    def terms(self) -> Terms:
+        return Terms(self.operation, {} if self.loss.terms is None else self.loss.terms)
 
     @property
     def counts(self) -> bool:
-        return self.totals == "counted"
+        return self.loss.totals == "counted"
 
     def weight_of(self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None) -> Any:
         return self._run(args, kwargs)[0].weight
@@ -139,7 +139,7 @@ class ObjectiveOfTerms(Objective):
         return kwargs | {"totals": {name: totals[i] for i, name in enumerate(self.terms.denominators)}}
 
     def like(self, params: Tree) -> Tree:
-        return params if self.totals is not None else {name: Ratio(params, 1) for name in self.terms.denominators}
+        return params if self.loss.totals is not None else {name: Ratio(params, 1) for name in self.terms.denominators}
 
     def told(self, values: dict[str, Tree]) -> dict[str, Tree]:
         aux = values["aux"]
@@ -153,7 +153,7 @@ class ObjectiveOfTerms(Objective):
         One linearization (of JAX 0.9: one more for each denominator), and one backward pass for each denominator.
         """
         self.batch_positions(args)  # refuses fewer arguments
-        positions = list(self.argnums) if isinstance(self.argnums, Sequence) else [self.argnums]
+        positions = list(self.loss.argnums) if isinstance(self.loss.argnums, Sequence) else [self.loss.argnums]
 
         def summed(*params: Any) -> Any:
             called = list(args)
@@ -168,17 +168,17 @@ class ObjectiveOfTerms(Objective):
 
         def gradient(name: str) -> Tree:
             grads = pull_back(name)
-            return grads if isinstance(self.argnums, Sequence) else grads[0]
+            return grads if isinstance(self.loss.argnums, Sequence) else grads[0]
 
         return output, form, {name: Ratio(gradient(name), weights[name]) for name in self.terms.denominators}
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
         kwargs = dict(kwargs)
-        if self.totals is not None and "totals" not in kwargs:
+        if self.loss.totals is not None and "totals" not in kwargs:
             raise self.error("totals={...} of the window's denominators, in each call", "none")
-        given = kwargs.pop("totals") if self.totals is not None else None
+        given = kwargs.pop("totals") if self.loss.totals is not None else None
         values, weights, output, form = self._terms_of(args, kwargs)
-        if self.totals is None:
+        if self.loss.totals is None:
             total, told = jnp.float32(0), self.terms.ratios(values, weights)
         else:
             told = self.terms.shares(values, weights, self.terms.weights(given, "a total of each denominator"))
@@ -189,7 +189,7 @@ class ObjectiveOfTerms(Objective):
     def _differentiated(
         self, args: Sequence[Any], kwargs: dict[str, Any], scale: Any
     ) -> tuple[tuple[Any, LossOutput, Form], Tree]:
-        if self.totals is not None:
+        if self.loss.totals is not None:
             return super()._differentiated(args, kwargs, scale)
         output, form, grads = self.differentiated(args, kwargs)
         return (output.value, output, form), grads
@@ -197,7 +197,7 @@ class ObjectiveOfTerms(Objective):
     def _terms_of(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], LossOutput, Form]:
-        output, form = self._in_form(self.loss(*args, **kwargs))
+        output, form = self._in_form(self.loss.function(*args, **kwargs))
         if output.weight is not None and self.weight is not None:
             raise self.error("weights that the loss returns or ones of the argument weight", "both")
         weights = output.weight

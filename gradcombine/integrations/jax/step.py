@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,14 +15,13 @@ from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import importing, require_flag
 from gradcombine.integrations.jax.arrays import require_transformation, usable
-from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.contribution import Loss
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.over_calls import over_calls
-from gradcombine.integrations.jax.several_terms import with_terms
+from gradcombine.integrations.jax.several_terms import objective_of
 from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
 from gradcombine.integrations.jax.whole_windows import whole_windows
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.terms import Totals
 from gradcombine.types import Array, Order, Tree
 
 if TYPE_CHECKING:
@@ -96,25 +95,17 @@ def _is_transformed() -> bool:
 
 
 def train_step(
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | Loss,
     optimizer: optax.GradientTransformation,
     *,
     every: int | Callable[[Array], Any] | None = None,
     microbatches: int | None = None,
-    batch_argnums: int | Sequence[int] | None = None,
-    rng_argnum: int | None = None,
-    carry_argnum: int | None = None,
-    has_aux: bool = False,
     weight: Callable[..., Any] | None = None,
     reduction: Reduction | None = None,
-    aux_reduction: Tree | None = None,
     over: Collective = gc.LOCAL,
     order: Order = "sequential",
     max_every: int | None = None,
     interleaved: bool = False,
-    differentiate: bool = True,
-    terms: Mapping[str, str] | None = None,
-    totals: Totals | None = None,
 ) -> TrainStep:
     """A training step that runs the optimizer once a window of microbatches, and keeps everything else in place.
 
@@ -124,10 +115,12 @@ def train_step(
     its first argument, the parameters.
 
     Args:
-      loss, batch_argnums, rng_argnum, carry_argnum, has_aux, weight, reduction, aux_reduction, over, order: as for
-        `gradcombine.integrations.jax.value_and_grad`. The weight's default is the number of examples in a call; calls
-        that bring different numbers are compiled separately. Random keys have the window's index folded in first, so
-        that the same key may be passed on every call. The carry is kept in the state; the step is called without it.
+      loss, weight, reduction, over, order: as for `gradcombine.integrations.jax.value_and_grad`. The weight's default
+        is the number of examples in a call; calls that bring different numbers are compiled separately. Of a `Loss`,
+        random keys have the window's index folded in first, so that the same key may be passed on every call; the carry
+        is kept in the state, and the step is called without it; terms are reported in the metrics by name. With
+        ``every``, terms need the example in ``init``; their totals may be given but not counted, the same in all calls
+        of a window, and a flush divides by these.
       optimizer: an optax transformation. It runs outside of the replicas where ``over`` is an axis of a mesh: its state
         may be split over it as the parameters may. It is given the combined loss as ``value=``, for those that ask for
         it.
@@ -136,10 +129,6 @@ def train_step(
         is, the two compiled programs have no branch, which a GPU has the host decide on every call.
       microbatches: as for `value_and_grad`, with ``interleaved``. None: a call is one microbatch.
       max_every: as for `gradcombine.accumulate`.
-      terms, totals: as for `value_and_grad`; the metrics are told by term. With ``every``, ``init`` needs the example,
-        totals may be given but not counted, the same in all calls of a window, and a flush divides by these.
-      differentiate: False: ``loss`` returns ``(value, gradients)`` itself, as a function that jax.value_and_grad has
-        made does. Gradients may be narrower than the parameters.
 
     Returns:
       A `TrainStep`: ``state = step.init(params)``, then ``params, state, metrics = step(params, state, *batch)``, with
@@ -187,22 +176,9 @@ def train_step(
     >>> float(w), bool(metrics.applied)
     (-3.0, True)
     """
-    plain = Objective(
-        "train_step",
-        loss,
-        0,
-        batch_argnums,
-        rng_argnum,
-        carry_argnum,
-        has_aux,
-        weight,
-        gc.reductions.mean() if reduction is None else reduction,
-        aux_reduction,
-        over,
-        order,
-        differentiate,
-    )
-    objective = with_terms(plain, reduction, terms, totals)
+    objective = objective_of("train_step", loss, weight, reduction, over, order)
+    if objective.loss.argnums != 0:
+        raise objective.error("a loss of the parameters as its first argument", f"argnums={objective.loss.argnums!r}")
     with importing("train_step"):
         import optax  # which gradients alone do not need
 

@@ -105,8 +105,8 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
 def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Any]) -> list[Any]:
     """The positional arguments of the loss: those of the step, with the carry in its place among them."""
     called = [params, *args]
-    if objective.carry_argnum is not None:
-        called.insert(objective.carry_argnum, carry)
+    if objective.loss.carry_argnum is not None:
+        called.insert(objective.loss.carry_argnum, carry)
     return called
 
 
@@ -126,8 +126,9 @@ def is_bound(objective: Objective) -> bool:
 
 def require_carry(objective: Objective, carry: Tree) -> None:
     """Refuses a carry that nothing takes, and a missing one."""
-    if (carry is None) != (objective.carry_argnum is None):
-        expected = "no carry" if objective.carry_argnum is None else "step.init(params, carry=...), for carry_argnum"
+    carried = objective.loss.carry_argnum is not None
+    if (carry is None) == carried:
+        expected = "step.init(params, carry=...), for carry_argnum" if carried else "no carry"
         raise objective.error(expected, "none" if carry is None else type(carry).__name__)
 
 

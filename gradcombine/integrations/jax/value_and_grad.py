@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
@@ -10,32 +10,23 @@ import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import require_flag
 from gradcombine.integrations.jax.arrays import require_tree
-from gradcombine.integrations.jax.contribution import Objective, closed
+from gradcombine.integrations.jax.contribution import Loss, closed
 from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.scan import scan_window
-from gradcombine.integrations.jax.several_terms import with_terms
+from gradcombine.integrations.jax.several_terms import objective_of
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.terms import Totals
 from gradcombine.types import Order, Tree
 
 
 def value_and_grad(
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | Loss,
     microbatches: int,
     *,
-    argnums: int | Sequence[int] = 0,
-    batch_argnums: int | Sequence[int] | None = None,
-    rng_argnum: int | None = None,
-    carry_argnum: int | None = None,
-    has_aux: bool = False,
     weight: Callable[..., Any] | None = None,
     reduction: Reduction | None = None,
-    aux_reduction: Tree | None = None,
     over: Collective = gc.LOCAL,
     order: Order = "sequential",
     interleaved: bool = False,
-    terms: Mapping[str, str] | None = None,
-    totals: Totals | None = None,
 ) -> Callable[..., tuple[Any, Tree]]:
     """`jax.value_and_grad` in microbatches: less memory for activations, and one exchange of gradients a call.
 
@@ -48,29 +39,19 @@ def value_and_grad(
     however its examples and tokens fall into microbatches and replicas; the mean of the microbatches' means is not.
 
     Args:
-      loss: ``loss(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating scalar,
-        ``(scalar, aux)`` with ``has_aux``, or a `LossOutput`.
+      loss: ``loss(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating scalar or a
+        `LossOutput`. In a `Loss` that says more of it: which arguments are divided, a key or a carry, whether it
+        returns aux, several terms.
       microbatches: how many; n examples are divided into microbatches of ceil(n / microbatches). The last one is
         smaller where n is not divisible. It is compiled by itself, and no example is padded. A batch that lies on a
         mesh is divided where it lies: each device's examples are divided so, and a microbatch has a part of each
         device's. (On automatic axes, which of them split a batch is not known while tracing; there it is taken as a
         block for each device of the mesh, or for as many of them as divide n.)
-      argnums: the arguments to differentiate by.
-      batch_argnums: the arguments to divide, trees of arrays with one first axis of n examples. None: all positional
-        arguments that have no other role. What is not divided, keyword arguments too, goes to each microbatch whole.
-      rng_argnum: the argument that is a random key. Microbatch i of m on replica r gets ``fold_in(key, r * m + i)``;
-        the key itself has to be the same on all replicas.
-      carry_argnum: the argument that is threaded through the microbatches, as batch statistics are. The loss returns
-        the next one as ``LossOutput.carry``. Replicas carry their own: `gradcombine.all_reduce` combines them.
-      has_aux: as for jax.value_and_grad.
       weight: ``weight(*batch)`` of one microbatch, a scalar, of its batch arguments alone. A loss may return the weight
         instead, in a `LossOutput`. None: the number of examples; 1 where all microbatches have the same number, and
         where ``reduction`` is no average.
       reduction: of the gradients, from `gradcombine.reductions`; None: their mean. The value is combined by a mean with
         the same weights, by a sum where ``reduction`` is no average.
-      aux_reduction: for ``aux``: a reduction, or a tree of them that aux begins with, as for
-        `gradcombine.reductions.per_leaf`: ``{"loss": mean(), "tokens": sum(), "amax": max(), "logits": last()}``. None:
-        as for the value.
       over: the replicas that share the parameters: `gradcombine.LOCAL`, or `gradcombine.jax_axis`. Inside pmap, vmap
         or shard_map, which bind the axis, arguments are a replica's own, and parameters are marked so, that check_vma
         sums nothing by itself. Where nothing binds it, it is an axis of the mesh in scope (jax.set_mesh) or of the
@@ -81,18 +62,6 @@ def value_and_grad(
         refused where their types tell of it (in shard_map with check_vma); elsewhere such shards look like whole ones.
       order: as for `gradcombine.accumulate` over microbatches, and for `gradcombine.merge_replicas` over replicas.
       interleaved: divide so that microbatch i holds the examples i, i + m, i + 2m, ... of each device's.
-      terms: for a loss of several terms, the name of each one's denominator: ``{"ce": "tokens", "balance":
-        "microbatches"}``. The loss returns, in the place of a scalar, a dict of the terms by name, each a *sum*; and as
-        its weight (in a `LossOutput`, or by ``weight``) a dict of the denominators by name, each the number that the
-        microbatch adds to it. The gradient is that of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all microbatches i of
-        all replicas: see `docs/losses.md`. The value is the dict of the terms, each divided by its denominator's total,
-        the weight that of the totals. ``reduction`` is a mean (with ``totals``, a sum) of any precision; aux without an
-        ``aux_reduction`` is the mean over the microbatches that weigh anything. Weights are constants to the gradient.
-      totals: how the denominators' totals are known before the gradients. None: they are not, and each denominator has
-        an accumulator and a backward pass of its own. ``"counted"``: the weights of all microbatches are computed first
-        (what else the loss computes is left out; with a carry, they are those of the first one) and exchanged, and
-        one accumulator and one backward pass do. ``"given"``: the same, with the totals over all microbatches and
-        replicas as a keyword argument of each call, ``totals={"tokens": 4096, "microbatches": 8}``.
 
     Returns:
       A function of the arguments of ``loss``. It returns ``(value, grads)``, the value in the form that ``loss``
@@ -128,7 +97,7 @@ def value_and_grad(
     `optax.microbatching <https://optax.readthedocs.io/en/latest/api/microbatching.html>`_.
 
     >>> import jax.numpy as jnp
-    >>> from gradcombine.integrations.jax import value_and_grad
+    >>> from gradcombine.integrations.jax import Loss, value_and_grad
     >>> def loss(w, x, mask):
     ...     return jnp.sum(w * x * mask) / jnp.sum(mask)
     >>> x, mask = jnp.float32([1, 2, 3, 8]), jnp.float32([1, 1, 1, 0])
@@ -138,29 +107,15 @@ def value_and_grad(
     ...     return {"fit": jnp.sum(w * x * mask), "decay": w * w}
     >>> weights = lambda x, mask: {"tokens": mask.sum(), "microbatches": 1}
     >>> terms = {"fit": "tokens", "decay": "microbatches"}
-    >>> value, grad = value_and_grad(two_terms, 2, weight=weights, terms=terms)(jnp.float32(10), x, mask)
+    >>> value, grad = value_and_grad(Loss(two_terms, terms=terms), 2, weight=weights)(jnp.float32(10), x, mask)
     >>> float(value["fit"]), float(value["decay"]), float(grad)  # 2 + 20
     (20.0, 100.0, 22.0)
     """
-    plain = Objective(
-        "value_and_grad",
-        loss,
-        argnums,
-        batch_argnums,
-        rng_argnum,
-        carry_argnum,
-        has_aux,
-        weight,
-        gc.reductions.mean() if reduction is None else reduction,
-        aux_reduction,
-        over,
-        order,
-    )
-    objective = with_terms(plain, reduction, terms, totals)
+    objective = objective_of("value_and_grad", loss, weight, reduction, over, order)
     require_flag("value_and_grad", "interleaved", interleaved)
     count = require_count("value_and_grad", microbatches)
 
-    @wraps(loss)
+    @wraps(objective.loss.function)
     def combined(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         require_tree("value_and_grad", args, kwargs)
         values, carry, form = scan_window(objective, count, interleaved, args, kwargs)

@@ -49,8 +49,8 @@ def whole_windows(
         params, window = as_arrays(objective.operation, params), state.window
         called = loss_arguments(objective, params, state.carry, args)
         objective.batch_positions(called)
-        if objective.rng_argnum is not None:
-            called[objective.rng_argnum] = objective.key(called, window.index)
+        if objective.loss.rng_argnum is not None:
+            called[objective.loss.rng_argnum] = objective.key(called, window.index)
         values, carry, _ = scan_window(objective, microbatches, interleaved, called, kwargs)
         (params, opt_state), told = optimize(optimizer, params, state.opt_state, values)
         return params, TrainState(window._replace(index=window.index + 1), opt_state, carry), told

@@ -14,6 +14,8 @@ from gradcombine.verify.audit.target import Bound
 if TYPE_CHECKING:
     import optax
 
+    from gradcombine.integrations.jax import Loss
+
 
 class Figures(NamedTuple):
     """What a window takes of each device, in bytes.
@@ -105,7 +107,7 @@ class Plan(NamedTuple):
 
 
 def plan(
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | Loss,
     params: Any,
     batch: Any,
     optimizer: optax.GradientTransformation,
@@ -115,18 +117,12 @@ def plan(
     mesh: Any = None,
     axis: str = "data",
     names: Sequence[str] | None = None,
-    has_aux: bool = False,
     weight: Callable[..., Any] | None = None,
-    rng_argnum: int | None = None,
-    batch_argnums: int | Sequence[int] | None = None,
-    aux_reduction: Any = None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> Plan:
     """Compiles a window of microbatches in several ways, and tells what each takes; nothing runs.
 
     Args:
-      loss, optimizer, has_aux, weight, rng_argnum, batch_argnums, aux_reduction: as for
-        `gradcombine.integrations.jax.train_step`.
+      loss, optimizer, weight: as for `gradcombine.integrations.jax.train_step`.
       params: a tree of arrays or ``jax.ShapeDtypeStruct``. Shardings that they have over other axes than the replicas'
         are kept.
       batch: the arguments of the loss behind the parameters, as a tuple, or the only one: arrays or specs of the
@@ -137,7 +133,6 @@ def plan(
         parameters' and the batch's shardings; without any, all devices along ``axis``.
       axis: along which the replicas are.
       names: of the ways, see `gradcombine.verify.plan.ways.way_of`; None: its `DEFAULT`.
-      progress: called with the name of each way before it is compiled, its number and how many there are.
 
     Returns:
       A row for each way. A way that does not fit, and one that the library or the compiler refuses, has one too, with
@@ -154,30 +149,34 @@ def plan(
     >>> found.best.name, found.best.compiled.sent
     ('window', 0.0)
     """
+    found = target if isinstance(target, Target) else find_target(target)
+    asked = {"microbatches": microbatches, "mesh": mesh, "axis": axis, "weight": weight}
+    return _planned((loss, params, batch, optimizer), asked, found, names)
+
+
+def _planned(
+    parts: tuple[Any, ...],
+    asked: dict[str, Any],
+    target: Target,
+    names: Sequence[str] | None,
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> Plan:
+    """The plan for a loss, parameters, a batch and an optimizer."""
     from gradcombine.verify.plan import compiled, problem, ways  # which import JAX
 
-    found = target if isinstance(target, Target) else find_target(target)
     expected = f"names of ways, for instance {ways.DEFAULT[0]}"
     wanted = [ways.way_of(name) for name in (ways.DEFAULT if names is None else require_items("plan", expected, names))]
     if not wanted:
         raise GradCombineError("plan", expected, "none")
-    settings = {
-        "has_aux": has_aux,
-        "weight": weight,
-        "rng_argnum": rng_argnum,
-        "batch_argnums": batch_argnums,
-        "aux_reduction": aux_reduction,
-    }
-    given = {name: value for name, value in settings.items() if value is not None and value is not False}
-    made = problem.problem_of(loss, params, batch, optimizer, microbatches, found, mesh, axis, given)
+    made = problem.problem_of(*parts, target=target, **asked)
     chosen = list(dict.fromkeys(wanted))
     progress("one microbatch", 0, len(chosen))
-    one, rows = compiled.microbatch_of(made, found), list[Row]()
+    one, rows = compiled.microbatch_of(made, target), list[Row]()
     for i, way in enumerate(chosen):
         progress(way.name, i + 1, len(chosen))
-        rows.append(compiled.row_of(made, way, found, one))
+        rows.append(compiled.row_of(made, way, target, one))
     axes = {str(name): int(size) for name, size in made.mesh.shape.items()}
-    return Plan(found, axes, axis, made.microbatches, _explained(sorted(rows, key=_rank)))
+    return Plan(target, axes, made.axis, made.microbatches, _explained(sorted(rows, key=_rank)))
 
 
 def plan_named(
@@ -190,23 +189,25 @@ def plan_named(
 
     Args:
       what: "module:callable". The callable returns a dict of arguments of `plan`: loss, params, batch, optimizer and
-        microbatches, and any other but target, names and progress. If it has a parameter, it is called with the
+        microbatches, and any other but target and names. If it has a parameter, it is called with the
         target's devices.
-      target, names, progress: as for `plan`.
+      target, names: as for `plan`.
+      progress: called with the name of each way before it is compiled, its number and how many there are.
 
     Raises:
       GradCombineError: as `plan`; a module that does not import, a callable that returns something else.
     """
     made, found = made_by("plan", what, target)
     needed = ("loss", "params", "batch", "optimizer", "microbatches")
-    optional = ("mesh", "axis", "has_aux", "weight", "rng_argnum", "batch_argnums", "aux_reduction")
+    optional = ("mesh", "axis", "weight")
     if not isinstance(made, Mapping):
         raise GradCombineError("plan", f"{what} to return a dict of {', '.join(needed)}", shown(made))
     given = cast("Mapping[str, Any]", made)
     if wrong := [name for name in needed if name not in given] or [x for x in given if x not in needed + optional]:
         expected = f"{what} to return a dict of {', '.join(needed)}, and of {', '.join(optional)} what it needs"
         raise GradCombineError("plan", expected, f"{'none of' if wrong[0] in needed else 'also'} {', '.join(wrong)}")
-    return plan(**given, target=found, names=names, progress=progress)
+    parts = tuple(given[name] for name in needed[:4])
+    return _planned(parts, {name: x for name, x in given.items() if name not in needed[:4]}, found, names, progress)
 
 
 def _rank(row: Row) -> tuple[float, ...]:

@@ -14,12 +14,10 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import gradcombine as gc
-from gradcombine import reductions
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.errors import GradCombineError, attribute, renamed, require_integer, shown
 from gradcombine.integrations.jax.arrays import require_transformation, require_tree
-from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.contribution import Loss, Objective
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.verify.audit import Target
 
@@ -29,7 +27,7 @@ class Problem:
     """What is to be trained, and on which mesh.
 
     Attributes:
-      loss, optimizer, settings: as for `train_step`.
+      loss, weight, optimizer: as for `train_step`.
       params: specs on the mesh, the same on all replicas.
       batch: the arguments of the loss behind the parameters, for a whole window of all replicas, as specs on the mesh.
       rows: which of them are divided.
@@ -38,7 +36,8 @@ class Problem:
       here: whether the mesh is of this machine, whose compiler options are then `train_step`'s own.
     """
 
-    loss: Callable[..., Any]
+    loss: Loss
+    weight: Callable[..., Any] | None
     optimizer: optax.GradientTransformation
     params: Any
     batch: tuple[Any, ...]
@@ -46,7 +45,6 @@ class Problem:
     microbatches: int
     mesh: Mesh
     axis: str
-    settings: dict[str, Any]
     here: bool
 
     @property
@@ -87,25 +85,24 @@ class Problem:
 
 
 def problem_of(
-    loss: Callable[..., Any],
+    loss: Callable[..., Any] | Loss,
     params: Any,
     batch: Any,
     optimizer: Any,
+    *,
     microbatches: int,
     target: Target,
-    mesh: Any,
-    axis: str,
-    settings: dict[str, Any],
+    mesh: Any = None,
+    axis: str = "data",
+    weight: Callable[..., Any] | None = None,
 ) -> Problem:
     require_transformation("plan", optimizer)
     k = require_integer("plan", "microbatches as an integer of 1 or more", microbatches)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
     require_tree("plan", params, args)
     over = _mesh(target, mesh, axis, (params, args))
-    roles: dict[str, Any] = dict.fromkeys(("batch_argnums", "rng_argnum", "carry_argnum", "weight", "aux_reduction"))
-    roles |= {"argnums": 0, "has_aux": False, "reduction": reductions.mean(), "over": gc.LOCAL, "order": "sequential"}
     with renamed("plan"):
-        objective = Objective("plan", loss, **roles | settings)
+        objective = Objective("plan", Loss.of(loss), weight)
         positions = objective.batch_positions([params, *args])
     rows = tuple(i + 1 in positions for i in range(len(args)))
 
@@ -139,7 +136,7 @@ def problem_of(
     ]
     whole = jax.tree_util.tree_map_with_path(placed, params)
     here = target.figures is None or target.here
-    return Problem(loss, optimizer, whole, tuple(specs), rows, k, over, axis, settings, here)
+    return Problem(objective.loss, weight, optimizer, whole, tuple(specs), rows, k, over, axis, here)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -142,7 +142,7 @@ def programs(problem: Problem, way: Way) -> list[Part]:
 
 def microbatch(problem: Problem) -> Part:
     """The gradients of one microbatch of each replica, and nothing else."""
-    gradient = value_and_grad(problem.loss, 1, **problem.settings)
+    gradient = value_and_grad(problem.loss, 1, weight=problem.weight)
 
     def one(params: Any, *batch: Any) -> Any:
         return jax.tree.map(lambda x: x[None], gradient(params, *batch)[1])
@@ -171,7 +171,7 @@ def code(problem: Problem, way: Way) -> str:
     else:
         body = _stepped_code(problem, way)
         used = ["split", "shardings"] * (way.place != "replicated") + ["gathered"] * (way.place == "zero1")
-    if problem.settings.get("rng_argnum") is not None and "own_key(" in body:
+    if problem.loss.rng_argnum is not None and "own_key(" in body:
         used = [*used, "own_key"]
     functions = "\n\n".join(inspect.getsource(getattr(recipes, name)) for name in used)
     functions = re.sub(r"  # pyright: .*", "", functions)
@@ -235,18 +235,15 @@ def _settings(problem: Problem, way: Way) -> tuple[dict[str, Any], dict[str, str
     return found, texts
 
 
-def _own_settings(problem: Problem) -> dict[str, str]:
-    """How the caller's settings are written: functions and trees by their argument's name."""
-    return {
-        name: repr(value) if isinstance(value, bool | int | tuple | list) else name
-        for name, value in problem.settings.items()
-    }
+def _weight(problem: Problem) -> dict[str, str]:
+    """The caller's own weight as an argument, if there is one."""
+    return {} if problem.weight is None else {"weight": "weight"}
 
 
 def _step(problem: Problem, way: Way, optimizer: Any, over: Any = None) -> TrainStep:
     settings, _ = _settings(problem, way)
     over = gc.jax_axis(problem.axis) if over is None else over
-    return train_step(problem.loss, optimizer, over=over, **settings, **problem.settings)
+    return train_step(problem.loss, optimizer, over=over, weight=problem.weight, **settings)
 
 
 def _example(problem: Problem) -> tuple[Any, ...]:
@@ -281,10 +278,10 @@ def _written_rows(problem: Problem) -> str:
 
 
 def _stepped_code(problem: Problem, way: Way) -> str:
-    texts = _settings(problem, way)[1] | {"over": f"gc.jax_axis({problem.axis!r})"} | _own_settings(problem)
+    texts = _settings(problem, way)[1] | {"over": f"gc.jax_axis({problem.axis!r})"} | _weight(problem)
     optimizer = "gathered(optimizer, shardings(params))" if way.place == "zero1" else "optimizer"
     lines = [f"step = train_step(loss, {optimizer}, {_arguments(texts)})"]
-    example = "" if way.calls == "window" or not problem.settings.get("has_aux") else ", *microbatches[0]"
+    example = "" if way.calls == "window" or not problem.loss.has_aux else ", *microbatches[0]"
     lines.append(f"state = step.init(params{example})")
     if way.place == "replicated":
         call, flush = "step", "step.flush"
@@ -324,7 +321,7 @@ def _sharded(problem: Problem, way: Way) -> list[Part]:
         expected = "an elementwise optimizer for zero2, which sees shards of the parameters"
         raise GradCombineError("plan", expected, f"one with {across}")
     optimizer = recipes.on_shards(problem.optimizer, over)
-    step = train_step(problem.loss, optimizer, reduction=reduction, **settings, **problem.settings)
+    step = train_step(problem.loss, optimizer, reduction=reduction, weight=problem.weight, **settings)
     example = () if way.calls == "window" else _example(problem)
     specs = recipes.specs_of_shards(problem.optimizer, problem.params, mesh, axis)
     init = recipes.begun(lambda params: step.init(params, *example), mesh, axis, specs)
@@ -336,7 +333,7 @@ def _sharded(problem: Problem, way: Way) -> list[Part]:
         is_leaf=lambda x: isinstance(x, P),
     )
     rows, function = _rows(problem), step.function
-    if (at := problem.settings.get("rng_argnum")) is not None:
+    if (at := problem.loss.rng_argnum) is not None:
         function = recipes.own_key(function, at + 1, axis)
     call = jax.jit(recipes.on_each(function, mesh, axis, specs, rows), donate_argnums=(0, 1))
     if way.calls == "window":
@@ -351,14 +348,14 @@ def _sharded(problem: Problem, way: Way) -> list[Part]:
 def _sharded_code(problem: Problem, way: Way) -> str:
     _, texts = _settings(problem, way)
     texts["reduction"] = f"zero.scattered({texts.get('reduction', 'gc.reductions.mean()')}, over)"
-    axis, at = problem.axis, problem.settings.get("rng_argnum")
+    axis, at = problem.axis, problem.loss.rng_argnum
     init = "step.init"
-    if way.calls != "window" and problem.settings.get("has_aux"):
+    if way.calls != "window" and problem.loss.has_aux:
         init = "lambda params: step.init(params, *microbatches[0])"
     function = "step.function" if at is None else f"own_key(step.function, {at + 1}, {axis!r})"
     lines = [
         f"over = gc.jax_axis({axis!r})",
-        f"step = train_step(loss, on_shards(optimizer, over), {_arguments(texts | _own_settings(problem))})",
+        f"step = train_step(loss, on_shards(optimizer, over), {_arguments(texts | _weight(problem))})",
         f"specs = specs_of_shards(optimizer, params, mesh, {axis!r})",
         f"state = jax.jit(begun({init}, mesh, {axis!r}, specs))(params)",
         f"call = on_each({function}, mesh, {axis!r}, specs, {_written_rows(problem)})",
@@ -378,8 +375,8 @@ def _accumulated(problem: Problem, way: Way) -> list[Part]:
     settings, _ = _settings(problem, way)
     every = settings.pop("every")
     tx = accumulate_and_apply(problem.optimizer, every, over=over, **settings)
-    gradient = value_and_grad(problem.loss, 1, **problem.settings)
-    if (at := problem.settings.get("rng_argnum")) is not None:
+    gradient = value_and_grad(problem.loss, 1, weight=problem.weight)
+    if (at := problem.loss.rng_argnum) is not None:
         gradient = recipes.own_key(gradient, at, axis)
 
     def step(params: Any, state: Any, *batch: Any, flush: bool) -> Any:
@@ -397,9 +394,9 @@ def _accumulated(problem: Problem, way: Way) -> list[Part]:
 
 def _accumulated_code(problem: Problem, way: Way) -> str:
     _, texts = _settings(problem, way)
-    axis, at, own = problem.axis, problem.settings.get("rng_argnum"), _own_settings(problem)
+    axis, at = problem.axis, problem.loss.rng_argnum
     texts["over"] = "over"
-    gradient = f"value_and_grad(loss, 1{''.join(f', {name}={text}' for name, text in own.items())})"
+    gradient = f"value_and_grad({', '.join(['loss', '1', *(f'{x}={x}' for x in _weight(problem))])})"
     batch = [2 + i for i, divided in enumerate(problem.rows) if divided]
     lines = [
         f"over = gc.jax_axis({axis!r})",

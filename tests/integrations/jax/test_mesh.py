@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import UNTIL_FLUSH, LossOutput, on_replicas, train_step, value_and_grad
+from gradcombine.integrations.jax import UNTIL_FLUSH, Loss, LossOutput, on_replicas, train_step, value_and_grad
 from gradcombine.verify.ulp import equal_bits
 from tests.spec.selection import FULL, cases
 
@@ -155,7 +155,7 @@ def test_the_carry_has_an_axis_of_replicas() -> None:
     def counting(w: Any, seen: Any, x: Any) -> Any:
         return LossOutput(jnp.mean(x @ w), carry=seen + jnp.sum(x[:, 0]))
 
-    step = train_step(counting, optax.sgd(1.0), microbatches=3, carry_argnum=1, over=OVER)
+    step = train_step(Loss(counting, carry_argnum=1), optax.sgd(1.0), microbatches=3, over=OVER)
     ones = np.arange(48, dtype=np.float32)[:, None] * np.ones(8, np.float32)
     params = put(on, P(), W)
     state = step.init(params, carry=jnp.float32(1))
@@ -190,10 +190,8 @@ def test_a_microbatch_has_a_part_of_every_block(kind: AxisType, n: int, interlea
     on = mesh(kind, 8, 1)
     x = put(on, P("data"), np.arange(n, dtype=np.float32))
     gradient = value_and_grad(
-        last,
+        Loss(last, has_aux=True, aux_reduction=reductions.last() if expected else reductions.max()),
         3 if interleaved else 2,
-        has_aux=True,
-        aux_reduction=reductions.last() if expected else reductions.max(),
         interleaved=interleaved,
     )
     if expected is None:

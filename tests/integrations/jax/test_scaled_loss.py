@@ -9,7 +9,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from gradcombine.verify.ulp import equal_bits
 from tests.spec.selection import FULL, named
 
@@ -81,6 +81,6 @@ def test_a_carry_goes_through_microbatches_of_weight_0() -> None:
         return LossOutput(jnp.sum(w[None] * x * weight) / jnp.sum(weight), jnp.sum(weight), carry=seen + 1)
 
     weights = np.float32([1, 0, 1, 0, 1, 1])[:, None]
-    output, grad = jax.jit(value_and_grad(counting, 6, carry_argnum=1))(W, jnp.int32(0), X, weights)
+    output, grad = jax.jit(value_and_grad(Loss(counting, carry_argnum=1), 6))(W, jnp.int32(0), X, weights)
     assert int(output.carry) == 6
     assert equal_bits(grad, gc.combine(reductions.mean(), [X[i] for i in (0, 2, 4, 5)]))

@@ -10,7 +10,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import UNTIL_FLUSH, LossOutput, train_step
+from gradcombine.integrations.jax import UNTIL_FLUSH, Loss, LossOutput, train_step
 from gradcombine.verify.ulp import equal_bits
 from gradcombine.window import OVER
 from tests.spec.selection import FULL, cases
@@ -160,7 +160,9 @@ def test_keys_of_a_window_without_a_length_differ() -> None:
     def drawn(w: Any, key: Any, x: Any) -> Any:
         return w * jax.random.uniform(key) * x.sum()
 
-    step = train_step(drawn, optax.sgd(1.0), every=UNTIL_FLUSH, rng_argnum=1, over=gc.jax_axis("d"), weight=lambda x: 1)
+    step = train_step(
+        Loss(drawn, rng_argnum=1), optax.sgd(1.0), every=UNTIL_FLUSH, over=gc.jax_axis("d"), weight=lambda x: 1
+    )
 
     def calls(x: Any) -> Any:
         params, state, sums = jnp.float32(0), step.init(jnp.float32(0)), []
@@ -248,7 +250,7 @@ def test_a_gradient_function_may_return_narrower_gradients(narrow: Any) -> None:
     def given(params: Any, x: Any) -> Any:
         return jnp.bfloat16(3), {"w": x[0], "frozen": None}
 
-    step = train_step(given, NEGATE, every=2, differentiate=False)
+    step = train_step(Loss(given, differentiate=False), NEGATE, every=2)
     params, _, told = run(step, start(), ones(2, 4, dtype=narrow))
     assert (weights(params), params["w"].dtype, float(told[-1].value)) == (-2, np.float32, 3)
 
@@ -262,7 +264,7 @@ def noisy(params: Any, seen: Any, key: Any, x: Any) -> Any:
 @pytest.mark.parametrize("form", ["every", "microbatches"])
 def test_keys_carry_and_aux(form: str) -> None:
     by = {"largest": reductions.max(), "examples": reductions.sum()}
-    step = train_step(noisy, NEGATE, **{form: 2}, carry_argnum=1, rng_argnum=2, aux_reduction=by)
+    step = train_step(Loss(noisy, carry_argnum=1, rng_argnum=2, aux_reduction=by), NEGATE, **{form: 2})
     params, key = start(), jax.random.key(5)
     batches = ones(1, 7, 3, 5) if form == "every" else [jnp.concatenate(ones(1, 7)), jnp.concatenate(ones(3, 5))]
     state = step.init(params, key, batches[0], carry=jnp.zeros(4, np.uint32))

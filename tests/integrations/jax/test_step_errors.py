@@ -1,5 +1,6 @@
 """What training steps refuse, and that a failed call damages nothing."""
 
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import optax
 import pytest
 
 import gradcombine as gc
-from gradcombine.integrations.jax import train_step
+from gradcombine.integrations.jax import Loss, train_step
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -29,6 +30,12 @@ def bad_state() -> Any:
     return optax.EmptyState()
 
 
+def made(loss: Any = linear, optimizer: Any = NEGATE, **options: Any) -> Any:
+    roles = {x.name for x in fields(Loss)} & set(options)
+    of_loss = Loss(loss, **{name: options.pop(name) for name in roles}) if roles else loss
+    return train_step(of_loss, optimizer, **options)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -44,7 +51,7 @@ def bad_state() -> Any:
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(gc.GradCombineError, match=message):
-        train_step(**({"loss": linear, "optimizer": NEGATE} | options))
+        made(**options)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +78,7 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     ],
 )
 def test_a_failed_call_damages_no_state(options: dict[str, Any], state: Any, message: str) -> None:
-    step = train_step(**({"loss": linear, "optimizer": NEGATE, "every": 2} | options))
+    step = made(**{"every": 2} | options)
     params = start()
     given = step.init(params) if state is None else state()
     with pytest.raises(gc.GradCombineError, match=message):
@@ -83,7 +90,7 @@ def test_a_carry_is_asked_for_and_refused() -> None:
     with pytest.raises(gc.GradCombineError, match="expected no carry, received int"):
         train_step(linear, NEGATE).init(start(), carry=3)
     with pytest.raises(gc.GradCombineError, match=r"expected step.init\(params, carry=...\), for carry_argnum"):
-        train_step(linear, NEGATE, carry_argnum=1).init(start())
+        train_step(Loss(linear, carry_argnum=1), NEGATE).init(start())
 
 
 def test_whole_windows_have_nothing_to_flush() -> None:

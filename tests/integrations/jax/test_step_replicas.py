@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.integrations.jax import LossOutput, TrainState, on_replicas, train_step
+from gradcombine.integrations.jax import Loss, LossOutput, TrainState, on_replicas, train_step
 from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
@@ -168,7 +168,7 @@ def test_gradients_that_shard_map_has_summed_already_are_refused() -> None:
         grads = jax.lax.psum(given(params, x)[1], "d")
         return jnp.float32(0), grads
 
-    step = train_step(summed, NEGATE, differentiate=False, over=gc.jax_axis("d"))
+    step = train_step(Loss(summed, differentiate=False), NEGATE, over=gc.jax_axis("d"))
     mapped = jax.shard_map(
         lambda params, x: step.function(params, step.init(params), x)[0],
         mesh=MESH,

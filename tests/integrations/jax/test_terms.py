@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, train_step, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, train_step, value_and_grad
 from gradcombine.verify.ulp import equal_bits
 from tests.spec.selection import FULL, cases
 
@@ -86,7 +86,7 @@ def test_a_window_is_the_formula(k: int, replicas: int, totals: Any) -> None:
     batch = data(replicas)
     values, grads = expected(k, *batch, replicas)
     over = gc.jax_axis("data") if replicas > 1 else gc.LOCAL
-    function = jax.jit(value_and_grad(loss, k, terms=TERMS, totals=totals, over=over))
+    function = jax.jit(value_and_grad(Loss(loss, terms=TERMS, totals=totals), k, over=over))
     given = {"totals": totals_of(-(-ROWS // -(-ROWS // k)), replicas, *batch[1:])} if totals == "given" else {}
     with on_mesh(replicas):
         output, received = function(PARAMS, *batch, **given)
@@ -136,10 +136,10 @@ def test_both_ways_and_both_doors_agree(name: str, order: Any) -> None:
     given = {"totals": {"tokens": mask.sum(), "sequences": chosen.sum(), "microbatches": 3}}
     found = {}
     for totals, reduction in zip((None, "given"), REDUCTIONS[name], strict=True):
-        settings = {"terms": TERMS, "totals": totals, "reduction": reduction, "order": order}
+        settings, of_loss = {"reduction": reduction, "order": order}, Loss(masked, terms=TERMS, totals=totals)
         kwargs = given if totals else {}
-        _, found[totals] = jax.jit(value_and_grad(masked, 4, **settings))(PARAMS, *batch, **kwargs)
-        step = train_step(masked, optax.sgd(1.0), every=4, **settings)
+        _, found[totals] = jax.jit(value_and_grad(of_loss, 4, **settings))(PARAMS, *batch, **kwargs)
+        step = train_step(of_loss, optax.sgd(1.0), every=4, **settings)
         params, parts = (
             {"w": jnp.zeros(3), "b": jnp.zeros(()), "frozen": None},
             [a.reshape(4, 2, *a.shape[1:]) for a in batch],
@@ -174,7 +174,7 @@ def test_a_denominator_of_0_has_a_value_and_a_gradient_of_0(totals: Any) -> None
             {"n": mask.sum(), "m": 0 * mask.sum()},
         )
 
-    output, grad = jax.jit(value_and_grad(undefined, 2, terms={"ce": "n", "none": "m"}, totals=totals))(
+    output, grad = jax.jit(value_and_grad(Loss(undefined, terms={"ce": "n", "none": "m"}, totals=totals), 2))(
         np.float32(1), x, mask
     )
     assert (float(output.value["none"]), float(output.weight["m"])) == (0, 0)
@@ -187,7 +187,7 @@ def test_what_belongs_to_other_denominators_is_not_run_through() -> None:
         # The derivative of the root is infinite at 0: with a cotangent of 0 it would be NaN.
         return LossOutput({"a": jnp.sum(w * x), "b": jnp.sum(jnp.sqrt(w - 1))}, {"n": x.size, "m": 0})
 
-    _, grad = value_and_grad(loss, 2, terms={"a": "n", "b": "m"})(jnp.float32(1), jnp.float32([1, 2, 3, 6]))
+    _, grad = value_and_grad(Loss(loss, terms={"a": "n", "b": "m"}), 2)(jnp.float32(1), jnp.float32([1, 2, 3, 6]))
     assert float(grad) == 3
 
 
@@ -201,19 +201,19 @@ def test_aux_carry_and_weights_of_an_argument() -> None:
         return LossOutput(values, aux=aux, carry=carry + 1)
 
     x, terms = jnp.float32([1, 2, 3, 8, 4, 6]), {"a": "n", "b": "m"}
-    settings = {
-        "terms": terms,
-        "weight": lambda x: {"n": x.size, "m": 1},
-        "aux_reduction": {"largest": reductions.max()},
-    }
+    settings = {"terms": terms, "aux_reduction": {"largest": reductions.max()}}
+
+    def weight(x: Any) -> Any:
+        return {"n": x.size, "m": 1}
+
     for totals in (None, "counted"):
-        output, grad = value_and_grad(carried, 3, carry_argnum=1, totals=totals, **settings)(
+        output, grad = value_and_grad(Loss(carried, carry_argnum=1, totals=totals, **settings), 3, weight=weight)(
             jnp.float32(2), jnp.int32(0), x
         )
         assert (float(output.value["a"]), float(output.value["b"]), float(grad)) == (8, 2, 5)
         assert (int(output.carry), float(output.aux["largest"])) == (3, 8)
-        apart = {**settings, "has_aux": True, "batch_argnums": 2, "totals": totals}
-        (values, aux), _ = value_and_grad(loss, 3, **apart)(jnp.float32(2), jnp.float32(0), x)
+        apart = Loss(loss, has_aux=True, batch_argnums=2, totals=totals, **settings)
+        (values, aux), _ = value_and_grad(apart, 3, weight=weight)(jnp.float32(2), jnp.float32(0), x)
         assert (float(values["a"]), float(aux["largest"])) == (8, 8)
 
 
@@ -226,7 +226,7 @@ def test_the_optimizer_is_told_the_whole_loss() -> None:
         return updates, state
 
     watching = optax.GradientTransformationExtraArgs(lambda params: (), update)
-    step = train_step(loss, watching, microbatches=4, terms=TERMS)
+    step = train_step(Loss(loss, terms=TERMS), watching, microbatches=4)
     params = jax.tree.map(jnp.asarray, PARAMS)
     batch = data(1)
     _, _, metrics = step.function(params, step.init(params), *batch)
@@ -238,7 +238,7 @@ def test_the_optimizer_is_told_the_whole_loss() -> None:
 @pytest.mark.full
 def test_a_flush_divides_what_is_there() -> None:
     batch = data(1)
-    step = train_step(loss, optax.sgd(1.0), every=9, terms=TERMS)
+    step = train_step(Loss(loss, terms=TERMS), optax.sgd(1.0), every=9)
     params = jax.tree.map(jnp.asarray, PARAMS)
     state = step.init(params, *(a[:4] for a in batch))
     for i in range(0, ROWS, 4):
@@ -261,7 +261,7 @@ def test_known_totals_are_one_exchange_more(totals: Any) -> None:
     over, batch = gc.jax_axis("data"), data(2)
     with on_mesh(2):
         single = collectives(value_and_grad(one, 4, over=over), PARAMS, *batch)
-        several = collectives(value_and_grad(loss, 4, terms=TERMS, totals=totals, over=over), PARAMS, *batch)
+        several = collectives(value_and_grad(Loss(loss, terms=TERMS, totals=totals), 4, over=over), PARAMS, *batch)
     assert single == {"all-reduce": 1, "all-gather": 0, "reduce-scatter": 0}
     assert several == single | {"all-reduce": 1 if totals is None else 2}
 
@@ -303,8 +303,10 @@ def changing(w: Any, x: Any) -> LossOutput:
     ],
 )  # fmt: skip
 def test_refused(function: Any, settings: dict[str, Any], message: str) -> None:
+    rest = {"reduction": settings["reduction"]} if "reduction" in settings else {}
+    of_loss = Loss(function, **{"terms": TWO} | {name: x for name, x in settings.items() if name != "reduction"})
     with pytest.raises(gc.GradCombineError, match=message) as caught:
-        value_and_grad(function, 2, **{"terms": TWO, **settings})(jnp.float32(1), jnp.float32([1, 2, 3]))
+        value_and_grad(of_loss, 2, **rest)(jnp.float32(1), jnp.float32([1, 2, 3]))
     assert str(caught.value).startswith("value_and_grad")
 
 
@@ -312,7 +314,7 @@ def test_refused(function: Any, settings: dict[str, Any], message: str) -> None:
     ("totals", "path"), [({"n": 1}, "m"), ({"n": 1, "m": 1, "x": 1}, "x"), ({"n": 1, "m": -1}, "m")]
 )
 def test_refused_totals(totals: Any, path: str) -> None:
-    function = value_and_grad(returning(good, {"n": 1, "m": 1}), 2, terms=TWO, totals="given")
+    function = value_and_grad(Loss(returning(good, {"n": 1, "m": 1}), terms=TWO, totals="given"), 2)
     with pytest.raises(gc.GradCombineError, match=rf"value_and_grad: leaf \['{path}'\]"):
         function(jnp.float32(1), jnp.float32([1, 2]), totals=totals)
 
@@ -320,10 +322,10 @@ def test_refused_totals(totals: Any, path: str) -> None:
 def test_refused_steps() -> None:
     terms = returning(good, {"n": 1, "m": 1})
     with pytest.raises(gc.GradCombineError, match="microbatches, for totals that are counted"):
-        train_step(terms, optax.sgd(1.0), every=2, terms=TWO, totals="counted")
+        train_step(Loss(terms, terms=TWO, totals="counted"), optax.sgd(1.0), every=2)
     with pytest.raises(gc.GradCombineError, match="a loss to differentiate"):
-        train_step(terms, optax.sgd(1.0), terms=TWO, differentiate=False)
-    step = train_step(terms, optax.sgd(1.0), terms=TWO)
+        train_step(Loss(terms, terms=TWO, differentiate=False), optax.sgd(1.0))
+    step = train_step(Loss(terms, terms=TWO), optax.sgd(1.0))
     with pytest.raises(gc.GradCombineError, match=r"step.init\(params, \*example\)"):
         step.function(jnp.float32(1), step.init(jnp.float32(1)), jnp.float32([1]))
 
@@ -333,7 +335,9 @@ def test_a_bad_weight_that_is_traced_is_nan(totals: Any) -> None:
     def loss(w: Any, x: Any) -> LossOutput:
         return LossOutput({"a": jnp.sum(w * x)}, {"n": x.sum()})
 
-    _, grad = jax.jit(value_and_grad(loss, 2, terms={"a": "n"}, totals=totals))(jnp.float32(1), jnp.float32([3, -1]))
+    _, grad = jax.jit(value_and_grad(Loss(loss, terms={"a": "n"}, totals=totals), 2))(
+        jnp.float32(1), jnp.float32([3, -1])
+    )
     assert np.isnan(grad)
 
 
@@ -349,18 +353,18 @@ def test_bits_do_not_depend_on_division() -> None:
         )
 
     def gradient(k: int) -> Any:
-        return jax.jit(value_and_grad(of_rows, k, terms=terms, order="tree"))(PARAMS, x, mask, chosen)[1]["w"]
+        return jax.jit(value_and_grad(Loss(of_rows, terms=terms), k, order="tree"))(PARAMS, x, mask, chosen)[1]["w"]
 
     assert np.isfinite(gradient(8)).all()
     with on_mesh(4):
-        sharded = jax.jit(value_and_grad(of_rows, 2, terms=terms, order="tree", over=gc.jax_axis("data")))
+        sharded = jax.jit(value_and_grad(Loss(of_rows, terms=terms), 2, order="tree", over=gc.jax_axis("data")))
         assert equal_bits(sharded(PARAMS, x, mask, chosen)[1]["w"], gradient(8))
 
 
 @pytest.mark.parametrize("zero", [0, 0.0, jnp.float32(0)])
 def test_a_total_of_zero_gives_zero(zero: Any) -> None:
     """Beside weights that are not 0, and in the derivative as well."""
-    function = value_and_grad(returning(good, {"n": 3, "m": 2}), 2, terms=TWO, totals="given")
+    function = value_and_grad(Loss(returning(good, {"n": 3, "m": 2}), terms=TWO, totals="given"), 2)
     output, grad = jax.jit(function)(jnp.float32(1), jnp.float32([1, 2, 3, 4]), totals={"n": zero, "m": 4})
     assert {name: float(x) for name, x in output.value.items()} == {"a": 0, "b": 0.5}
     assert float(grad) == 0.5
@@ -374,7 +378,7 @@ def test_terms_with_a_ledger(wrap: Any) -> None:
         return LossOutput(good(w, x), {"n": x.size, "m": 1})
 
     reduction = wrap(reductions.numbered(reductions.mean(), 2))
-    step = train_step(loss, optax.sgd(1.0), every=2, terms=TWO, reduction=reduction)
+    step = train_step(Loss(loss, terms=TWO), optax.sgd(1.0), every=2, reduction=reduction)
     w, rows = jnp.float32(2), jnp.arange(8, dtype=jnp.float32).reshape(2, 4)
     state = step.init(w, rows[0])
     for i, row in enumerate(rows):

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 
 pytestmark = [pytest.mark.needs("jax"), pytest.mark.full]
 
@@ -102,7 +102,7 @@ def test_as_in_one_piece(name: str, totals: Any, replicas: int) -> None:
     over = gc.jax_axis("data") if replicas > 1 else gc.LOCAL
     mesh = jax.make_mesh((replicas,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:replicas])
     with jax.set_mesh(mesh):
-        function = jax.jit(value_and_grad(loss, k, terms=terms, totals=totals, over=over))
+        function = jax.jit(value_and_grad(Loss(loss, terms=terms, totals=totals), k, over=over))
         output, received = function(PARAMS, WORDS_OF.astype(np.int32), REAL)
     assert distance(received, grads) < 2e-5
     assert distance(received, wrong) > 1e-2
@@ -125,7 +125,7 @@ def test_context_parallel_token_counts(totals: Any) -> None:
     split, over = P(None, "context"), gc.jax_axis("context")
 
     def one(params: Any, *batch: Any) -> Any:
-        return value_and_grad(loss, 8, terms=terms, totals=totals, over=over)(params, *batch)
+        return value_and_grad(Loss(loss, terms=terms, totals=totals), 8, over=over)(params, *batch)
 
     mapped = jax.shard_map(one, mesh=mesh, in_specs=(P(), split, split, split), out_specs=P())
     output, received = jax.jit(mapped)(PARAMS, words, targets, real)

@@ -1,5 +1,6 @@
 """Gradients in microbatches, on one replica: the bits of `gradcombine.combine`, and the roles of arguments."""
 
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from gradcombine.verify.ulp import equal_bits
 from tests.spec.selection import FULL, cases, named
 
@@ -110,7 +111,7 @@ def test_aux_is_combined_leaf_by_leaf() -> None:
         "spread": reductions.moments(),
     }
     x = jnp.float32([1, 7, 3, 5, 9])
-    (value, aux), _ = jax.jit(value_and_grad(told, 3, has_aux=True, aux_reduction=by))(jnp.float32(1), x)
+    (value, aux), _ = jax.jit(value_and_grad(Loss(told, has_aux=True, aux_reduction=by), 3))(jnp.float32(1), x)
     moments = aux.pop("spread")
     assert jax.tree.map(float, aux) == {"mean": 5.0, "sum": 5.0, "max": 9.0, "last": 9.0}
     assert aux["sum"].dtype == np.int32
@@ -119,10 +120,10 @@ def test_aux_is_combined_leaf_by_leaf() -> None:
 
 
 def test_aux_is_averaged_by_default_and_integers_ask_for_a_reduction() -> None:
-    f = value_and_grad(lambda w, x: (jnp.mean(w * x), {"x": x[0]}), 3, has_aux=True)
+    f = value_and_grad(Loss(lambda w, x: (jnp.mean(w * x), {"x": x[0]}), has_aux=True), 3)
     assert float(f(jnp.float32(1), jnp.float32([1, 7, 3, 5, 9]))[0][1]["x"]) == np.float32((2 * 1 + 2 * 3 + 9) / 5)
     with pytest.raises(gc.GradCombineError, match=r"leaf .*\['sum'\]: expected a dtype that is float or complex"):
-        value_and_grad(told, 3, has_aux=True)(jnp.float32(1), X[:, 0])
+        value_and_grad(Loss(told, has_aux=True), 3)(jnp.float32(1), X[:, 0])
 
 
 def drawing(w: Any, seen: Any, key: Any, x: Any) -> Any:
@@ -133,7 +134,7 @@ def drawing(w: Any, seen: Any, key: Any, x: Any) -> Any:
 @pytest.mark.parametrize("key", named(("typed",), {"typed": jax.random.key(3), "raw": jax.random.PRNGKey(3)}))
 def test_each_microbatch_has_a_key_of_its_own_and_the_carry_goes_through_all(key: Any) -> None:
     keys = jnp.zeros((4, 2), np.uint32)
-    f = jax.jit(value_and_grad(drawing, 4, carry_argnum=1, rng_argnum=2))
+    f = jax.jit(value_and_grad(Loss(drawing, carry_argnum=1, rng_argnum=2), 4))
     output, _ = f(jnp.float32(1), (jnp.int32(0), keys), key, X[:7, 0])
     count, keys = output.carry
     assert int(count) == 4
@@ -146,7 +147,9 @@ def test_batch_statistics_are_those_of_the_last_microbatch() -> None:
     def loss(w: Any, running: Any, x: Any) -> Any:
         return LossOutput(jnp.mean(w * x), carry=running / 2 + x.mean())
 
-    output, _ = value_and_grad(loss, 3, carry_argnum=1)(jnp.float32(1), jnp.float32(8), jnp.float32([2, 4, 6, 8, 1]))
+    output, _ = value_and_grad(Loss(loss, carry_argnum=1), 3)(
+        jnp.float32(1), jnp.float32(8), jnp.float32([2, 4, 6, 8, 1])
+    )
     assert float(output.carry) == ((8 / 2 + 3) / 2 + 7) / 2 + 1
 
 
@@ -154,7 +157,7 @@ def test_arguments_keep_their_roles() -> None:
     def loss(scale: Any, w: Any, batch: Any, b: Any, *, power: Any) -> Any:
         return jnp.mean(scale * (w["w"] * batch["x"] + batch["y"][:, 0] + b) ** power)
 
-    f = value_and_grad(loss, 2, argnums=(1, 3), batch_argnums=2)
+    f = value_and_grad(Loss(loss, argnums=(1, 3), batch_argnums=2), 2)
     args = (
         jnp.float32(2),
         {"w": jnp.float32(3)},
@@ -168,7 +171,7 @@ def test_interleaved_microbatches_hold_every_mth_example() -> None:
     def last(w: Any, x: Any) -> Any:
         return jnp.mean(w * x), x
 
-    f = value_and_grad(last, 3, has_aux=True, aux_reduction=reductions.last(), interleaved=True)
+    f = value_and_grad(Loss(last, has_aux=True, aux_reduction=reductions.last()), 3, interleaved=True)
     (_, x), grad = f(jnp.float32(1), jnp.arange(6.0))
     assert (x.tolist(), float(grad)) == ([2, 5], 2.5)
 
@@ -194,6 +197,7 @@ def test_the_loss_is_traced_as_often_for_many_microbatches_as_for_few() -> None:
 
 
 ONE = jnp.float32(1)
+ROLES = {x.name for x in fields(Loss)} - {"function"}
 
 
 @pytest.mark.parametrize(
@@ -226,5 +230,8 @@ ONE = jnp.float32(1)
 )
 def test_bad_input(options: dict[str, Any], args: tuple[Any, ...], message: str) -> None:
     settings = {"loss": lambda w, *batch: w, "microbatches": 2} | options
+    of_loss = {name: settings.pop(name) for name in options if name in ROLES}
+    if of_loss:
+        settings["loss"] = Loss(settings["loss"], **of_loss)
     with pytest.raises(gc.GradCombineError, match=f"value_and_grad.*{message}"):
         value_and_grad(**settings)(*args)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
@@ -82,7 +82,7 @@ COLLECTIVE = re.compile(r" (all-reduce|all-gather|collective-permute|all-to-all|
 @MODES
 @pytest.mark.parametrize("order", [pytest.param("sequential", marks=pytest.mark.full), "tree"])
 def test_the_mean_is_over_all_tokens_of_all_replicas(mode: Callable[..., Any], order: Any) -> None:
-    output, grads = mode(value_and_grad(loss, 3, aux_reduction=AUX, over=AXIS, order=order), W, X, TOKENS)
+    output, grads = mode(value_and_grad(Loss(loss, aux_reduction=AUX), 3, over=AXIS, order=order), W, X, TOKENS)
     np.testing.assert_array_equal(grads["w"], [MEAN] * R)
     np.testing.assert_array_equal(output.value, [2 * MEAN] * R)
     np.testing.assert_array_equal(output.weight, [32] * R)
@@ -109,7 +109,7 @@ def collectives(program: Callable[..., Any], check_vma: bool) -> list[str]:
 )
 def test_a_window_is_one_all_reduce(check_vma: bool, given: Callable[..., Any], microbatches: int) -> None:
     additive = AUX | {"largest": reductions.sum()}
-    program = value_and_grad(given, microbatches, aux_reduction=additive, over=AXIS)
+    program = value_and_grad(Loss(given, aux_reduction=additive), microbatches, over=AXIS)
     assert collectives(program, check_vma) == ["all-reduce"]
 
 
@@ -122,7 +122,7 @@ def test_the_keys_are_those_of_one_replica_with_all_microbatches(mode: Callable[
         return w["w"] * noise.astype(jnp.float32) + 0 * x[0]
 
     def program(w: Any, x: Any, _: Any) -> Any:
-        return value_and_grad(drawing, 4, rng_argnum=1, over=AXIS)(w, key, x[:4])[1]["w"]
+        return value_and_grad(Loss(drawing, rng_argnum=1), 4, over=AXIS)(w, key, x[:4])[1]["w"]
 
     drawn = [int(jax.random.bits(jax.random.fold_in(key, i), (), np.uint32)) % 1024 for i in range(4 * R)]
     assert len(set(drawn)) > R
@@ -135,7 +135,7 @@ def test_the_carry_is_each_replicas_own(mode: Callable[..., Any]) -> None:
         return LossOutput(jnp.mean(w["w"] * x), carry=seen + jnp.sum(x))
 
     def program(w: Any, x: Any, _: Any) -> Any:
-        output, _ = value_and_grad(counting, 3, carry_argnum=1, over=AXIS)(w, jnp.float32(0), x)
+        output, _ = value_and_grad(Loss(counting, carry_argnum=1), 3, over=AXIS)(w, jnp.float32(0), x)
         return gc.all_reduce(reductions.max(), output.carry, over=AXIS)
 
     np.testing.assert_array_equal(mode(program, W, X, TOKENS), [X.sum(axis=1).max()] * R)

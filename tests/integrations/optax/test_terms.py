@@ -12,7 +12,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, grads_by_denominator, train_step, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, grads_by_denominator, train_step, value_and_grad
 from gradcombine.integrations.optax import accumulate, accumulate_and_apply, skip_not_finite
 from gradcombine.verify.ulp import equal_bits
 from tests.spec.selection import FULL
@@ -50,7 +50,7 @@ def test_a_window_is_the_formula_and_that_of_the_step(order: Any) -> None:
         updates, state = update(grads, state, PARAMS, weight=output.weight)
     assert bool(state.applied)
     np.testing.assert_allclose(-updates["w"], formula(), rtol=1e-5)
-    step = train_step(loss, optax.sgd(1.0), every=6, terms=TERMS, order=order, batch_argnums=(1, 2, 3))
+    step = train_step(Loss(loss, terms=TERMS, batch_argnums=(1, 2, 3)), optax.sgd(1.0), every=6, order=order)
     held = step.init(PARAMS, *ROWS[0])
     for row in ROWS:
         params, held, metrics = step(jax.tree.map(jnp.copy, PARAMS), held, *row)
@@ -67,7 +67,7 @@ def test_known_totals_are_a_sum() -> None:
     def batched(params: Any, x: Any, tokens: Any, sequences: Any) -> LossOutput:
         return loss(params, x[0], tokens[0], sequences[0])
 
-    function = jax.jit(value_and_grad(batched, 1, terms=TERMS, totals="given"))
+    function = jax.jit(value_and_grad(Loss(batched, terms=TERMS, totals="given"), 1))
     for row in ROWS:
         _, grads = function(PARAMS, *(a[None] for a in row), totals=totals)
         updates, state = tx.update(grads, state, PARAMS)

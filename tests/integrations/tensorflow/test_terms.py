@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import LossOutput, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.reductions import Ratio
 from gradcombine.verify.ulp import equal_bits
@@ -103,12 +103,11 @@ def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) ->
     tokens, pairs = np.float32([3, 0, 7, 1, 5, 9]).reshape(6, 1), np.float32([1, 2, 0, 0, 1, 3]).reshape(6, 1)
     terms, start = {"ce": "tokens", "preference": "pairs"}, np.zeros((2, 4), np.float32)
     given = {"totals": {"tokens": tokens.sum(), "pairs": pairs.sum()}} if totals else {}
+    combined: dict[str, Any] = {"order": order, "reduction": total if totals else mean}
     settings: dict[str, Any] = {
         "terms": terms,
         "totals": totals,
-        "order": order,
-        "reduction": total if totals else mean,
-    }
+    } | combined
 
     # One row a microbatch, and parameters of its own for each term: a gradient is a product then, in any framework.
     def in_jax(w: Any, x: Any, y: Any, tokens: Any, pairs: Any) -> LossOutput:
@@ -116,7 +115,9 @@ def test_the_bits_are_those_of_jax_and_of_the_algebra(name: str, totals: Any) ->
         return LossOutput(values, {"tokens": tokens.sum(), "pairs": pairs.sum()})
 
     flat = [a.reshape(6, *a.shape[2:]) for a in (x, y, tokens, pairs)]
-    _, received = jax.jit(value_and_grad(in_jax, 6, **settings))(start, *flat, **given)
+    _, received = jax.jit(value_and_grad(Loss(in_jax, terms=terms, totals=totals), 6, **combined))(
+        start, *flat, **given
+    )
 
     w = tf.Variable(start)
 

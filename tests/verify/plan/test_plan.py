@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
 import gradcombine as gc
-from gradcombine.integrations.jax import LossOutput
+from gradcombine.integrations.jax import Loss, LossOutput
 from gradcombine.verify.audit import Target
 from gradcombine.verify.audit.target import Figures as Published
 from gradcombine.verify.command import app
@@ -144,7 +144,7 @@ def test_a_loss_with_weights_metrics_and_random_numbers() -> None:
     x = jax.ShapeDtypeStruct((K * N * ROWS, WIDTH), jnp.float32)
     key = jax.eval_shape(lambda: jax.random.key(0))
     names = ["window", "every", "zero2", "accumulate"]
-    found = planned(names, loss=loss, batch=(key, x), rng_argnum=1)
+    found = planned(names, loss=Loss(loss, rng_argnum=1), batch=(key, x))
     assert {row.name: row.refused for row in found.rows} == dict.fromkeys(
         ("window", "every", "window+zero2", "accumulate"), ""
     )
@@ -179,7 +179,7 @@ def test_ways_have_names() -> None:
         ({"batch": ()}, "2 positional arguments|a batch argument"),
         ({"loss": None}, "plan: expected a function as loss"),
         ({"loss": lambda params, x: x}, "plan: expected a loss whose gradients compile"),
-        ({"has_aux": True}, "plan: expected a loss whose gradients compile.*value, aux"),
+        ({"loss": Loss(linear, has_aux=True)}, "plan: expected a loss whose gradients compile.*value, aux"),
     ],
 )
 def test_bad_input_is_refused(changed: dict[str, Any], match: str) -> None:
