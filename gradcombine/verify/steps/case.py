@@ -87,23 +87,43 @@ def _chunks(rows: np.ndarray, count: int) -> list[np.ndarray]:
 
 
 def accounts_for(
-    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Iterable[int] | None = None
+    standard: Standard,
+    case: Case,
+    predicted: Floats,
+    terms: float,
+    leaves: Iterable[int] | None = None,
+    off: float = 1.0,
 ) -> bool:
     """Whether a prediction is within rounding of the result, and much nearer to it than one batch is.
 
     Args:
       terms: how many results it is made of, by the sum of their coefficients.
       leaves: those that it is about; None: all.
+      off: how many times as far as rounding allows it may be.
     """
+    nearest, furthest = distances(standard, case, predicted, terms, leaves)
+    return bool(nearest <= max(off, case.rest * furthest) and furthest >= 4 * nearest and furthest > 1)
+
+
+def distances(
+    standard: Standard, case: Case, predicted: Floats, terms: float, leaves: Iterable[int] | None = None
+) -> tuple[float, float]:
+    """How far a prediction and one batch are from the result, over what rounding allows, in the worst leaf of each."""
     chosen = np.array(case.among(range(len(predicted)) if leaves is None else leaves), np.intp)
-    near = standard.shares(case.result.floats, predicted, case.wide, 2 + terms)[chosen]
-    far = standard.shares(case.result.floats, standard.best.floats, case.wide, 2 + terms)[chosen]
-    nearest, furthest = near.max(initial=0), far.max(initial=0)
-    return bool(nearest <= max(1, case.rest * furthest) and furthest >= 4 * nearest and furthest > 1)
+    near, far = (
+        standard.shares(case.result.floats, x, case.wide, 2 + terms)[chosen] for x in (predicted, standard.best.floats)
+    )
+    return float(near.max(initial=0)), float(far.max(initial=0))
 
 
 def combined(weights: np.ndarray, results: Sequence[Floats]) -> list[np.ndarray]:
     return [np.tensordot(weights, np.stack(column), 1) for column in zip(*results, strict=True)]
+
+
+def weights_of(standard: Standard, pieces: Sequence[Rows]) -> list[np.ndarray]:
+    """Weights that microbatches may have: equal ones first, then what the examples of each count together."""
+    counted = [np.array([x[list(rows)].sum() for rows in pieces]) for x in standard.counts()]
+    return [x / x.sum() for x in [np.ones(len(pieces)), *counted] if x.min() >= 0 and x.any()]
 
 
 def share_in(units: Sequence[Rows], rows: Rows) -> np.ndarray:

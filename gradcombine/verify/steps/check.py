@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError, require_integer, require_items, require_one_of, shown
 from gradcombine.types import Tree
-from gradcombine.verify.steps.hypotheses import Case, explain
+from gradcombine.verify.steps.hypotheses import case_of, explain
 from gradcombine.verify.steps.measure import FLOAT32_UNIT, StepStandard
 from gradcombine.verify.steps.report import Cause, Fault, StepReport, StepRun
 from gradcombine.verify.steps.running import OPERATION, WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
@@ -54,8 +54,9 @@ def check_step(
         in a tuple.
       pad: ``(batch, n) -> batch``, with n placeholder rows after the examples, which must not count. None: not checked.
       terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
-        the gradient of the term's sum over these examples, and the weight that the sum is divided by. None: a term that
-        is divided by another's count stays unexplained.
+        the gradient of the term's sum over these examples, and the weight that the sum is divided by. Of a step that
+        returns new parameters, they are compared with the gradient that reaches the optimizer in its JAX program. None:
+        a term that is divided by another's count stays unexplained.
       reference: what one batch gives, in float64 for instance: a tree, or ``(params, batch) -> tree``. None: the step
         itself runs in float64, on one batch.
       unit: the unit roundoff that the step computes in, 2**-24 for float32. None: that of the narrowest operands of its
@@ -156,7 +157,7 @@ def check_step(
             add(Cause.STATE, str(split))
             continue
         if split != WHOLE and distance(str(split), split, batch, own) > 1:
-            cause, detail = explain(standard, _case(standard, split, own, terms))
+            cause, detail = explain(standard, case_of(standard, split, own, terms))
             add(cause, str(split), detail)
             continue
         if pad is not None:
@@ -174,7 +175,7 @@ def check_step(
         own, name = backwards.divided(split, backwards.batch), f"{split} in reverse order"
         if distance(name, split, backwards.batch, own, backwards=True) > 1:
             of_these = StepStandard(backwards, unit)
-            cause, detail = explain(of_these, _case(of_these, split, own, terms))
+            cause, detail = explain(of_these, case_of(of_these, split, own, terms))
             add(cause, name, detail)
     if _changes(first, subject.divided(WHOLE, batch)):
         # What it keeps of other batches is in all results.
@@ -184,16 +185,6 @@ def check_step(
         not_checked.append(f"accuracy, since {standard.not_wide}")
     not_asked = ("padding, for which no pad was given",) if pad is None else ()
     return StepReport(tuple(faults), tuple(runs), source, tuple(not_checked), not_asked)
-
-
-def _case(standard: StepStandard, split: Split, own: Result, terms: Terms | None) -> Case:
-    """In float64, where the division and one batch run in it."""
-    if standard.wide is not None:
-        try:
-            return Case(split, standard.in_float64(split, standard.subject.batch), own, wide=True, terms=terms)
-        except NotWide:
-            pass
-    return Case(split, own, own, wide=False, terms=terms)
 
 
 REPEATED = 64

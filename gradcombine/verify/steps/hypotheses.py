@@ -23,15 +23,17 @@ from gradcombine.verify.steps.case import (
     Case,
     accounts_for,
     combined,
+    distances,
     on_devices,
     partitions,
     share_in,
     split_by,
+    weights_of,
 )
-from gradcombine.verify.steps.inner import InnerStandard
+from gradcombine.verify.steps.inner import before_update
 from gradcombine.verify.steps.measure import StepStandard
 from gradcombine.verify.steps.report import Cause
-from gradcombine.verify.steps.running import WHOLE, NotWide, Split
+from gradcombine.verify.steps.running import WHOLE, NotWide, Result, Split
 from gradcombine.verify.steps.standard import SAME, Floats, Standard, flat
 
 
@@ -56,7 +58,19 @@ def explain(standard: StepStandard, case: Case) -> Answer:
     text = _far(standard, case)
     if standard.subject.returns_params and not standard.depends_on_places:
         text += "; gradients in place of new parameters would tell more"
+    if standard.subject.returns_params and case.terms is not None:
+        text += "; no gradient that reaches the optimizer was found that is the sum of the terms"
     return Cause.UNEXPLAINED, text
+
+
+def case_of(standard: StepStandard, split: Split, own: Result, given: terms.Terms | None) -> Case:
+    """In float64, where the division and one batch run in it."""
+    if standard.wide is not None:
+        try:
+            return Case(split, standard.in_float64(split, standard.subject.batch), own, wide=True, terms=given)
+        except NotWide:
+            pass
+    return Case(split, own, own, wide=False, terms=given)
 
 
 def _nearly(standard: StepStandard, case: Case) -> Iterator[Answer]:
@@ -97,6 +111,8 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Answer]:
         yield from _random(standard, case)
         return
     yield from moves.added(standard, case)
+    if case.terms is not None and standard.subject.returns_params:
+        yield from _before_update(standard, case)
     yield from _divided(standard, case)
     yield from _microbatches(standard, case)
     yield from linear(standard, case)
@@ -155,14 +171,21 @@ def _random(standard: StepStandard, case: Case) -> Iterator[Answer]:
 
 
 def _divided(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """The terms of the loss, each divided by something that is known."""
-    if case.terms is None:
+    """The terms of the loss, each divided by something that is known: the nearest of these, the first of equals."""
+    if case.terms is None or standard.subject.returns_params:
         return
+    whole = terms.measured(standard, case.terms, tuple(range(standard.examples)))
+    # Beside each count stands an epsilon, which weighs more where the count is that of a microbatch.
+    right = case._replace(result=standard.best)
+    epsilons = distances(standard, right, next(terms.ways([whole])).floats, 4)[0]
     for name, pieces in partitions(standard.examples, case.split).items():
-        for way in terms.ways([terms.measured(standard, case.terms, rows) for rows in pieces]):
-            if way.text and accounts_for(standard, case, way.floats, len(pieces)):
-                yield Cause.DENOMINATOR, way.text + split_by(name)
-                return
+        ways = list(terms.ways([terms.measured(standard, case.terms, rows) for rows in pieces]))
+        off = max(1.0, 2 * len(pieces) * epsilons)
+        near = [distances(standard, case, way.floats, len(pieces))[0] for way in ways]
+        way = next(way for way, x in zip(ways, near, strict=True) if x <= max(1.0, 2 * min(near)))
+        if way.text and accounts_for(standard, case, way.floats, len(pieces), off=off):
+            yield Cause.DENOMINATOR, way.text + split_by(name)
+            return
 
 
 # --- what is a combination of microbatches ---
@@ -177,17 +200,18 @@ def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
         if any(part is None for part in parts):
             continue
         floats = [part.floats for part in parts if part is not None]
-        counted = [np.array([x[list(rows)].sum() for rows in pieces]) for x in standard.counts()]
-        weighed = [np.ones(len(pieces)), *(x for x in counted if x.min() >= 0 and x.any())]
+        weighed = weights_of(standard, pieces)
         free = standard.nearest(case.result.floats, floats, case.wide, case.leaves)
         if free is not None and abs(free.sum() - 1) < SAME:
-            weighed.append(free)
-        for weights in (x / x.sum() for x in weighed):
+            weighed.append(free / free.sum())
+        for weights in weighed:
             if not accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
                 continue
             lost = [row for rows, weight in zip(pieces, weights, strict=True) if abs(weight) < SAME for row in rows]
             if lost:
-                yield Cause.LOST, f"{standard.what}s {_shown(lost)}{split_by(name)}"
+                kept = tuple(row for row in range(standard.examples) if row not in lost)
+                cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
+                yield cause, f"{standard.what}s {_shown(lost)} are missing{split_by(name)}"
                 return
             norm = _one_norm([standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)])
             if norm is not None:
@@ -217,17 +241,14 @@ def _bound(sizes: np.ndarray) -> float:
 
 
 def _before_update(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Examples that weigh something else in the gradient that reaches an optimizer."""
-    if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+    """The cause of the difference between the gradients that reach an optimizer."""
+    if not standard.subject.returns_params or case.leaves is not None:
         return
-    try:
-        inner = InnerStandard(standard, case.wide)
-        c = inner.combination[0]
-    except NotWide:
-        return
-    for cause, detail, x in () if c is None else _known(inner, case.split, c):
-        predicted = inner.after(x)
-        if predicted is not None and accounts_for(standard, case, predicted, float(np.abs(x).sum())):
+    for inner in before_update(standard, case):
+        own = inner.subject.divided(case.split, inner.subject.batch)
+        known = case.terms if case.terms is not None and terms.are_right(inner, case.terms) else None
+        cause, detail = explain(inner, case_of(inner, case.split, own, known))
+        if cause is not Cause.UNEXPLAINED:
             yield cause, f"{detail}; in the gradient that reaches the optimizer"
             return
 
@@ -255,6 +276,8 @@ def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
 
 
 def _as_lost(n: int, case: Case) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    for rows in on_devices(n, case.split):
+        yield Cause.NOT_EXCHANGED, f"it is what rows {_shown(rows)} give", 1.0 * np.isin(np.arange(n), rows)
     for name, pieces in partitions(n, case.split).items():
         for rows in pieces:
             inside = np.isin(np.arange(n), rows)

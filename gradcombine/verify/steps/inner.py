@@ -1,160 +1,182 @@
-"""The gradient within a program of JAX: what reaches an optimizer whose update is no mean of examples.
+"""The gradient that reaches an optimizer within a program of JAX, in one batch and in a division of it.
 
-Of what one batch computes in the shapes of the parameters some is a mean of what its examples give, as the gradient and
-Adam's first moment are. Put in place of these, other combinations of the examples give what a defect would give behind
-the optimizer: the rest of the program runs as it is.
+Both programs end with the same optimizer: the same operations in the shapes of the parameters. Some of what these begin
+with is the gradient: with the division's values in its place, one batch's program gives what the division gives. A step
+that ends there is explained as one that returns gradients.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from functools import cached_property, reduce
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, TypeAlias, cast
 
 import numpy as np
 
 from gradcombine.types import Tree
-from gradcombine.verify.steps.case import combined
-from gradcombine.verify.steps.measure import UNIT64, StepStandard
-from gradcombine.verify.steps.running import WHOLE, NotFiniteError, NotWide, Result
-from gradcombine.verify.steps.standard import Floats, Standard, rms
+from gradcombine.verify.steps.case import Case, accounts_for
+from gradcombine.verify.steps.measure import StepStandard
+from gradcombine.verify.steps.running import WHOLE, NotFiniteError, NotWide, Split, Subject
 
-ROUNDINGS = 2**10
-"""How many a mean may have more than one of its terms, each of the size of the largest term."""
+CUTS = 2
+"""At how many places a step is cut off, where several lead to the result."""
 
 
-class InnerStandard(Standard):
-    """What one batch computes in the shapes of the parameters, the latest first; a `Standard` of its examples.
+def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
+    """Steps up to the gradients that reach the optimizer, for the earliest places that lead to the result."""
+    subject, found = standard.subject, 0
+    try:
+        whole, divided = (Recorded(subject, split) for split in (WHOLE, case.split))
+        one, made = (subject.of(x.values, subject.batch, case.wide) for x in (whole, divided))
+    except Exception:  # of a step that cannot be traced, or not run so
+        return
+    for length in _lengths(whole, divided, [x.shape for _, x in subject.param_leaves]):
+        others = dict(zip(whole.entering(length), divided.entering(length), strict=True))
+        if all(np.array_equal(one[i], made[j]) for i, j in others.items()):
+            continue
+        values = [made[others[i]] if i in others else x for i, x in enumerate(one)]
+        chosen = np.array([i in others for i in range(len(one))])
+        try:
+            run = subject.wide if case.wide else subject.run
+            predicted = run(WHOLE, (subject.batch, values, chosen), step=whole.rest).floats
+            if accounts_for(standard, case, predicted, 1, range(len(subject.param_leaves))):
+                yield StepStandard(_up_to(subject, length), standard.unit)
+                found += 1
+        except (NotWide, NotFiniteError, ValueError):
+            continue
+        if found == CUTS:
+            return
+
+
+def _lengths(whole: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:
+    """How many operations at the end may be the optimizer: first those that begin with what has the parameters' shapes.
+
+    Of these, and of the others, the most go first.
+    """
+    pairs = zip(whole.kinds[::-1], divided.kinds[::-1], strict=False)
+    same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    found: dict[tuple[int, ...], int] = {}
+    for length in range(same, 0, -1):
+        at = whole.entering(length)
+        if at and whole.shapes(at) == divided.shapes(divided.entering(length)):
+            found.setdefault(at, length)
+    return sorted(found.values(), key=lambda length: whole.shapes(whole.entering(length)) != shapes)
+
+
+def _up_to(subject: Subject, length: int) -> Subject:
+    """The step that returns what so many operations at its end begin with."""
+
+    def make_step(microbatches: int, devices: int = 1) -> Callable[[Tree, Tree], Tree]:
+        recorded = Recorded(subject, Split(microbatches, devices))
+
+        def step(params: Tree, batch: Tree) -> Tree:
+            values = recorded.values(params, batch)
+            return [values[i] for i in recorded.entering(length)]
+
+        return import_module("jax").jit(step)
+
+    return Subject(make_step, subject.params, subject.batch, returns_params=False)
+
+
+class Recorded:
+    """What a step computes from its examples in the shapes of the parameters.
+
+    Attributes:
+      values: a function of parameters and batch that returns all of them, in the program's order.
+      rest: a function of parameters and (batch, values, chosen) that runs the step with the chosen values in place.
+      kinds: the operation and the shape of each.
+      after: the numbers of those that each is computed from, but for what these are computed from.
 
     Raises:
-      NotWide: for a step whose program cannot be traced, or does not run in float64.
+      NotWide: for a step that is no program of JAX.
     """
 
-    def __init__(self, standard: StepStandard, wide: bool) -> None:
-        self._outer, self._in_float64, self.examples = standard, wide, standard.examples
-        if "jax" not in sys.modules or standard.subject.framework not in ("jax", "numpy"):
+    def __init__(self, subject: Subject, split: Split) -> None:
+        if "jax" not in sys.modules or subject.framework not in ("jax", "numpy"):
             raise NotWide("no program of JAX")
-        self._record, self._rest = _programs(standard)
-        self._made: dict[tuple[int, ...], Result | None] = {}
-        whole = self.one(range(self.examples))
-        if whole is None or not whole.floats:
-            raise NotWide("nothing in the shapes of the parameters is finite")
-        self.own, self.wide = whole, whole if wide else None
-        self.names = [str(i) for i in range(len(whole.floats))]
+        jax = import_module("jax")
+        self._step, self._shapes = subject.step(split), {x.shape for _, x in subject.param_leaves}
+        self.kinds: list[tuple[str, tuple[int, ...]]] = []
+        self.after: list[After] = []
 
-    def allowed(self, wide: bool) -> np.ndarray:
-        return self._sizes * ROUNDINGS * (UNIT64 if wide else self._outer.unit)
+        def values(params: Tree, batch: Tree) -> list[Any]:
+            found: list[Any] = []
 
-    @cached_property
-    def _sizes(self) -> np.ndarray:
-        results = [self.own, *(x for x in self.columns() if x is not None)]
-        return np.array([[rms(y) for y in x.floats] for x in results]).max(axis=0)
-
-    def one(self, rows: Sequence[int]) -> Result | None:
-        key, subject = tuple(rows), self._outer.subject
-        if key not in self._made:
-            try:
-                floats = subject.of(self._record, subject.rows(rows), self._in_float64)
-            except Exception as error:  # whatever a foreign step raises
-                raise NotWide(str(error)) from None
-            finite = all(np.isfinite(x).all() for x in floats)
-            dtypes = tuple(np.dtype(np.float64) for _ in floats)
-            self._made[key] = Result(tuple(floats), (), dtypes) if finite else None
-        return self._made[key]
-
-    def repeated(self, rows: Sequence[int]) -> Result | None:
-        return self.one(self._outer.copies(rows))
-
-    def counts(self) -> Any:
-        return self._outer.counts()
-
-    def after(self, weights: np.ndarray) -> Floats | None:
-        """What the step returns where its examples weigh so; None where that is not finite."""
-        used = [(a, x.floats) for a, x in zip(weights, self.columns(), strict=True) if x is not None]
-        values = combined(np.array([a for a, _ in used]), [x for _, x in used])
-        columns = [x.floats for x in self.columns() if x is not None]
-        # What no example moves, as decay, is no mean of them.
-        moving = [any(not np.array_equal(x[i], y) for x in columns) for i, y in enumerate(self.own.floats)]
-        chosen = np.array([i in self.combination[1] and moves for i, moves in enumerate(moving)])
-        subject = self._outer.subject
-        try:
-            run = subject.wide if self._in_float64 else subject.run
-            return run(WHOLE, (subject.batch, values, chosen), step=self._rest).floats
-        except (NotWide, NotFiniteError):
-            return None
-
-
-def _programs(standard: StepStandard) -> tuple[Callable[[Any, Any], Any], Callable[[Any, Any], Any]]:
-    """What records all that has a parameter's shape, the latest first, and what runs with others in their place."""
-    jax = import_module("jax")
-    step = standard.subject.step(WHOLE)
-    shapes = {x.shape for _, x in standard.subject.param_leaves}
-
-    def run(params: Tree, batch: Tree, visit: Visit) -> Tree:
-        program, shape = jax.make_jaxpr(step, return_shape=True)(params, batch)
-        entered = [(x, False) for x in jax.tree.leaves((params, batch))]
-        seen = _evaluated(program.jaxpr, program.consts, entered, visit)
-        return jax.tree.unflatten(jax.tree.structure(shape), [x for x, _ in seen])
-
-    def is_one(x: Any) -> bool:
-        return x.shape in shapes and jax.numpy.issubdtype(x.dtype, jax.numpy.floating)
-
-    @jax.jit
-    def record(params: Tree, batch: Tree) -> list[Any]:
-        found: list[Any] = []
-
-        def visit(x: Any, put: Any) -> Pair:
-            if is_one(x):
+            def keep(x: Any) -> Any:
                 found.append(x)
-            return x, put
+                return x
 
-        run(params, batch, visit)
-        return found[::-1]
+            self._run(params, batch, keep)
+            return found
 
-    @jax.jit
-    def rest(params: Tree, given: tuple[Tree, Sequence[Any], Any]) -> Tree:
-        batch, values, chosen = given
-        others = [*zip(values, chosen, strict=True)]
+        def rest(params: Tree, given: tuple[Tree, Sequence[Any], Any]) -> Tree:
+            batch, others, chosen = given
+            pairs = iter([*zip(others, chosen, strict=True)])
 
-        def visit(x: Any, put: Any) -> Pair:
-            if not is_one(x):
-                return x, put
-            value, mean = others.pop()
-            # What is computed from another one in place is right as it is, with what is added to it.
-            return jax.numpy.where(mean & ~jax.numpy.asarray(put), value.astype(x.dtype), x), mean | put
+            def put(x: Any) -> Any:
+                other, yes = next(pairs)
+                return jax.numpy.where(yes, other.astype(x.dtype), x)
 
-        return run(params, batch, visit)
+            return self._run(params, batch, put)
 
-    return record, rest
+        self.values, self.rest = jax.jit(values), jax.jit(rest)
+        jax.eval_shape(self.values, subject.params, subject.batch)
+
+    def entering(self, length: int) -> tuple[int, ...]:
+        """What the last operations of this number are computed from, in the order in which they take it."""
+        start = len(self.kinds) - length
+        return tuple(dict.fromkeys(i for after in self.after[start:] for i in after or () if i < start))
+
+    def shapes(self, at: Sequence[int]) -> list[tuple[int, ...]]:
+        return [self.kinds[i][1] for i in at]
+
+    def _run(self, params: Tree, batch: Tree, visit: Callable[[Any], Any]) -> Tree:
+        jax = import_module("jax")
+        program, shape = jax.make_jaxpr(self._step, return_shape=True)(params, batch)
+        self.kinds, self.after = [], []
+        entered = [*((x, None) for x in jax.tree.leaves(params)), *((x, ()) for x in jax.tree.leaves(batch))]
+
+        def computed(operation: str, x: Any, after: After) -> Numbered:
+            if after is None or x.shape not in self._shapes or not jax.numpy.issubdtype(x.dtype, jax.numpy.floating):
+                return x, after
+            self.kinds.append((operation, x.shape))
+            self.after.append(after)
+            return visit(x), (len(self.kinds) - 1,)
+
+        made = _evaluated(program.jaxpr, program.consts, entered, computed)
+        return jax.tree.unflatten(jax.tree.structure(shape), [x for x, _ in made])
 
 
-Pair: TypeAlias = tuple[Any, Any]
-"""A value, and whether it is computed from one that was put in another's place."""
+After: TypeAlias = tuple[int, ...] | None
+"""The numbers of the values that something is computed from; None where no example enters it."""
 
-Visit: TypeAlias = Callable[[Any, Any], Pair]
+Numbered: TypeAlias = tuple[Any, After]
 
 
-def _evaluated(jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Pair], visit: Visit) -> list[Pair]:
-    """The results of a program, with all that it computes as a visitor gives it back; compiled functions inlined."""
-    entered = [*((x, False) for x in consts), *arguments]
-    values: dict[Any, Pair] = dict(zip([*jaxpr.constvars, *jaxpr.invars], entered, strict=True))
+def _evaluated(
+    jaxpr: Any, consts: Sequence[Any], arguments: Sequence[Numbered], computed: Callable[[str, Any, After], Numbered]
+) -> list[Numbered]:
+    """The results of a program, of each of whose operations a function is told; compiled functions are inlined."""
+    entered = [*((x, None) for x in consts), *arguments]
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], entered, strict=True))
 
-    def of(variable: Any) -> Pair:
-        return (variable.val, False) if hasattr(variable, "val") else values[variable]
+    def of(variable: Any) -> Numbered:
+        return (variable.val, None) if hasattr(variable, "val") else known[variable]
 
     for x in jaxpr.eqns:
         pairs = [of(v) for v in x.invars]
         if x.primitive.name in ("jit", "pjit"):
             inner = x.params["jaxpr"]
-            made = _evaluated(inner.jaxpr, inner.consts, pairs, visit)
+            made = _evaluated(inner.jaxpr, inner.consts, pairs, computed)
         else:
             functions, others = _bound(x)
             found = x.primitive.bind(*functions, *(value for value, _ in pairs), **others)
-            put = reduce(lambda a, b: a | b, (flag for _, flag in pairs), False)
-            made = [visit(y, put) for y in (found if x.primitive.multiple_results else [found])]
-        values.update(zip(x.outvars, made, strict=True))
+            entering = [after for _, after in pairs if after is not None]
+            after = tuple(dict.fromkeys(i for some in entering for i in some)) if entering else None
+            made = [computed(x.primitive.name, y, after) for y in (found if x.primitive.multiple_results else [found])]
+        known.update(zip(x.outvars, made, strict=True))
     return [of(v) for v in jaxpr.outvars]
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from gradcombine.verify.steps.case import Answer, Case, accounts_for, partitions, split_by
+from gradcombine.verify.steps.case import Answer, Case, accounts_for, partitions, split_by, weights_of
 from gradcombine.verify.steps.measure import StepStandard
 from gradcombine.verify.steps.report import Cause
 from gradcombine.verify.steps.running import WHOLE, NotWide, Rows, as_floats, widened
@@ -105,28 +105,32 @@ def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:
     made, others = case.result.floats[: len(start)], standard.best.floats[len(start) :]
     p, off = flat(start), flat(made) - flat(standard.best.floats[: len(start)])
 
-    def simulated(pieces: Sequence[Rows], factor: float) -> list[np.ndarray]:
+    def simulated(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
         run = subject.wide if case.wide else subject.run
         at, mean = start, [np.zeros_like(x) for x in start]
-        for i, rows in enumerate(pieces):
+        for i, (rows, weight) in enumerate(zip(pieces, weights, strict=True)):
             at = [x * (1 + factor) for x in at] if i else at
             given = run(WHOLE, subject.rows(standard.copies(rows)), start=at).floats
-            mean = [m + (u - factor * x) / len(pieces) for m, u, x in zip(mean, given, at, strict=False)]
+            mean = [m + (u - factor * x) * weight for m, u, x in zip(mean, given, at, strict=False)]
         return [m + (1 + factor) * x - y for m, x, y in zip(mean, at, start, strict=True)]
 
-    for name, pieces in partitions(subject.examples, case.split).items():
+    def solved(pieces: Sequence[Rows], weights: np.ndarray) -> tuple[float, list[np.ndarray]]:
         factor = float(off @ p) / max(float(p @ p), 1e-300) / (len(pieces) - 1)
-        try:
-            for _ in range(SOLVED):
-                predicted = flat(simulated(pieces, factor))
-                slope = (flat(simulated(pieces, factor * 1.01)) - predicted) / (0.01 * factor or 1)
-                factor += float((flat(made) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
-            found = [*simulated(pieces, factor), *others]
-        except (NotWide, ValueError):
-            continue
-        if accounts_for(standard, case, found, len(pieces), range(len(start))):
-            yield Cause.MOVED, f"by {factor:.6g} of them at each microbatch{split_by(name)}"
-            return
+        for _ in range(SOLVED):
+            predicted = flat(simulated(pieces, weights, factor))
+            slope = (flat(simulated(pieces, weights, factor * 1.01)) - predicted) / (0.01 * factor or 1)
+            factor += float((flat(made) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
+        return factor, simulated(pieces, weights, factor)
+
+    for name, pieces in partitions(subject.examples, case.split).items():
+        for weights in weights_of(standard, pieces):
+            try:
+                factor, found = solved(pieces, weights)
+            except (NotWide, ValueError):
+                continue
+            if accounts_for(standard, case, [*found, *others], len(pieces), range(len(start))):
+                yield Cause.MOVED, f"by {factor:.6g} of them at each microbatch{split_by(name)}"
+                return
 
 
 SOLVED = 3

@@ -81,7 +81,7 @@ class Subject:
         self.names: tuple[str, ...] = ()
         self._structure: tree.Structure | None = None
         self._steps: dict[Split, Step] = {}
-        self._programs: dict[Any, Program | None] = {}
+        self._programs: dict[Any, tuple[Step, Program | None]] = {}
 
     def on(self, batch: Tree) -> Subject:
         """The same step, with another batch of as many examples."""
@@ -197,8 +197,8 @@ class Subject:
             if "jax" in sys.modules and self.framework in ("jax", "numpy"):
                 with suppress(Exception):  # of a step that reads values, or of another framework
                     made = Program.of(of_leaves, [*self._params, *leaves])
-            self._programs[key] = made
-        return self._programs[key]
+            self._programs[key] = function, made  # a function that is kept keeps its id
+        return self._programs[key][1]
 
     def divided(self, split: Split, batch: Tree) -> Result:
         """The same; where the step cannot divide the batch, an error that says so."""

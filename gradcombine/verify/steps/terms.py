@@ -60,8 +60,9 @@ def measured(standard: StepStandard, terms: Terms, rows: Rows) -> Part:
     except (AttributeError, TypeError, IndexError, NotWide) as error:
         expected = "terms(params, batch) -> {name: (gradient of the sum, weight)}"
         raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {error}") from error
-    count = len(standard.best.floats)
-    if len(made) != count * len(weights) or [x.shape for x in made[:count]] != [x.shape for x in standard.best.floats]:
+    like = [x for _, x in subject.param_leaves] if subject.returns_params else standard.best.floats
+    count = len(like)
+    if len(made) != count * len(weights) or [x.shape for x in made[:count]] != [x.shape for x in like]:
         raise GradCombineError(OPERATION, "gradients of terms like those of the step", "others")
     pairs = zip(weights, range(0, len(made), count), strict=True)
     return Part({name: made[i : i + count] for name, i in pairs}, weights)
@@ -101,12 +102,8 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
 
 
 def require_right(standard: StepStandard, terms: Terms) -> None:
-    """Refuses terms whose sum is not what one batch gives."""
-    rows = tuple(range(standard.examples))
-    part = measured(standard, terms, rows)
-    whole = next(ways([part])).floats
-    # In its own precision: a divisor has an epsilon beside the count, which float64 would show.
-    shares = standard.shares(standard.best.floats, whole, wide=False, sides=4)
+    """Raises for terms that are not of the right form, or whose sum is not the gradient that one batch gives."""
+    part, shares = _compared(standard, terms)
     worst = int(shares.argmax())
     if shares[worst] > 1:
         raise GradCombineError(
@@ -115,3 +112,20 @@ def require_right(standard: StepStandard, terms: Terms) -> None:
             f"{shares[worst]:.3g} times what rounding allows",
             standard.names[worst],
         )
+
+
+def are_right(standard: StepStandard, terms: Terms) -> bool:
+    """Whether their sum is what one batch gives."""
+    try:
+        return bool(_compared(standard, terms)[1].max() <= 1)
+    except GradCombineError:  # of other shapes
+        return False
+
+
+def _compared(standard: StepStandard, terms: Terms) -> tuple[Part, np.ndarray]:
+    """The terms of all examples, and how far their sum is from one batch; new parameters do not tell."""
+    part = measured(standard, terms, tuple(range(standard.examples)))
+    if standard.subject.returns_params:
+        return part, np.zeros(1)
+    # In its own precision: a divisor has an epsilon beside the count, which float64 would show.
+    return part, standard.shares(standard.best.floats, next(ways([part])).floats, wide=False, sides=4)

@@ -1,16 +1,19 @@
-"""A small language model weighted by its tokens, 50 to 2,000 a sequence, its trainer, and what is planted in it."""
+"""A small language model weighted by its tokens, 50 to 2,000 a sentence, and a trainer of it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 VOCABULARY, WIDTH, LENGTH, EXAMPLES = 12, 4, 2001, 8
 Tree = Any
+P = jax.sharding.PartitionSpec
 
 
 @cache
@@ -19,36 +22,62 @@ def problem(seed: int = 0) -> tuple[Tree, Tree]:
     rng = np.random.default_rng(seed)
     shapes = {"embed": (VOCABULARY, WIDTH), "hidden": (WIDTH, WIDTH), "gate": (WIDTH,), "out": (WIDTH, VOCABULARY)}
     params = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-    lengths = rng.integers(50, 2001, EXAMPLES)
+    lengths = rng.integers(50, 2000, EXAMPLES)
+    lengths[1::4] = 2000  # the last word of a whole line is followed by the next line, where labels are rolled
     tokens = rng.integers(1, VOCABULARY, (EXAMPLES, LENGTH)) * (np.arange(LENGTH) <= lengths[:, None])
-    return params, {"tokens": tokens.astype(np.int32)}
+    return params, {"tokens": tokens.astype(np.int32), "id": np.arange(EXAMPLES, dtype=np.int32)}
 
 
-def logits_of(p: Tree, tokens: Any) -> tuple[Any, Any]:
-    x = jnp.tanh(p["embed"][tokens] @ p["hidden"])
-    gate = jax.nn.sigmoid((x * p["gate"]).sum(-1))
-    return (x * gate[..., None]) @ p["out"], gate
+class Model(NamedTuple):
+    """The model and its loss.
 
+    Attributes:
+      dtype: of the products.
+      rolled: whether the next word is found by a roll over the flattened microbatch.
+      keys: what a sentence is dropped out by: "": by nothing, "id": by its number, "place": by one key for all.
+      onehot: whether words are looked up by a product.
+    """
 
-def sums(params: Tree, batch: Tree) -> Tree:
-    """The cross entropy, summed, the auxiliary loss of the gate, summed over the sentences, and their counts."""
-    tokens = batch["tokens"]
-    logits, gate = logits_of(params, tokens[:, :-1])
-    labels = tokens[:, 1:]
-    mask = (labels > 0).astype(logits.dtype)
-    of_next = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
-    sizes = mask.sum(1)
-    aux = ((gate * mask).sum(1) / (sizes + 1e-6) - 0.5) ** 2
-    return {"ce": (-(of_next * mask).sum(), mask.sum()), "aux": (aux.sum(), jnp.asarray(len(tokens), mask.dtype))}
+    dtype: Any = jnp.float32
+    rolled: bool = False
+    keys: str = ""
+    onehot: bool = False
 
+    def sums(self, params: Tree, batch: Tree) -> dict[str, tuple[Tree, Any]]:
+        """The gradient of the cross entropy's sum, and of the gate's auxiliary loss, with what each is divided by."""
+        tokens = batch["tokens"]
+        words, labels = tokens[:, :-1], tokens[:, 1:]
+        mask = (labels > 0).astype(jnp.float32)
+        if self.rolled:
+            words, labels = tokens, jnp.roll(tokens.ravel(), -1).reshape(tokens.shape)
+            mask = (labels > 0).astype(jnp.float32)
+        sizes = mask.sum(1)
 
-def gradients(params: Tree, batch: Tree) -> dict[str, tuple[Tree, Any]]:
-    """The gradient of each term's sum, and the weight that it is over."""
+        def losses(p: Tree) -> Any:
+            p = jax.tree.map(lambda x: x.astype(self.dtype), p)
+            x = jax.nn.one_hot(words, VOCABULARY, dtype=self.dtype) @ p["embed"] if self.onehot else p["embed"][words]
+            x = jnp.tanh(x @ p["hidden"]) * self.kept(batch["id"])[:, None]
+            gate = jax.nn.sigmoid((x * p["gate"]).sum(-1)).astype(jnp.float32)
+            logits = ((x * gate[..., None].astype(self.dtype)) @ p["out"]).astype(jnp.float32)
+            each = -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
+            aux = ((gate * mask).sum(1) / (sizes + 1e-6) - 0.5) ** 2
+            return (each * mask).sum(), aux.sum()
 
-    def of(p: Tree, name: str) -> Any:
-        return sums(p, batch)[name]
+        made, backwards = jax.vjp(losses, params)
+        one, zero = jnp.ones_like(made[0]), jnp.zeros_like(made[0])
+        return {
+            "ce": (backwards((one, zero))[0], mask.sum()),
+            "aux": (backwards((zero, one))[0], jnp.float32(len(tokens))),
+        }
 
-    return {name: jax.grad(of, has_aux=True)(params, name) for name in ("ce", "aux")}
+    def kept(self, ids: Any) -> Any:
+        if not self.keys:
+            return jnp.ones((len(ids), WIDTH), self.dtype)
+        key, shape = jax.random.key(7), (len(ids), WIDTH)
+        if self.keys == "place":
+            return 2 * jax.random.bernoulli(key, 0.5, shape).astype(self.dtype)
+        each = jax.vmap(lambda i: jax.random.bernoulli(jax.random.fold_in(key, i), 0.5, (WIDTH,)))
+        return 2 * each(ids).astype(self.dtype)
 
 
 def scaled(grads: Tree, factor: Any) -> Tree:
@@ -59,15 +88,6 @@ def plus(*trees: Tree) -> Tree:
     return jax.tree.map(lambda *x: sum(x[1:], x[0]), *trees)
 
 
-def rows(batch: Tree, start: int, stop: int) -> Tree:
-    return jax.tree.map(lambda x: x[start:stop], batch)
-
-
-def microbatches(batch: Tree, k: int) -> list[Tree]:
-    size = EXAMPLES // k if len(batch["tokens"]) == EXAMPLES else -(-len(batch["tokens"]) // k)
-    return [rows(batch, i, i + size) for i in range(0, len(batch["tokens"]), size)]
-
-
 def total(parts: list[Tree], name: str) -> tuple[Tree, Any]:
     return plus(*(part[name][0] for part in parts)), sum(part[name][1] for part in parts)
 
@@ -76,5 +96,91 @@ def over(pair: tuple[Tree, Any], divisor: Any = None) -> Tree:
     return scaled(pair[0], 1 / ((pair[1] if divisor is None else divisor) + 1e-8))
 
 
-def both(parts: list[Tree], aux: float = 0.1) -> Tree:
-    return plus(over(total(parts, "ce")), scaled(over(total(parts, "aux")), aux))
+def both(parts: list[Tree], aux: float) -> Tree:
+    """The mean over all tokens, and some of the mean over all sentences."""
+    mean = over(total(parts, "ce"))
+    return plus(mean, scaled(over(total(parts, "aux")), aux)) if aux else mean
+
+
+def at(stacked: Tree, i: int) -> Tree:
+    return jax.tree.map(lambda x: x[i], stacked)
+
+
+def neighbours(batch: Tree, k: int) -> Tree:
+    """Microbatches of examples that are beside each other."""
+    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
+
+
+def strided(batch: Tree, k: int) -> Tree:
+    """Microbatches of every k-th example."""
+    return jax.tree.map(lambda x: x.reshape(-1, k, *x.shape[1:]).swapaxes(0, 1), batch)
+
+
+AUX = 30.0
+
+
+class Trainer(NamedTuple):
+    """A step of k microbatches on one device, or of one on each of several devices.
+
+    Attributes:
+      model: computes the sums of a microbatch.
+      combine: from the sums of all microbatches, their number and `aux` to a gradient.
+      divide: the batch into microbatches.
+      loop: ``(function, microbatches) -> results``, stacked.
+      each: whether the optimizer runs at each microbatch.
+      decay: by how much the parameters decay at each microbatch.
+      aux: the factor of the auxiliary loss.
+      exchange: from the sums of a device and `aux` to a gradient, inside of `shard_map`; None: no exchange is needed.
+    """
+
+    model: Model = Model()
+    combine: Callable[[list[Tree], int, float], Tree] = lambda parts, k, aux: both(parts, aux)
+    divide: Callable[[Tree, int], Tree] = neighbours
+    loop: Callable[[Callable[[Tree], Tree], Tree], Tree] = jax.lax.map
+    each: bool = False
+    decay: float = 0.0
+    aux: float = 0.0
+    exchange: Callable[[Tree, float], Tree] | None = None
+
+    def gradient(self, params: Tree, batch: Tree, k: int) -> Tree:
+        stacked = self.loop(lambda part: self.model.sums(params, part), self.divide(batch, k))
+        return self.combine([at(stacked, i) for i in range(k)], k, self.aux)
+
+    def exchanged(self, params: Tree, batch: Tree, devices: int) -> Tree:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("data",))
+        on_each = jax.shard_map(
+            lambda p, part: self.exchange(self.model.sums(p, part), self.aux),
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return on_each(params, batch)
+
+    def in_turn(self, tx: Any, state: Any, params: Tree, batch: Tree, k: int) -> Tree:
+        parts = self.divide(batch, k)
+        for i in range(k):
+            grads = both([self.model.sums(params, at(parts, i))], self.aux)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    def decayed(self, tx: Any, state: Any, params: Tree, batch: Tree, k: int) -> Tree:
+        parts, made = self.divide(batch, k), []
+        for i in range(k):
+            params = scaled(params, 1 - self.decay) if i else params
+            made.append(self.model.sums(params, at(parts, i)))
+        updates, _ = tx.update(self.combine(made, k, self.aux), state, params)
+        return plus(params, updates, scaled(params, -self.decay))
+
+    def step(self, tx: Any, state: Any, k: int, devices: int = 1) -> Callable[[Tree, Tree], Tree]:
+        def run(params: Tree, batch: Tree) -> Tree:
+            if self.each:
+                return self.in_turn(tx, state, params, batch, k)
+            if self.decay:
+                return self.decayed(tx, state, params, batch, k)
+            grads = self.exchanged(params, batch, devices) if self.exchange else self.gradient(params, batch, k)
+            updates, _ = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates)
+
+        return jax.jit(run)
