@@ -33,7 +33,7 @@ from rich.table import Table
 
 import gradcombine as gc
 from gradcombine import reductions, sparse
-from gradcombine.integrations.tensorflow.sparse import to_indexed_slices
+from gradcombine.integrations.tensorflow.indexed_slices import to_indexed_slices
 from gradcombine.reductions.rows import row_mean
 
 K = 8

@@ -29,8 +29,8 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.optax import accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from gradcombine.verify.diff import diff
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.comparing import diff
+from gradcombine.verify.diff.dumps import open_dump
 
 PACKAGE = Path(gc.__file__).parent
 

@@ -14,8 +14,8 @@ import optax
 import torch
 
 from gradcombine.verify import first_divergence, record
-from gradcombine.verify.diff import Allowed, diff
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.comparing import Allowed, diff
+from gradcombine.verify.diff.dumps import open_dump
 
 VOCABULARY, DIM, HEADS, LENGTH, STEPS, RATE = 32, 16, 4, 12, 3, 0.1
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.verify.ulp import equal_bits
+from gradcombine.verify.compare.ulp import equal_bits
 
 REPLICAS, EVERY, SAVED = 4, 8, 3
 """A window of eight microbatches on each of four replicas; the run stops after the third."""

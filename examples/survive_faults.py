@@ -11,8 +11,9 @@ from multiprocessing.connection import wait
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import ledger, statefile
+from gradcombine import statefile
 from gradcombine.reductions import Numbered
+from gradcombine.resilience import ledger
 
 WINDOWS, MICROBATCHES, WIDTH = 3, 8, 32
 

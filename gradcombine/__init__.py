@@ -1,12 +1,13 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
-from gradcombine import faults, ledger, noise, reductions, replicated, statefile
-from gradcombine.accumulation import Accumulator, accumulate, check_state
+from gradcombine import noise, reductions, replicated, statefile
 from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError
-from gradcombine.lists import add_n, combine, mean, tree_sum
+from gradcombine.places.lists import add_n, combine, mean, tree_sum
+from gradcombine.places.replicas import LOCAL, all_reduce, jax_axis, merge_replicas, tf_replicas
+from gradcombine.places.time import Accumulator, accumulate, check_state
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.replicas import LOCAL, all_reduce, jax_axis, merge_replicas, tf_replicas
+from gradcombine.resilience import faults, ledger
 from gradcombine.types import AccumulateState
 
 __version__ = "0.1.0"

@@ -26,7 +26,7 @@ from gradcombine.errors import (
     require_list,
     shown,
 )
-from gradcombine.lists import mean
+from gradcombine.places.lists import mean
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.dtypes import FLOAT32
 from gradcombine.reductions.sums import two_sum

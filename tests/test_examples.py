@@ -88,7 +88,7 @@ def run_and_audit(name: str, printed: Path, judged: Path) -> None:
     import jax
     import tensorflow as tf
 
-    from gradcombine.verify.audit import audit
+    from gradcombine.audit import audit
     from tests.recorded_steps import recording, shapes
 
     with printed.open("w") as file:

@@ -10,8 +10,8 @@ import pytest
 
 import gradcombine as gc
 from gradcombine.errors import GradCombineError
-from gradcombine.replicas import Local
-from gradcombine.window import UNTIL_FLUSH, Window, require_flag, widened
+from gradcombine.places.replicas import Local
+from gradcombine.places.window import UNTIL_FLUSH, Window, require_flag, widened
 
 
 def numbers(*values: float) -> Any:

@@ -59,7 +59,8 @@ def numbered(reduction: Reduction, microbatches: int) -> Reduction:
     The microbatches of a window are numbered from 0, over time and replicas, whichever replica computes them: where
     nothing happens, replica r has ``every`` of them from ``r * every`` on. The ledger is a sum like any other, of
     vectors that hold a single 1. So it is merged, saved, loaded, resized and sent with the state that it belongs to,
-    and a state with a ledger of another length is refused. `gradcombine.ledger` reads it, and deals what is missing.
+    and a state with a ledger of another length is refused. `gradcombine.resilience.ledger` reads it, and deals what is
+    missing.
 
     Args:
       reduction: any reduction.
@@ -67,14 +68,14 @@ def numbered(reduction: Reduction, microbatches: int) -> Reduction:
 
     Returns:
       A reduction of the same values. Contributions are ``Numbered(value, number)``. One of weight 0 is in the ledger
-      as well, as it need not come again. In a `gradcombine.window.Window`, as the integrations have them, a
+      as well, as it need not come again. In a `gradcombine.places.window.Window`, as the integrations have them, a
       contribution without a number has that of its place.
 
     Raises:
       GradCombineError: for a contribution without a number, or with one that is not below ``microbatches``; in
         ``merge``, where both states hold a microbatch, which is named; these where values are known. In compiled code
         such a number is in no ledger, and so found missing, and a doubled one is counted twice:
-        `gradcombine.ledger.require_once` names both afterwards.
+        `gradcombine.resilience.ledger.require_once` names both afterwards.
 
     Bits: those of the reduction. A state is 4 bytes a microbatch larger, and so is what replicas exchange.
 

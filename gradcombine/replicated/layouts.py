@@ -12,10 +12,10 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import MOST_REPLICAS, GradCombineError, require_collective, require_integer
-from gradcombine.lists import combine
+from gradcombine.places.lists import combine
+from gradcombine.places.replicas import all_reduce
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
-from gradcombine.replicas import all_reduce
 from gradcombine.types import Array, Order, Tree, no_autograph
 
 BOOL = np.dtype(np.bool_)

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from gradcombine import reductions
 from gradcombine.errors import GradCombineError, attribute, shown
+from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.replicas import LOCAL
 
 
 class Aggregation(Enum):

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.accumulation import check_state, depth_of
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError, renamed, require_list
 from gradcombine.formats import Entry
+from gradcombine.places.time import check_state, depth_of
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.statefile import container
 from gradcombine.statefile import header as headers

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine import ledger, tree
+from gradcombine import tree
 from gradcombine.errors import GradCombineError, require_integer, require_path
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.plain import last
+from gradcombine.resilience import ledger
 from gradcombine.statefile.files import inspect, load, require_composition, save
 from gradcombine.statefile.header import on_host
 from gradcombine.types import State, Tree, no_autograph
@@ -126,8 +127,9 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
         part of another reduction, or of the same one with other settings.
       OSError: where a file cannot be read.
 
-    Bits: what is merged of the parts, and of the microbatches that `gradcombine.ledger.read` calls missing, has the
-    bits of the unbroken run in precision ``"exact"``, and in order ``"tree"`` if the holders are logical replicas.
+    Bits: what is merged of the parts, and of the microbatches that `gradcombine.resilience.ledger.read` calls missing,
+    has the bits of the unbroken run in precision ``"exact"``, and in order ``"tree"`` if the holders are logical
+    replicas.
     """
     require_reduction("statefile.recover", reduction)
     files, left_out = _files(require_path("statefile.recover", "a folder", folder)), dict[str, str]()

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine import binary_counter
-from gradcombine.accumulation import depth_of, require_state, whole_window
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import MOST, MOST_REPLICAS, GradCombineError, require_flag, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
+from gradcombine.places import binary_counter
+from gradcombine.places.time import depth_of, require_state, whole_window
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State, no_autograph
 

@@ -1,16 +1,22 @@
 """Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework by itself."""
 
-from gradcombine.verify.audit import Audit, audit
-from gradcombine.verify.comparison import Comparison, LeafDifference, assert_equal_bits, assert_within_ulp, compare
-from gradcombine.verify.flight import FlightRecorder
-from gradcombine.verify.laws import BrokenLaw, check_reduction
-from gradcombine.verify.microbatches import Cause, MicrobatchReport, check_microbatches
-from gradcombine.verify.origin import Explanation, explain
+from gradcombine.audit import Audit, audit
+from gradcombine.verify.check import StepReport, Verdict, check_step
+from gradcombine.verify.check.laws import BrokenLaw, check_reduction
+from gradcombine.verify.check.windows import Cause, MicrobatchReport, check_microbatches
+from gradcombine.verify.compare.comparison import (
+    Comparison,
+    LeafDifference,
+    assert_equal_bits,
+    assert_within_ulp,
+    compare,
+)
+from gradcombine.verify.compare.reference import Judgement
+from gradcombine.verify.compare.ulp import NAN_DISTANCE, equal_bits, ulp_distance
+from gradcombine.verify.explain.origin import Explanation, explain
 from gradcombine.verify.plan import Plan, plan
-from gradcombine.verify.reference import Judgement
-from gradcombine.verify.steps import StepReport, Verdict, check_step
-from gradcombine.verify.trace import Divergence, Recorder, first_divergence, record
-from gradcombine.verify.ulp import NAN_DISTANCE, equal_bits, ulp_distance
+from gradcombine.verify.record.flight import FlightRecorder
+from gradcombine.verify.record.trace import Divergence, Recorder, first_divergence, record
 
 __all__ = [
     "NAN_DISTANCE",

@@ -26,19 +26,21 @@ from rich.progress import (
 from rich.text import Text
 
 import gradcombine
+from gradcombine.audit import OutOfMemoryError, audit_named
+from gradcombine.audit import audit_report as report
 from gradcombine.errors import GradCombineError, legible, require_installed
-from gradcombine.verify import diff_report, flight_diff
-from gradcombine.verify.audit import OutOfMemoryError, audit_named, report
-from gradcombine.verify.diff import Allowed, diff, diff_steps, is_steps
-from gradcombine.verify.dumps import Dump, open_dump
-from gradcombine.verify.flight import is_log, read_log
-from gradcombine.verify.mapping import Rules, read_rules
-from gradcombine.verify.origin import explain
-from gradcombine.verify.plan import plan_named
-from gradcombine.verify.plan import report as plan_report
-from gradcombine.verify.recurrent import says_gradients
-from gradcombine.verify.report import Section, show
-from gradcombine.verify.suite import findings, places
+from gradcombine.reporting.sections import Section, show
+from gradcombine.verify.diff import diff_report
+from gradcombine.verify.diff.comparing import Allowed, diff, diff_steps, is_steps
+from gradcombine.verify.diff.dumps import Dump, open_dump
+from gradcombine.verify.diff.mapping import Rules, read_rules
+from gradcombine.verify.diff.recurrent import says_gradients
+from gradcombine.verify.explain.origin import explain
+from gradcombine.verify.plan import plan_named, plan_report
+from gradcombine.verify.record import flight_diff
+from gradcombine.verify.record.flight import is_log, read_log
+from gradcombine.verify.suite import outcomes as findings
+from gradcombine.verify.suite import places
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
@@ -197,7 +199,7 @@ def _tell(
     if json is not None:
         json.write_text(json_format.dumps(content, indent=1, allow_nan=False) + "\n")
     if html is not None:
-        from gradcombine.verify import page  # needs matplotlib, which takes a second to import
+        from gradcombine.reporting import page  # needs matplotlib, which takes a second to import
 
         page.write(html, f"{paths[0]} against {paths[1]}", verdict, passes, sections)
 
@@ -302,7 +304,7 @@ def audit_command(
             verdict = f"{answer}; {verdict}"
             console.print(_text("\n".join((answer, *lines)), "green" if clean else "bold red"), soft_wrap=True)
         if html is not None:
-            from gradcombine.verify import page  # needs matplotlib, which takes a second to import
+            from gradcombine.reporting import page  # needs matplotlib, which takes a second to import
 
             title = f"gradcombine audit {what}" + (f" for {target}" if target else "")
             page.write(html, title, verdict, clean, report.page_sections(reports, chosen, lines))
@@ -406,7 +408,7 @@ def verify(
     if json is not None:
         json.write_text(json_format.dumps(findings.as_json(report), indent=1, allow_nan=False) + "\n")
     if html is not None:
-        from gradcombine.verify import page  # needs matplotlib, which takes a second to import
+        from gradcombine.reporting import page  # needs matplotlib, which takes a second to import
 
         page.write(html, "gradcombine verify", verdict, passes, findings.sections(report))
     if not passes:

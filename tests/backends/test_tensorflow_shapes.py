@@ -10,7 +10,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import foreign_orders, reductions, sparse
-from gradcombine.window import OVER
+from gradcombine.places.window import OVER
 
 pytestmark = pytest.mark.needs("tensorflow")
 

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import ledger, statefile
+from gradcombine import statefile
 from gradcombine.reductions import Numbered
+from gradcombine.resilience import ledger
 from tests.faults.bad_replicas import POLICIES, Replica
 from tests.faults.training import (
     LOGICAL,

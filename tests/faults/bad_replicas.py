@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine import GradCombineError, faults, ledger, statefile
-from gradcombine.faults import KINDS as COLUMNS
+from gradcombine import GradCombineError, statefile
 from gradcombine.reductions import Numbered
+from gradcombine.resilience import faults, ledger
+from gradcombine.resilience.faults import KINDS as COLUMNS
 from tests.faults.training import MICROBATCHES, WIDTH, Engine, Log, Run, begin
 
 KINDS = {
@@ -19,7 +20,7 @@ KINDS = {
     "doubled": "doubled",
     "flipped": "differs",
 }
-"""What can be wrong, and the column of `gradcombine.faults.KINDS` that has to say so."""
+"""What can be wrong, and the column of `gradcombine.resilience.faults.KINDS` that has to say so."""
 POLICIES = ("raise", "skip", "drop")
 
 

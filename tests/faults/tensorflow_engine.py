@@ -10,7 +10,8 @@ from typing import Any
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine import faults, ledger, tree
+from gradcombine import tree
+from gradcombine.resilience import faults, ledger
 from tests.faults.training import Scheme, on_host
 
 

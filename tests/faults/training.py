@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import faults, ledger, reductions, statefile, tree
+from gradcombine import reductions, statefile, tree
+from gradcombine.resilience import faults, ledger
 
 WINDOWS, MICROBATCHES, LOGICAL, WIDTH = 4, 8, 4, 17
 POISONED = 1
@@ -41,7 +42,7 @@ class Engine(Protocol):
         ...
 
     def find(self, values: Any, window: Any, twins: Any) -> faults.Faults:
-        """`gradcombine.faults.find` over all processes."""
+        """`gradcombine.resilience.faults.find` over all processes."""
         ...
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradcombine.faults import KINDS as COLUMNS
+from gradcombine.resilience.faults import KINDS as COLUMNS
 from tests.faults.bad_replicas import KINDS
 from tests.faults.training import MICROBATCHES, WINDOWS, Unbroken
 

@@ -16,7 +16,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from gradcombine import GradCombineError
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.dumps import open_dump
 
 ARRAYS = {
     "kernel": np.arange(12, dtype=np.float32).reshape(3, 4),

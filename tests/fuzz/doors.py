@@ -19,6 +19,8 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
+from gradcombine.audit.auditing import audit_file, audit_named
+from gradcombine.audit.target import find_target
 from gradcombine.integrations import horovod
 from gradcombine.integrations import jax as for_jax
 from gradcombine.integrations import keras as for_keras
@@ -26,8 +28,6 @@ from gradcombine.integrations import optax as for_optax
 from gradcombine.integrations import tensorflow as for_tensorflow
 from gradcombine.integrations.jax.arrays import require_levels
 from gradcombine.verify import audit, check_microbatches, check_step, plan
-from gradcombine.verify.audit.step import audit_file, audit_named
-from gradcombine.verify.audit.target import find_target
 from gradcombine.verify.plan.planning import plan_named
 from tests.fuzz.files import HLO
 from tests.fuzz.functions import FOLDER, KINDS, Kind, Target, const

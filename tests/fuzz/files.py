@@ -26,18 +26,19 @@ from typer.main import get_command
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
+from gradcombine.audit import audit_report as report
+from gradcombine.audit import target
+from gradcombine.audit.auditing import audit_file
+from gradcombine.audit.parsing import hlo_parser
 from gradcombine.errors import GradCombineError
 from gradcombine.formats import npz, safetensors
 from gradcombine.verify import FlightRecorder, first_divergence
-from gradcombine.verify.audit import report, target
-from gradcombine.verify.audit.parsing import hlo_parser
-from gradcombine.verify.audit.step import audit_file
 from gradcombine.verify.command import app
-from gradcombine.verify.diff import diff
-from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.flight import read_log
-from gradcombine.verify.flight_diff import as_json, diff_logs, sections, verdict
-from gradcombine.verify.mapping import read_rules
+from gradcombine.verify.diff.comparing import diff
+from gradcombine.verify.diff.dumps import open_dump
+from gradcombine.verify.diff.mapping import read_rules
+from gradcombine.verify.record.flight import read_log
+from gradcombine.verify.record.flight_diff import as_json, diff_logs, sections, verdict
 from tests.fuzz.guard import COMPILING
 
 FOLDER = Path(tempfile.mkdtemp(prefix="fuzz"))

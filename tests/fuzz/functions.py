@@ -30,8 +30,8 @@ PUBLIC = (
     *(
         "gradcombine.sparse",
         "gradcombine.digests",
-        "gradcombine.faults",
-        "gradcombine.ledger",
+        "gradcombine.resilience.faults",
+        "gradcombine.resilience.ledger",
         "gradcombine.foreign_orders",
         "gradcombine.verify",
     ),
@@ -427,15 +427,15 @@ FIXED = {"how", "examples", "progress", "said"}
 """What is no user's, and what asks for time, or ends it."""
 
 SPECIAL: dict[str, dict[str, Kind]] = {
-    "gradcombine.ledger.deal": {"numbers": const([0, 1, 2, 3], range(9)), "held": const(None, [[0], [1]])},
-    "gradcombine.ledger.merge_held": {
+    "gradcombine.resilience.ledger.deal": {"numbers": const([0, 1, 2, 3], range(9)), "held": const(None, [[0], [1]])},
+    "gradcombine.resilience.ledger.merge_held": {
         "held": lambda d: [d.any_state() for _ in range(2)],
         "assignment": const([[0, 1]]),
     },
     "gradcombine.all_reduce": {"value": Drawn.tree},
-    "gradcombine.faults.find": {"values": Drawn.tree, "twins": Drawn.tree},
-    "gradcombine.faults.require_none": {"faults": _faults, "values": Drawn.tree},
-    "gradcombine.faults.drop": {"faults": _faults},
+    "gradcombine.resilience.faults.find": {"values": Drawn.tree, "twins": Drawn.tree},
+    "gradcombine.resilience.faults.require_none": {"faults": _faults, "values": Drawn.tree},
+    "gradcombine.resilience.faults.drop": {"faults": _faults},
     "gradcombine.merge_replicas": {"state": Drawn.any_state},
     "gradcombine.Reduction": dict.fromkeys(("init", "update", "merge", "finalize"), KINDS["function"]),
     "gradcombine.reductions.elementwise": {
@@ -541,7 +541,12 @@ def targets() -> dict[str, Target]:
 DOORS = {
     f"gradcombine.verify.{name}"
     for name in ("audit", "plan", "check_step", "check_microbatches", "record", "FlightRecorder", "BrokenLaw")
-} | {"gradcombine.jax_axis", "gradcombine.tf_replicas", "gradcombine.ledger.read", "gradcombine.ledger.require_once"}
+} | {
+    "gradcombine.jax_axis",
+    "gradcombine.tf_replicas",
+    "gradcombine.resilience.ledger.read",
+    "gradcombine.resilience.ledger.require_once",
+}
 """What has targets of its own."""
 
 

@@ -23,17 +23,18 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
+from gradcombine.audit import audit_named, target
+from gradcombine.audit import audit_report as report
 from gradcombine.integrations import horovod
 from gradcombine.integrations import keras as for_keras
 from gradcombine.integrations import optax as for_optax
 from gradcombine.integrations.jax import Loss, grads_by_denominator, train_step, value_and_grad, zero
 from gradcombine.integrations.tensorflow import AccumulatedStep
+from gradcombine.places.window import Window
 from gradcombine.verify import audit, check_microbatches, plan
-from gradcombine.verify.audit import audit_named, report, target
-from gradcombine.verify.flight import read_log
-from gradcombine.verify.mapping import read_rules
+from gradcombine.verify.diff.mapping import read_rules
 from gradcombine.verify.plan import plan_named
-from gradcombine.window import Window
+from gradcombine.verify.record.flight import read_log
 from tests.fuzz import campaign, doors, files, functions, guard
 from tests.fuzz.values import Drawn
 from tests.spec.hostile import OWN_CODE, Failing

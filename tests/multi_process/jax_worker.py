@@ -21,8 +21,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.accumulation import whole_window
 from gradcombine.integrations.jax.arrays import detect_lost_peers
+from gradcombine.places.time import whole_window
 
 WINDOWS, MICROBATCHES, WIDTH = 3, 8, 33
 MEAN = reductions.mean()

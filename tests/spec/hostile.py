@@ -27,7 +27,7 @@ from gradcombine.verify import (
     record,
     ulp_distance,
 )
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.dumps import open_dump
 
 ONE = np.ones(2, np.float32)
 ROWS = sparse.row_sparse(np.int32([1]), np.float32([[3]]), rows=4)

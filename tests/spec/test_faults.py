@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import faults, reductions
+from gradcombine import reductions
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import Numbered
+from gradcombine.resilience import faults
 from gradcombine.verify.in_process import run_replicas
 from tests.spec import modes
 from tests.spec.selection import among

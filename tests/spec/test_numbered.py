@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import ledger, reductions, statefile
+from gradcombine import reductions, statefile
 from gradcombine.errors import GradCombineError
 from gradcombine.reductions import Numbered
+from gradcombine.resilience import ledger
 from tests.spec import modes
 from tests.spec.programs import rows
 from tests.spec.selection import COLLECTIVE, among

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions, statefile, tree
-from gradcombine.accumulation import whole_window
+from gradcombine.places.time import whole_window
 from tests.spec.selection import cases
 from tests.statefile.states import Layer, contents
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.accumulation import whole_window
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.window import UNTIL_FLUSH, Window
+from gradcombine.places.time import whole_window
+from gradcombine.places.window import UNTIL_FLUSH, Window
 from tests.statefile.states import contents
 
 EVERY = 8

@@ -13,8 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from gradcombine.verify.audit.program import FREE, Program
-from gradcombine.verify.audit.target import H100, gpu, tpu
+from gradcombine.audit.program import FREE, Program
+from gradcombine.audit.target import H100, gpu, tpu
 
 __all__ = ["Compiled", "compile_for", "grid", "h100", "mesh", "spread", "tpu"]
 

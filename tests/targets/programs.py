@@ -13,8 +13,8 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
+from gradcombine.audit.program import FREE, Program
 from gradcombine.integrations.jax import LossOutput, train_step, value_and_grad
-from gradcombine.verify.audit.program import FREE, Program
 from tests.targets.compile_for import Compiled, compile_for, grid, h100, spread, tpu
 
 K = 8

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.verify.audit.program import Program
+from gradcombine.audit.program import Program
 from tests.targets.programs import FEW_SCALARS, MACHINES, MESH_ROWS, MESH_WIDTH, K, Placed, on_mesh, row_of
 
 pytestmark = pytest.mark.targets

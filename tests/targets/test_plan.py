@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from gradcombine.verify.audit import find_target
+from gradcombine.audit import find_target
 from gradcombine.verify.plan import Plan, plan
 from tests.targets.programs import loss
 

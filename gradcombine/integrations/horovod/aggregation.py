@@ -22,7 +22,7 @@ from gradcombine.errors import (
     shown,
 )
 from gradcombine.integrations.horovod.all_reduce import HorovodError
-from gradcombine.integrations.tensorflow import sparse
+from gradcombine.integrations.tensorflow import indexed_slices as sparse
 from gradcombine.integrations.tensorflow.state import (
     Pending,
     ReplicaState,
@@ -32,9 +32,9 @@ from gradcombine.integrations.tensorflow.state import (
     in_local_variables,
     run_after,
 )
+from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import no_autograph
-from gradcombine.window import Window
 
 Mode = Literal["eager", "graph"]
 

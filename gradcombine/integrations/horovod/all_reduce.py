@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import tensorflow as tf
 
-from gradcombine import reductions, replicas, tree
+from gradcombine import reductions, tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.errors import (
@@ -21,7 +21,8 @@ from gradcombine.errors import (
     require_order,
     shown,
 )
-from gradcombine.integrations.tensorflow import sparse
+from gradcombine.integrations.tensorflow import indexed_slices as sparse
+from gradcombine.places import replicas
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Array, Order, Tree, no_autograph

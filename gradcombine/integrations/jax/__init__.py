@@ -1,15 +1,15 @@
 """JAX: gradients in microbatches, training steps, sharded accumulators, and processes that may be lost."""
 
 from gradcombine.errors import importing
-from gradcombine.window import UNTIL_FLUSH
+from gradcombine.places.window import UNTIL_FLUSH
 
 with importing("gradcombine.integrations.jax"):
     from gradcombine.integrations.jax import zero
     from gradcombine.integrations.jax.arrays import detect_lost_peers
     from gradcombine.integrations.jax.contribution import Loss, LossOutput
-    from gradcombine.integrations.jax.several_terms import grads_by_denominator
-    from gradcombine.integrations.jax.step import TrainStep, train_step
+    from gradcombine.integrations.jax.objective_of_terms import grads_by_denominator
     from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
+    from gradcombine.integrations.jax.training_step import TrainStep, train_step
     from gradcombine.integrations.jax.value_and_grad import value_and_grad
 
 __all__ = [

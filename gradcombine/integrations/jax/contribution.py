@@ -17,17 +17,17 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
+from gradcombine.denominators import Totals
 from gradcombine.errors import MOST, GradCombineError, require_collective, require_flag, require_order, shown
 from gradcombine.integrations.jax.arrays import in_own_words
 from gradcombine.integrations.jax.microbatches import examples
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
+from gradcombine.places.replicas import LOCAL
+from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction, Weighed, require_reduction
 from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.weights import parse
-from gradcombine.replicas import LOCAL
-from gradcombine.terms import Totals
 from gradcombine.types import Array, Order, Tree
-from gradcombine.window import Window
 
 
 class LossOutput(NamedTuple):

@@ -19,9 +19,9 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
+from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, Array, State, Tree
-from gradcombine.window import Window
 
 EXCHANGED_ALONE = 30 * 2**20
 """Bytes of a replica's array from which on XLA exchanges it by itself on GPUs, in place where nothing reads it again.

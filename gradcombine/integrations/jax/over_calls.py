@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.accumulation import require_state
 from gradcombine.errors import GradCombineError, attribute, renamed
 from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_tree
 from gradcombine.integrations.jax.contribution import Contribution, Objective
@@ -29,10 +28,11 @@ from gradcombine.integrations.jax.train_state import (
     owned,
     require_carry,
 )
+from gradcombine.places.time import require_state
+from gradcombine.places.window import Window, widened
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.numbered import NumberedState
 from gradcombine.types import AccumulateState, Array, Tree
-from gradcombine.window import Window, widened
 
 if TYPE_CHECKING:
     import optax
@@ -137,10 +137,11 @@ def _has_aux(window: AccumulateState) -> bool:
     # Besides the gradients, the value and the weight, there is one part or more for each reduction of the aux.
     with renamed("train_step", ".window"):
         require_state(window)
-    level = window.levels[0]
+    level = next(iter(window.levels), None)  # none of a step with microbatches
     parts = attribute(level.value if isinstance(level, NumberedState) else level, "parts")
     if not isinstance(parts, tuple):
-        raise GradCombineError("train_step", "a state that step.init made", type(level).__name__, ".window.levels")
+        received = "none" if level is None else type(level).__name__
+        raise GradCombineError("train_step", "a state that step.init made", received, ".window.levels")
     return len(parts) > 3
 
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
-from gradcombine.accumulation import whole_window
 from gradcombine.integrations.jax.arrays import as_arrays
 from gradcombine.integrations.jax.contribution import Contribution, Form, Objective
 from gradcombine.integrations.jax.microbatches import divide
+from gradcombine.integrations.jax.objective_of_terms import ObjectiveOfTerms
 from gradcombine.integrations.jax.on_replicas import align, aligned, divided, mark_own
 from gradcombine.integrations.jax.scaled_loss import ScaledGradients, Turn, scales_loss, scan_turns
-from gradcombine.integrations.jax.several_terms import ObjectiveOfTerms
+from gradcombine.places.time import whole_window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, State, Tree
 

@@ -16,9 +16,9 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
 from gradcombine.errors import GradCombineError, require_integer, shown
 from gradcombine.formats.entry import first_line
+from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
 from gradcombine.reductions.sums import MeanState, SumState
-from gradcombine.replicas import LOCAL
 from gradcombine.types import Array, Order, State, Tree
 
 

@@ -13,9 +13,9 @@ from gradcombine.errors import GradCombineError, require_items, shown
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, error, reduction_of
 from gradcombine.integrations.keras.wrapper import WindowWrapper
+from gradcombine.places.window import Window
 from gradcombine.reductions.sums import Precision
 from gradcombine.types import Order, no_autograph
-from gradcombine.window import Window
 
 # As in Keras itself, the backend is chosen at import, and the other framework need not be installed.
 if keras.backend.backend() == "tensorflow":

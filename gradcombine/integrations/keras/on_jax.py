@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcombine.integrations.jax.run_if import run_if
-from gradcombine.integrations.keras.window import KerasWindow
+from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.types import AccumulateState, Tree
 
 

@@ -9,13 +9,13 @@ from typing import Any
 import tensorflow as tf
 
 from gradcombine.integrations.keras.settings import Parts, error
-from gradcombine.integrations.keras.window import KerasWindow
+from gradcombine.integrations.keras.window_variables import KerasWindow
+from gradcombine.integrations.tensorflow.accumulated_step import dense_gradient, require_synchronous
 from gradcombine.integrations.tensorflow.merged_gradients import from_first_replica, summed_over_replicas
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
-from gradcombine.integrations.tensorflow.step import dense_gradient, require_synchronous
-from gradcombine.replicas import tf_replicas
+from gradcombine.places.replicas import tf_replicas
+from gradcombine.places.window import Window
 from gradcombine.types import AccumulateState
-from gradcombine.window import Window
 
 
 class TensorflowWindow(KerasWindow):

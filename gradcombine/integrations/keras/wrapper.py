@@ -11,9 +11,9 @@ import keras
 import numpy as np
 
 from gradcombine.errors import require_items, shown
-from gradcombine.integrations.keras import window as windows
+from gradcombine.integrations.keras import window_variables as windows
 from gradcombine.integrations.keras.settings import error, unscaled
-from gradcombine.integrations.keras.window import KerasWindow
+from gradcombine.integrations.keras.window_variables import KerasWindow
 
 _Optimizer = keras.optimizers.Optimizer
 

@@ -1,17 +1,17 @@
 """optax: the algebra as gradient transformations."""
 
 from gradcombine.errors import importing
-from gradcombine.window import UNTIL_FLUSH
+from gradcombine.places.window import UNTIL_FLUSH
 
 with importing("gradcombine.integrations.optax", "optax"):
-    from gradcombine.integrations.optax.accumulate import (
+    from gradcombine.integrations.optax.accumulation import (
         AccumulateUpdatesState,
         ApplyingTransformation,
         accumulate,
         accumulate_and_apply,
     )
+    from gradcombine.integrations.optax.mapped_replicas import all_reduce, map_replicas
     from gradcombine.integrations.optax.multi_steps import MultiSteps, MultiStepsState
-    from gradcombine.integrations.optax.replicas import all_reduce, map_replicas
     from gradcombine.integrations.optax.skip import SkipState, skip_large, skip_large_updates, skip_not_finite
 
 __all__ = [

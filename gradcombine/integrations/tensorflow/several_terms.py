@@ -10,14 +10,14 @@ import tensorflow as tf
 
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
+from gradcombine.denominators import Terms, Totals, require_totals
 from gradcombine.errors import renamed
 from gradcombine.integrations.tensorflow.state import ReplicaState, in_local_variables
+from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios
 from gradcombine.reductions.weights import parse
-from gradcombine.terms import Terms, Totals, require_totals
-from gradcombine.window import Window
 
 
 class WindowMetrics(NamedTuple):

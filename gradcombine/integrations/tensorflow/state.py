@@ -13,9 +13,9 @@ import tensorflow as tf
 from gradcombine import tree
 from gradcombine.backends.tensorflow_backend import in_plain_graph, unguarded
 from gradcombine.errors import GradCombineError
+from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Wrapper
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State
-from gradcombine.window import Window
 
 
 class Pending(NamedTuple):

@@ -15,7 +15,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact import digits, exchange, rounding
 from gradcombine.reductions.exact.digits import BETWEEN, FLOAT32, SPILLED_CAPACITY, Decoded, Digits, Grid, grid_for
-from gradcombine.reductions.exact.weights import (
+from gradcombine.reductions.exact.weighted import (
     ExactWeight,
     Part,
     deposits,

@@ -29,7 +29,7 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.reductions.cell import Totals
 from gradcombine.reductions.exact import digits, rounding
 from gradcombine.reductions.exact.digits import FLOAT32, Digits, Grid
-from gradcombine.reductions.exact.weights import ExactWeight, halves, joined
+from gradcombine.reductions.exact.weighted import ExactWeight, halves, joined
 from gradcombine.types import Array
 
 INT8 = np.dtype(np.int8)

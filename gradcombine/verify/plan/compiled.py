@@ -7,11 +7,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
+from gradcombine.audit import Audit, OutOfMemoryError, Target, audit
+from gradcombine.audit.program import Exchange, Program
+from gradcombine.audit.target import bounds
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax import run_if
-from gradcombine.verify.audit import Audit, OutOfMemoryError, Target, audit
-from gradcombine.verify.audit.program import Exchange, Program
-from gradcombine.verify.audit.target import bounds
 from gradcombine.verify.plan import ways
 from gradcombine.verify.plan.planning import Figures, Row
 from gradcombine.verify.plan.prediction import Microbatch, predict

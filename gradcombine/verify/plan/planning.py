@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from gradcombine.audit import Audit, Target, find_target
+from gradcombine.audit.auditing import made_by
+from gradcombine.audit.program import size_text
+from gradcombine.audit.target import Bound
 from gradcombine.errors import GradCombineError, require_items, shown
-from gradcombine.verify.audit import Audit, Target, find_target
-from gradcombine.verify.audit.program import size_text
-from gradcombine.verify.audit.step import made_by
-from gradcombine.verify.audit.target import Bound
 
 if TYPE_CHECKING:
     import optax

@@ -14,12 +14,12 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradcombine.audit import Target
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.errors import GradCombineError, attribute, renamed, require_integer, shown
 from gradcombine.integrations.jax.arrays import require_transformation, require_tree
 from gradcombine.integrations.jax.contribution import Loss, Objective
 from gradcombine.integrations.jax.microbatches import examples
-from gradcombine.verify.audit import Target
 
 
 @dataclass(frozen=True)

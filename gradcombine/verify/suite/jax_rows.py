@@ -15,8 +15,8 @@ from jax.sharding import Mesh, PartitionSpec
 import gradcombine as gc
 from gradcombine.types import AccumulateState, Order, Tree
 from gradcombine.verify.suite import places
+from gradcombine.verify.suite.digits import Batch
 from gradcombine.verify.suite.places import Case, Contributions
-from gradcombine.verify.suite.problem import Batch
 
 _AXIS = "data"
 _Mapped = Callable[[Callable[..., Any], int], Callable[..., Any]]

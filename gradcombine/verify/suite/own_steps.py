@@ -14,12 +14,13 @@ import tensorflow as tf
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import gradcombine as gc
+from gradcombine.audit import Audit, audit
 from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from gradcombine.verify.audit import Audit, audit
-from gradcombine.verify.suite import jax_rows, problem, tensorflow_rows
-from gradcombine.verify.suite.findings import CLEAN, Finding
+from gradcombine.verify.suite import digits as problem
+from gradcombine.verify.suite import jax_rows, tensorflow_rows
+from gradcombine.verify.suite.outcomes import CLEAN, Finding
 
 EVERY, ROWS, RATE = 4, 8, 0.1
 

@@ -16,11 +16,13 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine.types import Tree
-from gradcombine.verify.suite import jax_rows, laws, own_steps, places, problem, tensorflow_rows
-from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
-from gradcombine.verify.suite.laws import Gradients, Measure
+from gradcombine.verify.suite import digits as problem
+from gradcombine.verify.suite import jax_rows, own_steps, places, tensorflow_rows
+from gradcombine.verify.suite import promises as laws
+from gradcombine.verify.suite.digits import Batch, analyse_mean
+from gradcombine.verify.suite.outcomes import BITS, BOUND, Finding, Report
 from gradcombine.verify.suite.places import Case, Contributions
-from gradcombine.verify.suite.problem import Batch, analyse_mean
+from gradcombine.verify.suite.promises import Gradients, Measure
 
 COUNTS = (1, 2, 4, 8)
 """The numbers of replicas."""

@@ -12,8 +12,8 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine.types import Order, Tree
 from gradcombine.verify.suite import places
+from gradcombine.verify.suite.digits import PIXELS, Batch
 from gradcombine.verify.suite.places import Case, Contributions
-from gradcombine.verify.suite.problem import PIXELS, Batch
 
 
 def cases(counts: Sequence[int]) -> Iterator[Case]:

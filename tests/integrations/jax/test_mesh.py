@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import UNTIL_FLUSH, Loss, LossOutput, on_replicas, train_step, value_and_grad
-from gradcombine.verify.ulp import equal_bits
+from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases
 
 pytestmark = pytest.mark.needs("jax")

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.integrations.jax.sparse import from_bcoo, to_bcoo, value_and_row_grad
+from gradcombine.integrations.jax.bcoo import from_bcoo, to_bcoo, value_and_row_grad
 from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.sparse import RowSparse, add_rows, row_sparse, to_dense
 from gradcombine.tree import static_rows

@@ -11,8 +11,8 @@ import pytest
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import UNTIL_FLUSH, Loss, LossOutput, train_step
-from gradcombine.verify.ulp import equal_bits
-from gradcombine.window import OVER
+from gradcombine.places.window import OVER
+from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases
 
 pytestmark = pytest.mark.needs("jax")

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, train_step, value_and_grad
-from gradcombine.verify.ulp import equal_bits
+from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases
 
 pytestmark = pytest.mark.needs("jax", "optax")

@@ -11,7 +11,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
-from gradcombine.verify.ulp import equal_bits
+from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases, named
 
 pytestmark = pytest.mark.needs("jax")

@@ -10,7 +10,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine.integrations.optax import SkipState, accumulate, skip_large, skip_not_finite
-from gradcombine.window import OVER
+from gradcombine.places.window import OVER
 from tests.integrations.optax.test_accumulate import MODES, NEGATE, OPTAX_PROMOTES, PARAMS, SCAN, firsts, run, vectors
 from tests.integrations.optax.test_replicas import AXIS, GRADS, TOKENS, N
 from tests.integrations.optax.test_replicas import MODES as REPLICATED

@@ -14,7 +14,7 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, grads_by_denominator, train_step, value_and_grad
 from gradcombine.integrations.optax import accumulate, accumulate_and_apply, skip_not_finite
-from gradcombine.verify.ulp import equal_bits
+from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL
 
 pytestmark = pytest.mark.needs("jax", "optax")

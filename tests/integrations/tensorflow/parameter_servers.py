@@ -18,8 +18,9 @@ os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="")
 import numpy as np
 import tensorflow as tf
 
-from gradcombine import GradCombineError, ledger, reductions
+from gradcombine import GradCombineError, reductions
 from gradcombine.reductions import Numbered
+from gradcombine.resilience import ledger
 from tests.multi_process.tensorflow_cluster import free_addresses
 
 COUNT = 4

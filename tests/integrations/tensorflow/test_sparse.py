@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine.integrations.tensorflow.sparse import from_indexed_slices, to_indexed_slices
+from gradcombine.integrations.tensorflow.indexed_slices import from_indexed_slices, to_indexed_slices
 from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.reductions.wrappers import sparse_as_dense
 from gradcombine.sparse import densify, to_dense

@@ -15,7 +15,7 @@ from gradcombine import reductions
 from gradcombine.integrations.jax import Loss, LossOutput, value_and_grad
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.reductions import Ratio
-from gradcombine.verify.ulp import equal_bits
+from gradcombine.verify.compare.ulp import equal_bits
 from tests.integrations.tensorflow.strategies import mirrored
 from tests.spec.selection import cases
 

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from gradcombine.audit import RULES, OutOfMemoryError, audit, find_target
+from gradcombine.audit import audit_report as report
+from gradcombine.audit import auditing as step_module
+from gradcombine.audit.auditing import audit_file, audit_named
+from gradcombine.audit.target import Figures, Target
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.audit import RULES, OutOfMemoryError, audit, find_target, report
-from gradcombine.verify.audit import step as step_module
-from gradcombine.verify.audit.step import audit_file, audit_named
-from gradcombine.verify.audit.target import Figures, Target
 from gradcombine.verify.command import app
 from gradcombine.verify.plan import plan_named
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gradcombine.verify.audit.findings import MANY, find
-from gradcombine.verify.audit.program import Program
+from gradcombine.audit.program import Program
+from gradcombine.audit.rules import MANY, find
 
 HEADER = "HloModule m, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8\n\n"
 BEFORE = """%add (x: f32[], y: f32[]) -> f32[] {

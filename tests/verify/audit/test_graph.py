@@ -13,8 +13,9 @@ import pytest
 import tensorflow as tf
 from typer.testing import CliRunner
 
+from gradcombine.audit import RULES, audit, audit_file
+from gradcombine.audit import audit_report as report
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.audit import RULES, audit, audit_file, report
 from gradcombine.verify.command import app
 
 ROWS, WIDTH = 8, 64
@@ -403,7 +404,7 @@ def test_a_saved_model(tmp_path: Path) -> None:
 
 
 def test_a_function_of_a_graph_with_control_flow_of_version_1() -> None:
-    from gradcombine.verify.audit.tensorflow.graph import Graph
+    from gradcombine.audit.tensorflow.graph import Graph
 
     with tf.Graph().as_default() as graph:
         tf.compat.v1.disable_control_flow_v2()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from gradcombine.audit import parsing
+from gradcombine.audit.compiling import read
+from gradcombine.audit.hlo import Alias, Frame, Module, Shape, groups
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.audit import parsing
-from gradcombine.verify.audit.compiling import read
-from gradcombine.verify.audit.hlo import Alias, Frame, Module, Shape, groups
 
 CPU = """HloModule jit_f, is_scheduled=true, \
 input_output_alias={ {0}: (1, {}, may-alias), {1, 0}: (0, {}, may-alias) }, \

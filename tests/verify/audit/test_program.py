@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from gradcombine.verify.audit import audit
-from gradcombine.verify.audit.flow import Flow
-from gradcombine.verify.audit.program import Program
+from gradcombine.audit import audit
+from gradcombine.audit.flow import Flow
+from gradcombine.audit.program import Program
 
 HEADER = "HloModule m, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8\n\n"
 ADD = """%add (x: f32[], y: f32[]) -> f32[] {

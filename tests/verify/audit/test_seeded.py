@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import pytest
 
-from gradcombine.verify.audit import audit, audit_file
-from gradcombine.verify.audit.compiling import shardings
-from gradcombine.verify.audit.findings import find
-from gradcombine.verify.audit.program import Program
+from gradcombine.audit import audit, audit_file
+from gradcombine.audit.compiling import shardings
+from gradcombine.audit.program import Program
+from gradcombine.audit.rules import find
 from tests.verify.audit.seeded import CALLS, CASES, CLEARED, OURS, cleared, window_over_calls
 
 

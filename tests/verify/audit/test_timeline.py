@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from gradcombine.verify import page
-from gradcombine.verify.audit import Audit, audit_file, report
-from gradcombine.verify.audit.timeline import BINS, timeline
+from gradcombine.audit import Audit, audit_file
+from gradcombine.audit import audit_report as report
+from gradcombine.audit.timeline import BINS, timeline
+from gradcombine.reporting import page
 
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8
 

@@ -16,8 +16,8 @@ import pytest
 
 from gradcombine import GradCombineError
 from gradcombine.formats import entry
-from gradcombine.verify.diff import diff
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.comparing import diff
+from gradcombine.verify.diff.dumps import open_dump
 from tests.verify.diff.conftest import BFLOAT16, Arrays, flat, npz, orbax, parameters, safetensors, tensorflow
 
 Writer = Callable[[Path, Arrays], Path]

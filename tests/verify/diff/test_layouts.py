@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gradcombine.verify.diff import diff
-from gradcombine.verify.mapping import Rules, canonical, read_rules
+from gradcombine.verify.diff.comparing import diff
+from gradcombine.verify.diff.mapping import Rules, canonical, read_rules
 from tests.verify.diff.test_command import run
 from tests.verify.diff.test_mapping import dump
 

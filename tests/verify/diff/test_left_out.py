@@ -17,9 +17,9 @@ import pytest
 import tensorflow as tf
 
 from gradcombine import GradCombineError
-from gradcombine.verify.diff import diff, diff_steps
-from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.mapping import read_rules
+from gradcombine.verify.diff.comparing import diff, diff_steps
+from gradcombine.verify.diff.dumps import open_dump
+from gradcombine.verify.diff.mapping import read_rules
 from tests.verify.diff.test_command import run
 
 ONES = np.ones(3, np.float32)

@@ -15,10 +15,10 @@ import pytest
 
 from gradcombine import GradCombineError
 from gradcombine.formats import from_array
-from gradcombine.verify import mapping
-from gradcombine.verify.diff import diff
-from gradcombine.verify.dumps import Dump, open_dump
-from gradcombine.verify.mapping import Rules, match, read_rules
+from gradcombine.verify.diff import mapping
+from gradcombine.verify.diff.comparing import diff
+from gradcombine.verify.diff.dumps import Dump, open_dump
+from gradcombine.verify.diff.mapping import Rules, match, read_rules
 from tests.verify.diff.test_command import run
 
 RNG = np.random.default_rng(5)

@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from gradcombine import GradCombineError
-from gradcombine.verify.diff import diff, is_steps
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.comparing import diff, is_steps
+from gradcombine.verify.diff.dumps import open_dump
 
 SHARDS = {
     "model-00001-of-00002.safetensors": {"a": np.arange(3.0), "b": np.ones((2, 3), np.float32)},

@@ -15,9 +15,9 @@ import gradcombine as gc
 from gradcombine import GradCombineError
 from gradcombine.verify import FlightRecorder
 from gradcombine.verify.command import app
-from gradcombine.verify.flight import EVERY, read_log
-from gradcombine.verify.flight_diff import LogReport, diff_logs
-from gradcombine.verify.mapping import Rule, Rules
+from gradcombine.verify.diff.mapping import Rule, Rules
+from gradcombine.verify.record.flight import EVERY, read_log
+from gradcombine.verify.record.flight_diff import LogReport, diff_logs
 
 STEPS, REPLICAS = 4, 3
 SHAPES = {"w": ((4, 3), "f4"), "b": ((3,), ml_dtypes.bfloat16), "count": ((), "i4"), "wide": ((2,), "f8")}

@@ -11,7 +11,7 @@ import pytest
 
 from gradcombine import GradCombineError
 from gradcombine.verify import explain
-from gradcombine.verify.nccl import ddp_buckets, nvls, pieces, ring_chunk, tree_chunk
+from gradcombine.verify.explain.nccl import ddp_buckets, nvls, pieces, ring_chunk, tree_chunk
 
 RNG = np.random.default_rng(4)
 

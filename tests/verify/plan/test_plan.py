@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
 import gradcombine as gc
+from gradcombine.audit import Target
+from gradcombine.audit.target import Figures as Published
 from gradcombine.integrations.jax import Loss, LossOutput
-from gradcombine.verify.audit import Target
-from gradcombine.verify.audit.target import Figures as Published
 from gradcombine.verify.command import app
 from gradcombine.verify.plan import Plan, plan
 from gradcombine.verify.plan.ways import CALLS, DEFAULT, NUMBERS, PLACES, way_of

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from gradcombine.verify import explain
-from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.nccl import FIRST_BUCKET, OTHER_BUCKETS, ddp_buckets
+from gradcombine.verify.diff.dumps import open_dump
+from gradcombine.verify.explain.nccl import FIRST_BUCKET, OTHER_BUCKETS, ddp_buckets
 from tests.verify.pytorch import ddp
 
 ROOT = Path(__file__).parents[3]

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from gradcombine import GradCombineError
-from gradcombine.verify.diff import diff
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.comparing import diff
+from gradcombine.verify.diff.dumps import open_dump
 from tests.verify.diff.test_command import run
 
 
@@ -203,7 +203,7 @@ def numberless(path: Path) -> None:
 def test_what_is_no_weights_is_refused_and_not_executed(
     tmp_path: Path, write: Callable[[Path], Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradcombine.verify.pytorch._MOST_OBJECTS", 1000)
+    monkeypatch.setattr("gradcombine.verify.diff.pytorch._MOST_OBJECTS", 1000)
     write(tmp_path / "x.pt")
     CALLED.clear()
     with pytest.raises(GradCombineError, match=message) as caught:

@@ -14,8 +14,8 @@ import torch
 
 from gradcombine import GradCombineError
 from gradcombine.verify import compare, explain, first_divergence, record
-from gradcombine.verify.diff import Allowed
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.comparing import Allowed
+from gradcombine.verify.diff.dumps import open_dump
 
 RATE = 0.1
 RNG = np.random.default_rng(0)

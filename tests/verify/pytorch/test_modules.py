@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from gradcombine.formats import from_array
-from gradcombine.verify.diff import DiffReport, diff
-from gradcombine.verify.dumps import Dump, open_dump
+from gradcombine.verify.diff.comparing import DiffReport, diff
+from gradcombine.verify.diff.dumps import Dump, open_dump
 
 DIM, HEADS = 8, 2
 RNG = np.random.default_rng(2)

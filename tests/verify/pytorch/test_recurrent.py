@@ -18,8 +18,8 @@ import torch
 from flax import nnx
 
 from gradcombine.verify import record
-from gradcombine.verify.diff import Allowed, DiffReport, diff
-from gradcombine.verify.dumps import open_dump
+from gradcombine.verify.diff.comparing import Allowed, DiffReport, diff
+from gradcombine.verify.diff.dumps import open_dump
 from tests.verify.diff.test_command import run
 
 INPUT, HIDDEN, LENGTH, BATCH = 3, 4, 5, 2

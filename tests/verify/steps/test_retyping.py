@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from gradcombine.verify import Cause, Verdict, check_step
-from gradcombine.verify.steps.retyping import Retyped, wide
+from gradcombine.verify.check.retyping import Retyped, wide
 
 RNG = np.random.default_rng(0)
 W, X = (RNG.normal(size=shape).astype(np.float32) for shape in ((6, 6), (8, 6)))

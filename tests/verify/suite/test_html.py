@@ -14,12 +14,13 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from gradcombine.verify import page
+from gradcombine.reporting import page
+from gradcombine.reporting.sections import show
 from gradcombine.verify.command import app
-from gradcombine.verify.report import show
-from gradcombine.verify.suite import findings, places, run
-from gradcombine.verify.suite.findings import BITS, BOUND, Finding, Report
-from gradcombine.verify.ulp import NAN_DISTANCE
+from gradcombine.verify.compare.ulp import NAN_DISTANCE
+from gradcombine.verify.suite import outcomes as findings
+from gradcombine.verify.suite import places, run
+from gradcombine.verify.suite.outcomes import BITS, BOUND, Finding, Report
 
 
 def row(framework: str, replicas: int, promise: str, holds: bool, ulps: int, **others: Any) -> Finding:

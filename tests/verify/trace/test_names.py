@@ -12,8 +12,8 @@ import pytest
 
 from gradcombine import GradCombineError
 from gradcombine.verify import first_divergence, record
-from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.trace import LONGEST
+from gradcombine.verify.diff.dumps import open_dump
+from gradcombine.verify.record.trace import LONGEST
 
 
 class Fields(NamedTuple):

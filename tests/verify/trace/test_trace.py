@@ -15,10 +15,10 @@ import tensorflow as tf
 import gradcombine as gc
 from gradcombine import GradCombineError
 from gradcombine.verify import first_divergence, record
-from gradcombine.verify.diff import Allowed
-from gradcombine.verify.dumps import open_dump
-from gradcombine.verify.mapping import Rule, Rules
-from gradcombine.verify.trace import CAUSES, STAGES
+from gradcombine.verify.diff.comparing import Allowed
+from gradcombine.verify.diff.dumps import open_dump
+from gradcombine.verify.diff.mapping import Rule, Rules
+from gradcombine.verify.record.trace import CAUSES, STAGES
 
 XS = np.arange(12, dtype=np.float32).reshape(4, 3)
 X, Y = (np.full(2, i, np.float32) for i in range(2))

@@ -1,0 +1,370 @@
+"""What an audit says: on a screen, as JSON, and beside an earlier one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradcombine.audit.auditing import Audit
+from gradcombine.audit.hlo import Loops
+from gradcombine.audit.program import Program, short, size_text, times
+from gradcombine.audit.rules import RULES, Finding
+from gradcombine.audit.tensorflow.graph import Graph
+from gradcombine.audit.timeline import timeline
+from gradcombine.errors import GradCombineError, require_file
+from gradcombine.formats.safetensors import distinct
+from gradcombine.reporting.sections import Cells, Section
+
+VERSION = 1
+"""Of the JSON."""
+
+COMPARED = ("moved", "sent", "flops", "temporary")
+"""Totals of a report that a later one must not exceed."""
+
+NO_COST = (0.0,) * 5
+"""Of findings that are not there."""
+
+
+def sections(report: Audit) -> list[Section]:
+    """All that an audit tells; the findings are last, where a reader of a terminal looks."""
+    parts = [_totals(report), _bound(report), _collectives(report), *_branches(report)]
+    return [*parts, *_unread(report), *_found(report)]
+
+
+def page_sections(
+    reports: Sequence[Audit], fail_on: Iterable[str], worse: Sequence[str] | None = None
+) -> list[Section]:
+    """What a page tells: what `worse` gave, all programs, and in full those in which there is something to see."""
+    counted = frozenset(fail_on)
+    parts, told = list[Section](), [one for one in reports if one.findings or len(reports) == 1]
+    if worse:
+        parts.append(Section("Worse than before", columns=("what",), rows=[Cells((x,), False) for x in worse]))
+    if len(reports) > 1:
+        rows = [Cells((one.name, _sum_up(one)), not any(x.name in counted for x in one.findings)) for one in reports]
+        parts.append(Section("Programs", columns=("program", ""), rows=rows))
+    for one in told:
+        drawing = timeline(one)
+        parts += [
+            _bound(one),
+            Section(
+                f"One call of {one.name}",
+                "" if drawing else _undrawn(one),
+                charts=[drawing] if drawing else (),
+            ),
+            *_found(one),
+            _collectives(one),
+            *_branches(one),
+            _totals(one),
+            *_unread(one),
+        ]
+    names = {x.name for one in told for x in one.findings}
+    return parts + [Section(name, anchor=name, text=text) for name, text in explanations().items() if name in names]
+
+
+def _undrawn(report: Audit) -> str:
+    graph = isinstance(report.program, Graph)
+    return "a graph does not tell what takes how long" if graph else "nothing is computed, moved or exchanged"
+
+
+def explanations() -> dict[str, str]:
+    """What each finding means, how it looks and what to do, in Markdown."""
+    _, *parts = (Path(__file__).parent / "findings.md").read_text(encoding="utf-8").split("\n## ")
+    return {name: text.strip() for name, _, text in (part.partition("\n") for part in parts)}
+
+
+def _collectives(report: Audit) -> Section:
+    rows = [
+        Cells(
+            (
+                f"{i}. {x.kind}",
+                size_text(x.size) if x.exact else "unknown",
+                f"{len(x.groups)} of {x.members}" if x.groups else "unknown",
+                f"{_loops(x.loops)}",
+                f"{x.times:,}",
+                short(report.program.source(x.x)),
+            )
+        )
+        for i, x in sorted(enumerate(report.exchanges, 1), key=lambda at: -at[1].times * at[1].sent())
+    ]
+    columns = ("collective", "size", "groups", "in loops of", "times", "source")
+    return Section("Collectives", "" if rows else "none", columns=columns if rows else (), rows=rows)
+
+
+def _unread(report: Audit) -> list[Section]:
+    return [Section("Not read", "; ".join(report.unread))] if report.unread else []
+
+
+def _found(report: Audit) -> list[Section]:
+    if not report.findings:
+        return []
+    rows = [_finding(report, *alike) for alike in _alike(report.findings)]
+    return [Section("Findings", columns=("finding", "times", "cost", "at the bound"), rows=rows, whole=True)]
+
+
+def verdict(report: Audit, fail_on: Iterable[str]) -> str:
+    """One line."""
+    if not report.findings:
+        return f"{report.name}: {_sum_up(report)}"
+    counted = set(fail_on)
+    total, failing = len(report.findings), sum(x.name in counted for x in report.findings)
+    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {_sum_up(report)}"
+
+
+def verdict_of_all(reports: Sequence[Audit], fail_on: Iterable[str]) -> tuple[str, bool]:
+    """One line, and whether there is nothing to fail on."""
+    counted = frozenset(fail_on)
+    failing = sum(any(x.name in counted for x in one.findings) for one in reports)
+    if len(reports) == 1:
+        return verdict(reports[0], counted), not failing
+    return f"{len(reports)} programs, {failing} with findings to fail on", not failing
+
+
+def _sum_up(report: Audit) -> str:
+    counts = Counter(x.name for x in report.findings)
+    if not counts:
+        left = "" if len(report.judged) == len(RULES) else f" of {len(RULES)}"
+        return f"clean; {len(report.judged)}{left} defects looked for"
+    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
+
+
+def names(text: str | None) -> frozenset[str]:
+    """Those of findings that ``--fail-on`` gives, with commas between; all where it is not given.
+
+    Raises:
+      GradCombineError: a name that no finding has.
+    """
+    chosen = frozenset(RULES) if text is None else frozenset(x.strip() for x in text.split(",") if x.strip())
+    if unknown := sorted(chosen - set(RULES)):
+        raise GradCombineError("audit", f"names of findings: {', '.join(RULES)}", ", ".join(unknown))
+    return chosen
+
+
+def as_json(reports: Sequence[Audit]) -> dict[str, Any]:
+    """Everything, with sizes in bytes and times in seconds."""
+    return {"version": VERSION, "programs": [_one(report) for report in reports]}
+
+
+class Measured(NamedTuple):
+    """What is compared of a program's report.
+
+    Attributes:
+      totals: by the names in `COMPARED`; None where only HLO was read.
+      costs: of all findings of a name: how many, and how often, what they move, send and compute.
+    """
+
+    totals: dict[str, float | None]
+    costs: dict[str, tuple[float, ...]]
+
+
+Baseline = dict[tuple[str, str, int], Measured]
+"""By the program's name, its target, and how many of that name come before it."""
+
+
+def read_baseline(path: Path) -> Baseline:
+    """An earlier report, from the file that ``--json`` wrote.
+
+    Raises:
+      GradCombineError: a file that cannot be read, or of another form or version.
+    """
+    expected = "a baseline that --json has written"
+    file = require_file("audit", expected, path)
+    try:
+        content: Any = json.loads(file.read_text(), object_pairs_hook=partial(distinct, "audit"))
+    except GradCombineError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:  # not to be read, no text, no JSON, or one without an end
+        raise GradCombineError("audit", expected, f"{path}: {error}") from None
+    try:
+        if content["version"] != VERSION:
+            raise GradCombineError("audit", f"a baseline of version {VERSION}", content["version"])
+        return _measured(content["programs"])
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        if isinstance(error, GradCombineError):
+            raise
+        received = f"{path}, in which something is missing or of another type ({type(error).__name__}: {error})"
+        raise GradCombineError("audit", expected, received) from None
+
+
+def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) -> list[str]:
+    """What has got worse since an earlier report of the same programs, one line each.
+
+    Args:
+      reports: those of today.
+      baseline: what `read_baseline` gave.
+      fail_on: the names of findings that count.
+
+    Raises:
+      GradCombineError: a program that the baseline lacks, with which nothing can be compared.
+    """
+    lines, counted = list[str](), set(fail_on)
+    for (name, target, place), now in _measured([_one(report) for report in reports]).items():
+        before = baseline.get((name, target, place))
+        if before is None:
+            known = ", ".join(dict.fromkeys(f"{name} on {target}" for name, target, _ in baseline)) or "no program"
+            raise GradCombineError("audit", f"a baseline of {name} on {target}", known)
+        lines += [f"{name}: {line}" for line in _compared(now, before, counted)]
+    return lines
+
+
+def _one(report: Audit) -> dict[str, Any]:
+    memory = report.memory
+    return {
+        "name": report.name,
+        "target": report.target.name,
+        "devices": report.program.devices,
+        "moved": None if report.turns is None or report.beside is None else report.turns + report.beside,
+        "moved_in_loops": report.turns,
+        "sent": report.sent,
+        "flops": None if report.flops is None else sum(report.flops.values()),
+        "temporary": None if memory is None else memory.temporary,
+        "memory": None if memory is None else memory._asdict() | {"peak": memory.peak},
+        "bounds": {name: bound._asdict() for name, bound in report.bounds.items()},
+        "collectives": [
+            {
+                "kind": x.kind,
+                "operand": x.operand,
+                "result": x.result,
+                "members": x.members,
+                "exact": x.exact,
+                "groups": len(x.groups),
+                "trips": [loop.trips for loop in x.loops],
+                "times": x.times,
+                "sent": x.times * x.sent(),
+                "operation": x.x.op_name,
+                "source": report.program.source(x.x),
+            }
+            for x in report.exchanges
+        ],
+        "looked_for": report.judged,
+        "unread": report.unread,
+        "findings": [x._asdict() | {"seconds": report.seconds(x)} for x in report.findings],
+    }
+
+
+def _measured(programs: Iterable[Mapping[str, Any]]) -> Baseline:
+    found, seen = Baseline(), Counter[tuple[str, str]]()
+    for program in programs:
+        costs = dict[str, tuple[float, ...]]()
+        for x in program["findings"]:
+            cost = 1.0, *(_finite(x[name]) for name in ("times", "moved", "sent", "flops"))
+            costs[x["name"]] = tuple(map(sum, zip(costs.get(x["name"], NO_COST), cost, strict=True)))
+        totals = {name: None if program[name] is None else _finite(program[name]) for name in COMPARED}
+        key = program["name"], program["target"]
+        found[*key, seen[key]] = Measured(totals, costs)
+        seen[key] += 1
+    return found
+
+
+def _finite(number: Any) -> float:
+    """Nothing is worse than NaN, or than infinity."""
+    if not math.isfinite(found := float(number)):
+        raise ValueError(f"{number!r} is no cost")
+    return found
+
+
+def _compared(now: Measured, before: Measured, fail_on: set[str]) -> Iterator[str]:
+    for name, total in now.totals.items():
+        earlier = before.totals[name]
+        if total is not None and earlier is not None and total > earlier:
+            yield f"{name} {earlier:,.0f} -> {total:,.0f}"
+    for name, cost in sorted(now.costs.items()):
+        earlier = before.costs.get(name, NO_COST)
+        if name in fail_on and any(b > a for a, b in zip(earlier, cost, strict=True)):
+            yield f"{name}, {_words(earlier)} -> {_words(cost)}"
+
+
+def _words(costs: tuple[float, ...]) -> str:
+    findings, happens, moved, sent, flops = costs
+    return f"{findings:.0f} findings of {happens:,.0f} times, {size_text(moved + sent)}, {flops:.3g} flops"
+
+
+def _target(report: Audit) -> str:
+    devices = report.program.devices
+    return f"{report.target.name}, {devices} device{'s' * (devices > 1)}"
+
+
+def _totals(report: Audit) -> Section:
+    return Section(f"{report.name} on {_target(report)}", columns=("", "in loops", "beside"), rows=_figures(report))
+
+
+def _figures(report: Audit) -> list[Cells]:
+    sent = [sum(x.times * x.sent() for x in report.exchanges if bool(x.loops) is looped) for looped in (True, False)]
+    rows = [
+        Cells(("bytes moved", *("" if x is None else size_text(x) for x in (report.turns, report.beside)))),
+        Cells(("bytes sent", *map(size_text, sent))),
+    ]
+    if report.memory is None:
+        return rows if report.turns is not None else rows[1:]
+    memory = report.memory
+    rows += [Cells((name, "", size_text(size))) for name, size in memory._asdict().items()]
+    return [*rows, Cells(("peak", "", size_text(memory.peak)))]
+
+
+def _bound(report: Audit) -> Section:
+    title = "Lower bound of a call"
+    known = {name: bound.seconds for name, bound in report.bounds.items() if bound.seconds is not None}
+    if not known:
+        return Section(title, f"none: nothing is published of {report.target.name}")
+    name = max(known, key=lambda x: known[x])
+    left = "" if len(known) == len(report.bounds) else "; what is not published is left out"
+    note = f"{known[name]:.3g} s, by {name}, if all overlap; {sum(known.values()):.3g} s one after the other{left}"
+    rows = [
+        Cells((name, "" if bound.seconds is None else f"{bound.seconds:.3g}", bound.arithmetic))
+        for name, bound in report.bounds.items()
+    ]
+    return Section(title, note, columns=("", "seconds", "arithmetic"), rows=rows)
+
+
+def _branches(report: Audit) -> list[Section]:
+    rows = _controls(report.program)
+    return [Section("Loops and branches", columns=("what", "how often", "source"), rows=rows)] if rows else []
+
+
+def _controls(program: Program | Graph) -> list[Cells]:
+    if isinstance(program, Graph):
+        return [Cells((what, count, short(source))) for what, count, source in program.controls()]
+    rows = list[Cells]()
+    for name, x, loops in program.executed():
+        if x.opcode == "while":
+            trips = program.trips(name, x)
+            kind = "loop" if program.repeats(name, x) or trips is not None else "branch, as a loop of one turn or none"
+            count = (
+                "unknown" if kind == "loop" and trips is None else f"{times(loops) * (1 if trips is None else trips):,}"
+            )
+            rows.append(Cells((kind, count, short(program.source(x)))))
+        elif x.opcode == "conditional":
+            rows.append(Cells(("branch", f"{times(loops):,}", short(program.source(x)))))
+    selects = defaultdict[str, int](int)
+    for of in program.computations.values():
+        for x in of.values():
+            if x.opcode == "select" and x.bytes >= 1024 and program.chosen_whole(of, x):
+                selects[short(program.source(x))] += 1
+    for source, count in selects.items():
+        rows.append(Cells((f"{count} arrays selected whole: both are computed", "", source)))
+    return rows
+
+
+def _alike(findings: Sequence[Finding]) -> Iterator[tuple[Finding, int]]:
+    """Findings of which the same is to be said as one with all their costs, and how many they are."""
+    grouped = defaultdict[tuple[str, str, str], list[Finding]](list)
+    for x in findings:
+        grouped[x.name, x.what, x.source].append(x)
+    for key, group in grouped.items():
+        costs = zip(*(x[len(key) :] for x in group), strict=True)
+        yield Finding(*key, *map(sum, costs)), len(group)
+
+
+def _finding(report: Audit, x: Finding, count: int) -> Cells:
+    seconds = report.seconds(x)
+    parts = [size_text(x.moved + x.sent)] * bool(x.moved or x.sent) + [f"{x.flops:.2g} flops"] * bool(x.flops)
+    what = f"{x.name}: " + f"{count} x " * (count > 1) + x.what + f" ({short(x.source)})" * bool(x.source)
+    return Cells((what, f"{x.times:,}", " ".join(parts), "" if seconds is None else f"{seconds:.2g} s"), False, x.name)
+
+
+def _loops(loops: Loops) -> str:
+    return " x ".join("?" if loop.trips is None else f"{loop.trips:,}" for loop in loops)

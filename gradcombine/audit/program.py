@@ -1,0 +1,301 @@
+"""What a compiled program does in one call: the bytes that it moves, what it copies, computes and exchanges."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from gradcombine.audit.hlo import Frame, Instruction, Loops, Module, Shape
+
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
+"""Operations that move nothing."""
+
+CONTROL = {"while", "conditional", "call", "async-start"}
+"""Operations whose computations are counted by themselves."""
+
+NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape")
+"""Targets of custom calls that move nothing."""
+
+SLICES = {"dynamic-slice", "slice", "gather"}
+
+
+LIBRARIES = ("site-packages/", "dist-packages/", "/gradcombine/integrations/", "/gradcombine/backends/", "<frozen")
+"""Parts of the paths of files whose lines are not the user's."""
+
+
+class Exchange(NamedTuple):
+    """One collective of a program.
+
+    Attributes:
+      computation: it stands in.
+      x: the operation that begins it.
+      loops: around it.
+      groups: of devices that take part together; empty where the program does not tell.
+      operand: bytes that each device gives.
+      result: bytes that each device gets.
+      exact: whether both are known; where not, there are so many at least.
+    """
+
+    computation: str
+    x: Instruction
+    loops: Loops
+    groups: list[tuple[int, ...]]
+    operand: int
+    result: int
+    exact: bool = True
+
+    @property
+    def kind(self) -> str:
+        return self.x.collective
+
+    @property
+    def size(self) -> int:
+        """The bytes of the larger side."""
+        return max(self.operand, self.result)
+
+    @property
+    def members(self) -> int:
+        """Devices of a group; two where the program does not tell."""
+        if self.kind == "collective-permute":
+            return 2
+        return max(map(len, self.groups), default=2)
+
+    @property
+    def times(self) -> int:
+        return times(self.loops)
+
+    def sent(self) -> float:
+        """Bytes that each device has to send, by the best known algorithms."""
+        n = self.members
+        if n == 1:
+            return 0.0
+        if self.kind == "all-reduce":
+            return 2 * (n - 1) / n * self.operand
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return float(self.operand)
+        return (n - 1) / n * self.size
+
+    def leaves_host(self, per_host: int) -> tuple[int, float]:
+        """The hosts that a group spans, and the bytes that each device sends to other ones."""
+        hosts = max(len({device // per_host for device in group}) for group in self.groups or [(0,)])
+        each = max(1, math.ceil(self.members / hosts))
+        if hosts == 1:
+            return 1, 0.0
+        if self.kind == "all-reduce":
+            return hosts, 2 * (hosts - 1) / hosts * self.operand / each
+        if self.kind in ("all-gather", "reduce-scatter"):
+            return hosts, (hosts - 1) / hosts * self.size / each
+        return hosts, self.sent()
+
+
+def times(loops: Loops) -> int:
+    """How often what stands in these loops runs; a loop of unknown length counts once."""
+    return math.prod(1 if loop.trips is None else loop.trips for loop in loops)
+
+
+def size_text(size: float) -> str:
+    """In the largest unit of which there is one at least.
+
+    >>> [size_text(n) for n in (0, 1023, 1536, 3 * 2**30)]
+    ['0 B', '1,023 B', '1.5 KiB', '3.0 GiB']
+    """
+    unit = 0
+    while size >= 1024 and unit < 4:
+        size, unit = size / 1024, unit + 1
+    return f"{size:,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{size:,.0f} B"
+
+
+def own_line(frames: Sequence[Frame]) -> str:
+    """Of lines of source, the innermost first, the first one that is no library's, as "file:line"."""
+    own = [frame for frame in frames if not any(part in frame.file for part in LIBRARIES)]
+    return "".join(f"{frame.file}:{frame.line}" for frame in (own or frames)[:1] if frame.file)
+
+
+def short(source: str) -> str:
+    """A line of source as a screen shows it: from the working directory, or the file's name alone."""
+    path, _, line = source.rpartition(":")
+    if not path:
+        return source
+    file = Path(path)
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{line}"
+
+
+Lines = Callable[[str], Sequence[Frame]]
+
+
+def no_lines(name: str) -> Sequence[Frame]:
+    return ()
+
+
+class Program(Module):
+    """A compiled program, and what can be counted in it.
+
+    Args:
+      text: as XLA prints it, for instance ``compiled.as_text()``.
+      lines: of source that a framework knows of an operation, by its name; otherwise those of the text.
+      shardings: of the entry's parameters, where the text does not tell.
+    """
+
+    def __init__(self, text: str, lines: Lines = no_lines, shardings: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self._lines, self._shardings = lines, shardings
+
+    def sharding(self, parameter: Instruction) -> str:
+        """How devices hold a parameter of the entry, as HLO writes it; empty where nothing tells."""
+        if found := re.search(r"\bsharding=(\{.*?\})(?=,|$| )", parameter.attributes):
+            return found[1]
+        number = int(parameter.inside)
+        return self._shardings[number] if number < len(self._shardings) else ""
+
+    def frames(self, x: Instruction) -> list[Frame]:
+        return [*self._lines(x.op_name)] or super().frames(x)
+
+    def source(self, x: Instruction) -> str:
+        """The line that an operation came from, "file:line": the innermost one that is no library's."""
+        return own_line(self.frames(x)) or self._of_joined.get(x.name, "")
+
+    @cached_property
+    def _of_joined(self) -> dict[str, str]:
+        """Lines of collectives that XLA has joined, and that have lost their own: of the first that takes a result."""
+        found = dict[str, str]()
+        for of in self.computations.values():
+            begun = {x.name: x.name for x in of.values() if x.collective}
+            for x in of.values():
+                for operand in x.operands:
+                    if operand in begun and (line := own_line(self.frames(x))):
+                        found.setdefault(begun[operand], line)
+                    elif operand in begun:
+                        begun.setdefault(x.name, begun[operand])
+        return found
+
+    def chosen_whole(self, of: dict[str, Instruction], x: Instruction) -> bool:
+        """Whether one flag selects between two whole arrays."""
+        flag = self.origin(of, x.operands[0])
+        return not flag.shapes[0].dims or (flag.opcode == "broadcast" and not of[flag.operands[0]].shapes[0].dims)
+
+    @cached_property
+    def exchanges(self) -> list[Exchange]:
+        """All collectives, in the program's order."""
+        found = list[Exchange]()
+        for name, x, loops in self.executed():
+            if x.collective:
+                operand = sum(self.computations[name][operand].bytes for operand in x.operands)
+                # What begins an asynchronous collective may give its operands as well.
+                shapes = x.shapes[len(x.operands) :] if len(x.shapes) >= 2 * len(x.operands) else x.shapes
+                result = sum(shape.bytes for shape in shapes[: len(x.operands)])
+                found.append(Exchange(name, x, loops, self.groups(x), operand, result))
+        return found
+
+    def work(self) -> Iterator[tuple[str, Loops, int, dict[int, float]]]:
+        """Of each operation, as often as loops repeat it in a call: where it is, the loops, bytes, flops by type."""
+        for name, x, loops in self.executed():
+            flops, count = dict[int, float](), times(loops)
+            for _, _, operations, width in self.products(name, x):
+                flops[width] = flops.get(width, 0.0) + count * operations
+            yield name, loops, count * self.traffic(name, x), flops
+
+    def traffic(self, name: str, x: Instruction) -> int:
+        """Bytes of main memory that an operation has to read and write once: the parts that it uses of its operands."""
+        if x.opcode in FREE or x.opcode in CONTROL or any(f'"{target}"' in x.attributes for target in NOTHING):
+            return 0
+        operands = [self.computations[name][operand] for operand in x.operands]
+        if x.opcode.endswith("-start"):
+            return sum(_main(operand) for operand in operands) if x.collective else 0
+        if x.opcode.endswith("-done"):
+            started = x.opcode.removesuffix("-done") in ("copy", "slice")
+            source = [self.computations[name][y] for y in operands[0].operands] if started else []
+            return _main(x) + (x.bytes if any(_main(y) for y in source) else 0)
+        if x.opcode == "fusion":
+            return self._fused(x, operands)
+        if x.opcode in SLICES:
+            return 2 * _main(x)
+        if x.opcode == "dynamic-update-slice":
+            return 2 * _main(operands[1])
+        if "__cublas" in x.attributes or "__cudnn" in x.attributes:
+            # What comes behind the result is room to work in.
+            return sum(map(_main, operands)) + _bytes(x.shapes[:1])
+        return sum(map(_main, operands)) + _main(x)
+
+    def products(self, name: str, x: Instruction) -> Iterator[tuple[str, Instruction, float, int]]:
+        """Matrix products and convolutions that an operation runs: where, which, their flops, their type's bits."""
+        if x.opcode == "fusion":
+            fused = x.called("calls")[0]
+            for y in self.computations[fused].values():
+                yield from self.products(fused, y)
+        elif found := self._product(name, x):
+            yield (name, x, *found)
+
+    def _product(self, name: str, x: Instruction) -> tuple[float, int] | None:
+        operands = [self.computations[name][operand].shapes[0] for operand in x.operands[:2]]
+        if len(operands) < 2:
+            return None
+        left, right = operands
+        width = max(_bits(left), _bits(right))
+        if x.opcode == "dot":
+            return 2.0 * x.shapes[0].elements * math.prod(left.dims[i] for i in x.lists("lhs_contracting_dims")), width
+        if x.opcode == "custom-call" and (
+            found := re.search(r'lhs_contracting_dimensions":\s*\[([^\]]*)\]', x.attributes)
+        ):
+            contracted = math.prod(left.dims[int(i)] for i in re.findall(r"\d+", found[1]))
+            return 2.0 * x.shapes[0].elements * contracted, width
+        if x.opcode == "convolution" and (found := re.search(r"dim_labels=\w+_(\w+)->(\w+)", x.attributes)):
+            # Each output sums the kernel without its output features; a larger window of padding is no work.
+            features = right.dims[found[1].index("o")]
+            outputs = x.shapes[0].elements
+            return 2.0 * outputs * right.elements / features, width
+        return None
+
+    def _fused(self, x: Instruction, operands: list[Instruction]) -> int:
+        fused = x.called("calls")[0]
+        body = self.computations[fused]
+        users: dict[str, list[Instruction]] = {}
+        for y in body.values():
+            for operand in y.operands:
+                users.setdefault(operand, []).append(y)
+
+        def consumers(name: str) -> list[tuple[str, Instruction]]:
+            found = list[tuple[str, Instruction]]()
+            for y in users.get(name, []):
+                found += consumers(y.name) if y.opcode in ("bitcast", "convert", "copy", "reshape") else [(name, y)]
+            return found
+
+        total = 0
+        for y in body.values():
+            if y.opcode == "parameter" and _main(operands[int(y.inside)]):
+                used = consumers(y.name)
+                parts = [_part(body, via, z) for via, z in used]
+                whole = operands[int(y.inside)].bytes
+                total += whole if None in parts or not parts else min(whole, sum(n for n in parts if n is not None))
+        root = body[self.roots[fused]]
+        results = [body[operand] for operand in root.operands] if root.opcode == "tuple" else [root]
+        for result, shape in zip(results, x.shapes, strict=False):
+            origin = self.origin(body, result.name)
+            written = body[origin.operands[1]].bytes if origin.opcode == "dynamic-update-slice" else shape.bytes
+            total += 0 if shape.space else written
+        return total
+
+
+def _part(body: dict[str, Instruction], name: str, x: Instruction) -> int | None:
+    """The bytes that a slice takes of an operand; None for what takes all of it."""
+    if x.opcode in SLICES and x.operands[0] == name:
+        return x.bytes
+    if x.opcode == "dynamic-update-slice" and x.operands[0] == name:
+        return 0
+    return None
+
+
+def _bytes(shapes: tuple[Shape, ...]) -> int:
+    return sum(0 if shape.space else shape.bytes for shape in shapes)
+
+
+def _main(x: Instruction) -> int:
+    """Of an operation's result, in main memory."""
+    return _bytes(x.shapes)
+
+
+def _bits(shape: Shape) -> int:
+    return 8 * shape.bytes // shape.elements if shape.elements else 0

@@ -1,0 +1,274 @@
+"""The machines that a program is compiled for, whether they are here or not, and their published figures."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradcombine.audit.program import Exchange
+from gradcombine.errors import GradCombineError, shown
+
+H100 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 2 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
+"""The facts of an H100 SXM, as a GpuTargetConfigProto."""
+
+
+class Figures(NamedTuple):
+    """What a maker publishes of one device.
+
+    Attributes:
+      flops: operations a second of the fastest units, by bits of the operands' type.
+      bandwidth: of its memory, in bytes a second.
+      memory: in bytes.
+      link: bytes a second that it sends to devices of its host, or of its slice; None where none is published.
+      network: bytes a second that it sends to other hosts; None where none is published.
+    """
+
+    flops: dict[int, float]
+    bandwidth: float
+    memory: int
+    link: float | None = None
+    network: float | None = None
+
+
+GIB = 2**30
+PUBLISHED = {
+    # NVIDIA H100 Tensor Core GPU, data sheet of the SXM: dense rates; NVLink is 900 GB/s in both directions, and a
+    # DGX H100 has a card of 400 Gb/s for each GPU.
+    "h100": Figures({8: 1979e12, 16: 989.4e12, 32: 494.7e12, 64: 66.9e12}, 3.35e12, 84942979072, 450e9, 50e9),
+    # Google Cloud's pages of the TPU versions: ICI is given for both directions together.
+    "v4": Figures({8: 275e12, 16: 275e12, 32: 275e12}, 1228e9, 32 * GIB, 150e9),
+    "v5e": Figures({8: 393e12, 16: 197e12, 32: 197e12}, 819e9, 16 * GIB, 200e9),
+    "v5p": Figures({8: 918e12, 16: 459e12, 32: 459e12}, 2765e9, 95 * GIB, 600e9),
+    "v6e": Figures({8: 1836e12, 16: 918e12, 32: 918e12}, 1640e9, 32 * GIB, 400e9),
+}
+"""A TPU multiplies float32 as bfloat16 unless it is told otherwise, so that rate is the bound."""
+
+
+KINDS = {
+    "NVIDIA H100 80GB HBM3": "h100",
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v5p": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+}
+"""What JAX calls the devices of which figures are known."""
+
+
+LENGTH = r"[1-9]\d{0,4}"
+"""Of a side of a slice, or a number of hosts or devices, in the name of a target."""
+
+
+HERE = "this machine"
+
+
+class Target(NamedTuple):
+    """Devices to compile for.
+
+    Attributes:
+      name: as it was asked for.
+      devices: JAX's; those of `jax.devices` for this machine.
+      per_host: how many of them share a host, or a slice.
+      figures: what is published of one; None where nothing is known.
+    """
+
+    name: str
+    devices: tuple[Any, ...]
+    per_host: int
+    figures: Figures | None
+
+    @property
+    def here(self) -> bool:
+        return self.name == HERE
+
+
+def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
+    """The machine of this name.
+
+    Args:
+      name: "h100:8" (one host), "h100:64x8" (hosts by devices), "v5e:16x16" (chips of a slice), or the path of a
+        GpuTargetConfigProto in text form and ":" with a number or hosts x devices; None for this machine.
+      compiles: whether its compiler is needed; without, there are no devices, but the figures.
+
+    Raises:
+      GradCombineError: a name that is none of these, or a compiler that is not installed.
+    """
+    if name is None:
+        if not compiles:
+            return Target("an unknown machine", (), 1, None)
+        import jax
+
+        devices = tuple(jax.devices())
+        figures = PUBLISHED.get(KINDS.get(devices[0].device_kind, ""))
+        # A host of GPUs is what NVLink joins; of TPUs, all that JAX sees are one slice.
+        near = len(jax.local_devices()) if devices[0].platform == "gpu" else len(devices)
+        return Target(HERE, devices, near, figures)
+    kind, _, shape = name.rpartition(":") if isinstance(name, str) else ("", "", "")
+    if kind in PUBLISHED and kind != "h100":
+        if not re.fullmatch(rf"{LENGTH}x{LENGTH}(x{LENGTH})?", shape):
+            raise GradCombineError("audit", f"a slice such as {kind}:4x4", name)
+        chips = math.prod(int(n) for n in shape.split("x"))
+        return Target(name, tpu(name) if compiles else (), chips, PUBLISHED[kind])
+    hosts, _, each = shape.rpartition("x")
+    if not re.fullmatch(rf"({LENGTH}x)?{LENGTH}", shape) or (kind != "h100" and not Path(kind).is_file()):
+        expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
+        raise GradCombineError("audit", expected, shown(name))
+    text = H100 if kind == "h100" else _description(kind)
+    figures = PUBLISHED["h100"] if kind == "h100" else described(text)
+    return Target(name, gpu(text, int(each), int(hosts or 1)) if compiles else (), int(each), figures)
+
+
+def _description(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, ValueError) as error:  # not to be read, or no text
+        raise GradCombineError("audit", "a GpuTargetConfigProto in text form", f"{path}: {error}") from None
+
+
+@cache
+def gpu(description: str, devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
+    """GPUs of this description, so many in each host."""
+    _require("jax_plugins.xla_cuda12", "--no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}")
+    shape = f"1x{hosts}x{devices}"
+    return _topology("cuda", topology_name="gpu", target_config=description, topology=shape)
+
+
+@cache
+def tpu(name: str) -> tuple[Any, ...]:
+    """The chips of a slice, for instance ``"v5e:4x4"``."""
+    _require("libtpu", "'jax[tpu]=={0}'")
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # there is no machine that could be asked what it is
+    return _topology("tpu", topology_name=name)
+
+
+def described(text: str) -> Figures:
+    """What a GpuTargetConfigProto tells: nothing of tensor cores and links.
+
+    >>> described(H100).bandwidth
+    3352320000000.0
+    """
+    facts = {name: float(number) for name, number in re.findall(r"(\w+): (\d+(?:\.\d*)?)$", text, re.MULTILINE)}
+    needed = ("memory_bandwidth", "device_memory_size")
+    if lacking := [name for name in needed if not 0 < facts.get(name, 0) < math.inf]:
+        raise GradCombineError("audit", f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
+    bandwidth, memory = (facts[name] for name in needed)
+    return Figures({}, bandwidth, int(memory))
+
+
+def _require(module: str, packages: str) -> None:
+    import jax
+
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        command = f"pip install {packages.format(jax.__version__)}"
+        expected = f"the compiler of this target, in an environment of its own: {command}"
+        raise GradCombineError("audit", expected, "none installed")
+
+
+def _topology(platform: str, **names: str) -> tuple[Any, ...]:
+    from jax.experimental import topologies
+
+    try:
+        return tuple(topologies.get_topology_desc(platform=platform, **names).devices)
+    except Exception as error:  # the compiler's own class
+        reason = " ".join(str(error).split())[:200]
+        raise GradCombineError("audit", "a target that its compiler knows", reason) from None
+
+
+class Bound(NamedTuple):
+    """A time that no execution is shorter than, and how it comes about.
+
+    Attributes:
+      seconds: the sum divided by the rate; None where no rate is published.
+      arithmetic: the same in words.
+    """
+
+    seconds: float | None
+    arithmetic: str
+
+
+def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Sequence[Exchange]) -> dict[str, Bound]:
+    """Of compute, memory and exchange.
+
+    Args:
+      target: whose published figures bound them.
+      flops: of matrix products and convolutions, by the bits of their types.
+      moved: bytes in main memory.
+      exchanges: each as often as its loops turn.
+    """
+    figures = target.figures
+    if figures is None:
+        nothing = Bound(None, f"nothing is published of {target.name}")
+        return dict.fromkeys(("compute", "memory", "exchange"), nothing)
+    return {
+        "compute": _compute(flops, figures),
+        "memory": _memory(moved, figures),
+        "exchange": _exchange(exchanges, target.per_host, figures),
+    }
+
+
+def _compute(flops: dict[int, float], figures: Figures) -> Bound:
+    if not figures.flops:
+        return Bound(None, "no rate of products is published")
+    fastest = max(figures.flops.values())
+    parts = [(count, width, figures.flops.get(width, fastest)) for width, count in sorted(flops.items())]
+    words = " + ".join(f"{count:.3g} of {width} bits / {rate:.4g}/s" for count, width, rate in parts) or "no products"
+    seconds = sum(count / rate for count, _, rate in parts)
+    return Bound(seconds, f"{words} = {seconds:.3g} s")
+
+
+def _memory(moved: float, figures: Figures) -> Bound:
+    seconds = moved / figures.bandwidth
+    return Bound(seconds, f"{moved:,.0f} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
+
+
+def _exchange(exchanges: Sequence[Exchange], per_host: int, figures: Figures) -> Bound:
+    within = across = 0.0
+    for x in exchanges:
+        hosts, away = x.leaves_host(per_host)
+        across += x.times * away
+        within += x.times * (x.sent() if hosts == 1 else max(0.0, x.sent() - away))
+    words, seconds = list[str](), 0.0
+    for sent, rate, where in ((within, figures.link, "to its host"), (across, figures.network, "to other hosts")):
+        if sent and rate is None:
+            return Bound(None, f"{sent:,.0f} B {where}, of which no rate is published")
+        if sent and rate is not None:
+            seconds = max(seconds, sent / rate)
+            words.append(f"{sent:,.0f} B {where} / {rate:.4g} B/s")
+    joined = f"max({', '.join(words)})" if len(words) > 1 else "".join(words)
+    return Bound(seconds, f"{joined} = {seconds:.3g} s" if words else "nothing is exchanged")

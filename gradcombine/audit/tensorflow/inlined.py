@@ -1,0 +1,447 @@
+"""Reads a graph of TensorFlow that is not compiled, with the functions that it calls, without running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from gradcombine.audit.hlo import Frame, Instruction, Loop, Loops, Shape
+from gradcombine.audit.program import own_line
+from gradcombine.errors import GradCombineError
+
+Value = int
+"""The number of one output of one operation, where each call of a function counts anew."""
+
+ALL_REDUCES = (
+    *("CollectiveReduce", "CollectiveReduceV2", "CollectiveReduceV3", "NcclAllReduce", "NcclReduce"),
+    *("CrossReplicaSum", "XlaAllReduce", "DTensorAllReduce", "HorovodAllreduce", "HorovodGroupedAllreduce"),
+)
+COLLECTIVES = {
+    **dict.fromkeys(ALL_REDUCES, "all-reduce"),
+    **dict.fromkeys(("CollectiveGather", "CollectiveGatherV2", "DTensorAllGather"), "all-gather"),
+    **dict.fromkeys(("HorovodAllgather", "HorovodGroupedAllgather"), "all-gather"),
+    **dict.fromkeys(("CollectiveReduceScatterV2", "XlaReduceScatter", "DTensorReduceScatter"), "reduce-scatter"),
+    **dict.fromkeys(("HorovodReducescatter", "HorovodGroupedReducescatter"), "reduce-scatter"),
+    **dict.fromkeys(("CollectiveAllToAllV2", "CollectiveAllToAllV3", "AllToAll", "DTensorAllToAll"), "all-to-all"),
+    "HorovodAlltoall": "all-to-all",
+    **dict.fromkeys(("CollectiveBcastSend", "CollectiveBcastSendV2", "NcclBroadcast"), "collective-broadcast"),
+    **dict.fromkeys(("CollectiveBcastRecv", "CollectiveBcastRecvV2", "HorovodBroadcast"), "collective-broadcast"),
+    "CollectivePermute": "collective-permute",
+}
+"""Kinds of collectives, as HLO names them, by TensorFlow's operations."""
+
+WHILE = {"While", "StatelessWhile", "_While", "XlaWhile", "RiscWhile"}
+BRANCHES = {"If", "StatelessIf", "_If", "XlaIf", "Case", "StatelessCase"}
+CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+OVER_DATA = {"ReduceDataset", "ScanDataset"}
+"""Loops over a data set: their function takes what is carried, an element, and what it captures."""
+
+WRITES = {"AssignVariableOp", "AssignAddVariableOp", "AssignSubVariableOp"}
+FLOW_V1 = {"Enter", "RefEnter", "Merge", "RefMerge", "NextIteration", "RefNextIteration"}
+PYTHON = {"PyFunc", "PyFuncStateless", "EagerPyFunc"}
+BEFORE_LAYOUTS = {"Relayout", "RelayoutLike", "CopyToMesh"}
+
+MOST = 2_000_000
+"""Operations, where each call of a function counts anew."""
+
+KINDS = {
+    **dict(enumerate(["f32", "f64", "s32", "u8", "s16", "s8"], 1)),
+    **dict(
+        zip(
+            (8, 9, 10, 14, 17, 18, 19, 22, 23),
+            ["c64", "s64", "pred", "bf16", "u16", "c128", "f16", "u32", "u64"],
+            strict=True,
+        )
+    ),
+    **dict(zip((24, 25, 29, 30), ["f8e5m2", "f8e4m3fn", "s4", "u4"], strict=True)),
+}
+"""Element types as HLO names them, by their numbers in TensorFlow. Handles and strings are none."""
+
+
+class Array(NamedTuple):
+    """What the graph tells of a value: its lengths are None where none are told, and -1 where one is not known."""
+
+    kind: str
+    dims: tuple[int, ...] | None
+
+    @property
+    def shape(self) -> Shape:
+        """With 1 for what is not known: not less than that is there."""
+        return Shape(self.kind or "token", tuple(abs(n) for n in self.dims or ()))
+
+    @property
+    def exact(self) -> bool:
+        return self.dims is not None and -1 not in self.dims
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind.startswith(("f", "bf"))
+
+
+@dataclass(eq=False)
+class Turning:
+    """A loop of a graph.
+
+    Attributes:
+      operation: that turns it.
+      given: what it carries before the first turn.
+      carried: the same at the beginning of a turn.
+      results: the same at its end.
+      asked: the same, as its condition takes it.
+      proceed: the condition's result; None where data decide.
+      trips: how often it turns; None where that is not known.
+    """
+
+    operation: Operation
+    source: str
+    given: list[Value] = field(default_factory=list)
+    carried: list[Value] = field(default_factory=list)
+    results: list[Value] = field(default_factory=list)
+    asked: list[Value] = field(default_factory=list)
+    proceed: Value | None = None
+    trips: int | None = None
+
+    @cached_property
+    def loop(self) -> Loop:
+        return Loop(instruction(self.operation, "while", self.source), self.trips)
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """A function where it is called.
+
+    Attributes:
+      function: its name; empty for the graph itself.
+      turns: the loops around it, the outermost first.
+      branches: those around it: the number of the conditional, and that of the branch.
+      device: where it is called.
+      callers: the functions around it.
+    """
+
+    function: str = ""
+    turns: tuple[Turning, ...] = ()
+    branches: tuple[tuple[int, int], ...] = ()
+    device: str = ""
+    callers: tuple[str, ...] = ()
+
+
+@dataclass(eq=False)
+class Operation:
+    """One operation, where it stands; inputs are without those that only give an order."""
+
+    node: Any
+    site: Site
+    inputs: list[Value] = field(default_factory=list)
+    outputs: list[Value] = field(default_factory=list)
+
+    @property
+    def op(self) -> str:
+        return self.node.op
+
+    @property
+    def name(self) -> str:
+        return f"{self.site.function}/{self.node.name}" if self.site.function else self.node.name
+
+    @property
+    def device(self) -> str:
+        return self.node.device or self.site.device
+
+    @property
+    def loops(self) -> Loops:
+        return tuple(turning.loop for turning in self.site.turns if turning.trips != 1)
+
+
+class Inlined:
+    """A graph, with its functions in the place of their calls.
+
+    Args:
+      name: of the graph.
+      proto: a ``GraphDef`` with the shapes of what operations give (``as_graph_def(add_shapes=True)``).
+      results: the values that it returns, as "operation:number". None: those that nothing takes.
+      frames: of a function ("" for the graph) and the name of an operation, the lines of source, the innermost first.
+      devices: of variables that the graph captures, by the names of their placeholders.
+
+    Raises:
+      GradCombineError: control flow of version 1, a function that is missing, or more operations than can be read.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        proto: Any,
+        results: Iterable[str] | None = None,
+        frames: Callable[[str, str], Sequence[Frame]] = lambda function, operation: (),
+        devices: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self.name, self._frames, self._devices = name, frames, devices
+        self._library = {x.signature.name: x for x in proto.library.function}
+        self._definitions = dict[str, Any]()
+        self._acts = dict[str, bool]()
+        self.operations = list[Operation]()
+        self.arrays = list[Array]()
+        self.producers = dict[Value, Operation]()
+        self.sources = dict[Value, list[Value]]()
+        """Where values come from that nothing computes: arguments and results of functions, loops and branches."""
+        self.targets = dict[Value, list[Value]]()
+        """The same, seen from their sources."""
+        self.uses = dict[Value, list[Operation]]()
+        self.chosen = dict[Value, tuple[Value, list[Value]]]()
+        """Of results of a conditional: what decides, and what each branch gives."""
+        self.escaping = set[Value]()
+        """Values that are needed where the graph does not tell."""
+        self.turnings = list[Turning]()
+        self.conditionals = list[Operation]()
+        self.notes = dict[str, None]()
+        find = self._inline(proto.node, Site(), {})
+        if results is None:
+            values = (x for op in self.operations if op.site.function == "" for x in op.outputs)
+            self.escaping.update(x for x in values if x not in self.uses and x not in self.targets)
+        else:
+            self.escaping.update(map(find, results))
+
+    def line(self, x: Operation) -> str:
+        """The same of an operation of the graph."""
+        return own_line(self._frames(x.site.function, x.node.name))
+
+    def origins(self, value: Value, known: Container[Value] = ()) -> set[Value]:
+        """Where a value is made: behind functions, loops, branches and copies; no further than what is known."""
+        found, seen, waiting = set[Value](), set[Value](), [value]
+        while waiting:
+            one = waiting.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            x = self.producers.get(one)
+            if one in known:
+                found.add(one)
+            elif one in self.sources:
+                waiting += self.sources[one]
+            elif x is not None and x.op in ("Identity", "IdentityN"):
+                waiting.append(x.inputs[x.outputs.index(one)])
+            else:
+                found.add(one)
+        return found
+
+    def places(self, v: Value) -> set[str]:
+        """The devices on which a value is made; what is read of a variable lies with the variable."""
+        found = set[str]()
+        for x in (self.producers[o] for o in self.origins(v) if o in self.producers):
+            known = x.device or ("" if x.site.function else self._devices.get(x.node.name, ""))
+            found |= {known} if known or x.op != "ReadVariableOp" else self.places(x.inputs[0])
+        return found
+
+    def variable(self, x: Operation) -> Value | None:
+        """The handle that an operation takes first; None if it may be one of several."""
+        found = self.origins(x.inputs[0])
+        return found.pop() if len(found) == 1 else None
+
+    def roots(self) -> list[str]:
+        """Functions that nothing calls, but that exchange or write."""
+        nodes = [node for function in self._library.values() for node in function.node_def]
+        called = {f for node in nodes for names in self._functions(node).values() for f in names}
+        called |= {x.site.function for x in self.operations} | {node.op for node in nodes}
+        return [name for name in self._library if name not in called and self._is_of_interest(name)]
+
+    def inside(self, turning: Turning) -> Iterator[Operation]:
+        return (x for x in self.operations if turning in x.site.turns)
+
+    def named(self, x: Operation) -> dict[str, Value]:
+        """An operation's inputs by their names."""
+        return dict(zip((argument.name for argument in self._definition(x.op).input_arg), x.inputs, strict=False))
+
+    def _inline(self, nodes: Iterable[Any], site: Site, arguments: dict[str, list[Value]]) -> Callable[[str], Value]:
+        """Adds a function's operations; returns what finds a value by its name in it."""
+        named = dict[str, tuple[Operation, dict[str, int]]]()
+        for node in nodes:
+            if node.op in FLOW_V1:
+                raise GradCombineError("audit", "a graph whose loops and branches are functions (While, If)", node.op)
+            x, starts = Operation(node, site), dict[str, int]()
+            told = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
+            for argument in self._definition(node.op).output_arg:
+                starts[argument.name] = len(x.outputs)
+                for kind in self._types(argument, node):
+                    shape = told[len(x.outputs)] if len(x.outputs) < len(told) else None
+                    dims = None if shape is None or shape.unknown_rank else tuple(d.size for d in shape.dim)
+                    x.outputs.append(self._value(kind, dims))
+            self.producers.update(dict.fromkeys(x.outputs, x))
+            self.operations.append(x)
+            named[node.name] = x, starts
+        if len(self.operations) > MOST:
+            raise GradCombineError("audit", f"a graph of at most {MOST:,} operations, functions included", "more")
+
+        def find(name: str) -> Value:
+            operation, *rest = name.split(":")
+            if operation in arguments:
+                return arguments[operation][int(rest[-1]) if rest else 0]
+            if operation not in named:
+                raise GradCombineError("audit", "a graph that is whole", f"{operation} is missing in {site.function}")
+            x, starts = named[operation]
+            return x.outputs[(starts[rest[0]] if len(rest) == 2 else 0) + (int(rest[-1]) if rest else 0)]
+
+        for x, _ in named.values():
+            x.inputs = [find(name) for name in x.node.input if not name.startswith("^")]
+        for x, _ in named.values():
+            if not self._enter(x):
+                for v in dict.fromkeys(x.inputs):
+                    self.uses.setdefault(v, []).append(x)
+        return find
+
+    def _enter(self, x: Operation) -> bool:
+        """Puts the functions that an operation calls in its place; False if the operation stands for itself."""
+        functions = self._functions(x.node)
+        if x.op in WHILE:
+            turning = self._turning(x, x.inputs, len(x.inputs))
+            turning.asked = [self._like(v) for v in x.inputs]
+            turning.results = self._call(x, functions["body"][0], turning.carried, turning)
+            (turning.proceed, *_) = self._call(x, functions["cond"][0], turning.asked, turning)
+            for i, result in enumerate(turning.results):
+                for after in (turning.carried[i], turning.asked[i], x.outputs[i]):
+                    self._link(after, turning.given[i], result)
+        elif x.op in BRANCHES:
+            branches = [name for names in functions.values() for name in names]
+            if "then_branch" in functions:
+                branches = [*functions["else_branch"], *functions["then_branch"]]
+            number = len(self.conditionals)
+            self.conditionals.append(x)
+            results = [
+                self._call(x, name, self._passed(x.inputs[1:]), branch=(number, i)) for i, name in enumerate(branches)
+            ]
+            for output, *given in zip(x.outputs, *results, strict=True):
+                self._link(output, *given)
+                self.chosen[output] = x.inputs[0], given
+            self.uses.setdefault(x.inputs[0], []).append(x)
+        elif x.op in CALLS or x.op in self._library:
+            name = functions["f"][0] if x.op in CALLS else x.op
+            for output, result in zip(x.outputs, self._call(x, name, self._passed(x.inputs)), strict=True):
+                self._link(output, result)
+        elif x.op in OVER_DATA:
+            self._over_data(x, functions["f"][0])
+        else:
+            for name in (name for names in functions.values() for name in names if self._is_of_interest(name)):
+                turning = self._turning(x, (), 0)
+                arguments = self._library[name].signature.input_arg
+                given = [self._value(KINDS.get(a.type, ""), None) for a in arguments]
+                self.escaping.update(self._call(x, name, given, turning))
+            if x.op in PYTHON:
+                self.notes[f"what Python does in {x.op}"] = None
+            if x.op in BEFORE_LAYOUTS:
+                self.notes["what DTensor makes of layouts when it runs"] = None
+            return False
+        return True
+
+    def _over_data(self, x: Operation, name: str) -> None:
+        arguments = self._library[name].signature.input_arg
+        carried, captured = (len(x.node.attr[key].list.type) for key in ("Tstate", "Targuments"))
+        turning = self._turning(x, x.inputs[1:], carried)
+        rest = [self._value(KINDS.get(a.type, ""), None) for a in arguments[carried : len(arguments) - captured]]
+        last = self._passed(x.inputs[1 + carried : 1 + carried + captured])
+        results = self._call(x, name, [*turning.carried, *rest, *last], turning)
+        turning.results = results[:carried]
+        for i, result in enumerate(turning.results):
+            self._link(turning.carried[i], turning.given[i], result)
+            if x.op == "ReduceDataset":
+                self._link(x.outputs[i], turning.given[i], result)
+        self.escaping.update(results[carried:])
+
+    def _call(
+        self,
+        x: Operation,
+        name: str,
+        given: list[Value],
+        turning: Turning | None = None,
+        branch: tuple[int, int] | None = None,
+    ) -> list[Value]:
+        around, function = x.site, self._library.get(name)
+        if function is None:
+            raise GradCombineError("audit", f"a graph with the function {name}", "none of this name")
+        if name in around.callers:
+            raise GradCombineError("audit", "a graph of functions that do not call themselves", name)
+        if "_XlaMustCompile" in function.attr and function.attr["_XlaMustCompile"].b:
+            self.notes[f"what XLA makes of {name}: audit that tf.function by itself"] = None
+        turns = (*around.turns, turning) if turning else around.turns
+        branches = (*around.branches, branch) if branch else around.branches
+        site = Site(name, turns, branches, x.device, (*around.callers, name))
+        arguments = {x.name: [v] for x, v in zip(function.signature.input_arg, given, strict=True)}
+        find = self._inline(function.node_def, site, arguments)
+        return [find(function.ret[result.name]) for result in function.signature.output_arg]
+
+    def _turning(self, x: Operation, given: Sequence[Value], count: int) -> Turning:
+        turning = Turning(x, self.line(x), list(given[:count]))
+        turning.carried = [self._like(v) for v in turning.given]
+        self.turnings.append(turning)
+        return turning
+
+    def _passed(self, given: Iterable[Value]) -> list[Value]:
+        """Arguments of a function, for each of its calls."""
+        passed = list[Value]()
+        for v in given:
+            passed.append(self._like(v))
+            self._link(passed[-1], v)
+        return passed
+
+    def _link(self, after: Value, *before: Value) -> None:
+        self.sources.setdefault(after, []).extend(before)
+        self.producers.pop(after, None)
+        for v in before:
+            self.targets.setdefault(v, []).append(after)
+        if self.arrays[after].dims is None:
+            self.arrays[after] = self.arrays[before[0]]
+
+    def _value(self, kind: str, dims: tuple[int, ...] | None) -> Value:
+        self.arrays.append(Array(kind, dims))
+        return len(self.arrays) - 1
+
+    def _like(self, v: Value) -> Value:
+        return self._value(*self.arrays[v])
+
+    def _functions(self, node: Any) -> dict[str, list[str]]:
+        """The functions that attributes name, in the order of the operation's definition."""
+        found = dict[str, list[str]]()
+        for attribute in self._definition(node.op).attr if node.op not in self._library else ():
+            if attribute.type == "func":
+                found[attribute.name] = [node.attr[attribute.name].func.name]
+            elif attribute.type == "list(func)":
+                found[attribute.name] = [f.name for f in node.attr[attribute.name].list.func]
+        return found
+
+    def _is_of_interest(self, name: str) -> bool:
+        """Whether a function, or one that it calls, exchanges or writes anything."""
+        if name not in self._acts:
+            self._acts[name] = False
+            nodes = self._library[name].node_def if name in self._library else ()
+            called = (f for node in nodes for names in self._functions(node).values() for f in names)
+            self._acts[name] = any(n.op in COLLECTIVES or n.op in WRITES for n in nodes) or any(
+                map(self._is_of_interest, called)
+            )
+        return self._acts[name]
+
+    def _definition(self, op: str) -> Any:
+        if op in self._library:
+            return self._library[op].signature
+        if op not in self._definitions:
+            from tensorflow.python.framework import op_def_registry  # pyright: ignore[reportMissingImports]
+
+            found = op_def_registry.get(op)
+            if found is None:
+                raise GradCombineError("audit", "operations that the installed TensorFlow knows", op)
+            self._definitions[op] = found
+        return self._definitions[op]
+
+    def _types(self, argument: Any, node: Any) -> list[str]:
+        def told(name: str) -> Any:
+            if name in node.attr:
+                return node.attr[name]
+            return next(x.default_value for x in self._definition(node.op).attr if x.name == name)
+
+        if argument.type_list_attr:
+            return [KINDS.get(kind, "") for kind in told(argument.type_list_attr).list.type]
+        kind = argument.type or (told(argument.type_attr).type if argument.type_attr else 0)
+        return [KINDS.get(kind, "")] * (told(argument.number_attr).i if argument.number_attr else 1)
+
+
+def instruction(x: Operation, opcode: str, source: str) -> Instruction:
+    """An operation, as reports and findings take it."""
+    return Instruction(x.name, (), (), opcode, (), "", f'op_name="{x.name}" source="{source}"', False)

@@ -1,0 +1,220 @@
+"""A loss of several terms: its gradient for each denominator, or one where the totals are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from gradcombine import reductions
+from gradcombine.backends.jax_versions import vjp_by_name
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import load
+from gradcombine.denominators import Terms, require_totals
+from gradcombine.errors import renamed
+from gradcombine.integrations.jax.arrays import require_tree
+from gradcombine.integrations.jax.contribution import Form, Loss, LossOutput, Objective
+from gradcombine.integrations.jax.on_replicas import mark_own
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.ratios import Ratio, ratios
+from gradcombine.reductions.weights import parse
+from gradcombine.types import Array, Order, Tree
+
+
+def objective_of(
+    operation: str,
+    loss: Callable[..., Any] | Loss,
+    weight: Callable[..., Any] | None,
+    reduction: Reduction | None,
+    over: Collective,
+    order: Order,
+) -> Objective:
+    """The objective of a loss, of one term or of several; the arguments are those of `value_and_grad`."""
+    loss = Loss.of(loss)
+    mean = reductions.mean() if reduction is None else reduction
+    objective = Objective(operation, loss, weight, mean, over, order)
+    require_totals(operation, loss.totals)
+    if loss.terms is None:
+        if loss.totals is not None:
+            raise objective.error("terms, for totals", "none")
+        return objective
+    several = Terms(operation, loss.terms)
+    if not loss.differentiate:
+        raise objective.error("a loss to differentiate, for terms", "differentiate=False")
+    if loss.totals is None:
+        with renamed(operation):
+            combined, of_values = ratios(several.denominators, reduction), several.reduction_of_values()
+    else:
+        combined, of_values = reductions.sum() if reduction is None else reduction, reductions.sum()
+        if combined.scales_by_weight:
+            raise objective.error("a sum, for terms that are divided by known totals", combined.name)
+    aux = reductions.mean() if loss.aux_reduction is None else loss.aux_reduction
+    parts = {"terms": of_values, "weights": reductions.sum(), "aux": aux}
+    of_terms = replace(loss, aux_reduction=parts, differentiate=loss.totals is not None)
+    return ObjectiveOfTerms(operation, of_terms, weight, combined, over, order)
+
+
+def grads_by_denominator(
+    loss: Callable[..., Any],
+    terms: Mapping[str, str],
+    *,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+) -> Callable[..., tuple[LossOutput, dict[str, Tree]]]:
+    """The gradients of a loss of several terms, one for each denominator: for `integrations.optax.accumulate`.
+
+    Args:
+      loss, argnums, has_aux: as for jax.value_and_grad; returns terms and weights as for `value_and_grad`.
+      terms: likewise.
+
+    Returns:
+      A function of the arguments of ``loss``. It returns the `LossOutput` of the loss, and by denominator the gradient
+      of the sum of its terms, neither divided nor multiplied: one linearization, and one backward pass for each
+      denominator through what its terms depend on.
+
+    Raises:
+      GradCombineError: as `value_and_grad`.
+
+    >>> import jax.numpy as jnp
+    >>> from gradcombine.integrations.jax import LossOutput, grads_by_denominator
+    >>> def loss(w, x):
+    ...     return LossOutput({"fit": jnp.sum(w * x), "decay": w * w}, weight={"tokens": x.size, "microbatches": 1})
+    >>> function = grads_by_denominator(loss, {"fit": "tokens", "decay": "microbatches"})
+    >>> output, grads = function(jnp.float32(10), jnp.float32([1, 2]))
+    >>> {name: float(grad) for name, grad in grads.items()}, output.weight
+    ({'microbatches': 20.0, 'tokens': 3.0}, {'microbatches': 1, 'tokens': 2})
+    """
+    operation = "grads_by_denominator"
+    objective = ObjectiveOfTerms(operation, Loss(loss, argnums, has_aux=has_aux, terms=terms))
+
+    @wraps(loss)
+    def differentiated(*args: Any, **kwargs: Any) -> tuple[LossOutput, dict[str, Tree]]:
+        require_tree(operation, args, kwargs)
+        output, _, grads = objective.differentiated(args, kwargs)
+        values = {term: part.numerator for term, part in output.aux["terms"].items()}
+        weights = {name: part.denominator for name, part in grads.items()}
+        told = LossOutput(values, weights, output.aux["aux"], output.carry)
+        return told, {name: part.numerator for name, part in grads.items()}
+
+    return differentiated
+
+
+class ObjectiveOfTerms(Objective):
+    """A loss of several terms, whose values and weights go along as aux.
+
+    Where totals are not known, the gradients are `Ratio`s, one for each denominator.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _ = self.terms  # raises for terms that are none
+
+    @cached_property
+    def terms(self) -> Terms:
+        return Terms(self.operation, {} if self.loss.terms is None else self.loss.terms)
+
+    @property
+    def counts(self) -> bool:
+        return self.loss.totals == "counted"
+
+    def weight_of(self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None) -> Any:
+        return self._run(args, kwargs)[0].weight
+
+    def weights_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Array:
+        """The weights of one microbatch, by denominator, as one array; what else the loss computes is left out."""
+        weights = self._terms_of(args, kwargs)[1]
+        return jnp.stack([self._number(weights[name]) for name in self.terms.denominators])
+
+    def with_totals(self, kwargs: dict[str, Any], counted: Array) -> dict[str, Any]:
+        """The keyword arguments with the totals of all replicas, by one exchange of a few numbers."""
+        if "totals" in kwargs:
+            raise self.error("no totals, where they are counted", "totals")
+        (totals,) = self.over.all_sum([mark_own(self.over, counted)])
+        return kwargs | {"totals": {name: totals[i] for i, name in enumerate(self.terms.denominators)}}
+
+    def like(self, params: Tree) -> Tree:
+        return params if self.loss.totals is not None else {name: Ratio(params, 1) for name in self.terms.denominators}
+
+    def told(self, values: dict[str, Tree]) -> dict[str, Tree]:
+        aux = values["aux"]
+        told = {"grads": values["grads"], "value": aux["terms"], "weight": aux["weights"]}
+        told |= {"aux": aux["aux"]} if jax.tree.leaves(aux["aux"]) else {}
+        return told | {"total": self.terms.total(aux["terms"])}
+
+    def differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form, dict[str, Ratio]]:
+        """What `_run` returns, and by denominator the gradient of its terms and its weight, where totals are not known.
+
+        One linearization (of JAX 0.9: one more for each denominator), and one backward pass for each denominator.
+        """
+        self.batch_positions(args)  # refuses fewer arguments
+        positions = list(self.loss.argnums) if isinstance(self.loss.argnums, Sequence) else [self.loss.argnums]
+
+        def summed(*params: Any) -> Any:
+            called = list(args)
+            for i, x in zip(positions, params, strict=True):
+                called[i] = x
+            output, form = self._run(called, kwargs)
+            sums = self.terms.summed({term: part.numerator for term, part in output.aux["terms"].items()})
+            return sums, (output, form)
+
+        _, pull_back, (output, form) = vjp_by_name(summed, *(args[i] for i in positions))
+        weights = {self.terms.over[term]: part.denominator for term, part in output.aux["terms"].items()}
+
+        def gradient(name: str) -> Tree:
+            grads = pull_back(name)
+            return grads if isinstance(self.loss.argnums, Sequence) else grads[0]
+
+        return output, form, {name: Ratio(gradient(name), weights[name]) for name in self.terms.denominators}
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
+        kwargs = dict(kwargs)
+        if self.loss.totals is not None and "totals" not in kwargs:
+            raise self.error("totals={...} of the window's denominators, in each call", "none")
+        given = kwargs.pop("totals") if self.loss.totals is not None else None
+        values, weights, output, form = self._terms_of(args, kwargs)
+        if self.loss.totals is None:
+            total, told = jnp.float32(0), self.terms.ratios(values, weights)
+        else:
+            told = self.terms.shares(values, weights, self.terms.weights(given, "a total of each denominator"))
+            total = self.terms.total(told)
+        aux = {"terms": told, "weights": jax.tree.map(self._number, weights), "aux": output.aux}
+        return LossOutput(total, self.terms.present(weights), aux, output.carry), form
+
+    def _differentiated(
+        self, args: Sequence[Any], kwargs: dict[str, Any], scale: Any
+    ) -> tuple[tuple[Any, LossOutput, Form], Tree]:
+        if self.loss.totals is not None:
+            return super()._differentiated(args, kwargs, scale)
+        output, form, grads = self.differentiated(args, kwargs)
+        return (output.value, output, form), grads
+
+    def _terms_of(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], LossOutput, Form]:
+        output, form = self._in_form(self.loss.function(*args, **kwargs))
+        if output.weight is not None and self.weight is not None:
+            raise self.error("weights that the loss returns or ones of the argument weight", "both")
+        weights = output.weight
+        if self.weight is not None:
+            weights = self.weight(*(args[i] for i in self.batch_positions(args)))
+        values = {term: jnp.asarray(x) for term, x in self.terms.values(output.value).items()}
+        values = self.terms.widened(values)
+        # Python's numbers stay known.
+        stopped = {
+            name: lax.stop_gradient(x) if isinstance(x, jax.Array) else x
+            for name, x in self.terms.weights(weights).items()
+        }
+        return values, stopped, output, form
+
+    def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
+        return returned
+
+    def _number(self, weight: Any) -> Array:
+        backend = load("jax")
+        return parse(self.operation, backend, weight).cast(backend, np.dtype(np.float32))

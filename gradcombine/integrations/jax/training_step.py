@@ -1,0 +1,196 @@
+"""A compiled training step: gradients, accumulation, exchange and optimizer in one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.core import eval_context
+
+import gradcombine as gc
+from gradcombine.backends.jax_versions import get_opaque_trace_state
+from gradcombine.backends.protocol import Collective
+from gradcombine.errors import importing, require_flag
+from gradcombine.integrations.jax.arrays import require_transformation, usable
+from gradcombine.integrations.jax.contribution import Loss
+from gradcombine.integrations.jax.microbatches import require_count
+from gradcombine.integrations.jax.objective_of_terms import objective_of
+from gradcombine.integrations.jax.over_calls import over_calls
+from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
+from gradcombine.integrations.jax.whole_windows import whole_windows
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import Array, Order, Tree
+
+if TYPE_CHECKING:
+    import optax
+
+
+_SCHEDULE = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+"""On CPU, XLA's default schedule divides all leaves first, and keeps a whole tree of means until the optimizer ends."""
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A training step; made by `train_step`.
+
+    ``step(params, state, *args, **kwargs)`` is compiled, and takes the buffers of ``params`` and ``state`` over: use
+    what it returns in their place, and the old ones never again. Inside of another transformation (jit, scan, grad,
+    vmap, shard_map) it is ``function``, and takes nothing over: what is donated is then the caller's to say.
+
+    Attributes:
+      init: ``init(params, *example, carry=None) -> state``. The example is what a call gets after ``state``, arrays or
+        shape/dtype specs: needed where the loss returns aux and a window extends over several calls.
+      function: ``function(params, state, *args, **kwargs) -> params, state, metrics``, not compiled: for the body of a
+        shard_map, a pmap or a scan.
+      flush_function: ``flush`` in the same way.
+    """
+
+    init: Callable[..., TrainState]
+    function: Callable[..., tuple[Tree, TrainState, StepMetrics]]
+    flush_function: Callable[[Tree, TrainState], tuple[Tree, TrainState, StepMetrics]]
+
+    def __call__(self, params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+        """One call; returns ``params, state, metrics``."""
+        if _is_transformed():
+            return self.function(params, state, *args, **kwargs)
+        with usable(params, state, args, kwargs):
+            return self.compiled(params, state, *args, **kwargs)
+
+    def flush(self, params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
+        """Applies a partial window, divided by its true weight, and ends it: at the end of the data.
+
+        A window that is empty or has been applied changes nothing. Compiled and donated as a call is.
+        """
+        if _is_transformed():
+            return self.flush_function(params, state)
+        with usable(params, state):
+            return self.compiled_flush(params, state)
+
+    @cached_property
+    def compiled(self) -> Any:
+        """``function`` under jax.jit, for instance for ``step.compiled.lower(...)``."""
+        return _compiled(self.function)
+
+    @cached_property
+    def compiled_flush(self) -> Any:
+        """``flush_function`` under jax.jit."""
+        return _compiled(self.flush_function)
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    options = _SCHEDULE if jax.default_backend() == "cpu" else None
+    return jax.jit(function, donate_argnums=(0, 1), compiler_options=options)
+
+
+with eval_context():
+    _OUTERMOST = get_opaque_trace_state(convention="gradcombine")
+
+
+def _is_transformed() -> bool:
+    """Whether the call is made inside of a transformation, also one of whose values it gets none."""
+    return get_opaque_trace_state(convention="gradcombine") != _OUTERMOST
+
+
+def train_step(
+    loss: Callable[..., Any] | Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    every: int | Callable[[Array], Any] | None = None,
+    microbatches: int | None = None,
+    weight: Callable[..., Any] | None = None,
+    reduction: Reduction | None = None,
+    over: Collective = gc.LOCAL,
+    order: Order = "sequential",
+    max_every: int | None = None,
+    interleaved: bool = False,
+) -> TrainStep:
+    """A training step that runs the optimizer once a window of microbatches, and keeps everything else in place.
+
+    Either a call brings one microbatch, and every ``every``-th call ends a window, or a call brings the batch of a
+    whole window, which is divided into ``microbatches``. The optimizer runs on the weighted mean of the window's
+    gradients over its microbatches and over the replicas, which exchange once a window. The loss is differentiated by
+    its first argument, the parameters.
+
+    Args:
+      loss, weight, reduction, over, order: as for `gradcombine.integrations.jax.value_and_grad`. The weight's default
+        is the number of examples in a call; calls that bring different numbers are compiled separately. Of a `Loss`,
+        random keys have the window's index folded in first, so that the same key may be passed on every call; the carry
+        is kept in the state, and the step is called without it; terms are reported in the metrics by name. With
+        ``every``, terms need the example in ``init``; their totals may be given but not counted, the same in all calls
+        of a window, and a flush divides by these.
+      optimizer: an optax transformation. It runs outside of the replicas where ``over`` is an axis of a mesh: its state
+        may be split over it as the parameters may. It is given the combined loss as ``value=``, for those that ask for
+        it.
+      every: the calls of a window: an integer of 1 or more, or a function of the window's index, as for
+        `gradcombine.accumulate`. None: 1. `UNTIL_FLUSH`: windows end by ``flush`` alone. Where a loop knows when that
+        is, the two compiled programs have no branch, which a GPU has the host decide on every call.
+      microbatches: as for `value_and_grad`, with ``interleaved``. None: a call is one microbatch.
+      max_every: as for `gradcombine.accumulate`.
+
+    Returns:
+      A `TrainStep`: ``state = step.init(params)``, then ``params, state, metrics = step(params, state, *batch)``, with
+      the state a `TrainState` and the metrics `StepMetrics`; at the end of the data ``step.flush(params, state)``.
+
+    Raises:
+      GradCombineError: as `value_and_grad` and `gradcombine.accumulate`; for both ``every`` and ``microbatches``; for
+        an optimizer that is none; while tracing, and then nothing is donated and the state is whole. For buffers that a
+        call before has taken over, and arguments on different devices.
+
+    Donation: parameters, optimizer state and window are updated in place. In memory the window costs one accumulator a
+    parameter (with precisions other than "fast" and order "tree", more), the gradients of one microbatch, and nothing
+    else of the parameters' size. A step that is compiled by the caller has, at the end of a window, the mean as well
+    where the compiler does not fuse it into the optimizer. Between the ends of windows a call costs one addition in
+    place.
+
+    On a mesh, ``over`` names an axis of it, params and batch are put there, and ``step.init(params)`` and the step are
+    called as everywhere: ``state.window.levels`` and ``state.carry`` are each replica's own, along a first axis that is
+    split over the mesh; all else is as the parameters lie. With ``every``, a call exchanges nothing but at the end of a
+    window. Parameters that are split over the axis are gathered for the loss, once a call, and of the sums each device
+    gets what its part of the optimizer reads: a reduce-scatter on GPUs. (With ``every``, leaves of 30 MiB and more are
+    all-reduced in place, unless explicit axes say that the parameters are split.)
+
+    In shard_map, ``step.function`` is the body, and ``step.init`` is called inside as well. With ``every``, a window
+    outlives the call: ``state.window.levels`` and ``state.carry`` get a leading axis of replicas (``x[None]`` as they
+    leave, ``x[0]`` as they enter) under specs ``P(axis)``; all else has specs ``P()``.
+
+    Bits: the optimizer gets those of `gradcombine.combine` over the microbatches' gradients with their weights; over
+    replicas, those of `gradcombine.merge_replicas`.
+
+    References: `optax.MultiSteps <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html>`_; `Buffer
+    donation <https://docs.jax.dev/en/latest/buffer_donation.html>`_.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.jax import train_step
+    >>> def loss(w, x):
+    ...     return jnp.mean(w * x)
+    >>> step = train_step(loss, optax.sgd(1.0), every=2)
+    >>> w = jnp.float32(0)
+    >>> state = step.init(w)
+    >>> w, state, metrics = step(w, state, jnp.float32([4]))
+    >>> float(w), bool(metrics.applied)
+    (0.0, False)
+    >>> w, state, metrics = step(w, state, jnp.float32([1, 2, 5]))
+    >>> float(w), bool(metrics.applied)
+    (-3.0, True)
+    """
+    objective = objective_of("train_step", loss, weight, reduction, over, order)
+    if objective.loss.argnums != 0:
+        raise objective.error("a loss of the parameters as its first argument", f"argnums={objective.loss.argnums!r}")
+    with importing("train_step"):
+        import optax  # which gradients alone do not need
+
+    require_flag("train_step", "interleaved", interleaved)
+    require_transformation(objective.operation, optimizer)
+    wrapped = optax.with_extra_args_support(optimizer)
+    if objective.counts and microbatches is None:
+        raise objective.error("microbatches, for totals that are counted before a window", "every")
+    if microbatches is None:
+        functions = over_calls(objective, wrapped, 1 if every is None else every, max_every)
+    elif every is None:
+        functions = whole_windows(objective, wrapped, require_count("train_step", microbatches), interleaved)
+    else:
+        raise objective.error("every or microbatches", "both")
+    return TrainStep(*functions)

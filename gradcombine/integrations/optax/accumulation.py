@@ -1,0 +1,442 @@
+"""Accumulation over microbatches and replicas, around an optax transformation."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import gradcombine as gc
+from gradcombine import tree
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import dtype_of, is_absent, require_count
+from gradcombine.denominators import Terms
+from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_transformation
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
+from gradcombine.integrations.jax.run_if import conditional, run_if
+from gradcombine.integrations.jax.train_state import keep_dtypes
+from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
+from gradcombine.places.time import require_state
+from gradcombine.places.window import Window, require_flag, widened
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.ratios import Ratio, ratios
+from gradcombine.reductions.treewise import TreewiseState
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
+
+
+class AccumulateUpdatesState(NamedTuple):
+    """The state of `accumulate` and `accumulate_and_apply`.
+
+    Attributes:
+      window: the microbatches so far. ``window.levels`` is each replica's own, all else is the same on all replicas.
+        Of a window that was applied nothing is promised but that it is full: over replicas, the exchange may have taken
+        its arrays over.
+      inner: the state of the inner transformation.
+      applied: boolean scalar, whether the inner transformation ran in the last update.
+      skip: a `SkipState` with a skip function, else (). Its ``detail`` is each replica's own too.
+    """
+
+    window: AccumulateState
+    inner: Any
+    applied: Array
+    skip: Any = ()
+
+
+def accumulate(
+    inner: optax.GradientTransformation,
+    every: int | Callable[[Array], Any],
+    *,
+    reduction: Reduction | None = None,
+    over: Collective | None = None,
+    skip: Skip | None = None,
+    order: Order = "sequential",
+    max_every: int | None = None,
+    denominators: Sequence[str] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Runs a transformation once a window, on the gradients combined over its microbatches and over the replicas.
+
+    The last microbatch of a window merges the replicas' windows, divides once, and runs ``inner``; all others return
+    zeros and leave its state alone. So clipping, weight decay and schedules inside ``inner`` happen once a window, and
+    replicas exchange gradients once a window.
+
+    Args:
+      inner: the transformation to run, an optimizer for instance.
+      every, order, max_every: as for `gradcombine.accumulate`. `UNTIL_FLUSH`: only ``flush`` ends windows. If that is a
+        Python bool (a static argument under jit), there are two programs, and neither has a branch.
+      reduction: from `gradcombine.reductions`; None: their mean.
+      over: the replicas that share the parameters: `gradcombine.jax_axis`, or `gradcombine.LOCAL`; None: the latter.
+      skip: which microbatches to leave out: `skip_not_finite()`, `skip_large(max_norm)` or any function
+        ``(updates, gradient_step, params) -> (boolean scalar, detail)``. It sees this replica's gradients as they
+        arrive. If it returns true on any replica, the microbatch is left out on all of them, which takes one small
+        exchange an update. It then has weight 0, but still counts as a step of its window: windows end with the same
+        microbatches as without ``skip``, and schedules stay in step with the data, while the mean is over what was
+        kept. If nothing of a window was kept, ``inner`` does not run: neither momentum nor decay acts on a gradient
+        that was not there. (`MultiSteps` waits for ``every`` good ones instead.)
+      denominators: for a loss of several terms whose denominators' totals are not known before, their names.
+        ``updates`` is then a dict of gradients by denominator, of sums that are not divided, as
+        `gradcombine.integrations.jax.grads_by_denominator` computes them, and ``weight`` a dict of what each is over;
+        ``reduction`` is a mean. ``inner`` gets the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)``. (Where the totals
+        are known, accumulate the gradients of ``sum_j L_ij / W_j`` by ``reductions.sum()``.)
+
+    Returns:
+      A transformation. Its ``init(params)`` makes an `AccumulateUpdatesState`; a parameter that never has a gradient is
+      None in ``params``, and then in all updates. Its ``update`` takes ``(updates, state, params=None, *, weight=1.0,
+      flush=False, **extra_args)``:
+
+      - ``updates``: gradients of the parameters' shapes, in their dtypes or in narrower ones, which are widened without
+        loss. A leaf that is None in one call adds nothing there. What ``inner`` gets has the dtypes that the reduction
+        returns for such updates: theirs, unless it was made with another ``output_dtype``.
+      - ``weight``: of this microbatch on this replica, for instance its number of tokens.
+      - ``flush``: a boolean scalar. True ends the window with this microbatch, as at the end of the data, and divides
+        by what it holds. With a traced one, all replicas flush if any does, which takes one more small exchange an
+        update. Where no data is left, flush with any updates and weight 0.
+      - ``number``: of this microbatch, with a reduction that is `gradcombine.reductions.numbered`; by default that of
+        its place.
+      - ``extra_args``: for ``inner``, which gets those of the window's last microbatch.
+
+    Raises:
+      GradCombineError: as `gradcombine.accumulate`, and in ``update`` also for a ``flush`` that is not a boolean
+        scalar, for an axis that is not bound, and for updates that shard_map (check_vma) knows to be combined already.
+
+    In shard_map, make the state inside and scan over the microbatches there; then only ``inner`` has to leave, under
+    specs ``P()``. A window that outlives the call has one part a replica: ``window.levels`` gets a leading axis of
+    replicas (``x[None]`` as it leaves, ``x[0]`` as it enters) and specs ``P(axis)``, all else ``P()``. With check_vma,
+    differentiate by ``jax.lax.pcast(params, axis, to="varying")``: the gradients have to be the replica's own.
+
+    Bits: ``inner`` gets those of `gradcombine.combine` over the microbatches; over replicas, those of
+    `gradcombine.merge_replicas`.
+
+    References: `optax.MultiSteps <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html>`_.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.optax import accumulate
+    >>> tx = accumulate(optax.sgd(1.0), every=2)
+    >>> params = {"w": jnp.zeros(2)}
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update({"w": jnp.float32([1, 2])}, state, params, weight=1)
+    >>> updates["w"].tolist(), bool(state.applied)
+    ([0.0, 0.0], False)
+    >>> updates, state = tx.update({"w": jnp.float32([3, 4])}, state, params, weight=3)
+    >>> updates["w"].tolist(), bool(state.applied)
+    ([-2.5, -3.5], True)
+    >>> tx = accumulate(optax.sgd(1.0), every=1, denominators=["tokens", "sequences"])
+    >>> grads = {"tokens": {"w": jnp.float32([8, 4])}, "sequences": {"w": jnp.float32([2, 2])}}
+    >>> updates, state = tx.update(grads, tx.init(params), params, weight={"tokens": 4, "sequences": 2})
+    >>> updates["w"].tolist()
+    [-3.0, -2.0]
+    """
+    microbatches = Accumulation("accumulate", inner, every, reduction, over, skip, order, max_every, denominators)
+    # On one replica the branches are elementwise, and GPUs fuse them with what reads the updates: a loop would have to
+    # write these.
+    branch = conditional if microbatches.window.over is gc.LOCAL else run_if
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        weight: Any = 1.0,
+        flush: Any = False,
+        number: Any = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, AccumulateUpdatesState]:
+        added, dtypes = microbatches.contribute(updates, state, params, weight, flush, number)
+
+        def transform(inner_state: Any, gradients: Tree) -> tuple[Any, optax.Updates]:
+            result, new = microbatches.inner.update(cast_as(gradients, dtypes), inner_state, params, **extra_args)
+            return keep_dtypes(new, inner_state), result
+
+        window, inner_state, result = microbatches.window.apply_if(
+            added.applied, added.window, transform, added.inner, branch
+        )
+        return result, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
+
+    return optax.GradientTransformationExtraArgs(microbatches.init, update)
+
+
+class ApplyingTransformation(NamedTuple):
+    """A transformation that updates the parameters itself; made by `accumulate_and_apply`.
+
+    Attributes:
+      init: ``init(params) -> state``, an `AccumulateUpdatesState`.
+      apply: ``apply(updates, state, params, *, weight=1.0, flush=False, number=None, **extra_args) -> params, state``.
+    """
+
+    init: Callable[[Tree], AccumulateUpdatesState]
+    apply: Callable[..., tuple[Tree, AccumulateUpdatesState]]
+
+
+def accumulate_and_apply(
+    inner: optax.GradientTransformation,
+    every: int | Callable[[Array], Any],
+    *,
+    reduction: Reduction | None = None,
+    over: Collective | None = None,
+    skip: Skip | None = None,
+    order: Order = "sequential",
+    max_every: int | None = None,
+    denominators: Sequence[str] | None = None,
+) -> ApplyingTransformation:
+    """`accumulate` and ``optax.apply_updates`` in one: parameters in, parameters out.
+
+    A transformation has to return updates on every call: between the boundaries a whole tree of zeros, which is then
+    added. Here the parameters stay untouched in their buffers, if the caller donates them with the state: a microbatch
+    costs the addition of its gradients in place, and the optimizer's cost arises once a window.
+
+    Args:
+      inner, every, reduction, over, skip, order, max_every, denominators: as for `accumulate`.
+
+    Returns:
+      An `ApplyingTransformation`. Where a window ends, its ``apply`` returns ``optax.apply_updates(params, updates)``,
+      with the updates of ``inner``; else the parameters as they are. Its state is that of `accumulate`: either can
+      continue with the other's.
+
+    Raises:
+      GradCombineError: as `accumulate`.
+
+    Bits: the parameters have those of `accumulate` and ``optax.apply_updates``, as far as the compiler fuses the inner
+    transformation alike; the gradients that ``inner`` gets always have them.
+
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.optax import accumulate_and_apply
+    >>> tx = accumulate_and_apply(optax.sgd(1.0), every=2)
+    >>> step = jax.jit(tx.apply, donate_argnums=(1, 2))
+    >>> params = {"w": jnp.zeros(2)}
+    >>> state = tx.init(params)
+    >>> params, state = step({"w": jnp.float32([1, 2])}, state, params)
+    >>> params, state = step({"w": jnp.float32([3, 4])}, state, params)
+    >>> params["w"].tolist(), bool(state.applied)
+    ([-2.0, -3.0], True)
+    """
+    settings = every, reduction, over, skip, order, max_every, denominators
+    microbatches = Accumulation("accumulate_and_apply", inner, *settings)
+
+    def apply(
+        updates: optax.Updates,
+        state: AccumulateUpdatesState,
+        params: optax.Params,
+        *,
+        weight: Any = 1.0,
+        flush: Any = False,
+        number: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, AccumulateUpdatesState]:
+        params = as_arrays("accumulate_and_apply", params)
+        added, dtypes = microbatches.contribute(updates, state, params, weight, flush, number)
+
+        def transform(kept: Tree, gradients: Tree) -> tuple[Tree, Tree]:
+            params, inner_state = kept
+            result, new = microbatches.inner.update(cast_as(gradients, dtypes), inner_state, params, **extra_args)
+            return (optax.apply_updates(params, result), keep_dtypes(new, inner_state)), ()
+
+        kept = (params, added.inner)
+        window, (params, inner_state), _ = microbatches.window.apply_if(
+            added.applied, added.window, transform, kept, run_if
+        )
+        return params, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
+
+    return ApplyingTransformation(microbatches.init, apply)
+
+
+class Accumulation:
+    """The window, the inner transformation and the skip function; the arguments are those of `accumulate`."""
+
+    def __init__(
+        self,
+        operation: str,
+        inner: optax.GradientTransformation,
+        every: int | Callable[[Array], Any],
+        reduction: Reduction | None,
+        over: Collective | None,
+        skip: Skip | None,
+        order: Order,
+        max_every: int | None,
+        denominators: Sequence[str] | None = None,
+    ) -> None:
+        self._terms = None
+        if denominators is not None:
+            with renamed(operation):
+                reduction = ratios(denominators, reduction)
+            self._terms = Terms(operation, {name: name for name in denominators})
+        reduction = gc.reductions.mean() if reduction is None else reduction
+        self.window = ReplicatedWindow(
+            operation, reduction, every, gc.LOCAL if over is None else over, order, max_every
+        )
+        require_transformation(operation, inner)
+        if skip is not None and not callable(skip):
+            raise GradCombineError(operation, "a skip function, or None", shown(skip))
+        self.inner = optax.with_extra_args_support(inner)
+        self._skip, self._operation = skip, operation
+
+    def init(self, params: optax.Params) -> AccumulateUpdatesState:
+        """No window begun."""
+        params = as_arrays(self._operation, params)
+        like = gradients_like(params)
+        window = jax.tree.map(jnp.asarray, init_for(lambda like: self.window.init(self._each(like, Ratio, 1)), like))
+        skipped: Any = ()
+        if self._skip is not None:
+            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._operation, self._skip, self._each(like)))
+        # Outside of the mapped function the axis is not bound, and there is nothing to mark.
+        with contextlib.suppress(GradCombineError):
+            window, skipped = self.window.own(window), self._varying(skipped)
+        state = AccumulateUpdatesState(window, self.inner.init(params), jnp.asarray(False), skipped)
+        return place_beside(like, state)
+
+    def contribute(
+        self, updates: optax.Updates, state: Any, params: optax.Params | None, weight: Any, flush: Any, number: Any
+    ) -> tuple[AccumulateUpdatesState, Tree]:
+        """One more microbatch.
+
+        Returns:
+          The state after it, whose ``inner`` has yet to run where ``applied`` holds; and specs of the dtypes that the
+          combined gradients are to have for it, see `cast_as`.
+        """
+        self._require_state(state)
+        state, updates = as_arrays(self._operation, state), as_arrays(self._operation, updates)
+        entering = updates
+        if self._terms is not None:
+            weights = self._terms.weights(weight)
+            gradients = self._terms.named("gradients of each denominator", updates)
+            entering, weight = {name: Ratio(gradients[name], weights[name]) for name in weights}, 1
+        contribution, dtypes = in_dtypes_of_window(self.window, entering, state.window)
+        left_out: Any = False
+        detail: Any = ()
+        if self._skip is not None:
+            index, _ = self.window.next(state.window)
+            left_out, detail = decide(self._operation, self._skip, updates, index, params)
+        flush, left_out = self.window.agreed([require_flag(self._operation, "flush", flush), left_out])
+        window = self.window.contribute(state.window, contribution, weight, left_out=left_out, number=number)
+        skipped = self._varying(_counted(state.skip, left_out, detail)) if self._skip is not None else ()
+        in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
+        window, due = self.window.due(window, flush=flush, left_out_in_a_row=in_a_row)
+        return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
+
+    def _each(self, like: Tree, of: Callable[..., Any] = lambda like: like, *more: Any) -> Tree:
+        """The like of the contributions, where that of one gradient is given."""
+        return like if self._terms is None else {name: of(like, *more) for name in self._terms.denominators}
+
+    def _varying(self, skipped: Any) -> Any:
+        return skipped._replace(detail=mark_own(self.window.over, skipped.detail)) if self._skip is not None else ()
+
+    def _require_state(self, state: Any) -> None:
+        """Refuses another transformation's."""
+        if not isinstance(state, AccumulateUpdatesState):
+            raise GradCombineError(self._operation, "an AccumulateUpdatesState", type(state).__name__)
+        if isinstance(state.skip, SkipState) != (self._skip is not None):
+            with_or_without = "without" if self._skip is None else "with"
+            expected = f"a state made {with_or_without} a skip function"
+            raise GradCombineError(self._operation, expected, type(state.skip).__name__)
+        with renamed(self._operation, ".window"):
+            require_state(state.window)
+        for name in ("step", "index"):
+            require_count(self._operation, getattr(state.window, name), f".window.{name}")
+        tree.flatten(self._operation, state)  # refuses what is no array
+
+
+def _counted(state: SkipState, left_out: Any, detail: Any) -> SkipState:
+    skipped = jnp.where(left_out, state.skipped + 1, state.skipped)
+    return SkipState(skipped, jnp.where(left_out, state.in_a_row + 1, 0), detail)
+
+
+def gradients_like(params: Tree) -> Tree:
+    """What the gradients are shaped like: the parameters, of optax.lookahead the fast ones."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def _shapes(operation: str, function: Callable[[Any], Any], value: Any) -> Any:
+    """What JAX sees of a result; of what it cannot see through, a key or a leaf of no kind that it knows, an error."""
+    with in_own_words(operation, "a tree of arrays of numbers"):
+        return jax.eval_shape(function, value)
+
+
+def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -> tuple[Tree, Tree]:
+    """The updates in the dtypes that the window was made for, and specs of what the reduction gives to the updates.
+
+    Specs are None where the window was made for such updates, and nothing has to be cast.
+
+    Raises:
+      GradCombineError: for updates of another structure, and for ones that are combined over the replicas already.
+    """
+    _require_unreduced(window, numerators(updates))
+    begun = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
+    made_for_such = _shapes(window.operation, window.reduction.init, updates)
+    if jax.tree.structure(made_for_such) == jax.tree.structure(begun) and _dtypes(made_for_such) == _dtypes(begun):
+        return updates, None
+    specs, structure = tree.flatten(window.operation, _shapes(window.operation, window.accumulator.value, state))
+    results = jax.eval_shape(window.reduction.finalize, made_for_such)
+    outputs = tree.flatten_as(window.operation, structure, results)
+    # Results of one dtype are of updates that the window takes as they are.
+    targets = [
+        spec if spec is not None and output is not None and output.dtype != spec.dtype else None
+        for spec, output in zip(specs, outputs, strict=True)
+    ]
+
+    def wide(gradients: Tree) -> Tree:
+        leaves = tree.flatten_as(window.operation, structure, gradients)
+        return tree.unflatten(structure, map(widened, leaves, targets))
+
+    if not isinstance(updates, dict) or not any(isinstance(x, Ratio) for x in updates.values()):
+        return wide(updates), results
+    return {name: x._replace(numerator=wide(x.numerator)) for name, x in updates.items()}, results
+
+
+def numerators(updates: Tree) -> Tree:
+    """The gradients, without what they are over where they are several."""
+
+    def is_ratio(node: Any) -> bool:
+        return isinstance(node, Ratio)
+
+    return jax.tree.map(lambda x: x.numerator if is_ratio(x) else x, updates, is_leaf=is_ratio)
+
+
+def _require_unreduced(window: Window, updates: Tree) -> None:
+    leaves, structure = tree.flatten(window.operation, updates)
+    pairs = [(path, x) for path, x in zip(structure.paths(), leaves, strict=True) if not is_absent(x)]
+    window.over.require_unreduced(window.operation, [path for path, _ in pairs], [leaf for _, leaf in pairs])
+
+
+def _dtypes(state: Tree) -> list[Any]:
+    return [dtype_of(leaf) for leaf in jax.tree.leaves(state)]
+
+
+def cast_as(values: Tree, specs: Tree) -> Tree:
+    """The values in the dtypes of a tree of arrays or specs; where that is None, they keep theirs."""
+    if specs is None:
+        return values
+    leaves, structure = tree.flatten("accumulate", values)
+    pairs = zip(leaves, tree.flatten_as("accumulate", structure, specs), strict=True)
+    cast = (x if x is None or spec is None else x.astype(spec.dtype) for x, spec in pairs)
+    return tree.unflatten(structure, cast)
+
+
+def stands_in(params: Tree) -> bool:
+    """Whether this is the registered node without children that ``optax.tree_map_params`` makes a state for."""
+    if params is None or isinstance(params, (tuple, list, dict)):
+        return False
+    return not jax.tree.leaves(params, is_leaf=lambda node: node is not params)
+
+
+def init_for(init: Callable[[Tree], State], params: Tree) -> State:
+    """``init(params)``, or for a stand-in a state that has it where the accumulators are.
+
+    ``optax.tree_map_params`` takes every place where the stand-in comes back for a tree of parameters, and every array
+    for something else. The constants that remember the dtypes are the latter: one array stands for them.
+    """
+    if not stands_in(params):
+        return init(params)
+
+    def place(node: Any) -> Any:
+        if isinstance(node, BinaryCounter):
+            # Levels have an axis more than the parameters: what is meant for these does not fit them.
+            return node._replace(stacked=node.filled)
+        return node._replace(value=params, dtypes=node.count) if isinstance(node, TreewiseState) else node
+
+    def is_leaf(node: Any) -> bool:
+        return isinstance(node, (BinaryCounter, TreewiseState))
+
+    return jax.tree.map(place, init(jnp.zeros(())), is_leaf=is_leaf)

@@ -1,0 +1,422 @@
+"""A training step over variables that accumulates, all-reduces and applies at the boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import tensorflow as tf
+
+from gradcombine import reductions, tree
+from gradcombine.backends.registry import in_words, is_array_of
+from gradcombine.backends.tensorflow_backend import BACKEND
+from gradcombine.denominators import Totals
+from gradcombine.errors import GradCombineError, attribute, require_items, shown
+from gradcombine.integrations.tensorflow.indexed_slices import dense
+from gradcombine.integrations.tensorflow.merged_gradients import from_first_replica, has_several, summed_over_replicas
+from gradcombine.integrations.tensorflow.several_terms import LossOfTerms, WindowMetrics
+from gradcombine.integrations.tensorflow.state import (
+    Pending,
+    ReplicaState,
+    converted,
+    effects_since,
+    graph_size,
+    in_local_variables,
+    run_after,
+)
+from gradcombine.places.replicas import tf_replicas
+from gradcombine.places.window import Window
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.types import AccumulateState, Order
+
+__all__ = ["AccumulatedStep"]
+
+error = partial(GradCombineError, "AccumulatedStep")
+
+
+class AccumulatedStep(tf.Module):
+    """A training step that accumulates microbatches, and once a window all-reduces the replicas' windows and applies.
+
+    Every call computes the gradients of one microbatch on each replica and adds them to that replica's own window, in
+    variables that are written in place. At the boundary, and only there, the windows are merged over the replicas,
+    divided once by their true weight, and applied. Under the default `gradcombine.reductions.mean`, with the number of
+    examples (or tokens) of a microbatch as its weight, that is the gradient of the whole window's batch, however
+    unevenly it is divided over microbatches and replicas.
+
+    Calls are made in cross-replica context, eagerly or in a tf.function, which is traced once. The boundary is a
+    tf.cond outside of the replicas, so the replicas exchange nothing between boundaries. Without a strategy the step
+    may be compiled by ``jit_compile=True``; under one, compile the function ``gradients`` instead.
+
+    Args:
+      gradients: ``gradients(*batch) -> (gradients, weight)`` or ``(gradients, weight, outputs)`` of one microbatch,
+        called in replica context. Gradients: one per variable, of its shape and dtype, averaged over the microbatch and
+        not yet combined over replicas; None for "no gradient"; tf.IndexedSlices become dense. Weight: a scalar, finite
+        and not negative; a microbatch of weight 0 changes nothing. Outputs: any structure of tensors.
+      variables: tf.Variables or Keras variables, made under the strategy in scope.
+      apply: a Keras optimizer, built here if it is not yet; or a function ``apply(gradients, variables)``, which is
+        called in cross-replica context with tensors that hold for all replicas. Variables that have never had a
+        gradient are left out.
+      every: the microbatches of a window: an integer of 1 or more, or a function of the window's index.
+      reduction: from `gradcombine.reductions`.
+      order: as for `gradcombine.accumulate` over time, and for `gradcombine.merge_replicas` over replicas.
+      max_every: as for `gradcombine.accumulate`.
+      terms: for a loss of several terms, the name of each one's denominator: ``{"ce": "tokens", "balance":
+        "microbatches"}``. In the place of ``gradients`` is then a loss, which the step differentiates:
+        ``loss(*batch) -> (values, weights)`` or ``(values, weights, outputs)``, the values a dict of the terms by name,
+        each a *sum*, a floating scalar, and the weights a dict of the denominators by name, each the number that the
+        microbatch adds to it. What is applied is the gradient of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all
+        microbatches i of all replicas: see `docs/losses.md`. ``reduction`` is a mean (with ``totals``, a sum).
+      totals: None: the denominators' totals are not known before the window ends, and each denominator has accumulators
+        and a backward pass of its own. ``"given"``: each call is given them as ``totals={...}``, the same in all calls
+        of a window, and one accumulator and one backward pass do; a flush divides by these.
+
+    Raises:
+      GradCombineError: for variables or an optimizer of another strategy, a call inside ``strategy.run`` or under
+        another strategy, gradients that do not match the variables, a gradient for a variable that an earlier trace
+        left out; and as `gradcombine.accumulate`. The windows are unchanged then.
+
+    Bits: order ``"sequential"``: those of `gradcombine.accumulate` on each replica, added over replicas in the order
+    that the strategy's all-reduce chooses. Order ``"tree"``: those of `gradcombine.combine` over the whole window,
+    replica 0's microbatches first, where replicas hold the same power of two of them.
+
+    A tf.train.Checkpoint of the step resumes in the middle of a window, to the bit: it holds every replica's window by
+    itself, and the position once. Under more replicas the others' windows stay empty; under fewer, contributions would
+    be missing, which ``assert_consumed()`` reports. Variables and optimizer are saved beside it.
+
+    References: `Custom training with tf.distribute.Strategy
+    <https://www.tensorflow.org/tutorials/distribute/custom_training>`_; `tf.VariableSynchronization
+    <https://www.tensorflow.org/api_docs/python/tf/VariableSynchronization>`_.
+
+    >>> import tensorflow as tf
+    >>> w = tf.Variable([8.0, 8.0])
+    >>> def gradients(x):
+    ...     return [tf.reduce_mean(x, axis=0)], tf.shape(x)[0]
+    >>> def apply(gradients, variables):
+    ...     for g, v in zip(gradients, variables):
+    ...         v.assign_sub(g)
+    >>> step = AccumulatedStep(gradients, [w], apply, every=2)
+    >>> applied, _ = step(tf.constant([[1.0, 2.0]]))
+    >>> bool(applied), w.numpy()
+    (False, array([8., 8.], dtype=float32))
+    >>> applied, _ = step(tf.constant([[3.0, 4.0], [3.0, 4.0], [5.0, 6.0]]))
+    >>> bool(applied), w.numpy()
+    (True, array([5., 4.], dtype=float32))
+    """
+
+    def __init__(
+        self,
+        gradients: Callable[..., Any],
+        variables: Sequence[Any],
+        apply: Any,
+        every: int | Callable[[Any], Any],
+        *,
+        reduction: Reduction | None = None,
+        order: Order = "sequential",
+        max_every: int | None = None,
+        terms: Mapping[str, str] | None = None,
+        totals: Totals | None = None,
+    ) -> None:
+        optimizer = keras_optimizer(apply)
+        if not callable(gradients):
+            raise error("a function as gradients", shown(gradients))
+        super().__init__()
+        self._strategy = tf.distribute.get_strategy()
+        self._require_cross_replica()
+        require_synchronous("AccumulatedStep", self._strategy)
+        self._gradients, self._apply, self._optimizer = gradients, apply, optimizer
+        self._terms: LossOfTerms | None = None
+        if terms is not None:
+            self._terms = LossOfTerms("AccumulatedStep", terms, totals, reduction)
+            reduction = self._terms.reduction
+        elif totals is not None:
+            raise error("terms, for totals", "none")
+        reduction = reductions.mean() if reduction is None else reduction
+        self._window = Window("AccumulatedStep", reduction, every, tf_replicas(), order, max_every)
+        require_same_length(self._strategy, every)
+        targets = require_items("AccumulatedStep", "a list of variables", variables)
+        for i, target in enumerate(targets):
+            require_created_in_scope(self._strategy, target, f"[{i}]")
+        # In a closure: tf.Module would wrap a list, and refuse to save Keras variables.
+        self._targets = lambda: targets
+        if self._optimizer is not None:
+            require_created_in_scope(self._strategy, self._optimizer.iterations, ".iterations")
+            if not self._optimizer.built:
+                self._optimizer.build(targets)
+        specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
+        self._state = in_local_variables(self._window, specs if self._terms is None else self._terms.like(specs))
+        self.position, self.windows = self._state.position, self._state.windows
+        self.layout = self._state.layout()
+        self._metrics = None if self._terms is None else self._terms.metrics(self._window, specs)
+        if self._metrics is not None:
+            self.metrics_position, self.metrics_windows = self._metrics.position, self._metrics.windows
+        self._with_gradient: set[int] = set()
+
+    def __call__(
+        self, *batch: Any, totals: Mapping[str, Any] | None = None, number: Any | None = None
+    ) -> tuple[Any, ...]:
+        """One microbatch on each replica.
+
+        Args:
+          *batch: what ``gradients`` takes; under a strategy, tf.distribute's per-replica values.
+          totals: with ``totals="given"``, by denominator the total of the window over its microbatches and replicas.
+          number: of the microbatch, with a reduction that is `gradcombine.reductions.numbered`; under a strategy, a
+            per-replica value. None: that of its place.
+
+        Returns:
+          Whether the window was full and has been applied, a boolean scalar; and the ``outputs`` of ``gradients``, per
+          replica under a strategy (None where there are none). With ``terms``, `WindowMetrics` as a third.
+        """
+        return self._step(tf.__internal__.autograph.control_status_ctx(), batch, totals, number)
+
+    def flush(self) -> Any:
+        """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
+
+        Returns:
+          Whether there was one, a boolean scalar. A window that is empty or has been applied changes nothing. With
+          ``terms``, a pair of that and `WindowMetrics`.
+        """
+        return self._flush(tf.__internal__.autograph.control_status_ctx())
+
+    def states(self) -> list[AccumulateState]:
+        """The window of each replica of this process, by rank: for `gradcombine.statefile`, eagerly.
+
+        Returns:
+          One state of ``gradcombine.accumulate(reduction, every)`` per replica, for a list of a gradient per variable.
+        """
+        self._require_cross_replica()
+        columns = [self._local(x) for x in self._strategy.run(self._state.flat)]
+        # What is one object for all replicas comes back as one.
+        count = max(map(len, columns))
+        whole = [column if len(column) == count else column * count for column in columns]
+        return [self._state.unflat(arrays) for arrays in zip(*whole, strict=True)]
+
+    def load_states(self, states: Sequence[AccumulateState]) -> None:
+        """Replaces the windows, eagerly.
+
+        Args:
+          states: one per replica of this process, of NumPy arrays or tensors, as `states` returns or
+            `gradcombine.statefile.resize` makes.
+
+        Raises:
+          GradCombineError: for another number of states, or states that do not match; nothing is written then.
+        """
+        self._require_cross_replica()
+        expected = self.states()
+        given = require_items("AccumulatedStep", f"{len(expected)} states, one per replica", states)
+        if len(given) != len(expected):
+            raise error(f"{len(expected)} states, one per replica", len(given))
+        for rank, (held, state) in enumerate(zip(expected, given, strict=True)):
+            leaves, structure = tree.flatten("AccumulatedStep", held)
+            received = tree.flatten_as("AccumulatedStep", structure, state)
+            for path, x, y in zip(structure.paths(), leaves, received, strict=True):
+                if x is not None and not is_array_of(y, BACKEND.dtype(x), BACKEND.shape(x)):
+                    raise error(in_words(x), in_words(y), f"[{rank}]{path}")
+
+        first = int(self._local(self._strategy.run(_rank))[0])
+        self._strategy.run(lambda: self._state.write(Pending(given[int(tf.get_static_value(_rank())) - first])))
+
+    # AutoGraph would take seconds to convert the library's code, which does not need it. The caller's functions are
+    # converted if the tf.function around uses AutoGraph, which ``status`` says.
+    @tf.autograph.experimental.do_not_convert
+    def _step(self, status: Any, batch: tuple[Any, ...], totals: Any, number: Any) -> tuple[Any, ...]:
+        self._require_cross_replica()
+        if (totals is None) == (self._terms is not None and self._terms.is_given):
+            raise error("totals={...} in each call, with totals='given' and not else", shown(totals))
+        # All replicas compute before any of them writes: a failure on one leaves all of them whole.
+        compute, begun = converted(self._gradients, status), graph_size()
+        pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, totals, number, *batch))
+        if not self._with_gradient:
+            raise error("a gradient for one variable or more, in this call or one before", "none")
+        full = self._agreed(ready)
+        tensors = [x for x in tf.nest.flatten(self._local((pending, full)), expand_composites=True) if tf.is_tensor(x)]
+        with run_after([*effects_since(begun), *tensors]):
+            computed = tf.no_op()
+
+        def write(pending: list[Pending]) -> None:
+            with run_after([computed]):
+                for state, one in zip(self._held(), pending, strict=True):
+                    state.write(one)
+
+        self._strategy.run(write, args=(pending,))
+        told = self._apply_if(full, status)
+        return (full, outputs) if self._terms is None else (full, outputs, told)
+
+    @tf.autograph.experimental.do_not_convert
+    def _flush(self, status: Any) -> Any:
+        self._require_cross_replica()
+        is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
+        applied = self._agreed(is_partial)
+        told = self._apply_if(applied, status)
+        self._strategy.run(self._end)
+        return applied if self._terms is None else (applied, told)
+
+    def _accumulated(
+        self, compute: Callable[..., Any], totals: Any, number: Any, *batch: Any
+    ) -> tuple[Any, tf.Tensor, Any]:
+        targets = self._targets()
+        if self._terms is None:
+            gradients, weight, *outputs = checked_result(compute(*batch), targets)
+            columns, entering = [gradients], [gradients]
+        else:
+            several, weights, weight, told, outputs = self._terms.computed(compute, batch, totals, targets)
+            dense = {name: [*map(dense_gradient, grads, targets)] for name, grads in several.items()}
+            columns, entering = list(dense.values()), [self._terms.contribution(dense, weights), told]
+        # What is told of a window has no ledger of its own.
+        held = zip(self._held(), entering, (number, None), strict=False)
+        contributed = [state.contributed(x, weight, its) for state, x, its in held]
+        pending, (ready, *_) = zip(*contributed, strict=True)
+        pending = [one._replace(after=self._window.end(one.after, ready)) for one in pending]
+        # Which variables have a gradient is known while tracing, and only then.
+        present = {i for column in columns for i, gradient in enumerate(column) if gradient is not None}
+        self._with_gradient |= present
+        return pending, ready, outputs[0] if outputs else None
+
+    def _held(self) -> list[ReplicaState]:
+        """What each replica holds: the window, and what is to be told of it."""
+        return [self._state] if self._metrics is None else [self._state, self._metrics]
+
+    def _end(self) -> None:
+        for held in self._held():
+            state = held.unread()
+            held.write_step(self._window.end(state, self._window.is_partial(state)).step)
+
+    def _apply_if(self, condition: tf.Tensor, status: Any) -> Any:
+        # The branch is taken here, in cross-replica context: tf.distribute allows no collective in a conditional inside
+        # of a replica.
+        terms = self._terms
+        return tf.cond(
+            condition, lambda: self._merge_and_apply(status), lambda: None if terms is None else terms.nothing()
+        )
+
+    def _merge_and_apply(self, status: Any) -> WindowMetrics | None:
+        targets = self._targets()
+        seen = sorted(self._with_gradient)
+        unseen = [i for i in range(len(targets)) if i not in self._with_gradient]
+        merged = self._strategy.run(self._state.value)
+        # A window that another process or function has begun may hold gradients that this trace does not have.
+        held = [tf.reduce_any(self._local(merged[i])[0] != 0) for i in unseen]
+
+        def run(indices: Sequence[int]) -> None:
+            if indices:
+                self._run_optimizer(merged, indices, status)
+
+        def run_held() -> None:
+            before = [tf.convert_to_tensor(targets[i]) for i in unseen]
+            run([*seen, *unseen])
+            for i, old, has in zip(unseen, before, held, strict=True):  # what has no gradient has no update
+                targets[i].assign(tf.where(has, tf.convert_to_tensor(targets[i]), old))
+
+        if tf.executing_eagerly():
+            run([*seen, *(i for i, has in zip(unseen, held, strict=True) if has)])
+        elif unseen:
+            tf.cond(tf.reduce_any(tf.stack(held)), run_held, lambda: run(seen))
+        else:
+            run(seen)
+        if self._terms is None or self._metrics is None:
+            return None
+        told = self._strategy.run(self._metrics.value)
+        return self._terms.opened(tf.nest.map_structure(lambda x: self._local(x)[0], told))
+
+    def _run_optimizer(self, merged: list[Any], indices: Sequence[int], status: Any) -> None:
+        targets = self._targets()
+        if self._optimizer is None:
+            gradients = [self._local(merged[i])[0] for i in indices]
+            with self._strategy.scope():
+                converted(self._apply, status)(gradients, [targets[i] for i in indices])
+            return
+        # Those that have none are left out, but a MultiOptimizer takes no fewer than all variables.
+        chosen = range(len(targets)) if has_several(self._optimizer) else indices
+        with summed_over_replicas(self._optimizer) as summed:
+
+            def apply(merged: list[Any]) -> None:
+                whole = merged if summed else from_first_replica(merged)
+                gradients = [whole[i] if i in indices else None for i in chosen]
+                self._optimizer.apply(gradients, [targets[i] for i in chosen])
+
+            self._strategy.run(apply, args=(merged,))
+
+    def _agreed(self, condition: Any) -> tf.Tensor:
+        """The condition, which is the same on all replicas unless their windows' lengths differ."""
+        first, *others = self._local(condition)
+        for other in others:
+            expected = "a window length that is the same on all replicas"
+            BACKEND.check(tf.equal(first, other), "AccumulatedStep", expected, "another one on some")
+        return first
+
+    def _local(self, value: Any) -> Any:
+        return self._strategy.experimental_local_results(value)
+
+    def _require_cross_replica(self) -> None:
+        if not tf.distribute.has_strategy():
+            return
+        if tf.distribute.get_strategy() is not self._strategy:
+            raise error("a call under the strategy that it was made under", "a call under another one")
+        if not tf.distribute.in_cross_replica_context():
+            raise error("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
+
+
+def _rank() -> Any:
+    return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
+
+
+def keras_optimizer(apply: Any) -> Any:
+    """The Keras optimizer that is passed, by itself or as one of its methods; None for another function."""
+    bound = attribute(apply, "__self__")
+    owner = apply if bound is None else bound
+    if attribute(owner, "apply_gradients") is not None and attribute(owner, "built") is not None:
+        return owner
+    if not callable(apply):
+        raise error("a Keras optimizer or a function", type(apply).__name__)
+    return None
+
+
+def require_synchronous(operation: str, strategy: tf.distribute.Strategy) -> None:
+    """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
+        raise GradCombineError(operation, expected, type(strategy).__name__)
+
+
+def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
+    """Refuses window lengths that differ between the processes of a strategy; exchanges them, where there are any."""
+    local = len(strategy.experimental_local_results(strategy.run(lambda: tf.zeros(()))))
+    if strategy.num_replicas_in_sync == local or callable(every):
+        return
+    lengths = strategy.gather(strategy.run(lambda: tf.constant([every])), axis=0).numpy().tolist()
+    if len(set(lengths)) > 1:
+        raise error("a window length that is the same on all replicas", lengths)
+
+
+def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
+    """Refuses what is not a variable of this strategy."""
+    # A Keras variable holds the tf.Variable as its value.
+    variable = target if isinstance(target, tf.Variable) else attribute(target, "value")
+    if not isinstance(variable, tf.Variable):
+        raise error("a variable", type(target).__name__, path)
+    if isinstance(variable, tf.experimental.dtensor.DVariable):
+        expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
+        raise error(expected, "a DVariable", path)
+    if not strategy.extended.variable_created_in_scope(variable):
+        raise error("a variable made under the strategy in scope", f"{variable.name}, which was not", path)
+
+
+def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
+    """What ``gradients`` has returned, its gradients as a list of one dense tensor or None per variable."""
+    if not isinstance(result, tuple) or len(result) not in (2, 3):
+        raise error("(gradients, weight) or (gradients, weight, outputs)", _described(result))
+    gradients, *rest = result
+    if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
+        raise error(f"a list of {len(targets)} gradients, one per variable", _described(gradients))
+    return [dense_gradient(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
+
+
+def _described(value: Any) -> str:
+    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
+
+
+def dense_gradient(gradient: Any, target: Any) -> Any:
+    """A gradient as one dense tensor of its variable's shape, or None."""
+    if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
+        return tf.ensure_shape(gradient, target.shape)  # checked where the graph runs
+    return dense(gradient, target.shape) if isinstance(gradient, tf.IndexedSlices) else gradient

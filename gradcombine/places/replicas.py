@@ -1,0 +1,165 @@
+"""Replicas: devices and machines that each hold a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import is_absent, load_collective, resolve
+from gradcombine.errors import GradCombineError, renamed, require_collective, require_order, shown
+from gradcombine.places.time import replace_window, whole_window
+from gradcombine.reductions.algebra import Reduction, derived, require_reduction
+from gradcombine.types import AccumulateState, Array, Order, State, Tree, no_autograph
+
+
+class Local:
+    """One replica: every exchange returns what it was given."""
+
+    def __repr__(self) -> str:
+        return "LOCAL"
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> Array:
+        return np.int32(0)
+
+    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
+        return [array[None] for array in arrays]
+
+    def reduce_scatter_map(
+        self,
+        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
+        summed: Sequence[Array],
+        common: Sequence[Array],
+    ) -> list[Array]:
+        return function(summed, common)
+
+    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
+        return list(arrays)
+
+    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+        return None
+
+
+LOCAL: Collective = Local()
+"""The collective of a program that runs on one replica."""
+
+
+@no_autograph
+def jax_axis(names: str | Sequence[str]) -> Collective:
+    """The replicas along one or several named axes of jax.pmap, jax.vmap or jax.shard_map.
+
+    Args:
+      names: an axis name, or several; ranks are then numbered with the last name fastest.
+
+    >>> import gradcombine as gc
+    >>> gc.jax_axis(("replica", "data"))
+    jax_axis('replica', 'data')
+    """
+    if not isinstance(names, (str, tuple, list)) or not names:
+        raise GradCombineError("jax_axis", "an axis name, or several", shown(names))
+    return load_collective("jax")(names)
+
+
+@no_autograph
+def tf_replicas() -> Collective:
+    """The replicas of the tf.distribute strategy in whose replica context the call is made; one where there is none.
+
+    >>> import gradcombine as gc
+    >>> gc.tf_replicas()
+    tf_replicas()
+    """
+    return load_collective("tensorflow")()
+
+
+@no_autograph
+def all_reduce(
+    reduction: Reduction, value: Tree, over: Collective, weight: Any = 1.0, order: Order = "sequential"
+) -> Tree:
+    """Combines one contribution of each replica; every replica gets the combined tree.
+
+    Args:
+      reduction: from `gradcombine.reductions`.
+      value: this replica's tree.
+      over: the collective, always explicit: `LOCAL`, `jax_axis` or `tf_replicas`.
+      weight: of this replica's contribution. A mean reduces numerators and weights together and divides once.
+      order: ``"sequential"``: the framework's own all-reduce. ``"tree"``: the canonical binary tree over the ranks.
+
+    Returns:
+      The combined tree, the same on every replica.
+
+    Raises:
+      GradCombineError: as `combine`; for an axis that is not bound; outside of a replica context; and for a value that
+        shard_map's type system (check_vma) knows to be the same on all replicas already, as the gradient of a
+        replicated parameter is: summing that again would count it once per replica.
+
+    Bits: order ``"tree"``: those of `combine` over the replicas' contributions by rank. Order ``"sequential"``: sums
+    are rounded in the order that the framework's all-reduce chooses.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.all_reduce(gc.reductions.mean(), np.float32([1, 2]), over=gc.LOCAL)
+    array([1., 2.], dtype=float32)
+    """
+    require_reduction("all_reduce", reduction)
+    require_order("all_reduce", order)
+    require_collective("all_reduce", over)
+    over.size()  # refuses a call from outside of the replicas
+    leaves, structure = tree.flatten(reduction.name, value)
+    # A value may be NumPy's; replicas exchange arrays of the rank's framework.
+    backend = resolve(reduction.name, [*leaves, over.rank()])
+    for i, path in enumerate(structure.paths()):
+        with renamed(reduction.name, path):
+            leaves[i] = leaves[i] if is_absent(leaves[i]) else backend.asarray(leaves[i])
+    value = tree.unflatten(structure, leaves)
+    present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
+    over.require_unreduced(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
+
+    def run(reduction: Reduction, value: Tree, weight: Any) -> Tree:
+        state = reduction.update(reduction.init(value), value, weight)
+        return reduction.all_finalize(state, over, order, weight)
+
+    return derived(reduction, run, value, weight)
+
+
+@no_autograph
+def merge_replicas(reduction: Reduction, state: State, over: Collective, order: Order = "sequential") -> State:
+    """Merges one partial state of each replica; every replica gets the merged state.
+
+    Args:
+      reduction: the one that made the state.
+      state: a state of the reduction, or of `accumulate`: then its window is merged, partial or full, and its position
+        and index stay as they are (they are the same on all replicas that update in step).
+      over, order: as for `all_reduce`.
+
+    Returns:
+      The merged state, of the same kind.
+
+    Raises:
+      GradCombineError: as `all_reduce`, and for a state of another reduction.
+
+    Bits: order ``"tree"``, with windows accumulated in order ``"tree"``, and the same power of two of contributions on
+    each replica: those of `combine` in order ``"tree"`` over all contributions, replica 0's first.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> acc = gc.accumulate(gc.reductions.mean(), every=2)
+    >>> state = acc.update(np.float32([1, 2]), acc.init(np.zeros(2, np.float32)))
+    >>> acc.value(gc.merge_replicas(gc.reductions.mean(), state, over=gc.LOCAL))
+    array([1., 2.], dtype=float32)
+    """
+    require_reduction("merge_replicas", reduction)
+    require_order("merge_replicas", order)
+    require_collective("merge_replicas", over)
+    if isinstance(state, AccumulateState):
+        return replace_window(reduction, state, reduction.all_merge(whole_window(reduction, state), over, order))
+    return reduction.all_merge(state, over, order)

@@ -1,0 +1,271 @@
+"""Time: one contribution after another, in windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from gradcombine import tree
+from gradcombine.backends.protocol import Backend
+from gradcombine.backends.registry import owner, require_count, resolve, shape_of
+from gradcombine.errors import MOST, GradCombineError, renamed, require_integer, require_order, shown
+from gradcombine.places import binary_counter
+from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.dtypes import INT32
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
+
+_EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (of 32 bits)"
+
+
+class Accumulator(NamedTuple):
+    """Pure functions over an `AccumulateState`; made by `accumulate`.
+
+    Attributes:
+      init: ``init(like) -> state``: no window begun. ``like``: arrays or shape/dtype specs, None for "no gradient".
+      update: ``update(grads, state, weight=1.0) -> state``: one more contribution. After a full window it starts the
+        next.
+      ready: ``ready(state)``: whether the window is full, a boolean scalar (traced where the state is).
+      value: ``value(state)``: the window so far, partial or full, divided by its true weight.
+      restart: ``restart(state) -> state``: drops the window, after its value was taken early.
+    """
+
+    init: Callable[[Tree], AccumulateState]
+    update: Callable[..., AccumulateState]
+    ready: Callable[[AccumulateState], Array]
+    value: Callable[[AccumulateState], Tree]
+    restart: Callable[[AccumulateState], AccumulateState]
+
+
+@no_autograph
+def accumulate(
+    reduction: Reduction,
+    every: int | Callable[[Array], Any],
+    *,
+    order: Order = "sequential",
+    max_every: int | None = None,
+) -> Accumulator:
+    """Combines contributions over windows of ``every`` updates.
+
+    All functions are pure, take NumPy, JAX or TensorFlow trees, and may be called inside jit, scan and tf.function. A
+    full window stays readable until the next update, which begins with an empty window in its place: nothing of one
+    window, not even a NaN, reaches the next.
+
+    Args:
+      reduction: from `gradcombine.reductions`.
+      every: the length of a window, in updates (those of weight 0 counted): an integer of 1 or more, or a function of
+        the window's index (int32 scalar, traced under jit) that returns one. A traced length under 1 means 1.
+      order: ``"sequential"``: one running value. ``"tree"``: the canonical order of `combine`, held in a binary counter
+        of floor(log2(every)) + 1 partial states.
+      max_every: with a function and order ``"tree"``: the longest window, which sizes the counter. Updates past it are
+        added, but no longer in the canonical order.
+
+    Returns:
+      An `Accumulator`.
+
+    Raises:
+      GradCombineError: for an ``every`` or ``max_every`` that is 0, negative or not an integer; in ``update`` as
+        `combine`, and for a window of more microbatches than ``every``, where that is known, as one that was saved
+        under another one may have: the state that was passed in is still whole then.
+
+    Bits: those of `combine` in the same order.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> acc = gc.accumulate(gc.reductions.mean(), every=2)
+    >>> state = acc.init({"w": np.zeros(2, np.float32)})
+    >>> state = acc.update({"w": np.float32([1, 2])}, state, weight=1)
+    >>> bool(acc.ready(state))
+    False
+    >>> state = acc.update({"w": np.float32([3, 4])}, state, weight=3)
+    >>> bool(acc.ready(state)), acc.value(state)
+    (True, {'w': array([2.5, 3.5], dtype=float32)})
+    """
+    require_reduction("accumulate", reduction)
+    require_order("accumulate", order)
+    length = every if callable(every) else require_length(every)
+    longest = None if max_every is None else require_length(max_every)
+    depth = 1
+    if order == "tree":
+        longest = longest if callable(length) else length
+        if longest is None:
+            raise GradCombineError("accumulate", "max_every, for a function with order 'tree'", "None")
+        depth = longest.bit_length()
+
+    @no_autograph
+    def init(like: Tree) -> AccumulateState:
+        part = reduction.init(like)
+        backend = resolve(
+            reduction.name, [*tree.flatten(reduction.name, like)[0], *tree.flatten(reduction.name, part)[0]]
+        )
+        levels = (part,) if depth == 1 else binary_counter.empty(reduction, part, depth)
+        return AccumulateState(levels, *(backend.full((), 0, INT32) for _ in range(2)))
+
+    @no_autograph
+    def ready(state: AccumulateState) -> Array:
+        require_state(state)
+        if (received := depth_of(state)) != depth:
+            levels = "1 level" if depth == 1 else f"{depth} levels"
+            raise GradCombineError(reduction.name, f"a state of {levels}", received)
+        return state.step >= (length_at(length, state.index) if callable(length) else length)
+
+    @no_autograph
+    def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
+        full = ready(state)
+        backend = _backend(state)
+        known = backend.concrete(full)
+        step, index = state.step, state.index
+        zero = backend.full((), 0, INT32)
+        if known is None or known:
+            if known is not None:
+                _require_begun_here(backend, state, length)
+            step, index = tree.select(backend, full, (zero, index + 1), (step, index))
+        if isinstance(state.levels, BinaryCounter):
+            carry = reduction.update(binary_counter.cleared(reduction, state.levels), grads, weight)
+            counter = state.levels._replace(filled=backend.where(full, zero, state.levels.filled))
+            levels = binary_counter.count(reduction, counter, carry)
+        else:
+            (level,) = state.levels
+            if known is None or known:
+                level = tree.select(backend, full, reduction.clear(level), level)
+            levels = (reduction.update(level, grads, weight),)
+        return AccumulateState(levels, step + 1, index)
+
+    @no_autograph
+    def value(state: AccumulateState) -> Tree:
+        return reduction.finalize(whole_window(reduction, state))
+
+    @no_autograph
+    def restart(state: AccumulateState) -> AccumulateState:
+        require_state(state)
+        backend = _backend(state)
+        index = backend.where(state.step > 0, state.index + 1, state.index)
+        return AccumulateState(cleared(reduction, state.levels), backend.full((), 0, INT32), index)
+
+    return Accumulator(init, update, ready, value, restart)
+
+
+def whole_window(reduction: Reduction, state: AccumulateState) -> State:
+    """The whole window as one partial state of the reduction."""
+    require_state(state)
+    if isinstance(state.levels, BinaryCounter):
+        return binary_counter.total(reduction, state.levels)
+    return state.levels[0]
+
+
+def replace_window(reduction: Reduction, state: AccumulateState, merged: State) -> AccumulateState:
+    """The state with this window in place of its own; position and index stay."""
+    require_state(state)
+    if isinstance(state.levels, BinaryCounter):
+        return state._replace(levels=binary_counter.holding(reduction, merged, depth_of(state)))
+    return state._replace(levels=(merged,))
+
+
+def cleared(reduction: Reduction, levels: tuple[State, ...] | BinaryCounter) -> tuple[State, ...] | BinaryCounter:
+    """The levels of an empty window."""
+    if isinstance(levels, BinaryCounter):
+        return levels._replace(filled=levels.filled * 0)
+    return (reduction.clear(levels[0]),)
+
+
+def depth_of(state: AccumulateState) -> int:
+    """The number of partial states: 1 in order ``"sequential"``."""
+    return binary_counter.depth_of(state.levels) if isinstance(state.levels, BinaryCounter) else len(state.levels)
+
+
+def require_state(state: Any) -> None:
+    """Raises for what is not an `AccumulateState`."""
+    if not isinstance(state, AccumulateState):
+        raise GradCombineError("accumulate", "an AccumulateState", type(state).__name__)
+
+
+@no_autograph
+def check_state(reduction: Reduction, state: State) -> None:
+    """Checks a state that comes from elsewhere: from a file of another library, say, or made by hand.
+
+    The functions of a reduction and of `accumulate` look at the class of a state alone: what they made themselves they
+    trust. `gradcombine.statefile` checks what it loads.
+
+    Args:
+      reduction: the one that is to go on with it.
+      state: of the reduction, or of `accumulate`. Arrays may be traced.
+
+    Raises:
+      GradCombineError: for a state of another reduction, precision or member, and for arrays of other shapes or dtypes
+        than this reduction makes; names the place.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> mean = gc.reductions.mean()
+    >>> gc.check_state(mean, mean.init(np.float32(0))._replace(count=None))
+    Traceback (most recent call last):
+        ...
+    gradcombine.errors.GradCombineError: check_state: leaf .count: expected int32 of shape (), received None
+    """
+    require_reduction("check_state", reduction)
+    part, path = state, ""
+    if isinstance(state, AccumulateState):
+        # TensorFlow's wrappers of tuples are instances of tuple alone.
+        if not isinstance(state.levels, (tuple, list)) or not state.levels:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise GradCombineError("check_state", "a state of 1 level or more", shown(state.levels), ".levels")
+        counts = {"step": state.step, "index": state.index}
+        if isinstance(state.levels, BinaryCounter):
+            counts["levels.filled"] = state.levels.filled
+        elif len(state.levels) > 1:
+            raise GradCombineError("check_state", "1 level, or a BinaryCounter", len(state.levels), ".levels")
+        for name, count in counts.items():
+            require_count("check_state", count, f".{name}")
+        with renamed("check_state"):
+            part, path = _first_level(state)
+    with renamed("check_state", path):
+        tree.flatten("check_state", part)  # raises for a tree without an end, and for what is no array
+        try:
+            expected = reduction.clear(part)
+        except GradCombineError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # of parts that are no arrays
+            raise GradCombineError("check_state", f"a state of {reduction!r}", shown(error)) from None
+        tree.require_alike(expected, part)
+
+
+def _first_level(state: AccumulateState) -> tuple[State, str]:
+    """A partial state of a window, and its place."""
+    if not isinstance(state.levels, BinaryCounter):
+        return state.levels[0], ".levels[0]"
+    leaves, _ = tree.flatten("check_state", state.levels.stacked)
+    levels = {None if leaf is None else shape_of(leaf)[:1] for leaf in leaves}
+    if len(levels) != 1 or levels & {None, (), (0,)}:
+        received = shown(state.levels.stacked)
+        raise GradCombineError("check_state", "arrays with a first axis of levels", received, ".levels.stacked")
+    return binary_counter.level(state.levels, 0), ".levels.stacked"
+
+
+def _require_begun_here(backend: Backend, state: AccumulateState, length: int | Callable[[Array], Any]) -> None:
+    """Raises if a full window holds more microbatches than ``every``, as one that was begun under another one may."""
+    step = backend.concrete(backend.asarray(state.step))
+    most = backend.concrete(backend.asarray(length_at(length, state.index)))
+    if step is not None and most is not None and most < step < MOST:
+        expected = f"a window of {int(most)} microbatches or fewer (was it begun under another every?)"
+        raise GradCombineError("accumulate", expected, int(step), ".step")
+
+
+def require_length(every: Any) -> int:
+    """The integer that the length of a window is."""
+    return require_integer("accumulate", _EXPECTED_LENGTH, every)
+
+
+def length_at(length: int | Callable[[Array], Any], index: Array) -> Array:
+    """The length of window number ``index``, where it is given as a number or as a function."""
+    if not callable(length):
+        return length
+    every = length(index)
+    backend = owner(every)
+    if backend is None:
+        return require_length(every)
+    known = backend.concrete(backend.asarray(every))
+    if known is not None:
+        return require_length(known)
+    if backend.dtype(every).kind not in "iu":
+        raise GradCombineError("accumulate", _EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
+    return backend.maximum(every, backend.full((), 1, backend.dtype(every)))
+
+
+def _backend(state: AccumulateState) -> Backend:
+    return resolve("accumulate", [state.step, state.index])

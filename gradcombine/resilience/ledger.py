@@ -1,0 +1,288 @@
+"""Which microbatches a window holds; and how those of lost replicas are dealt to others, and come together again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from heapq import heapify, heapreplace
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import dtype_of, resolve, shape_of
+from gradcombine.errors import (
+    MOST_REPLICAS,
+    GradCombineError,
+    require_collective,
+    require_integer,
+    require_items,
+    require_list,
+    require_order,
+    shown,
+)
+from gradcombine.pairwise import fold_pairwise
+from gradcombine.places.time import replace_window, whole_window
+from gradcombine.reductions.algebra import Reduction, of_each_rank, require_reduction
+from gradcombine.reductions.numbered import NumberedState, ranges
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, no_autograph
+
+Assignment = Sequence[Sequence[int]]
+"""For each replica that runs, by rank, the logical replicas of which it holds the windows, from 0."""
+
+
+class Ledger(NamedTuple):
+    """What states hold; microbatches are named by their numbers, in ascending order.
+
+    Attributes:
+      held: those counted, once or more often.
+      missing: those not counted.
+      doubled: those counted more than once.
+    """
+
+    held: tuple[int, ...]
+    missing: tuple[int, ...]
+    doubled: tuple[int, ...]
+
+    def __str__(self) -> str:
+        said = [("holds", self.held), ("misses", self.missing), ("doubles", self.doubled)]
+        return "; ".join(f"{verb} {ranges(numbers)}" for verb, numbers in said if numbers or verb == "holds")
+
+
+@no_autograph
+def read(*states: Any) -> Ledger:
+    """The ledger of states of a `gradcombine.reductions.numbered` reduction, all taken together.
+
+    Args:
+      states: windows of `gradcombine.accumulate`, states of the reduction, or whatever holds them (the state of an
+        optimizer or of a step); of one window of training. Outside of compiled code. States stacked over replicas count
+        as those of all.
+
+    Raises:
+      GradCombineError: where there is no ledger, for ledgers of several lengths, and for values that are traced or
+        partly in other processes.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> mean = gc.reductions.numbered(gc.reductions.mean(), 4)
+    >>> empty = mean.init(np.float32(0))
+    >>> one, other = (mean.update(empty, gc.reductions.Numbered(np.float32(1), n)) for n in (0, 1))
+    >>> print(gc.ledger.read(one, other, other))
+    holds 0-1; misses 2-3; doubles 1
+    """
+    found = [_counts(node, filled) for state in states for node, filled in ledgers_in("ledger.read", state)]
+    if not found:
+        raise GradCombineError("ledger.read", "a state of reductions.numbered(...)", _kinds(states))
+    lengths = sorted({counts.shape[-1] for counts in found})
+    if len(lengths) > 1:
+        raise GradCombineError("ledger.read", "ledgers of one length", f"lengths {lengths}")
+    counts: Any = np.sum([x.reshape(-1, lengths[0]).sum(0) for x in found], axis=0)
+    held, missing, doubled = (np.flatnonzero(x) for x in (counts > 0, counts == 0, counts > 1))
+    return Ledger(tuple(held.tolist()), tuple(missing.tolist()), tuple(doubled.tolist()))
+
+
+@no_autograph
+def require_once(*states: Any) -> None:
+    """Refuses states that do not hold each microbatch of their window exactly once.
+
+    Args:
+      states: as for `read`: those of all replicas, or one that was merged of them.
+
+    Raises:
+      GradCombineError: names the microbatches that are missing, and those that were counted twice; and as `read`.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> gc.ledger.require_once(gc.reductions.numbered(gc.reductions.sum(), 3).init(np.float32(0)))
+    Traceback (most recent call last):
+        ...
+    gradcombine.errors.GradCombineError: ledger.require_once: expected each of 3 microbatches once, received none of 0-2
+    """
+    ledger = read(*states)
+    faults = [("none of", ledger.missing), ("several of", ledger.doubled)]
+    if received := ", ".join(f"{how} {ranges(numbers)}" for how, numbers in faults if numbers):
+        count = len(ledger.held) + len(ledger.missing)
+        raise GradCombineError("ledger.require_once", f"each of {count} microbatches once", received)
+
+
+@no_autograph
+def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) -> list[list[int]]:
+    """Deals what is left to do to replicas: microbatches, or the logical replicas of others that are gone.
+
+    Args:
+      numbers: what is to be dealt, each once.
+      replicas: how many there are now.
+      held: what each has already. Those with the least get more, so that in the end no two differ by more than one, as
+        far as that can be. None: nobody has anything.
+
+    Returns:
+      For each replica its numbers, in ascending order. Neighbours stay together: a replica that gets several in a row,
+      with nothing held, keeps the bits of order ``"tree"`` for blocks of a power of two.
+
+    Raises:
+      GradCombineError: for a number that is negative, doubled, or held already.
+
+    >>> from gradcombine import ledger
+    >>> ledger.deal(range(7), 3)
+    [[0, 1, 2], [3, 4], [5, 6]]
+    >>> ledger.deal([3], 3, held=[[0], [1], [2]])
+    [[3], [], []]
+    """
+    expected = f"from 1 to {MOST_REPLICAS} replicas"
+    count = require_integer("ledger.deal", expected, replicas, highest=MOST_REPLICAS)
+    holders: list[list[int]] = (
+        [[]] * count if held is None else _numbers("ledger.deal", "what each replica holds", held)
+    )
+    if len(holders) != count:
+        raise GradCombineError("ledger.deal", f"what each of {count} replicas holds", f"that of {len(holders)}")
+    (wanted,) = _numbers("ledger.deal", "numbers to deal", [numbers])
+    times = Counter([*wanted, *chain.from_iterable(holders)])
+    if twice := [number for number, several in times.items() if several > 1]:
+        raise GradCombineError("ledger.deal", "each number once", f"several of {ranges(twice)}")
+    shares, loads = [0] * count, [(len(part), rank) for rank, part in enumerate(holders)]
+    heapify(loads)
+    for _ in wanted:
+        load, rank = loads[0]
+        heapreplace(loads, (load + 1, rank))
+        shares[rank] += 1
+    rest = iter(sorted(wanted))
+    return [list(islice(rest, share)) for share in shares]
+
+
+@no_autograph
+def merge_held(
+    reduction: Reduction,
+    held: Sequence[State],
+    assignment: Assignment,
+    over: Collective,
+    order: Order = "sequential",
+) -> State:
+    """`gradcombine.merge_replicas`, where a replica may hold the windows of several logical ones.
+
+    A window of training keeps its logical replicas until its end, whichever run is left: each has a state of its own,
+    held by one of the replicas that run. So the update has the bits of the run in which nothing happened.
+
+    Args:
+      reduction: the one that made the states.
+      held: of this replica, the states of the logical replicas that it holds, in the order of its part of the
+        assignment; of the reduction or of `gradcombine.accumulate`. One or more: a replica that holds nothing gives an
+        empty state. A program that runs on all replicas gives as many as any of them holds, empty ones last.
+      assignment: for each replica that runs, by rank, its logical replicas; the same on all. Known while tracing.
+      over, order: as for `gradcombine.merge_replicas`.
+
+    Returns:
+      The merged state, of the same kind, the same on every replica.
+
+    Raises:
+      GradCombineError: for an assignment of another number of replicas, or in which a logical replica is missing or
+        doubled; for more or fewer states than that; and as `gradcombine.merge_replicas`.
+
+    Bits: order ``"tree"``: those of `gradcombine.merge_replicas` in that order over the logical replicas, one state
+    each: all states are gathered, which takes their memory on every replica. Order ``"sequential"``: each replica
+    merges its own states first.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> total = gc.reductions.sum()
+    >>> states = [total.update(total.init(np.float32(0)), np.float32(rank)) for rank in range(3)]
+    >>> merged = gc.ledger.merge_held(total, [states[2], states[0], states[1]], [[2, 0, 1]], over=gc.LOCAL)
+    >>> float(total.finalize(merged))
+    3.0
+    """
+    operation = "ledger.merge_held"
+    require_reduction(operation, reduction)
+    require_order(operation, order)
+    require_collective(operation, over)
+    assignment = _numbers(operation, "an assignment, a list for each replica", assignment)
+    places = _places(operation, assignment, over.size())
+    states = require_list(operation, "a list of states, one per logical replica", held)
+    slots = max(1, *map(len, assignment))
+    if len(states) > slots:
+        raise GradCombineError(operation, f"{slots} states or fewer, as assigned", len(states))
+    windows = [whole_window(reduction, x) if isinstance(x, AccumulateState) else x for x in states]
+    windows += [reduction.clear(windows[0])] * (slots - len(windows))
+    if order == "tree":
+        merged = _in_logical_order(reduction, windows, places, over)
+    else:
+        merged = reduction.all_merge(fold_pairwise(reduction.merge, windows), over, order)
+    first = states[0]
+    return replace_window(reduction, first, merged) if isinstance(first, AccumulateState) else merged
+
+
+def _in_logical_order(
+    reduction: Reduction, windows: Sequence[State], places: Sequence[tuple[int, int]], over: Collective
+) -> State:
+    columns, structures = zip(*(tree.flatten(reduction.name, window) for window in windows), strict=True)
+    for column, structure in zip(columns, structures, strict=True):
+        if structure != structures[0]:
+            raise tree.difference(reduction.name, structures[0], structure)
+        for first, x, path in zip(columns[0], column, structure.paths(), strict=True):
+            if x is not None and (shape_of(x), dtype_of(x)) != (shape_of(first), dtype_of(first)):
+                wanted, got = (f"{dtype_of(y)} of shape {shape_of(y)}" for y in (first, x))
+                raise GradCombineError(reduction.name, wanted, got, path)
+    present = [i for i, x in enumerate(columns[0]) if x is not None]
+    backend = resolve(reduction.name, [*(column[i] for column in columns for i in present), over.rank()])
+    stacks = [backend.stack([backend.asarray(column[i]) for column in columns]) for i in present]
+    of_ranks = list(of_each_rank(over, stacks))
+
+    def state(rank: int, slot: int) -> State:
+        leaves: list[Array | None] = [None] * len(columns[0])
+        for i, stack in zip(present, of_ranks[rank], strict=True):
+            leaves[i] = stack[slot]
+        return tree.unflatten(structures[0], leaves)
+
+    return fold_pairwise(reduction.merge, [state(*place) for place in places])
+
+
+def _numbers(operation: str, expected: str, parts: Any) -> list[list[int]]:
+    """The numbers from 0 of several lists."""
+    listed = [require_items(operation, expected, part) for part in require_items(operation, expected, parts)]
+    return [[require_integer(operation, "numbers from 0", number, lowest=0) for number in part] for part in listed]
+
+
+def _places(operation: str, parts: list[list[int]], size: int) -> list[tuple[int, int]]:
+    """Rank and slot of each logical replica."""
+    if len(parts) != size:
+        raise GradCombineError(operation, f"an assignment of {size} replicas", f"one of {len(parts)}")
+    numbers = [number for part in parts for number in part]
+    if sorted(numbers) != list(range(len(numbers))) or not numbers:
+        raise GradCombineError(operation, "each logical replica once, from 0", shown(parts))
+    where = {number: (rank, slot) for rank, part in enumerate(parts) for slot, number in enumerate(part)}
+    return [where[number] for number in range(len(numbers))]
+
+
+def ledgers_in(operation: str, state: Any) -> list[tuple[NumberedState, Array | None]]:
+    """Every ledger inside of a state, with the counter's contents where it has levels."""
+    found: list[tuple[NumberedState, Array | None]] = []
+
+    def note(node: Any, filled: Array | None) -> bool:
+        if isinstance(node, BinaryCounter):
+            tree.flatten(operation, node.stacked, lambda inner: note(inner, node.filled))
+            return True
+        if isinstance(node, NumberedState):
+            found.append((node, filled))
+            return True
+        return False
+
+    tree.flatten(operation, state, lambda node: note(node, None))
+    return found
+
+
+def _counts(node: NumberedState, filled: Array | None) -> Any:
+    backend = resolve("ledger.read", [node.counts])
+    counts: Any = backend.concrete(backend.asarray(node.counts))
+    if counts is None:
+        raise GradCombineError("ledger.read", "a ledger whose values are known", "a traced one", ".counts")
+    if counts.dtype.kind not in "iu" or counts.ndim < (1 if filled is None else 2) or 0 in counts.shape:
+        received = f"{counts.dtype} of shape {counts.shape}"
+        raise GradCombineError("ledger.read", "a ledger of integers, one a microbatch", received, ".counts")
+    if filled is None:
+        return counts
+    known: Any = resolve("ledger.read", [filled]).concrete(filled)  # as the counts are
+    levels: Any = np.arange(counts.shape[-2])
+    top = int(levels[-1])
+    occupied: Any = np.where(levels == top, known[..., None] >= 2**top, known[..., None] >> levels & 1)
+    return (counts * occupied[..., None]).sum(-2)
+
+
+def _kinds(states: Sequence[Any]) -> str:
+    return ", ".join(type(state).__name__ for state in states) or "nothing"

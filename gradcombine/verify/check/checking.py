@@ -1,0 +1,229 @@
+"""Does a step give the same, however its batch is divided?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from gradcombine.errors import GradCombineError, require_integer, require_items, require_one_of, shown
+from gradcombine.types import Tree
+from gradcombine.verify.check.divided_terms import Terms, require_right
+from gradcombine.verify.check.hypotheses import case_of, explain
+from gradcombine.verify.check.measure import FLOAT32_UNIT, StepStandard
+from gradcombine.verify.check.running import OPERATION, WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
+from gradcombine.verify.check.standard import Floats
+from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun
+from gradcombine.verify.compare.ulp import rounding_unit
+
+
+def check_step(
+    make_step: Callable[..., Step],
+    params: Tree,
+    batch: Tree,
+    *,
+    microbatches: Sequence[int] = (2, 4),
+    devices: Sequence[int] = (1,),
+    returns: Literal["gradients", "params"] = "gradients",
+    pad: Callable[[Any, int], Any] | None = None,
+    terms: Terms | None = None,
+    reference: Tree | Step | None = None,
+    unit: float | None = None,
+) -> StepReport:
+    """Runs a step on one batch and on the same batch divided, and names why they do not give the same.
+
+    Two questions are kept apart, each with a bound of its own. *Invariance*: how far is a division's result from that
+    of one batch? *Accuracy*: how far is each from the same step on one batch in float64? The answer to the second says
+    which side is off: by how many times its own rounding noise, measured on the step itself, a result is away.
+
+    A cause is named where it accounts for the whole difference: what the defect would give is computed from what one
+    batch gives of the examples, and compared with what the division gives, in float64 where the step runs in it. Else
+    the answer is `Cause.UNEXPLAINED`.
+
+    Args:
+      make_step: ``make_step(microbatches) -> step``, called once for each division, and with 1 for one batch; with a
+        keyword ``devices`` where that is more than one. ``step(params, batch)`` is the whole step, with its
+        accumulation, exchange and compilation: in JAX, TensorFlow or NumPy, jitted or not. It may donate what it gets.
+      params: a tree of arrays; floats of any dtype, other leaves as they are (counters, random keys).
+      batch: a tree of arrays with a first axis of n examples, the same for all; scalars belong to all examples. Best
+        are 8 to 64 examples: each of them is then run by itself too, in a batch of n copies.
+      microbatches, devices: numbers to divide by; all pairs of them are run.
+      returns: ``"gradients"``: whatever tree the step returns, a loss and metrics too, is a mean over the examples.
+        ``"params"``: it returns a tree like ``params``, and its distance from them is compared; metrics may follow it
+        in a tuple.
+      pad: ``(batch, n) -> batch``, with n placeholder rows after the examples, which must not count. None: not checked.
+      terms: for a loss of several terms with a denominator each, ``(params, examples) -> {name: (gradient, weight)}``:
+        the gradient of the term's sum over these examples, and the weight that the sum is divided by. Of a step that
+        returns new parameters, they are compared with the gradient that reaches the optimizer in its JAX program. None:
+        a term that is divided by another's count stays unexplained.
+      reference: what one batch gives, in float64 for instance: a tree, or ``(params, batch) -> tree``. None: the step
+        itself runs in float64, on one batch.
+      unit: the unit roundoff that the step computes in, 2**-24 for float32. None: that of the narrowest operands of its
+        products of matrices, where its program can be read, or else of its result.
+
+    Returns:
+      A `StepReport`, which prints as sentences: ``assert report.passes, report``.
+
+    Raises:
+      GradCombineError: for a batch without a common first axis, or with fewer examples than parts; for a step that
+        cannot take the batch, alone or divided, with what it raised; for one batch's result that is not finite;
+        for a result that holds no floats, or has another structure than on one batch or than ``params``.
+
+    A result may be 16 times the measured noise away, plus the bound of the sum over the examples; two results together
+    twice that. Where a step computes in less than float32, that hides much: its divisions are compared in float64, too,
+    to what float32 allows, if they run in it. What could not be compared is listed in the report, whose `verdict` is
+    then `Verdict.CANNOT_TELL`: it does not pass.
+
+    >>> import numpy as np
+    >>> from gradcombine.verify import check_step
+    >>> def gradient(w, x, y):
+    ...     return x.T @ (x @ w - y) / len(y)  # a mean over the examples
+    >>> def make_step(microbatches):
+    ...     def step(w, batch):
+    ...         size = -(-10 // microbatches)
+    ...         parts = [(batch["x"][i : i + size], batch["y"][i : i + size]) for i in range(0, 10, size)]
+    ...         return sum(gradient(w, x, y) for x, y in parts) / np.float32(len(parts))
+    ...     return step
+    >>> rng = np.random.default_rng(0)
+    >>> batch = {"x": rng.normal(size=(10, 3)).astype(np.float32), "y": rng.normal(size=10).astype(np.float32)}
+    >>> check_step(make_step, np.ones(3, np.float32), batch, microbatches=(2, 5)).passes
+    True
+    >>> report = check_step(make_step, np.ones(3, np.float32), batch, microbatches=(4,))
+    >>> print(report.faults[0])
+    4 microbatches: mean of means: the microbatches' weights are ignored (they weigh from 0.1 to 0.3 in one batch)
+    """
+    splits = _splits(microbatches, devices)
+    require_one_of(OPERATION, "returns to be 'gradients' or 'params'", returns, ("gradients", "params"))
+    if not callable(make_step):
+        raise GradCombineError(OPERATION, "make_step(microbatches) that returns a step", shown(make_step))
+    subject = Subject(make_step, params, batch, returns == "params")
+    n = subject.examples
+    for split in splits:
+        if split.microbatches * split.devices > n:
+            raise GradCombineError(OPERATION, f"at least as many examples as parts: {split}", n)
+    first, second = subject.divided(WHOLE, batch), subject.divided(WHOLE, batch)
+    if _changes(first, second):
+        return StepReport((Fault(Cause.STATE, str(WHOLE)),), (), "", ("anything else",))
+    standard = StepStandard(subject, unit)
+    if terms is not None:
+        require_right(standard, terms)
+    exact, source = _reference(standard, reference)
+    faults: list[Fault] = []
+    runs: list[StepRun] = []
+    hidden: list[bool] = []
+
+    def add(cause: Cause, run: str, detail: str = "") -> None:
+        if cause not in [fault.cause for fault in faults]:
+            faults.append(Fault(cause, run, detail))
+
+    def note(name: str, result: Result, whole: Result, reference: Floats | None) -> StepRun:
+        shares = standard.shares(result.floats, whole.floats, wide=False)
+        accuracy, noises = (None, None) if reference is None else standard.accuracy(result, reference)
+        run = StepRun(
+            name,
+            float(shares.max()),
+            None if accuracy is None else float(accuracy.max()),
+            None if noises is None else float(noises.max()),
+            subject.names[int(shares.argmax())],
+        )
+        runs.append(run)
+        return run
+
+    def distance(name: str, split: Split, batch: Tree, own: Result, backwards: bool = False) -> float:
+        """From one batch, over what is allowed: in its own precision, or in float64 where that one hides much."""
+        moved = backwards and standard.depends_on_places
+        run = note(name, own, standard.backwards if backwards else standard.own, None if moved else exact)
+        if _differ(own, standard.own):
+            return float("inf")
+        if run.invariance > 1 or standard.unit <= FLOAT32_UNIT:
+            return run.invariance
+        try:
+            best = standard.in_float64(WHOLE, batch) if moved else standard.wide
+            made = None if best is None else standard.in_float64(split, batch)
+        except NotWide:
+            best = made = None
+        hidden.append(made is None)
+        return run.invariance if best is None or made is None else standard.shown(made.floats, best.floats)
+
+    one = note(str(WHOLE), standard.own, standard.own, exact)
+    for split in [WHOLE, *splits]:
+        try:
+            own, again = subject.divided(split, batch), subject.divided(split, batch)
+        except NotFiniteError as error:
+            add(Cause.NOT_FINITE, str(split), f"in {error.path}")
+            continue
+        if _changes(own, again):
+            add(Cause.STATE, str(split))
+            continue
+        if split != WHOLE and distance(str(split), split, batch, own) > 1:
+            cause, detail = explain(standard, case_of(standard, split, own, terms))
+            add(cause, str(split), detail)
+            continue
+        if pad is not None:
+            more = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
+            name, filled = f"{split} with {more} rows of padding", pad(batch, more)
+            padded = subject.divided(split, filled)._replace(integers=standard.own.integers)
+            if (times := distance(name, split, filled, padded)) > 1:
+                add(Cause.PLACEHOLDERS, name, f"{times:.3g} times what rounding allows")
+    if one.accuracy is not None and one.accuracy > 1:
+        inaccurate = Fault(Cause.INACCURATE, one.name, f"{one.noises:.3g} times its noise")
+        right = any(run.accuracy is not None and run.accuracy <= 1 for run in runs)
+        faults = [inaccurate, *faults] if right else [*faults, inaccurate]
+    if not faults:
+        backwards, split = subject.on(standard.turned), splits[-1]
+        own, name = backwards.divided(split, backwards.batch), f"{split} in reverse order"
+        if distance(name, split, backwards.batch, own, backwards=True) > 1:
+            of_these = StepStandard(backwards, unit)
+            cause, detail = explain(of_these, case_of(of_these, split, own, terms))
+            add(cause, name, detail)
+    if _changes(first, subject.divided(WHOLE, batch)):
+        # What it keeps of other batches is in all results.
+        faults = [Fault(Cause.STATE, f"{WHOLE}, after other batches")]
+    not_checked = [f"differences {standard.hidden}, which its own rounding hides"] if any(hidden) else []
+    if exact is None:
+        not_checked.append(f"accuracy, since {standard.not_wide}")
+    not_asked = ("padding, for which no pad was given",) if pad is None else ()
+    return StepReport(tuple(faults), tuple(runs), source, tuple(not_checked), not_asked)
+
+
+REPEATED = 64
+"""By how many units of rounding a result may differ the second time: parallel additions have no fixed order."""
+
+
+def _changes(a: Result, b: Result) -> bool:
+    """Whether two results of the same call are different results."""
+    far = any(
+        np.sqrt(np.mean(np.square(x - y))) > REPEATED * rounding_unit(dtype) * np.sqrt(np.mean(np.square(x)))
+        for x, y, dtype in zip(a.floats, b.floats, a.dtypes, strict=True)
+        if x.size
+    )
+    return far or _differ(a, b)
+
+
+def _differ(a: Result, b: Result) -> bool:
+    """Whether integers differ."""
+    return any(x.shape != y.shape or np.any(x != y) for x, y in zip(a.integers, b.integers, strict=True))
+
+
+def _splits(microbatches: Sequence[int], devices: Sequence[int]) -> list[Split]:
+    numbers: list[list[int]] = []
+    for name, values in (("microbatches", microbatches), ("devices", devices)):
+        items = [] if isinstance(values, (str, bytes)) else require_items(OPERATION, f"numbers of {name}", values)
+        if not items:
+            raise GradCombineError(OPERATION, f"numbers of {name}", shown(values))
+        numbers.append([require_integer(OPERATION, f"a number of {name}", x) for x in items])
+    splits = [split for d in numbers[1] for k in numbers[0] if (split := Split(k, d)) != WHOLE]
+    if not splits:
+        raise GradCombineError(OPERATION, "a division of the batch to compare with one batch", f"{WHOLE} alone")
+    return splits
+
+
+def _reference(standard: StepStandard, reference: Any) -> tuple[list[np.ndarray] | None, str]:
+    if reference is None:
+        if standard.wide is None:
+            return None, ""
+        return list(standard.wide.floats), "the same step in float64"
+    made = reference(standard.subject.params, standard.subject.batch) if callable(reference) else reference
+    result = standard.subject.read(made)
+    return list(result.floats), "the given reference"

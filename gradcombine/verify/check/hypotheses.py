@@ -1,0 +1,507 @@
+"""Why a division does not give what one batch gives: what each known defect would give is computed, and compared.
+
+A hypothesis is accepted where it accounts for the whole difference: what it predicts is within rounding of what the
+division gives, in float64 where the step runs in it. None of them is a guess; what no hypothesis accounts for stays
+unexplained.
+
+Most are linear. The gradient of one batch is ``sum_e c_e g_e`` over its examples, with weights ``c_e`` that add up to 1
+and are found by least squares; of a division that has lost an example its ``x_e`` is 0, of a mean of means the ``x_e``
+add up to the same in each microbatch, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from math import lcm
+
+import numpy as np
+
+from gradcombine.verify.check import divided_terms as terms
+from gradcombine.verify.check import elements, moves
+from gradcombine.verify.check.case import (
+    Answer,
+    Case,
+    accounts_for,
+    combined,
+    distances,
+    on_devices,
+    partitions,
+    share_in,
+    split_by,
+    weights_of,
+)
+from gradcombine.verify.check.inner import before_update
+from gradcombine.verify.check.measure import StepStandard
+from gradcombine.verify.check.running import WHOLE, NotWide, Result, Split
+from gradcombine.verify.check.standard import SAME, Floats, Standard, flat
+from gradcombine.verify.check.step_report import Cause
+
+
+def explain(standard: StepStandard, case: Case) -> Answer:
+    """The cause of a difference, and figures.
+
+    What accounts for all leaves goes first, then what does for all that differ, as where a loss beside them is right,
+    then what does for most of these; then what leaves a little of the difference over, as two causes at once do.
+    """
+    shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
+    differ = tuple(np.flatnonzero(shares > 1).tolist())
+    some = f"in {len(differ)} of {len(shares)} leaves"
+    nearly = case._replace(leaves=differ, rest=REST)
+    for answers, text in (
+        (_answers(standard, case), ""),
+        (_answers(standard, case._replace(leaves=differ)) if len(differ) < len(shares) else (), some),
+        (_most(standard, case, differ), ""),
+        (_nearly(standard, nearly), f"but for {REST:.0%} of the difference at most, {some}"),
+    ):
+        for cause, detail in answers:
+            return cause, "; ".join(filter(None, (detail, text)))
+    text = _far(standard, case)
+    if standard.subject.returns_params and not standard.depends_on_places:
+        text += "; gradients in place of new parameters would tell more"
+    if standard.subject.returns_params and case.terms is not None:
+        text += "; no gradient that reaches the optimizer was found that is the sum of the terms"
+    return Cause.UNEXPLAINED, text
+
+
+def case_of(standard: StepStandard, split: Split, own: Result, given: terms.Terms | None) -> Case:
+    """In float64, where the division and one batch run in it."""
+    if standard.wide is not None:
+        try:
+            return Case(split, standard.in_float64(split, standard.subject.batch), own, wide=True, terms=given)
+        except NotWide:
+            pass
+    return Case(split, own, own, wide=False, terms=given)
+
+
+def _nearly(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """What may leave a little over: not what single rows do, which Adam's first step hardly tells apart."""
+    if not standard.depends_on_places:
+        for cause_of in (moves.added, linear, moves.moved, moves.decayed):
+            yield from cause_of(standard, case)
+
+
+REST = 0.03
+"""Which part of the difference a hypothesis may leave over that no exact one has been found for."""
+
+TOLD = 8
+"""How many elements a leaf has that tells a cause by itself."""
+
+
+def _most(standard: StepStandard, case: Case, differ: Sequence[int]) -> Iterator[Answer]:
+    """What accounts for most of the leaves that differ, each by itself."""
+    found: dict[Cause, list[tuple[int, str]]] = {}
+    for i in differ:
+        alone = case._replace(leaves=(i,))
+        if standard.best.floats[i].size >= TOLD:
+            for cause, detail in chain(_microbatches(standard, alone), linear(standard, alone)):
+                found.setdefault(cause, []).append((i, detail))
+                break
+    sizes = [x.size for x in standard.best.floats]
+    for cause, where in found.items():
+        if 2 * sum(sizes[i] for i, _ in where) > sum(sizes[i] for i in differ):
+            yield cause, f"{where[0][1]}; seen in {', '.join(standard.names[i] for i, _ in where[:3])}, not in all"
+
+
+def _answers(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    yield from _counted(standard, case)
+    if case.wide and standard.shares(case.result.floats, standard.best.floats, wide=True).max() <= 1:
+        yield Cause.PRECISION, "in float64 it equals one batch: its own additions round by more than one batch's do"
+        return
+    if standard.depends_on_places:
+        yield from _random(standard, case)
+        return
+    yield from moves.added(standard, case)
+    if case.terms is not None and standard.subject.returns_params:
+        yield from _before_update(standard, case)
+    yield from _divided(standard, case)
+    yield from _microbatches(standard, case)
+    yield from linear(standard, case)
+    yield from _padded(standard, case)
+    yield from moves.moved(standard, case)
+    yield from moves.decayed(standard, case)
+    yield from _ignored(standard, case)
+    yield from _before_update(standard, case)
+    yield from _repeated(standard, case)
+    yield from elements.scattered(standard, case)
+    yield from elements.narrow([(standard, case)])
+
+
+def _far(standard: StepStandard, case: Case) -> str:
+    shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
+    worst = int(shares.argmax())
+    kind = "float64" if case.wide else "its own precision"
+    return f"{shares[worst]:.3g} times what rounding allows, in {kind}, in {standard.names[worst]}"
+
+
+# --- what needs no examples ---
+
+
+def _counted(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """Integers of the result, as counts of steps are."""
+    for a, b in zip(standard.own.integers, case.own.integers, strict=True):
+        if a.shape == b.shape and np.any(a != b):
+            at = np.unravel_index(np.argmax(a != b), a.shape)
+            yield Cause.COUNTED, f"an integer of the result is {b[at]} in place of {a[at]}"
+            return
+
+
+def _random(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """Copies of one microbatch: with one key for all of them they give what fewer copies give."""
+    subject, k = standard.subject, case.split.microbatches
+    if not standard.draws:
+        yield Cause.NEIGHBOURS, "no random numbers are drawn"
+        return
+    size = subject.examples // k if subject.examples % k == 0 else 1
+    first = list(range(size))
+    others = [x for x in (WHOLE, Split(2), Split(k + 1)) if x.microbatches != k]
+    run = standard.in_float64 if case.wide else subject.divided
+    made = run(case.split, subject.rows(first * (k * case.split.devices)))
+    for other in others:
+        try:
+            copies = run(other, subject.rows(first * other.microbatches))
+        except (NotWide, ValueError):
+            continue
+        if standard.shares(made.floats, copies.floats, case.wide).max() <= 1:
+            text = (
+                f"{k} copies of a microbatch give what {other.microbatches} give: no other numbers are drawn for them"
+            )
+            yield Cause.KEY, text
+            return
+    yield Cause.RANDOM, "so divisions cannot be compared; keys that belong to the examples can be"
+
+
+def _divided(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """The terms of the loss, each divided by something that is known: the nearest of these, the first of equals."""
+    if case.terms is None or standard.subject.returns_params:
+        return
+    whole = terms.measured(standard, case.terms, tuple(range(standard.examples)))
+    # Beside each count stands an epsilon, which weighs more where the count is that of a microbatch.
+    right = case._replace(result=standard.best)
+    epsilons = distances(standard, right, next(terms.ways([whole])).floats, 4)[0]
+    for name, pieces in partitions(standard.examples, case.split).items():
+        ways = list(terms.ways([terms.measured(standard, case.terms, rows) for rows in pieces]))
+        off = max(1.0, 2 * len(pieces) * epsilons)
+        near = [distances(standard, case, way.floats, len(pieces))[0] for way in ways]
+        way = next(way for way, x in zip(ways, near, strict=True) if x <= max(1.0, 2 * min(near)))
+        if way.text and accounts_for(standard, case, way.floats, len(pieces), off=off):
+            yield Cause.DENOMINATOR, way.text + split_by(name)
+            return
+
+
+# --- what is a combination of microbatches ---
+
+
+def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """The mean of what one batch makes of each microbatch, where it makes something else of all."""
+    if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+        return
+    for name, pieces in partitions(standard.examples, case.split).items():
+        parts = [standard.repeated(rows) for rows in pieces]
+        if any(part is None for part in parts):
+            continue
+        floats = [part.floats for part in parts if part is not None]
+        weighed = weights_of(standard, pieces)
+        free = standard.nearest(case.result.floats, floats, case.wide, case.leaves)
+        if free is not None and abs(free.sum() - 1) < SAME:
+            weighed.append(free / free.sum())
+        for weights in weighed:
+            if not accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
+                continue
+            lost = [row for rows, weight in zip(pieces, weights, strict=True) if abs(weight) < SAME for row in rows]
+            if lost:
+                kept = tuple(row for row in range(standard.examples) if row not in lost)
+                cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
+                yield cause, f"{standard.what}s {_shown(lost)} are missing{split_by(name)}"
+                return
+            norm = _one_norm([standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)])
+            if norm is not None:
+                yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}{split_by(name)}"
+            elif standard.excluded:
+                text = f"it is the mean of what each microbatch gives by itself, as it should be{split_by(name)}"
+                yield Cause.STATISTICS, text
+            return
+
+
+def _one_norm(results: Sequence[Floats]) -> str | None:
+    """The norm, or the largest element, that the longest results have in common, different as they are."""
+    vectors = [flat(floats) for floats in results]
+    norms, highest = [float(np.linalg.norm(x)) for x in vectors], [_bound(np.abs(x)) for x in vectors]
+    for values, text in ((norms, "a norm of {:.6g}"), (highest, "a largest element of {:.6g}")):
+        top = max(values)
+        longest = [x for x, value in zip(vectors, values, strict=True) if value >= top * (1 - 1e-5)]
+        if top > 0 and any(np.abs(x - longest[0]).max() > SAME * top for x in longest):
+            return text.format(top)
+    return None
+
+
+def _bound(sizes: np.ndarray) -> float:
+    """The largest one, if several are as large, as clipped elements are; else 0."""
+    *_, second, first = np.sort(np.append(sizes, [0, 0]))
+    return float(first) if second >= first * (1 - 1e-5) else 0.0
+
+
+def _before_update(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """The cause of the difference between the gradients that reach an optimizer."""
+    if not standard.subject.returns_params or case.leaves is not None:
+        return
+    for inner in before_update(standard, case):
+        own = inner.subject.divided(case.split, inner.subject.batch)
+        known = case.terms if case.terms is not None and terms.are_right(inner, case.terms) else None
+        cause, detail = explain(inner, case_of(inner, case.split, own, known))
+        if cause is not Cause.UNEXPLAINED:
+            yield cause, f"{detail}; in the gradient that reaches the optimizer"
+            return
+
+
+# --- what one batch gives of other numbers of its examples, where nothing is linear ---
+
+MOST_ROWS = 256
+"""Of a batch in which examples are repeated."""
+
+
+def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """The whole step on a batch of other numbers of its examples, as Adam or clipping of the mean make it necessary."""
+    n = standard.examples
+    if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+        return
+    units = np.arange(n)
+    for cause, detail, times in chain(_as_means(standard, case), _as_lost(n, case)):
+        if times.sum() > MOST_ROWS:
+            continue
+        rows = np.repeat(units, times.astype(int))
+        made = standard.one(rows.tolist())
+        if made is not None and accounts_for(standard, case, made.floats, 1):
+            yield cause, f"{detail}: one batch of {len(rows)} rows that holds them so gives it"
+            return
+
+
+def _as_lost(n: int, case: Case) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    for rows in on_devices(n, case.split):
+        yield Cause.NOT_EXCHANGED, f"it is what rows {_shown(rows)} give", 1.0 * np.isin(np.arange(n), rows)
+    for name, pieces in partitions(n, case.split).items():
+        for rows in pieces:
+            inside = np.isin(np.arange(n), rows)
+            yield Cause.LOST, f"rows {_shown(rows)}{split_by(name)}", 1 - inside
+            yield Cause.DOUBLED, f"rows {_shown(rows)}{split_by(name)}", 1 + inside
+
+
+def _as_means(standard: StepStandard, case: Case) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    """Microbatches of the same weight, if an example counts as much as a leaf of the batch says, as masks do."""
+    n = standard.examples
+    for counts in standard.counts():
+        for name, pieces in partitions(n, case.split).items():
+            weights = [int(counts[list(rows)].sum()) for rows in pieces]
+            if np.all(counts == np.round(counts)) and min(weights) > 0 and len(set(weights)) > 1:
+                times, least = np.zeros(n, object), lcm(*weights)  # of many counts it is beyond 64 bits
+                for rows, weight in zip(pieces, weights, strict=True):
+                    times[list(rows)] = least // weight
+                text = f"they count {min(weights)} to {max(weights)} in one batch{split_by(name)}"
+                yield Cause.MEAN_OF_MEANS, text, times
+
+
+# --- what is a combination of examples ---
+
+
+def linear(standard: Standard, case: Case) -> Iterator[Answer]:
+    """Examples that weigh something else than they should."""
+    c, leaves = standard.combination
+    leaves = case.among(leaves)
+    if c is None or not leaves or not np.isfinite(flat([*case.result.floats, *standard.best.floats])).all():
+        return
+    columns = [None if x is None else x.floats for x in standard.columns()]
+
+    def accounts(x: np.ndarray) -> bool:
+        used = [(a, floats) for a, floats in zip(x, columns, strict=True) if floats is not None]
+        predicted = combined(np.array([a for a, _ in used]), [floats for _, floats in used])
+        return accounts_for(standard, case, predicted, float(np.abs(x).sum()), leaves)
+
+    some = "" if len(leaves) == len(standard.names) else f"; seen in {len(leaves)} leaves that are means"
+    for cause, detail, x in _combinations(standard, case, c):
+        if accounts(x):
+            yield cause, detail + some
+            return
+
+
+EPSILON = 1e-5
+"""By how much a factor may differ from 1 that is none: divisors have an epsilon beside the count."""
+
+
+def _shares_in(standard: Standard, split: Split) -> dict[str, list[np.ndarray]]:
+    """The part of each unit that is in each piece, for the ways to divide the examples."""
+    units = standard.units()
+    divided = {
+        name: [share_in(units, rows) for rows in pieces]
+        for name, pieces in partitions(standard.examples, split).items()
+    }
+    return {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
+
+
+def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    """The weights of the units where microbatches are combined as known defects do."""
+    k, devices = split
+    n = standard.examples
+    counts = [(k, "microbatches"), (devices, "devices"), (k * devices, "microbatches of all devices")]
+    counts += [(n, f"{standard.what}s"), *((total, "tokens") for total in standard.totals)]
+    for count, name in counts:
+        if count > 1:
+            yield Cause.SUM, f"{count:g} times the mean: the number of {name}", c * count
+            yield Cause.SCALED, f"by 1 / {count:g}: divided by the number of {name} too", c / count
+    for filled in {n + (-n % k), n + (-n % (k * devices))} - {n}:
+        yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
+    divided = _shares_in(standard, split)
+    for name, pieces in divided.items():
+        yield (
+            Cause.MEAN_OF_MEANS,
+            _weights([float(c @ p) for p in pieces]) + split_by(name),
+            _mean_of_means(c, pieces),
+        )
+        yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", _mean_of_means(c, pieces) * len(pieces)
+    for rows in on_devices(n, split):
+        kept = share_in(standard.units(), rows)
+        if 0 < c @ kept < c.sum():
+            text = f"it is what {standard.what}s {_shown(rows)} give"
+            yield Cause.NOT_EXCHANGED, f"{text}, divided by their weight", c * kept / (c @ kept)
+            yield Cause.NOT_EXCHANGED, f"{text}, divided by the weight of all", c * kept
+            yield Cause.NOT_EXCHANGED, f"{text}, divided by the number of devices", c * kept / (c @ kept) / devices
+    for pieces in divided.values():
+        for piece in pieces:
+            for kept in (1 - piece, piece):
+                if 0 < c @ kept < c.sum() and len(pieces) > 1:
+                    lost = _named(standard, kept == 0)
+                    yield Cause.LOST, f"{lost}, divided by the rest", c * kept / (c @ kept)
+                    yield Cause.LOST, f"{lost}, divided by all", c * kept
+            more = 1 + piece
+            yield Cause.DOUBLED, _named(standard, piece > 0), c * more / (c @ more)
+
+
+def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    """What each known combination would make of the weights of the units."""
+    yield from _known(standard, case.split, c)
+    allowed = standard.allowed(False)
+    leaves = [i for i in case.among(standard.combination[1]) if allowed[i] > 0]
+    whole, result = (flat([x[i] / allowed[i] for i in leaves]) for x in (standard.best.floats, case.result.floats))
+    factor = float(result @ whole / (whole @ whole)) if whole.any() else 0.0
+    # A single number is always another one times something, and an epsilon in a divisor scales by almost 1.
+    if np.count_nonzero(whole) > 1 and abs(factor - 1) > EPSILON:
+        yield Cause.SCALED, f"by {factor:.6g}", c * factor
+    divided, k, devices = _shares_in(standard, case.split), *case.split
+    x = standard.fitted(case.result, case.split, case.wide, case.among(standard.combination[1]))
+    if x is not None:
+        yield from _levels(standard, case, c, x, divided)
+        return
+    at = np.arange(len(c))
+    for chosen in [*(at == i for i in at), *(at >= len(c) - i for i in range(2, k * devices))]:
+        if (c * chosen).any() and (c * ~chosen).any():
+            yield Cause.LOST, f"{_named(standard, chosen)}, divided by the rest", c * ~chosen / (c @ ~chosen)
+            yield Cause.LOST, f"{_named(standard, chosen)}, divided by all", c * ~chosen
+            yield Cause.DOUBLED, _named(standard, chosen), c * (1 + chosen) / (c @ (1 + chosen))
+
+
+def _levels(
+    standard: Standard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
+) -> Iterator[tuple[Cause, str, np.ndarray]]:
+    """What fitted coefficients say, beside the weights."""
+    real = np.abs(c) > 1e-6 * np.abs(c).max()
+    if np.any(np.abs(x[~real]) > SAME * np.abs(c).max()):
+        rows = _named(standard, ~real & (np.abs(x) > SAME * np.abs(c).max()))
+        yield Cause.PLACEHOLDERS, f"{rows} weigh nothing in one batch", x
+        return
+    r = np.where(real, x / np.where(real, c, 1), 1)
+    kept = r[real & (np.abs(r) > SAME)]
+    if not len(kept):
+        return
+    for unit in {float(np.median(kept)), float(kept.min())}:
+        times = np.round(r / unit)
+        # Divided by all, or by what is there.
+        by_all, by_these = abs(unit - 1) < SAME, abs(float(c[real] @ times[real]) * unit - 1) < SAME
+        if (
+            (by_all or by_these)
+            and np.all(np.abs(r / unit - times)[real] < SAME)
+            and np.any(times[real] != 1)
+            and np.all(times[real] >= 0)
+        ):
+            lost, twice = _named(standard, real & (times == 0)), _named(standard, real & (times > 1))
+            snapped = np.where(real, c * times * unit, 0)
+            if lost:
+                yield Cause.LOST, lost + (f"; {twice} count more than once" if twice else ""), snapped
+            else:
+                yield Cause.DOUBLED, twice, snapped
+    for name, pieces in divided.items():
+        if all(np.ptp(r[(p > 0) & real]) < SAME * np.abs(r).max() for p in pieces if (p > 0)[real].any()):
+            by_place = [float(np.mean(r[(p > 0) & real])) for p in pieces]
+            snapped = np.where(real, c * sum(a * (p > 0) for a, p in zip(by_place, pieces, strict=True)), 0)
+            places = ", ".join(f"{a:.4g}" for a in by_place)
+            if np.ptp(by_place) > 2.0**-20 * max(by_place) and _turned(standard, case, c, by_place, pieces):
+                yield (
+                    Cause.BY_PLACE,
+                    f"microbatches count {places} times, in reverse order too{split_by(name)}",
+                    snapped,
+                )
+            yield Cause.COEFFICIENTS, f"{places} times theirs{split_by(name)}", snapped
+    if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+        yield Cause.COEFFICIENTS, f"from {r[real].min():.4g} to {r[real].max():.4g} times theirs", x
+
+
+def _turned(
+    standard: Standard, case: Case, c: np.ndarray, by_place: Sequence[float], pieces: Sequence[np.ndarray]
+) -> bool:
+    """Whether the examples in reverse order have the same factors, place by place."""
+    result = standard.division(case.split, case.wide, backwards=True) if len(c) == standard.examples else None
+    if result is None:
+        return False
+    x = c * sum(a * (p > 0)[::-1] for a, p in zip(by_place, pieces, strict=True))
+    columns = [(a, y.floats) for a, y in zip(x, standard.columns(), strict=True) if y is not None]
+    predicted = combined(np.array([a for a, _ in columns]), [y for _, y in columns])
+    turned = case._replace(result=result)
+    return accounts_for(standard, turned, predicted, float(np.abs(x).sum()), standard.combination[1])
+
+
+def _padded(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """Rows of zeros that fill up the last microbatch."""
+    n, k = standard.examples, case.split.microbatches * case.split.devices
+    more = -n % k
+    if not more:
+        return
+    subject = standard.subject
+    try:
+        zeros = subject.wide(WHOLE, subject.zeros()) if standard.wide else subject.run(WHOLE, subject.zeros())
+    except (NotWide, ValueError):
+        return
+    predicted = [(n * x + more * z) / (n + more) for x, z in zip(standard.best.floats, zeros.floats, strict=True)]
+    if accounts_for(standard, case, predicted, 2, standard.combination[1]):
+        yield Cause.PLACEHOLDERS, f"{more} rows of zeros fill up the last microbatch, and count as examples"
+
+
+def _ignored(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """Whether the division depends on an example that one batch ignores, whatever it holds."""
+    c, subject, n = standard.weights, standard.subject, standard.examples
+    if c is None or len(c) != n or not np.any(c == 0):
+        return
+    real, ignored = int(np.argmax(c)), int(np.argmax(c == 0))
+    for batch in subject.with_row_of(ignored, real):
+        whole, other = standard.subject.divided(WHOLE, batch), standard.subject.divided(case.split, batch)
+        if (
+            standard.shares(whole.floats, standard.own.floats, wide=False).max() <= 1
+            and standard.shares(other.floats, case.own.floats, wide=False).max() > 1
+        ):
+            yield Cause.PLACEHOLDERS, f"one batch ignores what example {ignored} holds, this division does not"
+            return
+
+
+def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
+    weights = [float(c @ p) for p in pieces]
+    return sum((c * p / w for p, w in zip(pieces, weights, strict=True) if w), np.zeros_like(c)) / len(pieces)
+
+
+def _weights(values: Sequence[float]) -> str:
+    return f"they weigh from {min(values):.4g} to {max(values):.4g} in one batch"
+
+
+def _named(standard: Standard, chosen: np.ndarray) -> str:
+    rows = [row for unit, yes in zip(standard.units(), chosen, strict=True) if yes for row in unit]
+    return f"{standard.what}{'s' if len(rows) > 1 else ''} {_shown(rows)}" if rows else ""
+
+
+def _shown(rows: Sequence[int]) -> str:
+    return ", ".join(map(str, rows[:6])) + (f" and {len(rows) - 6} more" if len(rows) > 6 else "")

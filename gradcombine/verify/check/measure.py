@@ -1,0 +1,241 @@
+"""How far two results of a step are apart, over what rounding allows.
+
+The distance is the root of the mean square over a leaf. What rounding allows is measured on the step itself::
+
+    allowed = 16 * noise + gamma(2 n + 5) * max_e |g_e|
+
+- noise: how far the result on one batch moves if each parameter, and each number of the batch, moves by up to two
+  units of rounding, at random; in float64 where the step runs in it, which leaves no other rounding in. The unit u is
+  that of the narrowest operands of its products of matrices. New parameters have u |p| more, as they are stored.
+- gamma(m) = m u / (1 - m u) bounds the sum of the n examples' gradients g_e in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from gradcombine.types import Tree
+from gradcombine.verify.check import precision
+from gradcombine.verify.check.running import (
+    WHOLE,
+    NotFiniteError,
+    NotWide,
+    Result,
+    Rows,
+    Split,
+    Subject,
+    as_floats,
+    perturbation,
+)
+from gradcombine.verify.check.standard import EACH, Floats, Standard, flat, gamma, over, rms
+from gradcombine.verify.compare.ulp import rounding_unit
+
+TIMES = 16
+"""How many times the measured noise is allowed."""
+
+SAMPLES = 3
+"""How often the noise is measured; the largest counts."""
+
+FLOAT32_UNIT = rounding_unit(np.dtype(np.float32))
+UNIT64 = rounding_unit(np.dtype(np.float64))
+WIDE_TIMES = 64
+"""In float64, so many times what is allowed: it is still a millionth of what float32 is allowed."""
+
+
+class StepStandard(Standard):
+    """A step on one batch: what it gives, and what rounding may do to that.
+
+    Attributes:
+      subject: the step.
+      not_wide: why there is no result in float64.
+      unit: the unit roundoff.
+      draws: whether it may draw random numbers.
+      noise: how far rounding moves each leaf.
+    """
+
+    def __init__(self, subject: Subject, unit: float | None) -> None:
+        self.subject, self.examples = subject, subject.examples
+        self.own = subject.divided(WHOLE, subject.batch)
+        self.names = subject.names
+        program = precision.read(subject)
+        widths = [rounding_unit(x) for x in self.own.dtypes]
+        self.unit = unit or program.unit or max(widths)
+        self.draws = program.random
+        self.wide, self.not_wide = self._in_float64(program.draws)
+        self._rows: dict[Rows, Result | None] = {}
+        self._elsewhere_made: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
+        exact, own = self._noise(self.wide is not None), self._noise(False)
+        sizes = np.array([rms(x) for x in self.best.floats])
+        # A leaf that is 0 in exact arithmetic, as the bias of an attention's keys, has no other noise than its own.
+        self.noise = np.where(sizes > 2.0**-40 * sizes.max(initial=0), exact, own)
+        if subject.returns_params:
+            stored = np.zeros_like(self.noise)
+            stored[: len(subject.param_leaves)] = [self.unit * rms(x) for _, x in subject.param_leaves]
+            self.noise, exact = self.noise + stored, exact + stored
+        largest = np.array([rms(x) for x in self._largest()])
+        sums = gamma(2 * min(subject.examples, EACH) + 5, self.unit) * largest
+        self._accurate = TIMES * self.noise + sums
+        # What is no more accurate than its own noise is allowed to be no nearer to itself.
+        self._allowed = TIMES * np.maximum(exact, own) + sums
+
+    def allowed(self, wide: bool) -> np.ndarray:
+        """How far rounding may move one result, a number a leaf."""
+        return self._allowed * (WIDE_TIMES * UNIT64 / self.unit if wide else 1.0)
+
+    def shown(self, floats: Floats, whole: Floats) -> float:
+        """The distance of a division in float64 from one batch, over what the rounding of float32 would allow."""
+        allowed = 2 * self._allowed * FLOAT32_UNIT / self.unit
+        return max(over(rms(x - y), z) for x, y, z in zip(floats, whole, allowed, strict=True))
+
+    @property
+    def hidden(self) -> str:
+        """Up to what size differences pass."""
+        sizes = np.array([x.size for x in self.own.floats])
+        allowed = float(np.sqrt(sizes @ (2 * self._allowed) ** 2))
+        of_whole, of_params = (
+            over(allowed, float(np.linalg.norm(flat(x))))
+            for x in (self.own.floats, [as_floats(x) for _, x in self.subject.param_leaves])
+        )
+        return f"of less than {of_whole:.2g} of the result, or {of_params:.2g} of the parameters"
+
+    def accuracy(self, result: Result, reference: Floats) -> tuple[np.ndarray, np.ndarray]:
+        """The distance of each leaf from a reference: over what is allowed, and over the noise."""
+        far = [rms(x - y) for x, y in zip(result.floats, reference, strict=True)]
+        of_bound, noises = (
+            np.array([over(*x) for x in zip(far, y, strict=True)]) for y in (self._accurate, self.noise)
+        )
+        return of_bound, noises
+
+    def one(self, rows: Sequence[int]) -> Result | None:
+        """One batch of these examples, in the best precision; None where it is not finite, as a mean of nothing is."""
+        key = tuple(rows)
+        if key not in self._rows:
+            batch = self.subject.rows(rows)
+            try:
+                made = self.subject.run(WHOLE, batch) if self.wide is None else self.subject.wide(WHOLE, batch)
+            except NotFiniteError:
+                made = None
+            self._rows[key] = made
+        return self._rows[key]
+
+    def repeated(self, rows: Sequence[int]) -> Result | None:
+        """The same, of copies of them in a batch of the full size, where they divide it: the program is compiled."""
+        return self.one(self.copies(rows))
+
+    def copies(self, rows: Sequence[int]) -> Sequence[int]:
+        n = self.examples
+        return [*rows] * (n // len(rows)) if n % len(rows) == 0 else rows
+
+    def narrow(self, rows: Sequence[int]) -> Result | None:
+        try:
+            return self.subject.run(WHOLE, self.subject.rows(rows))
+        except ValueError:  # a mean over nothing
+            return None
+
+    def division(self, split: Split, wide: bool, backwards: bool = False) -> Result | None:
+        batch = self.subject.rows(range(self.examples)[:: -1 if backwards else 1])
+        try:
+            return self.in_float64(split, batch) if wide else self.subject.divided(split, batch)
+        except (NotWide, ValueError):  # or one that it cannot take
+            return None
+
+    def counts(self) -> Iterator[np.ndarray]:
+        """All the same; or what a leaf of the batch holds, as a mask or a number of tokens does; each once."""
+        found = [*super().counts()]
+        for leaf in self.subject.arrays():
+            each = leaf.reshape(self.examples, -1)
+            # The first word of a sequence is not predicted, and the last predicts nothing.
+            found += [np.count_nonzero(x, axis=1).astype(np.float64) for x in (each, each[:, 1:], each[:, :-1])]
+            if leaf.dtype.kind in "fiub":
+                found.append(each.sum(axis=1, dtype=np.float64))
+        different: dict[bytes, np.ndarray] = {}
+        for counts in found:
+            different.setdefault((counts / (counts.sum() or 1)).tobytes(), counts)
+        yield from different.values()
+
+    def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
+        key = seed, split, rows, wide
+        if key not in self._elsewhere_made:
+            subject = self.subject
+            batch = subject.batch if rows is None else subject.rows(self.copies(rows))
+            try:
+                made = subject.run(split, batch, wide, noise=perturbation(seed, 0.5, 0.5))
+            except Exception:  # whatever a foreign step raises there
+                made = None
+            self._elsewhere_made[key] = made
+        return self._elsewhere_made[key]
+
+    @cached_property
+    def turned(self) -> Tree:
+        """The batch with its examples in reverse."""
+        return self.subject.rows(range(self.subject.examples - 1, -1, -1))
+
+    @cached_property
+    def backwards(self) -> Result:
+        """One batch of the examples in reverse."""
+        return self.subject.run(WHOLE, self.turned)
+
+    @cached_property
+    def depends_on_places(self) -> bool:
+        """Whether one batch of the same examples in reverse gives something else."""
+        if self.shares(self.backwards.floats, self.own.floats, wide=False).max() > 1:
+            return True
+        if self.wide is None or self.unit <= FLOAT32_UNIT:
+            return False
+        return self.shown(self.in_float64(WHOLE, self.turned).floats, self.wide.floats) > 1
+
+    def in_float64(self, split: Split, batch: Tree) -> Result:
+        """A division's result in float64.
+
+        Raises:
+          NotWide: for a step that does not run in float64. One whose program cannot be read must not round to something
+            narrower inside: where parameters move by little, its result moves by too much, or not at all.
+        """
+        subject = self.subject
+        program = subject.program(subject.step(split), batch)
+        if program is not None and not program.retyped.problem:
+            return subject.wide(split, batch)
+        scales = 2.0**-44, 2.0**-24, 2.0**-6
+        zero = 0.0 if any(np.any(x) for _, x in subject.param_leaves) else 2.0**-6
+        try:
+            wide = subject.wide(split, batch)
+            moved = [subject.wide(split, batch, noise=perturbation(0, scale, zero)) for scale in scales]
+        except NotFiniteError as error:
+            raise NotWide(f"{error.path} is not finite there, or where the parameters are a little different") from None
+        rounding = 2**6 * UNIT64 * max(rms(x) for x in wide.floats)
+        for i, name in enumerate(subject.names):
+            distances = [rms(x.floats[i] - wide.floats[i]) for x in moved]
+            for j in range(len(scales) - 1):
+                expected = distances[j + 1] * scales[j] / scales[j + 1]
+                if distances[j] > 2**10 * expected + rounding or (distances[j] == 0 and expected > rounding):
+                    raise NotWide(f"the step rounds to something narrower than float64 by itself, as {name} shows")
+        return wide
+
+    def _in_float64(self, draws: bool) -> tuple[Result | None, str]:
+        subject = self.subject
+        try:
+            if draws:
+                raise NotWide("the step draws random numbers, which are others in float64")
+            return self.in_float64(WHOLE, subject.batch), ""
+        except NotWide as reason:
+            return None, str(reason)
+
+    def _noise(self, wide: bool) -> np.ndarray:
+        subject, unit, still = self.subject, 2 * self.unit, self.best if wide else self.own
+        worst = np.array([self.unit * rms(x) for x in still.floats])
+        for seed in range(SAMPLES):
+            of_params, of_batch = perturbation(seed, unit), perturbation(seed + SAMPLES, unit)
+            moved = subject.run(WHOLE, subject.batch, wide, of_params, of_batch)
+            worst = np.maximum(worst, [rms(x - y) for x, y in zip(moved.floats, still.floats, strict=True)])
+        return worst
+
+    def _largest(self) -> list[np.ndarray]:
+        """The largest magnitude of each element over the units."""
+        largest = [np.abs(x) for x in self.best.floats]
+        for column in self.columns():
+            if column is not None:
+                largest = [np.maximum(x, np.abs(y)) for x, y in zip(largest, column.floats, strict=True)]
+        return largest

@@ -1,0 +1,137 @@
+"""What is added to a result, and parameters that move within a window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from gradcombine.verify.check.case import Answer, Case, accounts_for, partitions, split_by, weights_of
+from gradcombine.verify.check.measure import StepStandard
+from gradcombine.verify.check.running import WHOLE, NotWide, Rows, as_floats, widened
+from gradcombine.verify.check.standard import SAME, Floats, flat
+from gradcombine.verify.check.step_report import Cause
+
+
+def added(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """What does not come from the gradients, as decay: it is there as well where all examples are copies of one."""
+    subject, one = standard.subject, standard.best.floats
+    weights = standard.weights
+    row = 0 if weights is None else standard.units()[int(np.argmax(weights))][0]
+    copies = subject.rows([row] * standard.examples)
+    try:
+        run = subject.wide if case.wide else subject.divided
+        divided, whole = run(case.split, copies), run(WHOLE, copies)
+    except (NotWide, ValueError):
+        return
+    added = [x - y for x, y in zip(divided.floats, whole.floats, strict=True)]
+    params = _params_of(standard)
+    moved = {i: p + one[i] for i, p in params.items()} if subject.returns_params else {}
+    if moved:
+        factor = _factor([x - y for x, y in zip(case.result.floats, one, strict=True)], moved, sorted(moved))
+        if factor is not None:
+            predicted = [x + factor * moved[i] if i in moved else x for i, x in enumerate(one)]
+            if accounts_for(standard, case, predicted, 4, sorted(moved)):
+                yield Cause.ADDED, f"{factor:.6g} times the new parameters"
+                return
+    if not accounts_for(standard, case, [x + y for x, y in zip(one, added, strict=True)], 4):
+        return
+    differ = [i for i, share in enumerate(standard.shares(divided.floats, whole.floats, case.wide)) if share > 1]
+    some = "" if len(differ) == len(one) else f", in {len(differ)} of {len(one)} leaves"
+    size = max(float(np.abs(x).max(initial=0)) for x in added)
+    text = f"up to {size:.3g}, where all examples are copies of one, too"
+    factor = _factor(added, params, differ)
+    if factor is not None:
+        text = f"{factor:.6g} times the parameters"
+    yield Cause.ADDED, text + some
+
+
+def _factor(added: Floats, params: Mapping[int, np.ndarray], leaves: Sequence[int]) -> float | None:
+    """By what the parameters are multiplied in what is added to these leaves; None where they are not."""
+    if not leaves or any(i not in params for i in leaves):
+        return None
+    off, p = flat([added[i] for i in leaves]), flat([params[i] for i in leaves])
+    factor = float(off @ p / max(float(p @ p), 1e-300))
+    return factor if np.linalg.norm(off - factor * p) < SAME * np.linalg.norm(off) else None
+
+
+def _params_of(standard: StepStandard) -> dict[int, np.ndarray]:
+    """The parameters that leaves of the result belong to, as far as order or paths tell."""
+    params = [(path, as_floats(x)) for path, x in standard.subject.param_leaves]
+    shapes = [x.shape for x in standard.best.floats]
+    if shapes == [x.shape for _, x in params]:
+        return dict(enumerate(x for _, x in params))
+    return {
+        i: p
+        for i, (name, shape) in enumerate(zip(standard.names, shapes, strict=True))
+        for path, p in params
+        if name.endswith(path) and p.shape == shape
+    }
+
+
+def moved(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """One update after the other."""
+    subject = standard.subject
+    if not subject.returns_params:
+        return
+    start = [widened(x) for _, x in subject.param_leaves]
+    for name, pieces in partitions(subject.examples, case.split).items():
+        for factor, text in ((1.0, ""), (1 / len(pieces), " of a part of its length")):
+            moved = [np.zeros_like(x) for x in standard.best.floats[: len(start)]]
+            at = list(start)
+            try:
+                for rows in pieces:
+                    batch = subject.rows(rows)
+                    made = subject.wide(WHOLE, batch, start=at) if case.wide else subject.run(WHOLE, batch, start=at)
+                    moved = [x + factor * y for x, y in zip(moved, made.floats, strict=False)]
+                    at = [x + y.reshape(x.shape) for x, y in zip(start, moved, strict=True)]
+            except (NotWide, ValueError):
+                continue
+            others = standard.best.floats[len(start) :]
+            if accounts_for(standard, case, [*moved, *others], len(pieces), range(len(start))):
+                yield (
+                    Cause.MOVED_EACH,
+                    f"{len(pieces)} updates{text}, one after the other, give it{split_by(name)}",
+                )
+                return
+
+
+def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """Parameters that are multiplied at each microbatch, and moved by the mean of what the microbatches give there."""
+    subject = standard.subject
+    if not subject.returns_params:
+        return
+    start = [widened(x) for _, x in subject.param_leaves]
+    made, others = case.result.floats[: len(start)], standard.best.floats[len(start) :]
+    p, off = flat(start), flat(made) - flat(standard.best.floats[: len(start)])
+
+    def simulated(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
+        run = subject.wide if case.wide else subject.run
+        at, mean = start, [np.zeros_like(x) for x in start]
+        for i, (rows, weight) in enumerate(zip(pieces, weights, strict=True)):
+            at = [x * (1 + factor) for x in at] if i else at
+            given = run(WHOLE, subject.rows(standard.copies(rows)), start=at).floats
+            mean = [m + (u - factor * x) * weight for m, u, x in zip(mean, given, at, strict=False)]
+        return [m + (1 + factor) * x - y for m, x, y in zip(mean, at, start, strict=True)]
+
+    def solved(pieces: Sequence[Rows], weights: np.ndarray) -> tuple[float, list[np.ndarray]]:
+        factor = float(off @ p) / max(float(p @ p), 1e-300) / (len(pieces) - 1)
+        for _ in range(SOLVED):
+            predicted = flat(simulated(pieces, weights, factor))
+            slope = (flat(simulated(pieces, weights, factor * 1.01)) - predicted) / (0.01 * factor or 1)
+            factor += float((flat(made) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
+        return factor, simulated(pieces, weights, factor)
+
+    for name, pieces in partitions(subject.examples, case.split).items():
+        for weights in weights_of(standard, pieces):
+            try:
+                factor, found = solved(pieces, weights)
+            except (NotWide, ValueError):
+                continue
+            if accounts_for(standard, case, [*found, *others], len(pieces), range(len(start))):
+                yield Cause.MOVED, f"by {factor:.6g} of them at each microbatch{split_by(name)}"
+                return
+
+
+SOLVED = 3
+"""How many steps of Newton's it takes to find a factor to rounding."""

@@ -1,0 +1,468 @@
+"""A step under test, run on chosen examples, in its own precision and in float64; what it gives, as NumPy arrays."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from enum import Enum
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.registry import dtype_of, is_absent, loaded, owner
+from gradcombine.errors import GradCombineError
+from gradcombine.types import Tree
+from gradcombine.verify.check.retyping import NotWide, Retyped
+from gradcombine.verify.check.retyping import wide as wide_types
+from gradcombine.verify.compare.ulp import kind_of, rounding_unit
+
+OPERATION = "check_step"
+
+Step: TypeAlias = Callable[[Any, Any], Any]
+"""From parameters and a batch to gradients, or to new parameters."""
+
+Rows: TypeAlias = tuple[int, ...]
+"""Numbers of examples; one may occur several times."""
+
+
+class Split(NamedTuple):
+    """How a step divides its batch: into microbatches, on devices; (1, 1) is one batch.
+
+    >>> print(Split(4, 1), "|", Split(2, 8))
+    4 microbatches | 2 microbatches on 8 devices
+    """
+
+    microbatches: int = 1
+    devices: int = 1
+
+    def __str__(self) -> str:
+        first = "one batch" if self.microbatches == 1 else f"{self.microbatches} microbatches"
+        return first if self.devices == 1 else f"{first} on {self.devices} devices"
+
+
+WHOLE = Split()
+
+NUMBERS = bool, int, float, complex
+"""Of Python: they enter steps as they are."""
+
+
+class Result(NamedTuple):
+    """What a step gave.
+
+    Attributes:
+      floats: the float leaves, in float64; of new parameters, their distance from the old ones.
+      integers: the other leaves.
+      dtypes: of the float leaves, as they came.
+    """
+
+    floats: tuple[np.ndarray, ...]
+    integers: tuple[np.ndarray, ...]
+    dtypes: tuple[np.dtype, ...]
+
+
+class Subject:
+    """The step of a factory, for every division, with its parameters and its batch.
+
+    Args:
+      make_step: ``make_step(microbatches)``, or ``make_step(microbatches, devices=...)``.
+      params: a tree of arrays.
+      batch: a tree of arrays with a first axis of examples; scalars belong to all of them.
+      returns_params: whether the step returns new parameters.
+    """
+
+    def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns_params: bool) -> None:
+        self._make, self.returns_params = make_step, returns_params
+        self._params, self._params_structure = flattened(params)
+        self.batch = batch
+        self.examples = examples(batch)
+        self.names: tuple[str, ...] = ()
+        self._structure: tree.Structure | None = None
+        self._steps: dict[Split, Step] = {}
+        self._programs: dict[Any, tuple[Step, Program | None]] = {}
+
+    def on(self, batch: Tree) -> Subject:
+        """The same step, with another batch of as many examples."""
+        other = copy.copy(self)
+        other.batch = batch
+        return other
+
+    @property
+    def params(self) -> Tree:
+        """The parameters, as they were given."""
+        return self._tree(self._params)
+
+    @property
+    def framework(self) -> str:
+        """Whose arrays enter."""
+        backends = [owner(x) for x in [*self._params, *flattened(self.batch)[0]] if x is not None]
+        return next((x.name for x in backends if x is not None and x.name != "numpy"), "numpy")
+
+    @property
+    def param_leaves(self) -> list[tuple[str, np.ndarray]]:
+        """The float parameters, by their paths."""
+        pairs = zip(self._params_structure.paths(), self._params, strict=True)
+        return [(path, _array(x)) for path, x in pairs if _is_float(x)]
+
+    def step(self, split: Split) -> Step:
+        """The step of a division, made once."""
+        if split not in self._steps:
+            others = {} if split.devices == 1 else {"devices": split.devices}
+            try:
+                made = self._make(split.microbatches, **others)
+            except GradCombineError:
+                raise
+            except Exception as error:  # whatever a foreign function raises
+                received = f"{type(error).__name__}: {line(error)}"
+                raise GradCombineError(OPERATION, f"a make_step for {split}", received) from error
+            if not callable(made):
+                raise GradCombineError(OPERATION, "make_step to return a step(params, batch)", type(made).__name__)
+            self._steps[split] = made
+        return self._steps[split]
+
+    def run(
+        self,
+        split: Split,
+        batch: Tree,
+        wide: bool = False,
+        noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        start: Sequence[np.ndarray] | None = None,
+        step: Step | None = None,
+    ) -> Result:
+        """What the step gives.
+
+        Args:
+          split: how it divides the batch.
+          batch: like the subject's own, of any number of examples.
+          wide: whether all floats enter in float64.
+          noise, batch_noise: what changes the float parameters, and the floats of the batch.
+          start: float64 parameters to take in place of the subject's own, one a float leaf; the result is still the
+            distance from these.
+          step: another one, in its place.
+        """
+        made, before = self._called(step or self.step(split), batch, wide, noise, batch_noise, start)
+        result = self._result(made, before)
+        narrow = next((x for x in result.dtypes if rounding_unit(x) > rounding_unit(np.dtype(np.float64))), None)
+        if wide and narrow is not None:
+            raise NotWide(f"it returns {narrow} whatever it is given")
+        return result
+
+    def of(self, function: Step, batch: Tree, wide: bool) -> list[np.ndarray]:
+        """The float leaves that another function of parameters and batch gives, in float64."""
+        leaves = flattened(self._called(function, batch, wide)[0])[0]
+        arrays = [_array(x) for x in leaves if _is_there(x)]
+        return [as_floats(x) for x in arrays if _is_float_dtype(x.dtype)]
+
+    def _called(
+        self,
+        function: Step,
+        batch: Tree,
+        wide: bool,
+        noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
+        start: Sequence[np.ndarray] | None = None,
+    ) -> tuple[Tree, list[np.ndarray]]:
+        """What a function returns, as NumPy arrays, and the float parameters that it got."""
+        entered = list(self._params)
+        if start is not None:
+            given = iter(start)
+            entered = [as_kind(next(given), x) if _is_float(x) else x for x in entered]
+        program = self.program(function, batch) if wide else None
+        with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
+            arguments = [_copied(x, wide, noise) for x in entered]
+            leaves, structure = flattened(batch)
+            rows = [_copied(x, wide, batch_noise) for x in leaves]
+            before = [_array(x) for x in arguments if _is_float(x)]
+            if program is not None and not program.retyped.problem:
+                return program([*arguments, *rows]), before
+            return function(self._tree(arguments), tree.unflatten(structure, rows)), before
+
+    def _tree(self, params: Sequence[Any]) -> Tree:
+        return tree.unflatten(self._params_structure, params)
+
+    def program(self, function: Step, batch: Tree) -> Program | None:
+        """The JAX program of a function of parameters and batch; None where it cannot be traced."""
+        leaves, structure = flattened(batch)
+        key = id(function), *((_shape(x), getattr(x, "dtype", None)) for x in leaves)
+        if key not in self._programs:
+
+            def of_leaves(every: list[Any]) -> Tree:
+                count = len(self._params)
+                return function(self._tree(every[:count]), tree.unflatten(structure, every[count:]))
+
+            made = None
+            if "jax" in sys.modules and self.framework in ("jax", "numpy"):
+                with suppress(Exception):  # of a step that reads values, or of another framework
+                    made = Program.of(of_leaves, [*self._params, *leaves])
+            self._programs[key] = function, made  # a function that is kept keeps its id
+        return self._programs[key][1]
+
+    def divided(self, split: Split, batch: Tree) -> Result:
+        """The same; where the step cannot divide the batch, an error that says so."""
+        try:
+            return self.run(split, batch)
+        except GradCombineError:
+            raise
+        except Exception as error:  # whatever a foreign step raises
+            expected = f"a step that takes {examples(batch)} examples as {split}"
+            raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {line(error)}") from error
+
+    def wide(self, split: Split, batch: Tree, **others: Any) -> Result:
+        """The same in float64.
+
+        Raises:
+          NotWide: where it cannot be.
+        """
+        try:
+            return self.run(split, batch, wide=True, **others)
+        except Exception as error:  # whatever a foreign step raises
+            if isinstance(error, (NotWide, NotFiniteError)):
+                raise
+            raise NotWide(f"it does not run in float64: {line(error)}") from None
+
+    def read(self, made: Tree) -> Result:
+        """What is given in place of a result."""
+        return self._result(made, [_array(x) for x in self._params if _is_float(x)])
+
+    def rows(self, rows: Sequence[int]) -> Tree:
+        """A batch of these examples."""
+        leaves, structure = flattened(self.batch)
+        return tree.unflatten(structure, [_taken(x, np.array(rows, np.int32)) for x in leaves])
+
+    def arrays(self) -> list[np.ndarray]:
+        """The leaves of the batch that have a row for each example."""
+        return [_array(x) for x in flattened(self.batch)[0] if _is_there(x) and _shape(x)]
+
+    def with_row_of(self, row: int, other: int) -> Iterator[Tree]:
+        """The batch, one leaf after the other with another example's values in a row."""
+        leaves, structure = flattened(self.batch)
+        rows = np.arange(self.examples, dtype=np.int32)
+        rows[row] = other
+        for i, leaf in enumerate(leaves):
+            yield tree.unflatten(structure, [*leaves[:i], _taken(leaf, rows), *leaves[i + 1 :]])
+
+    def zeros(self) -> Tree:
+        """A batch of as many examples, all of them zeros: what padding is made of."""
+        leaves, structure = flattened(self.batch)
+        return tree.unflatten(structure, [as_kind(np.zeros_like(_array(x)), x) if _shape(x) else x for x in leaves])
+
+    def _result(self, made: Tree, before: Sequence[np.ndarray]) -> Result:
+        leaves, structure = flattened(made)
+        self._compare(made, structure)
+        present = [(i, _array(x)) for i, x in enumerate(leaves) if _is_there(x)]
+        floats = [(i, x) for i, x in present if _is_float_dtype(x.dtype)]
+        if not floats:
+            raise GradCombineError(OPERATION, "a step that returns float arrays", f"{len(leaves)} leaves, none of them")
+        paths = list(structure.paths())
+        self.names = tuple(paths[i] or "(root)" for i, _ in floats)
+        wide = [widened(x) for _, x in floats]
+        if self.returns_params:
+            new, others = wide[: len(before)], wide[len(before) :]
+            for name, x, y in zip(self.names, new, before, strict=False):
+                if x.shape != y.shape:
+                    raise GradCombineError(OPERATION, f"new parameters of the old shape {y.shape}", x.shape, name)
+            wide = [x - widened(y) for x, y in zip(new, before, strict=True)] + others
+        for name, x in zip(self.names, wide, strict=True):
+            if not np.isfinite(x).all():
+                raise NotFiniteError(name)
+        others = tuple(x for _, x in present if not _is_float_dtype(x.dtype))
+        return Result(tuple(map(as_floats, wide)), others, tuple(x.dtype for _, x in floats))
+
+    def _compare(self, made: Tree, structure: tree.Structure) -> None:
+        """Refuses another structure than that of the parameters, with metrics after them or not, and of other runs."""
+        if self.returns_params:
+            expected, count = self._params_structure, len(self._params_structure.children)
+            starts = [made]
+            if type(made) is tuple and made:
+                starts += [made[0], made[:count]]
+            if all(flattened(x)[1] != expected for x in starts):
+                raise tree.difference(OPERATION, expected, structure)
+        if self._structure is None:
+            self._structure = structure
+        elif structure != self._structure:
+            raise tree.difference(OPERATION, self._structure, structure)
+
+
+class Program(NamedTuple):
+    """The JAX program of a function from the leaves of its arguments to a tree; some leaves of both are no arrays.
+
+    Attributes:
+      retyped: from arrays to arrays.
+      entering, leaving: the places of these among the leaves.
+      leaves: of the tree, None in place of each array.
+      structure: of the tree.
+    """
+
+    retyped: Retyped
+    entering: list[int]
+    leaving: list[int]
+    leaves: list[Any]
+    structure: tree.Structure
+
+    @classmethod
+    def of(cls, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> Program:
+        """The program that a function runs for these leaves."""
+        entering = [i for i, x in enumerate(leaves) if _is_there(x) and not isinstance(x, NUMBERS)]
+        traced: list[tuple[list[int], list[Any], tree.Structure]] = []
+
+        def run(arrays: list[Any]) -> list[Any]:
+            every = list(leaves)
+            for i, x in zip(entering, arrays, strict=True):
+                every[i] = x
+            made, structure = flattened(function(every))
+            leaving = [i for i, x in enumerate(made) if _is_there(x)]
+            traced.append((leaving, [None if i in leaving else x for i, x in enumerate(made)], structure))
+            return [made[i] for i in leaving]
+
+        return cls(Retyped(run, [leaves[i] for i in entering]), entering, *traced[0])
+
+    def __call__(self, leaves: Sequence[Any]) -> Tree:
+        """The tree for other leaves of these shapes, in float64."""
+        made = list(self.leaves)
+        for i, x in zip(self.leaving, self.retyped([leaves[i] for i in self.entering]), strict=True):
+            made[i] = x
+        return tree.unflatten(self.structure, made)
+
+
+class NotFiniteError(GradCombineError):
+    """A result that holds NaN or infinity."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(OPERATION, "a step whose result is finite", "NaN or infinity", path)
+
+
+def flattened(value: Tree) -> tuple[list[Any], tree.Structure]:
+    """The leaves of a tree, rows of TensorFlow and what is no array (names, functions) among them; its structure."""
+    return tree.flatten(OPERATION, value, is_leaf=lambda node: _is_sparse(node) or _is_static(node))
+
+
+def examples(batch: Tree) -> int:
+    """How many examples a batch has: the length of the first axis, which all leaves but scalars share."""
+    leaves, structure = flattened(batch)
+    found: tuple[str, int] | None = None
+    for path, leaf in zip(structure.paths(), leaves, strict=True):
+        shape = _shape(leaf) if _is_there(leaf) else ()
+        if not shape:
+            continue
+        if found and shape[0] != found[1]:
+            expected = f"{found[1]} examples along the first axis, as in {found[0] or 'the first leaf'}"
+            raise GradCombineError(OPERATION, expected, shape[0], path)
+        found = found or (path, shape[0])
+    if found is None or found[1] < 2:
+        raise GradCombineError(OPERATION, "a batch of two examples or more", "none" if found is None else found[1])
+    return found[1]
+
+
+def as_kind(array: np.ndarray, like: Any) -> Any:
+    """A NumPy array as an array of the framework of another one, uncommitted to any device."""
+    backend = owner(like)
+    if backend is not None and backend.name == "jax":
+        made = sys.modules["jax"].numpy.array(array)
+        sharding = getattr(like, "sharding", None)
+        split = sharding is not None and len(sharding.device_set) > 1 and like.shape == array.shape
+        return sys.modules["jax"].device_put(made, sharding) if split else made
+    if backend is not None and backend.name == "tensorflow":
+        return sys.modules["tensorflow"].constant(array)
+    return array
+
+
+def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndarray], np.ndarray]:
+    """What changes each element by up to ``unit`` of itself, at random; by up to so much of ``zero``, where it is 0.
+
+    No sign changes: states hold squares, and roots are taken of them.
+    """
+    rng = np.random.default_rng(seed)
+
+    def changed(x: np.ndarray) -> np.ndarray:
+        wide = widened(x)
+        moves = unit * rng.uniform(-1, 1, x.shape)
+        return np.where(wide == 0, zero * np.abs(moves), wide + moves * wide).astype(x.dtype)
+
+    return changed
+
+
+def _copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
+    """An array that a step may donate, wide or changed where asked."""
+    if not _is_there(x) or not _is_array(x):
+        return x
+    array = _array(x)
+    if not _is_float_dtype(array.dtype):
+        return as_kind(array.copy(), x)
+    array = widened(array) if wide else array.copy()
+    return as_kind(array if noise is None else noise(array), x)
+
+
+def _is_array(x: Any) -> bool:
+    """Whether NumPy can hold a leaf; a typed random key of JAX it can not."""
+    return not isinstance(x, NUMBERS) and not _is_key(x)
+
+
+def _is_key(x: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_float(x: Any) -> bool:
+    return _is_there(x) and _is_array(x) and _is_float_dtype(dtype_of(x))
+
+
+def _is_float_dtype(dtype: np.dtype) -> bool:
+    return kind_of(dtype) != "integer"
+
+
+def widened(x: np.ndarray) -> np.ndarray:
+    """In float64, or complex128."""
+    return x.astype(np.complex128 if kind_of(x.dtype) == "complex" else np.float64)
+
+
+def as_floats(x: np.ndarray) -> np.ndarray:
+    """In float64, complex numbers as pairs."""
+    wide = widened(x)
+    return wide if wide.dtype == np.float64 else wide[..., None].view(np.float64)
+
+
+def _is_sparse(x: Any) -> bool:
+    """Whether a node is TensorFlow's gradient of some rows, which counts as a dense one."""
+    tf = sys.modules.get("tensorflow")
+    return tf is not None and isinstance(x, tf.IndexedSlices)
+
+
+def _is_static(x: Any) -> bool:
+    """Whether a node is no array and holds none: a name, a type or a function, which enters steps as it is."""
+    if isinstance(x, (str, bytes, type, Enum)):
+        return True
+    return callable(x) and owner(x) is None and all(backend.split(x) is None for backend in loaded())
+
+
+def _is_there(x: Any) -> bool:
+    """Whether a leaf is an array or a number."""
+    return not _is_static(x) and not is_absent(x)
+
+
+def _array(x: Any) -> np.ndarray:
+    if _is_sparse(x):
+        x = sys.modules["tensorflow"].convert_to_tensor(x)
+    if _is_key(x):
+        x = sys.modules["jax"].random.key_data(x)
+    return np.asarray(x)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(getattr(x, "shape", ()))
+
+
+def _taken(x: Any, rows: np.ndarray) -> Any:
+    if not _is_there(x) or not _shape(x):
+        return x
+    return x[rows] if _is_key(x) else as_kind(_array(x)[rows], x)
+
+
+def line(error: Exception) -> str:
+    """What an error says, in one line."""
+    lines = str(error).strip().splitlines()
+    # TensorFlow's first line may be a heading, and the last one the error.
+    chosen = [lines[0], *lines[-1:]] if lines and lines[0].endswith(":") else lines[:1]
+    return " ".join(x.strip() for x in chosen) or type(error).__name__

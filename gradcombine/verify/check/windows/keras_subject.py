@@ -1,0 +1,142 @@
+"""Keras on TensorFlow, observed from outside.
+
+What reaches the optimizer is seen through plain gradient descent of rate 1 in its place, on variables that are zero:
+they become the negative gradient, to the bit. What the optimizer itself makes of it is held against a copy without
+accumulation.
+"""
+
+# pyright: standard
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from gradcombine import tree
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.check.windows.subject import OPERATION, Leaves, Loss, NotWide, Outcome, leaves
+
+Wrap = Callable[[Any], Any]
+
+
+class KerasSubject:
+    """A loss in TensorFlow, a Keras optimizer, and the accumulation around it."""
+
+    def __init__(self, loss: Loss, inner: Any, wrap: Wrap) -> None:
+        if keras.backend.backend() != "tensorflow":
+            raise GradCombineError(OPERATION, "the TensorFlow backend of Keras", keras.backend.backend())
+        self._loss, self._inner, self._wrap = loss, inner, wrap
+        self._gradient = tf.function(self._differentiated, reduce_retracing=True)
+
+    def gradient(self, params: Any, microbatch: Any) -> Leaves:
+        return self._run(params, microbatch, _tensor)
+
+    def wide_gradient(self, params: Any, microbatch: Any) -> Leaves:
+        try:
+            program = self._gradient.get_concrete_function(_mapped(_wide, params), _mapped(_wide, microbatch))
+        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            raise NotWide(f"it cannot be traced in float64: {str(error).strip().splitlines()[0]}") from None
+        dtypes = {x.dtype for op in program.graph.get_operations() for x in op.outputs}
+        narrow = [x.name for x in dtypes if x.is_floating and x != tf.float64]
+        if narrow:
+            raise NotWide(f"the loss computes in {narrow[0]} whatever its inputs")
+        return self._run(params, microbatch, _wide)
+
+    def start(self, params: Any, alone: bool) -> KerasRun:
+        return KerasRun(self._wrap, None if alone else self._inner, params)
+
+    def _run(self, params: Any, microbatch: Any, convert: Callable[[Any], Any]) -> Leaves:
+        return leaves(self._gradient(_mapped(convert, params), _mapped(convert, microbatch)))
+
+    def _differentiated(self, params: Any, microbatch: Any) -> Any:
+        with tf.GradientTape() as tape:
+            tape.watch(params)
+            loss = self._loss(params, microbatch)
+        gradient = tape.gradient(loss, tf.nest.flatten(params))
+        return [None if x is None else tf.convert_to_tensor(x) for x in gradient]
+
+
+class KerasRun:
+    """One training, with the optimizer under test, the plain one and the copy side by side."""
+
+    def __init__(self, wrap: Wrap, inner: Any | None, params: Any) -> None:
+        values, self._structure = tree.flatten(OPERATION, params)
+        self._shapes = [np.asarray(x) for x in values]
+        self._plain, self._arrived = _wrapped(wrap, keras.optimizers.SGD(1.0)), self._variables(np.zeros_like)
+        self._real, self._values, self._copy, self._copied = None, [], None, []
+        if inner is not None:
+            self._real, self._values = _wrapped(wrap, _fresh(inner)), self._variables(np.asarray)
+            self._copy, self._copied = _fresh(inner), self._variables(np.asarray)
+            self._copy.build(self._copied)
+        self._since = 0
+
+    @property
+    def params(self) -> Any:
+        return tree.unflatten(self._structure, [tf.convert_to_tensor(x) for x in self._values])
+
+    def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
+        del weight, last  # Keras takes neither
+        self._since += 1
+        tensors = [None if x is None else tf.convert_to_tensor(x) for x in gradient]
+        self._plain.apply(tensors, self._arrived)
+        reached: Leaves = [-x.numpy() for x in self._arrived]
+        calls = int(any(np.any(x != 0) for x in reached if x is not None))
+        for variable in self._arrived:
+            variable.assign(tf.zeros_like(variable))
+        moved, counted, changed = False, calls, False
+        if self._real is not None:
+            moved, counted, changed = self._trained(tensors, reached, calls)
+        self._since = 0 if calls else self._since
+        return Outcome(moved, counted, reached if calls else None, changed)
+
+    def _trained(self, tensors: list[Any], reached: Leaves, calls: int) -> tuple[bool, int, bool]:
+        """Whether the parameters move, by how much the schedule's count grows, whether they move as the copy's do."""
+        assert self._real is not None and self._copy is not None
+        before = [x.numpy() for x in self._values]
+        rates = [float(x.learning_rate) if calls else 0.0 for x in (self._real, self._copy)]
+        self._real.apply(tensors, self._values)
+        after = [x.numpy() for x in self._values]
+        moved = any(np.any(a != b) for a, b in zip(before, after, strict=True))
+        if not calls:
+            return moved, 0, False
+        self._copy.apply(
+            [None if g is None or x is None else tf.convert_to_tensor(x) for g, x in zip(tensors, reached, strict=True)]
+        )
+        changed = any(np.any(x.numpy() != y) for x, y in zip(self._copied, after, strict=True))
+        for variable, value in zip(self._copied, after, strict=True):
+            variable.assign(value)
+        slow = rates[0] == rates[1]
+        return moved, calls if slow else self._since, changed and slow
+
+    def _variables(self, value: Callable[[np.ndarray], np.ndarray]) -> list[Any]:
+        return [keras.Variable(value(x), dtype=x.dtype.name, name=f"v{i}") for i, x in enumerate(self._shapes)]
+
+
+def _fresh(optimizer: Any) -> Any:
+    """An optimizer of the same settings, at its beginning."""
+    return type(optimizer).from_config(optimizer.get_config())
+
+
+def _wrapped(wrap: Wrap, inner: Any) -> Any:
+    made = wrap(inner)
+    if not hasattr(made, "apply"):
+        raise GradCombineError(OPERATION, "accumulating to return a Keras optimizer", type(made).__name__)
+    return made
+
+
+def _mapped(convert: Callable[[Any], Any], value: Any) -> Any:
+    leaves, structure = tree.flatten(OPERATION, value)
+    return tree.unflatten(structure, [convert(x) for x in leaves])
+
+
+def _tensor(x: Any) -> tf.Tensor:
+    return tf.convert_to_tensor(x)
+
+
+def _wide(x: Any) -> tf.Tensor:
+    tensor = tf.convert_to_tensor(x)
+    return tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor

@@ -1,0 +1,151 @@
+"""optax: a probe inside of the accumulation sees what reaches the inner transformation."""
+
+# pyright: standard
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradcombine import tree
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.check.retyping import Retyped, wide
+from gradcombine.verify.check.running import line
+from gradcombine.verify.check.windows.subject import OPERATION, Leaves, Loss, NotWide, Outcome, leaves
+
+Wrap = Callable[[optax.GradientTransformation], Any]
+Arguments = Callable[[float, bool], Mapping[str, Any]]
+
+
+class ProbeState(NamedTuple):
+    """What a probe has seen in the steps whose state was kept.
+
+    Attributes:
+      calls: int32 scalar, how many.
+      gradient, updates: of the last one, at least float32.
+      inner: the state of the transformation behind the probe.
+    """
+
+    calls: jax.Array
+    gradient: Any
+    updates: Any
+    inner: Any
+
+
+def probe(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """A transformation that does what ``inner`` does, and keeps in its state what it received and returned.
+
+    What an accumulation computes and masks out does not stay in the state, so it is not counted.
+    """
+    wrapped = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> ProbeState:
+        empty = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params)
+        return ProbeState(jnp.int32(0), empty, empty, wrapped.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, ProbeState]:
+        # What is kept and what is passed on are the same values: XLA must not compute one of them again, otherwise.
+        gradient = jax.lax.optimization_barrier(updates)
+        result, behind = wrapped.update(gradient, state.inner, params, **extra_args)
+        result = jax.lax.optimization_barrier(result)
+        seen, made = jax.tree.map(_as, gradient, state.gradient), jax.tree.map(_as, result, state.updates)
+        return result, ProbeState(state.calls + 1, seen, made, behind)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _as(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x.astype(like.dtype)
+
+
+class OptaxSubject:
+    """A loss in JAX, an optax transformation, and the accumulation around it."""
+
+    def __init__(self, loss: Loss, inner: optax.GradientTransformation, wrap: Wrap, arguments: Arguments) -> None:
+        self._inner, self._wrap, self._arguments = inner, wrap, arguments
+        self._gradient = _differentiated(loss)
+        self._made: dict[bool, tuple[Any, Any]] = {}
+
+    def gradient(self, params: Any, microbatch: Any) -> Leaves:
+        return leaves(self._gradient(params, microbatch))
+
+    def wide_gradient(self, params: Any, microbatch: Any) -> Leaves:
+        arrays, structure = jax.tree.flatten((params, microbatch))
+
+        def run(arrays: list[Any]) -> list[Any]:
+            return jax.tree.leaves(self._gradient(*jax.tree.unflatten(structure, arrays)))
+
+        try:
+            program = Retyped(run, arrays)
+        except Exception as error:  # of a foreign loss that is not traced but run
+            raise NotWide(f"it cannot be traced: {line(error)}") from None
+        if program.problem:
+            raise NotWide(program.problem)
+        with wide():
+            made = program([_widened(x) for x in arrays])
+            return leaves(jax.tree.unflatten(jax.tree.structure(params), made))
+
+    def start(self, params: Any, alone: bool) -> OptaxRun:
+        # Compiled once, for all runs.
+        if alone not in self._made:
+            made = self._wrap(probe(optax.identity() if alone else self._inner))
+            if not (hasattr(made, "init") and hasattr(made, "update")):
+                raise GradCombineError(OPERATION, "accumulating to return a transformation", type(made).__name__)
+            self._made[alone] = made, jax.jit(made.update)
+        return OptaxRun(*self._made[alone], params, self._arguments, fixed=alone)
+
+
+class OptaxRun:
+    """One training."""
+
+    def __init__(self, accumulating: Any, update: Any, params: Any, arguments: Arguments, fixed: bool) -> None:
+        self.params = jax.tree.map(jnp.asarray, params)
+        self._fixed, self._arguments = fixed, arguments
+        self._structure = tree.flatten(OPERATION, self.params)[1]
+        self._state = accumulating.init(self.params)
+        self._update = update
+        _seen(self._state)
+
+    def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
+        before = int(_seen(self._state).calls)
+        gradients = tree.unflatten(self._structure, [None if x is None else jnp.asarray(x) for x in gradient])
+        updates, self._state = self._update(gradients, self._state, self.params, **self._arguments(weight, last))
+        seen, made = _seen(self._state), leaves(updates)
+        if not self._fixed:
+            self.params = optax.apply_updates(self.params, updates)
+        calls = int(seen.calls) - before
+        moved = any(np.any(x != 0) for x in made if x is not None)
+        changed = calls > 0 and not _equal(made, leaves(seen.updates))
+        return Outcome(moved, calls, leaves(seen.gradient) if calls else None, changed)
+
+
+@lru_cache(maxsize=8)
+def _differentiated(loss: Loss) -> Any:
+    """Compiled once for all checks of a loss, in float32 and in float64."""
+    return jax.jit(jax.grad(loss))
+
+
+def _seen(state: Any) -> ProbeState:
+    nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ProbeState))
+    probes = [x for x in nodes if isinstance(x, ProbeState)]
+    if len(probes) != 1:
+        raise GradCombineError(OPERATION, "accumulating to use the inner transformation once", f"{len(probes)} times")
+    return probes[0]
+
+
+def _equal(a: Leaves, b: Leaves) -> bool:
+    return all(
+        x is None or y is None or np.array_equal(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _widened(x: Any) -> Any:
+    array = jnp.asarray(x)
+    return array.astype(jnp.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array

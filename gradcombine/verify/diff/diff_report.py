@@ -1,0 +1,242 @@
+"""What a diff has to say: its rows once, as JSON and as the sections of a screen or a page."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, cast
+
+from gradcombine.reporting.sections import Cells, HeatMap, Histogram, Section
+from gradcombine.verify.compare.comparison import Element
+from gradcombine.verify.compare.reference import LIMIT, Judgement
+from gradcombine.verify.compare.ulp import NAN_DISTANCE
+from gradcombine.verify.diff.comparing import DiffReport, Row, StepReport
+
+COLUMNS = ("leaf", "matched by", "shape", "dtype", "largest", "median", "relative", "1 - cosine", "NaN", "inf", "worst")
+_STEP_COLUMNS = ("step", "leaves that differ", "not compared", "largest", "worst leaf")
+
+PLOTTED = 8
+"""How many leaves get a histogram."""
+
+MAPPED = 60
+"""How many leaves a heat map has."""
+
+_TICKS = {0: "equal", 1: "1 ulp", 8: "2^7", 16: "2^15", 24: "2^23", 33: "2^32 or NaN"}
+
+
+def verdict(report: DiffReport | StepReport) -> str:
+    """The answer in a sentence."""
+    if isinstance(report, StepReport):
+        if report.passes:
+            return f"All {len(report.steps)} steps pass."
+        if report.first is not None:
+            return f"The first step that differs is {report.first}: {verdict(report.steps[report.first])}"
+        return "Not all of both runs was compared."
+    judged = Counter(row.judgement.verdict for row in report.rows if row.judgement is not None)
+    if report.passes:
+        noise = " Both sides are within their rounding noise of the reference." if judged else ""
+        return f"All {len(report.rows):,} leaves ({report.elements:,} elements) pass.{noise}"
+    off = [(f"({verdict})", number) for verdict, number in judged.items() if verdict != "within noise"]
+    counts = (
+        *(off or [("do not pass", sum(not row.passes for row in report.rows))]),
+        ("have no counterpart", len(report.only_a) + len(report.only_b)),
+        ("could not be compared", len(report.left_out)),
+    )
+    failures = [f"{number:,} {text}" for text, number in counts if number]
+    compared = f"{len(report.rows):,} leaves were compared" if report.rows else "No leaf was compared"
+    return "; ".join([compared, *failures]) + "."
+
+
+def sections(report: DiffReport | StepReport) -> list[Section]:
+    """The tables and charts: what was not compared before all, then what differs, the worst first."""
+    parts = _of_runs(report) if isinstance(report, StepReport) else _of_dumps(report)
+    return [section for section in parts if section.rows]
+
+
+def as_json(report: DiffReport | StepReport) -> dict[str, Any]:
+    """The report as what json can write."""
+    if isinstance(report, StepReport):
+        return {
+            "passes": report.passes,
+            "only_a": report.only_a,
+            "only_b": report.only_b,
+            "left_out": report.left_out,
+            "steps": {step: as_json(of_step) for step, of_step in report.steps.items()},
+        }
+    return {
+        "passes": report.passes,
+        "elements": report.elements,
+        "only_a": list(report.only_a),
+        "only_b": list(report.only_b),
+        "left_out": [each._asdict() for each in report.left_out],
+        "mixed_up": [list(each) for each in report.mixed_up],
+        "tied": [list(each) for each in report.tied],
+        "leaves": [
+            {"a": row.pair.a, "b": row.pair.b, "matched_by": row.pair.reason, "axes": row.pair.axes}
+            | ({"flipped": row.pair.flipped} if row.pair.flipped else {})
+            | ({"shapes": row.reshaped} if row.reshaped else {})
+            | {"passes": row.passes}
+            | ({} if row.judgement is None else {"judgement": _judgement(row.judgement)})
+            | {key: _plain(value) for key, value in row.difference._asdict().items() if key != "name"}
+            for row in report.rows
+        ],
+    }
+
+
+def _of_dumps(report: DiffReport) -> list[Section]:
+    equal = [row for row in report.rows if row.difference.equal_bits and row.difference.same_dtype]
+    differ = [row for row in report.rows if not (row.difference.equal_bits and row.difference.same_dtype)]
+    plotted = [row for row in differ if not row.difference.equal_bits][:PLOTTED]
+    tied = dict(report.tied)
+    return [
+        Section(
+            "Leaves that were not compared",
+            "A rules file can leave them out (ignore_a, ignore_b).",
+            columns=("leaf", "reason"),
+            rows=[Cells(each, False) for each in report.left_out],
+        ),
+        Section(
+            "Leaves without a counterpart",
+            "A rules file can leave them out (ignore_a, ignore_b).",
+            columns=("leaf", ""),
+            rows=[
+                Cells((name, f"only in {side}" + (f", with the bits of {tied[name]}" if name in tied else "")), False)
+                for side, names in _sides(report)
+                for name in names
+            ],
+        ),
+        Section(
+            "Leaves that are alike only in another order of axes, though their shapes agree",
+            "A kernel that was transposed by mistake looks like that, or one that should have been, or a transposed "
+            "convolution of flax that should have been flipped. If it is meant, a rule can say so (transpose).",
+            columns=("leaf", "axes of B"),
+            rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.transposed],
+        ),
+        Section(
+            "Leaves of two shapes",
+            "Compared with two axes side by side as one: heads, say, or the multiplier of a depthwise convolution.",
+            columns=("leaf", "shape in A", "shape in B"),
+            rows=[
+                Cells((row.difference.name, *(" x ".join(map(str, shape)) for shape in row.reshaped)), row.passes)
+                for row in report.rows
+                if row.reshaped is not None
+            ],
+        ),
+        Section(
+            "Which side is off",
+            "By how many times its own rounding noise each side is away from the reference; off from "
+            f"{LIMIT:g} times on. The noise is that of so many roundings in a row. Where the reference is off, both "
+            "sides may compute something else in the same way.",
+            columns=("leaf", "verdict", "A", "B", "roundings"),
+            rows=[
+                Cells((each.name, each.verdict, *(f"{x:,.3g}" for x in (each.a, each.b, each.roundings))), each.passes)
+                for each in (row.judgement for row in report.rows)
+                if each is not None
+            ],
+        ),
+        Section(
+            "Leaves that are like another one",
+            "Not like the leaf that their names pair them with: two that were swapped look like that.",
+            columns=("leaf of A", "is like that of B"),
+            rows=[Cells(each, False) for each in report.mixed_up],
+        ),
+        Section(
+            "Leaves that differ",
+            "The worst first. Distances in units in the last place (ulp); relative to the leaf's largest element.",
+            [_histogram(row) for row in plotted],
+            COLUMNS,
+            [_cells(row) for row in differ],
+        ),
+        Section("Leaves with equal bits", columns=COLUMNS, rows=[_cells(row) for row in equal], folded=True),
+    ]
+
+
+def _of_runs(report: StepReport) -> list[Section]:
+    """A heat map and a line a step, then the first step that differs in full."""
+    lines: list[Cells] = []
+    for step, of_step in report.steps.items():
+        apart = [row for row in of_step.rows if not row.passes]
+        worst = _cells(apart[0]).cells if apart else ("",) * len(COLUMNS)
+        lost = len(of_step.only_a) + len(of_step.only_b) + len(of_step.left_out)
+        counts = f"{len(apart)} of {len(of_step.rows)}", str(lost or "")
+        lines.append(Cells((str(step), *counts, worst[4], worst[0]), of_step.passes))
+    alone = [(f"step {step}", f"only in {side}") for side, steps in _sides(report) for step in steps]
+    alone += [(name, "no step in its name") for name in report.left_out]
+    first = [] if report.first is None else sections(report.steps[report.first])
+    return [
+        Section("Steps", charts=_heat_map(report), columns=_STEP_COLUMNS, rows=lines, whole=True),
+        Section("Not compared", columns=("", "reason"), rows=[Cells(each, False) for each in alone]),
+        *(each._replace(title=f"Step {report.first}: {each.title}") for each in first),
+    ]
+
+
+def _cells(row: Row) -> Cells:
+    """A pair of leaves as a row of `COLUMNS`."""
+    leaf, reason = row.difference, "" if row.pair.reason == "name" else row.pair.reason
+    return Cells(
+        (
+            leaf.name,
+            ", ".join(
+                filter(
+                    None,
+                    (reason, f"axes {_axes(row)}" if row.pair.axes else "", "flipped" if row.pair.flipped else ""),
+                )
+            ),
+            " x ".join(map(str, leaf.shape)) or "scalar",
+            leaf.dtypes[0] if leaf.same_dtype else " | ".join(leaf.dtypes),
+            *(
+                "NaN" if leaf.nan_against_number and ulp == NAN_DISTANCE else f"{ulp:,} ulp"
+                for ulp in (leaf.max_ulp, leaf.median_ulp)
+            ),
+            f"{leaf.relative:.1e}",
+            f"{1 - leaf.cosine:.1e}",
+            *(" | ".join(map(str, pair)) if any(pair) else "" for pair in (leaf.nans, leaf.infs)),
+            "" if leaf.worst is None else f"[{leaf.worst.at}] {leaf.worst.a!r} | {leaf.worst.b!r}",
+        ),
+        row.passes,
+    )
+
+
+def _histogram(row: Row) -> Histogram:
+    *counts, nans = row.difference.ulp_counts
+    bars = dict(zip(["0", *(f"2^{i}" for i in range(len(counts) - 1))], counts, strict=True))
+    alt = f"Histogram of distances in ulp of {row.difference.name}: the largest is {row.difference.max_ulp}"
+    return Histogram(row.difference.name, bars | ({"NaN": nans} if nans else {}), alt)
+
+
+def _heat_map(report: StepReport) -> list[HeatMap]:
+    """The bit length of the largest distance of each leaf in each step, of the worst leaves only."""
+    worst: dict[str, int] = {}
+    lengths: dict[tuple[str, int], float] = {}
+    for step, of_step in report.steps.items():
+        for leaf in (row.difference for row in of_step.rows):
+            worst[leaf.name] = max(worst.get(leaf.name, 0), leaf.max_ulp)
+            # Equal numbers may have unequal bits: the signs of zeros.
+            lengths[leaf.name, step] = min(33, max(leaf.max_ulp.bit_length(), int(not leaf.equal_bits)))
+    names = sorted(worst, key=lambda name: -worst[name])[:MAPPED]
+    values = {name: [lengths.get((name, step), math.nan) for step in report.steps] for name in names}
+    alt = f"Heat map of the largest distance of each leaf in each step; the {len(names)} worst of {len(worst)} leaves"
+    return [HeatMap(list(map(str, report.steps)), values, _TICKS, alt)] if names else []
+
+
+def _sides(report: DiffReport | StepReport) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    return (("A", report.only_a), ("B", report.only_b))
+
+
+def _axes(row: Row) -> str:
+    return ", ".join(map(str, row.pair.axes or range(len(row.difference.shape))))
+
+
+def _judgement(judgement: Judgement) -> dict[str, Any]:
+    return {key: _plain(value) for key, value in judgement._asdict().items() if key != "name"}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Element):
+        return {"at": value.at, "a": _plain(value.a), "b": _plain(value.b)}
+    if isinstance(value, tuple):
+        return [_plain(x) for x in cast("tuple[Any, ...]", value)]
+    if isinstance(value, complex):
+        return [_plain(value.real), _plain(value.imag)]
+    # JSON has no infinity and no NaN.
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

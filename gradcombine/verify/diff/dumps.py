@@ -1,0 +1,338 @@
+"""Files and checkpoints of arrays. Each format's library is imported when such a file is opened."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from gradcombine.errors import GradCombineError, importing, require_path
+from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safetensors, unread
+from gradcombine.formats.entry import first_line
+from gradcombine.verify.diff import pytorch
+
+Dump: TypeAlias = Mapping[str, Entry]
+"""The entries of a file, by name."""
+
+EXPECTED = (
+    "a .npz, .safetensors, .pt, .pth, .h5 or .weights.h5 file, shards with their index, a tf.train checkpoint or an "
+    "Orbax checkpoint"
+)
+
+
+def open_dump(path: str | Path) -> Dump:
+    """The arrays of a file or checkpoint, by name; they are read on demand.
+
+    Args:
+      path: an .npz, .safetensors, .h5 or .weights.h5 file; a .pt, .pth, .bin or .ckpt file of torch.save; the
+        .index.json file of shards, or their directory; the prefix of a tf.train checkpoint, its .index file or its
+        directory; or an Orbax checkpoint's directory.
+
+    Raises:
+      GradCombineError: for a path that does not exist, an unknown format, a missing package that the format needs, and
+        a damaged file.
+    """
+    path = require_path("diff", EXPECTED, path)
+    kind = detect(path)
+    if kind is None:
+        received = str(path) if path.exists() else f"{path}, which does not exist"
+        raise GradCombineError("diff", EXPECTED, received)
+    try:
+        with importing(f"to read {path.name}"):
+            return _READERS[kind](path)
+    except (GradCombineError, MemoryError):
+        raise
+    except Exception as error:
+        # Each library has its own classes for a damaged file, from zlib.error to tf.errors.DataLossError.
+        raise GradCombineError("diff", f"{path.name} to be a whole {kind} file", first_line(error)) from error
+
+
+_INDEX = ".index.json"
+_SUFFIXES = {
+    ".npz": "npz",
+    ".safetensors": "safetensors",
+    _INDEX: "sharded",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".h5": "h5",
+    ".hdf5": "h5",
+}
+_TORCH_ARCHIVES = (".bin", ".ckpt")
+"""What files of torch.save are called on the Hugging Face Hub and by Lightning; other files are called so, too."""
+
+
+def detect(path: Path) -> str | None:
+    """The format of a path, by its name and its neighbours; None if it has none."""
+    for suffix, kind in _SUFFIXES.items():
+        if path.name.endswith(suffix) and path.is_file():
+            return kind
+    if path.name.endswith(_TORCH_ARCHIVES) and path.is_file() and pytorch.is_archive(path):
+        return "torch"
+    if path.is_dir():
+        if _indices(path):
+            return "sharded"
+        if (path / "checkpoint").is_file():
+            return "tensorflow"
+        if any((child / "_METADATA").is_file() for child in (path, *filter(Path.is_dir, sorted(path.iterdir())))):
+            return "orbax"
+        return None
+    index = path if path.name.endswith(".index") else path.with_name(f"{path.name}.index")
+    return "tensorflow" if index.is_file() else None
+
+
+# Shards and their index, as the Hugging Face Hub keeps large models.
+
+
+def _indices(directory: Path) -> list[Path]:
+    """The index of the shards in a directory: of .safetensors ones, if there is any."""
+    return sorted(directory.glob(f"*.safetensors{_INDEX}")) or sorted(directory.glob(f"*.bin{_INDEX}"))
+
+
+def _is_beside(file: Path, other: Path) -> bool:
+    """Whether a file is in another one's directory, or both are links to one directory: the Hub's cache has such."""
+    target = file.resolve()
+    return target.is_relative_to(other.parent.resolve()) or target.parent == other.resolve().parent
+
+
+def _read_sharded(path: Path) -> Dump:
+    """The tensors of several files, one after another, as their index says.
+
+    Args:
+      path: the index, which says for each tensor in which file of its directory it is; or the directory.
+    """
+    indices = _indices(path) if path.is_dir() else [path]
+    if len(indices) > 1:
+        raise GradCombineError("diff", "one index", ", ".join(each.name for each in indices), path.name)
+    where: Any = safetensors.parsed("diff", indices[0].name, indices[0].read_bytes()).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
+        raise GradCombineError("diff", "a weight_map of tensors' names and their files' names", indices[0].name)
+    shards: dict[str, Dump] = {}
+    for shard in dict.fromkeys(where.values()):
+        # A name is a file beside the index: an index from a stranger leads nowhere else, nor does a link.
+        file = indices[0].with_name(shard) if Path(shard).name == shard else None
+        if file is None or detect(file) not in ("safetensors", "torch"):
+            raise GradCombineError("diff", f"the shard {shard} beside {indices[0].name}", "none")
+        if not _is_beside(file, indices[0]):
+            raise GradCombineError("diff", f"the shard {shard} beside {indices[0].name}", "a link to elsewhere")
+        shards[shard] = open_dump(file)
+    found = [name for entries in shards.values() for name in entries]
+    for name, times in Counter(found).items():
+        if times > 1 or name not in where:
+            received = f"it in {', '.join(shard for shard in shards if name in shards[shard])}"
+            expected = "a tensor in one shard" if times > 1 else f"a tensor of {indices[0].name}"
+            raise GradCombineError("diff", expected, received, name)
+    for name, shard in where.items():
+        if name not in shards[shard]:
+            received = next((f"it in {other}" for other in shards if name in shards[other]), "none in any shard")
+            raise GradCombineError("diff", f"a tensor in {shard}, as {indices[0].name} says", received, name)
+    return {name: shards[shard][name] for name, shard in where.items()}
+
+
+# HDF5, as Keras writes its .weights.h5.
+
+_MAX_COMPRESSION = 1 << 16
+"""A dataset that claims to be compressed further was never written, and would take for ever to read."""
+
+_MOST_LEVELS = 100
+"""Groups in groups: Keras' files have a few."""
+
+
+def _read_hdf5(path: Path) -> Dump:
+    """The datasets of an HDF5 file, by their paths. It stays open as long as an entry of it lives.
+
+    Links are followed to other places in this file, and to files in its directory.
+    """
+    import h5py
+
+    return {each.name: each for each in _hdf5_entries(path, h5py.File(path), "", set())}
+
+
+def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterator[Entry]:
+    import h5py
+
+    seen.add(group.id)
+    for key in group:
+        name, link = prefix + key, group.get(key, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            file = path.parent / link.filename
+            if not file.is_file() or not _is_beside(file, path):
+                reason = "is elsewhere" if file.is_file() else "does not exist"
+                yield unread("diff", name, f"a link to another file, {link.filename}, which {reason}")
+                continue
+        try:
+            node = group[key]
+        except (KeyError, RuntimeError, OSError):
+            if isinstance(link, h5py.HardLink):
+                raise
+            yield unread("diff", name, "a dangling link, or one that leads to itself")
+            continue
+        if isinstance(node, h5py.Dataset):
+            yield _hdf5_entry(name, node)
+        elif not isinstance(node, h5py.Group):
+            yield unread("diff", name, "a type without an array")
+        elif node.id in seen:
+            # Links may form cycles, and more paths than can be counted.
+            yield unread("diff", name, "a second link to a group")
+        elif prefix.count("/") == _MOST_LEVELS:
+            yield unread("diff", name, f"a group in more than {_MOST_LEVELS} others")
+        else:
+            yield from _hdf5_entries(path, node, f"{name}/", seen)
+
+
+def _hdf5_entry(name: str, node: Any) -> Entry:
+    dtype = node.dtype
+    if dtype == np.dtype("V2") and node.attrs.get("dtype") == "bfloat16":
+        # Keras writes bfloat16 as opaque words of two bytes, with an attribute that says so.
+        dtype = np.dtype(ml_dtypes.bfloat16)
+    if node.shape is None:
+        return unread("diff", name, "a dataset without a shape")
+    if not entry.holds_numbers(dtype):
+        return unread("diff", name, f"elements of dtype {dtype}", node.shape)
+    if node.is_virtual or node.external:
+        return unread("diff", name, "a dataset whose contents are in other files", node.shape)
+    if node.nbytes > _MAX_COMPRESSION * (node.id.get_storage_size() + 4096):
+        return unread("diff", name, f"{node.nbytes} bytes in {node.id.get_storage_size()} of the file", node.shape)
+    return from_blocks("diff", name, node.shape, dtype, lambda index: np.asarray(node[index]).view(dtype))
+
+
+# TensorFlow checkpoints, as tf.train.Checkpoint writes them.
+
+_SUFFIX = "/.ATTRIBUTES/VARIABLE_VALUE"
+_GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
+"""The file's own bookkeeping of how objects are connected; not a leaf."""
+
+
+def _read_tensorflow(path: Path) -> Dump:
+    """The variables of a checkpoint, by the paths of the objects that held them.
+
+    Args:
+      path: the checkpoint's prefix; its .index file; or a directory, whose latest checkpoint is read.
+    """
+    import tensorflow as tf
+
+    prefix = tf.train.latest_checkpoint(path) if path.is_dir() else str(path).removesuffix(".index")
+    try:
+        reader = tf.train.load_checkpoint(prefix)
+    except MemoryError as error:  # TensorFlow makes room for a damaged length before it looks at the checksum
+        received = f"{path}, whose index asks for more memory than there is"
+        raise GradCombineError("diff", "a checkpoint of TensorFlow", received) from error
+    dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
+    entries = {}
+    for key in sorted(shapes):
+        if key == _GRAPH:
+            continue
+        short = key.removesuffix(_SUFFIX)
+        name = key if short != key and short in shapes else short
+        shape, dtype = tuple(shapes[key]), np.dtype(dtypes[key].as_numpy_dtype)
+        if entry.holds_numbers(dtype):
+            entries[name] = from_array("diff", name, shape, dtype, lambda key=key: np.asarray(reader.get_tensor(key)))
+        else:
+            entries[name] = unread("diff", name, f"elements of dtype {dtypes[key].name}", shape)
+    return entries
+
+
+# Orbax checkpoints, the usual ones of JAX programs.
+
+BATCH = 1 << 28
+"""About how many bytes are restored at a time: each restoration walks through the whole tree."""
+
+
+def _read_orbax(path: Path) -> Dump:
+    """The arrays and numbers of a checkpoint directory, by their paths in the saved tree."""
+    path = path.resolve()
+    if (path / "_METADATA").exists():
+        return {leaf.name: leaf for leaf in _orbax_entries(path)}
+    folders = [child for child in sorted(path.iterdir()) if child.is_dir()]
+    trees = [child for child in folders if (child / "_METADATA").exists()]
+    if len(trees) != 1:
+        raise GradCombineError("diff", "a checkpoint of one tree", f"{[child.name for child in trees]}", path.name)
+    # The name of the only tree is not a part of its leaves' names.
+    others = [child.name for child in folders if child != trees[0]]
+    items = {f"{name} (item)": unread("diff", name, "an item that is not a tree") for name in others}
+    return {leaf.name: leaf for leaf in _orbax_entries(trees[0])} | items
+
+
+def _orbax_entries(directory: Path) -> Iterator[Entry]:
+    import jax
+    import orbax.checkpoint as ocp
+
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        metadata: Any = checkpointer.metadata(directory)
+    tree = metadata.item_metadata.tree
+    leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_orbax_leaf)[0]
+    store = _OrbaxStore(directory, tree, leaves)
+    names = ["/".join(str(_plain_key(key)) for key in keys) for keys, _ in leaves]
+    same_name, same_place = Counter(names), Counter(leaf.name for _, leaf in leaves)
+    for name, (keys, leaf) in zip(names, leaves, strict=True):
+        name = name if same_name[name] == 1 else jax.tree_util.keystr(keys)
+        dtype = getattr(leaf, "dtype", None)
+        shape = tuple(getattr(leaf, "shape", None) or ())
+        if same_place[leaf.name] > 1:
+            # {"a": {"b": x}, "a.b": y} is one array on disk, and Orbax has lost the other.
+            yield unread("diff", name, f"one array, {leaf.name}, for {same_place[leaf.name]} leaves", shape)
+        elif dtype is None or not entry.holds_numbers(np.dtype(dtype)):
+            yield unread("diff", name, f"a leaf of type {type(leaf).__name__.removesuffix('Metadata')}", shape)
+        else:
+            yield from_array("diff", name, shape, np.dtype(dtype), partial(store.load, keys))
+
+
+class _OrbaxStore:
+    """Restores leaves in batches, of which it keeps the last."""
+
+    def __init__(self, directory: Path, tree: Any, leaves: list[tuple[Any, Any]]) -> None:
+        self._directory, self._tree = directory, tree
+        self._batches: dict[Any, int] = {}
+        before = 0
+        for keys, leaf in leaves:
+            self._batches[keys] = before // BATCH
+            shape, dtype = getattr(leaf, "shape", None) or (), getattr(leaf, "dtype", None) or np.float64
+            before += int(np.prod(shape, dtype=object)) * np.dtype(dtype).itemsize
+        self._number, self._batch = -1, None
+
+    def load(self, keys: Any) -> np.ndarray:
+        if self._number != self._batches[keys]:
+            self._number, self._batch = self._batches[keys], None
+            self._batch = self._restored(self._number)
+        node: Any = self._batch
+        for key in keys:
+            node = node[_plain_key(key)]
+        return np.asarray(node)
+
+    def _restored(self, number: int) -> Any:
+        """The tree with the leaves of one batch; the others stay on disk."""
+        import jax
+        import orbax.checkpoint as ocp
+
+        def ask(keys: Any, leaf: Any) -> Any:
+            wanted = self._batches[keys] == number and hasattr(leaf, "dtype")
+            return ocp.RestoreArgs(restore_type=np.ndarray) if wanted else ocp.PLACEHOLDER
+
+        arguments = jax.tree_util.tree_map_with_path(ask, self._tree, is_leaf=_is_orbax_leaf)
+        item = jax.tree.map(lambda x: x if x is ocp.PLACEHOLDER else 0, arguments)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            wanted = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
+            return checkpointer.restore(self._directory, args=wanted)
+
+
+def _is_orbax_leaf(node: Any) -> bool:
+    return hasattr(node, "name") and hasattr(node, "directory")
+
+
+def _plain_key(key: Any) -> Any:
+    return getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))
+
+
+_READERS = {
+    "npz": partial(npz.read, "diff"),
+    "safetensors": lambda path: safetensors.read("diff", path).entries,
+    "sharded": _read_sharded,
+    "torch": partial(pytorch.read, "diff"),
+    "h5": _read_hdf5,
+    "tensorflow": _read_tensorflow,
+    "orbax": _read_orbax,
+}

@@ -1,0 +1,342 @@
+"""Which leaf of one dump is which leaf of another: by rule, by name, by shape, by values."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+from gradcombine.errors import GradCombineError, require_file, shown
+from gradcombine.verify.diff import similarity
+from gradcombine.verify.diff.dumps import Dump
+from gradcombine.verify.diff.similarity import Axes, closest
+
+
+class Rule(NamedTuple):
+    """One rule of a rules file.
+
+    Attributes:
+      pattern: matches whole names of the first dump.
+      template: the name in the second one, with ``\\1`` for groups; None to leave the leaf out.
+      transpose: the order of the second leaf's axes that gives the first one; None to find out.
+    """
+
+    pattern: re.Pattern[str]
+    template: str | None
+    transpose: tuple[int, ...] | None
+
+
+class Rules(NamedTuple):
+    """Rules by priority: the first that matches a name decides.
+
+    Attributes:
+      rules: for names of the first dump.
+      ignored: patterns of names of the second dump that need no counterpart.
+    """
+
+    rules: tuple[Rule, ...] = ()
+    ignored: tuple[re.Pattern[str], ...] = ()
+
+    def find(self, name: str) -> tuple[Rule, str | None] | None:
+        """The rule for a name of the first dump, and the name in the second."""
+        for rule in self.rules:
+            matched = _in_time(rule.pattern.pattern, lambda rule=rule: rule.pattern.fullmatch(name), name)
+            if matched is not None:
+                return rule, None if rule.template is None else _expanded(rule.template, matched)
+        return None
+
+    def ignores(self, name: str) -> bool:
+        return any(_in_time(x.pattern, lambda x=x: x.fullmatch(name), name) for x in self.ignored)
+
+
+def require_rules(operation: str, rules: Any) -> None:
+    """Refuses what is not `Rules`."""
+    fields: tuple[Any, ...] = rules if isinstance(rules, Rules) else ()
+    if not fields or not all(isinstance(x, tuple) for x in fields) or not all(map(_is_rule, fields[0])):
+        raise GradCombineError(operation, "rules, as read_rules returns them", shown(rules))
+    if not all(isinstance(x, re.Pattern) for x in fields[1]):
+        raise GradCombineError(operation, "patterns of names to ignore", shown(fields[1]))
+
+
+def _is_rule(rule: Any) -> bool:
+    if not isinstance(rule, Rule):
+        return False
+    pattern, template, axes = cast(tuple[Any, ...], rule)
+    turned = axes is None or (isinstance(axes, tuple) and all(type(axis) is int for axis in cast(Any, axes)))
+    return isinstance(pattern, re.Pattern) and turned and (template is None or isinstance(template, str))
+
+
+SECONDS = 1.0
+"""For a name and a pattern, and to compile a pattern; most take less than a thousandth of it."""
+
+_T = TypeVar("_T")
+
+
+def _in_time(pattern: str, call: Callable[[], _T], name: str = "") -> _T:
+    """What a call with a pattern returns, which may go through all ways to split a name, bounded in time.
+
+    By a signal, which only the main thread can have, and Windows has not: elsewhere the time is not bounded.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        return call()
+
+    def late(*_: Any) -> None:
+        raise GradCombineError("diff", f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
+
+    handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    try:
+        return call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+
+
+NO_RULES = Rules()
+
+
+def read_rules(path: str | Path) -> Rules:
+    r"""Rules from a TOML file.
+
+    ::
+
+        ignore_a = ["optimizer/.*"]              # leaves that need no counterpart
+        ignore_b = ["step"]
+
+        [[rule]]
+        a = 'layers/(\d+)/vars/0'                # a regular expression for whole names of A
+        b = 'params/Dense_\1/kernel'             # the name in B
+        transpose = [1, 0]                       # A is B with its axes in this order (without it: by the values)
+
+    Raises:
+      GradCombineError: for a file that does not hold such rules; it names the rule.
+    """
+    file = require_file("diff", "a TOML file of rules", path)
+    try:
+        content = tomllib.loads(file.read_text())
+    except (OSError, ValueError, RecursionError) as error:  # not to be read, no text, no TOML, or nested without an end
+        raise GradCombineError("diff", f"a TOML file of rules at {path}", str(error)) from None
+    if not isinstance(content.get("rule", []), list):
+        raise GradCombineError("diff", "rules as [[rule]]", repr(content["rule"]))
+    unknown = set(content) - {"ignore_a", "ignore_b", "rule"}
+    if unknown:
+        raise GradCombineError("diff", "ignore_a, ignore_b and [[rule]] in the rules", ", ".join(sorted(unknown)))
+    rules = [Rule(pattern, None, None) for pattern in _patterns(content.get("ignore_a", []))]
+    rules += [_rule(entry, number) for number, entry in enumerate(content.get("rule", []), 1)]
+    return Rules(tuple(rules), tuple(_patterns(content.get("ignore_b", []))))
+
+
+def _rule(content: Any, number: int) -> Rule:
+    received = repr(content)
+    entry = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
+    if not {"a", "b"} <= set(entry) <= {"a", "b", "transpose"}:
+        raise GradCombineError("diff", f"rule {number} with a, b and perhaps transpose", received)
+    (pattern,) = _patterns([entry["a"]])
+    axes = cast("list[Any] | None", entry.get("transpose"))
+    if axes is not None and not (
+        type(axes) is list and all(type(n) is int for n in axes) and sorted(axes) == [*range(len(axes))]
+    ):
+        raise GradCombineError("diff", f"rule {number} with transpose as an order of axes", axes)
+    if not isinstance(entry["b"], str):
+        raise GradCombineError("diff", f"rule {number} with a name as b", repr(entry["b"]))
+    return Rule(pattern, entry["b"], None if axes is None else tuple(axes))
+
+
+def _expanded(template: str, matched: re.Match[str]) -> str:
+    try:
+        return matched.expand(template)
+    except (re.error, IndexError) as error:
+        raise GradCombineError("diff", "a name with groups of its rule", f"{template!r}: {error}", matched[0]) from None
+
+
+def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
+    if not isinstance(content, list):
+        raise GradCombineError("diff", "a list of regular expressions in the rules", repr(content))
+    for text in cast("list[Any]", content):
+        try:
+            yield _in_time(text, lambda text=text: re.compile(text))
+        except (re.error, TypeError, OverflowError, RecursionError) as error:
+            raise GradCombineError("diff", "a regular expression in the rules", f"{text!r}: {error}") from None
+
+
+WRAPPERS = frozenset(
+    (
+        *("params", "param", "parameters", "weights", "vars", "variables", "trainable"),
+        *("model", "module", "layers", "optimizer", "opt", "state", "dict", "raw", "target", "item"),
+        *("batch", "stats", "running", "moving", "proj"),
+    )
+)
+"""Words that do not tell one leaf from another."""
+
+SYNONYMS = {
+    "w": "kernel",
+    "weight": "kernel",
+    "embeddings": "kernel",
+    "embedding": "kernel",
+    "depthwise": "kernel",
+    "b": "bias",
+    "beta": "bias",
+    "gamma": "scale",
+    "variance": "var",
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "attn": "attention",
+    "output": "out",
+}
+
+
+class Pair(NamedTuple):
+    """Two leaves that are the same one.
+
+    Attributes:
+      a, b: their names.
+      axes: the order of b's axes that gives a; None if they are in a's order.
+      reason: what matched: ``"rule"`` (``"rule, axes by values"``), ``"gates"`` (`gradcombine.verify.diff.recurrent`),
+        ``"name"``, ``"similar name"``, ``"shape"`` or ``"values"``.
+      flipped: the axes of b along which it is reversed.
+    """
+
+    a: str
+    b: str
+    axes: Axes | None
+    reason: str
+    flipped: Axes = ()
+
+
+class Matching(NamedTuple):
+    """All pairs, and the leaves without a counterpart."""
+
+    pairs: tuple[Pair, ...]
+    only_a: tuple[str, ...]
+    only_b: tuple[str, ...]
+
+
+def match(
+    a: Dump,
+    b: Dump,
+    rules: Rules = NO_RULES,
+    reading: Callable[[str], None] = lambda name: None,
+    known: Iterable[Pair] = (),
+) -> Matching:
+    """Pairs the leaves of two dumps.
+
+    In this order, each for the leaves that are left: the rules; equal names; names that differ only in their
+    framework's conventions (`canonical`), if only one leaf of each dump has such a name; names without the words that
+    no name of the other dump has; shapes, transposed or not, that only one leaf of each dump has; values, the closest
+    first. Whether two leaves are transposed is decided by
+    their values. A leaf that cannot be read is matched by rule or by name only.
+
+    Args:
+      a, b: the dumps.
+      rules: which leaf is which, as far as it is known.
+      reading: called with the name of each leaf before its values are read.
+      known: pairs that need not be found.
+
+    Raises:
+      GradCombineError: for a rule that names a leaf that is not there, or of another shape.
+    """
+    pairs: list[Pair] = []
+    rest_a, rest_b = dict(a), {name: entry for name, entry in b.items() if not rules.ignores(name)}
+
+    def pair(left: str, right: str, reason: str, axes: Axes | None = None) -> None:
+        pairs.append(Pair(left, right, axes, reason))
+        rest_a.pop(left)
+        rest_b.pop(right)
+
+    for each in known:
+        pair(each.a, each.b, each.reason, each.axes)
+    for name in list(rest_a):
+        ruled = rules.find(name)
+        if ruled is None:
+            continue
+        rule, other = ruled
+        if other is None:
+            rest_a.pop(name)
+        elif other not in rest_b:
+            raise GradCombineError("diff", f"a leaf {other} in the second dump, as a rule says", "none", name)
+        else:
+            axes = _ruled(a, b, name, other, rule.transpose)
+            pair(name, other, "rule" if axes == rule.transpose else "rule, axes by values", axes)
+
+    def by(key: Callable[[Dump, str], Hashable], reason: str) -> None:
+        for left, right in _unique(rest_a, rest_b, key):
+            if a[left].unread or b[right].unread:
+                pair(left, right, reason)
+            elif similarity.orders(a[left].shape, b[right].shape):
+                reading(left)
+                pair(left, right, reason, similarity.axes(a[left], b[right]))
+
+    by(lambda dump, name: name, "name")
+    by(lambda dump, name: canonical(name), "similar name")
+    # PyTorch calls the scale of a normalization its weight.
+    by(lambda dump, name: tuple("kernel" if word == "scale" else word for word in canonical(name)), "similar name")
+    of_both = _of_both(rest_a, rest_b)
+    by(lambda dump, name: of_both(name), "similar name")
+    unread = [{name: rest.pop(name) for name in list(rest) if rest[name].unread} for rest in (rest_a, rest_b)]
+    by(lambda dump, name: tuple(sorted(dump[name].shape)), "shape")
+    for left, right, axes in list(closest(rest_a, rest_b, reading)):
+        pair(left, right, "values", axes)
+    rest_a, rest_b = rest_a | unread[0], rest_b | unread[1]
+    position = {name: i for i, name in enumerate(a)}
+    return Matching(tuple(sorted(pairs, key=lambda each: position[each.a])), tuple(rest_a), tuple(rest_b))
+
+
+def canonical(name: str) -> tuple[str, ...]:
+    """The words of a name that tell its leaf from others.
+
+    Names are split at separators, at changes of case and between letters and digits; `WRAPPERS` are dropped, `SYNONYMS`
+    unified.
+
+    >>> canonical("params/Dense_0/kernel") == canonical("model.layers.dense.0.weight")
+    True
+    """
+    spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
+    words: list[str] = re.findall(r"[a-z]+|\d+", spaced.lower())
+    while words and words[-1] in ("value", "values"):  # elsewhere it is the value of an attention
+        words.pop()
+    return tuple(SYNONYMS.get(word, word) for word in words if word not in WRAPPERS)
+
+
+def _of_both(a: Dump, b: Dump) -> Callable[[str], Hashable]:
+    """`canonical` without the words that no name of the other dump has, as the name of a model around its layers.
+
+    A name that has nothing left but numbers stays as it is.
+    """
+    words = [{word for name in dump for word in canonical(name)} for dump in (a, b)]
+    common = {word for word in words[0] & words[1] if not word.isdecimal()}
+
+    def key(name: str) -> Hashable:
+        kept = tuple(word for word in canonical(name) if word in common or word.isdecimal())
+        return kept if common.intersection(kept) else name
+
+    return key
+
+
+def conventional(pair: Pair) -> bool:
+    """Whether the names say that the axes are in two orders: a ``weight`` of PyTorch, a ``kernel`` of flax or Keras."""
+    return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)} == {"weight", "kernel"}
+
+
+def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes | None:
+    if a[left].unread or b[right].unread:
+        return None
+    shapes = a[left].shape, b[right].shape
+    if axes is None and similarity.orders(*shapes):
+        return similarity.axes(a[left], b[right])
+    if axes is None or len(axes) != len(shapes[1]) or tuple(shapes[1][i] for i in axes) != shapes[0]:
+        raise GradCombineError("diff", f"a leaf that fits {right} of shape {shapes[1]}", f"shape {shapes[0]}", left)
+    return axes
+
+
+def _unique(a: Dump, b: Dump, key: Callable[[Dump, str], Hashable]) -> Iterable[tuple[str, str]]:
+    """The pairs of leaves with the same key that no other leaf of either dump has."""
+    counts = Counter(key(a, name) for name in a), Counter(key(b, name) for name in b)
+    others = {key(b, name): name for name in b}
+    return [
+        (name, others[key(a, name)]) for name in a if counts[0][key(a, name)] == 1 and counts[1].get(key(a, name)) == 1
+    ]

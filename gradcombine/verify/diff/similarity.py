@@ -1,0 +1,254 @@
+"""How alike two leaves are in value, and in which order of axes; and pairs of leaves by their values alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from itertools import permutations
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcombine.formats import entry
+from gradcombine.verify.diff.dumps import Dump, Entry
+
+Axes: TypeAlias = tuple[int, ...]
+
+MAX_SIZE = 1 << 26
+"""Larger leaves are not loaded to find out whether they are transposed: they are taken as they are."""
+
+MAX_AXES = 5
+"""Leaves of more axes have too many orders: they are taken as they are, too."""
+
+CERTAIN = 0.999
+"""At this cosine the axes are taken as they are, and no other order is tried."""
+
+ALIKE = 0.9
+"""The least cosine at which two leaves are taken for the same one by their values alone, or for transposed."""
+
+
+class Alignment(NamedTuple):
+    """An order of the second leaf's axes, None as they are; and the cosine of the angle in that order."""
+
+    axes: Axes | None
+    cosine: float
+
+
+@lru_cache(maxsize=4096)
+def orders(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[Axes | None, ...]:
+    """The orders of b's axes that give a's shape: as they are (None) first, then reversed, then the others."""
+    identity = tuple(range(len(b)))
+    if sorted(a) != sorted(b) or len(a) > MAX_AXES:
+        return (None,) if a == b else ()
+    fitting = [order for order in permutations(identity) if tuple(b[i] for i in order) == a]
+    fitting.sort(key=lambda order: (order != identity, order != identity[::-1]))
+    return tuple(None if order == identity else order for order in fitting)
+
+
+def axes(a: Entry, b: Entry) -> Axes | None:
+    """The order of b's axes, of those with a's shape, that is most like a; the first of `orders` if none is like it.
+
+    Nothing is read if there is only one order, or the leaf is huge.
+    """
+    possible = orders(a.shape, b.shape)
+    if len(possible) == 1 or a.size > MAX_SIZE:
+        return possible[0]
+    best = align(a, b)
+    return best.axes if best.cosine >= ALIKE else possible[0]
+
+
+def align(a: Entry, b: Entry) -> Alignment:
+    """The order of b's axes, of those with a's shape, that is most like a."""
+    left, right = a.whole(), b.whole()
+    options: list[Alignment] = []
+    for order in orders(a.shape, b.shape):
+        options.append(Alignment(order, cosine(left, right if order is None else right.transpose(order))))
+        if order is None and options[0].cosine >= CERTAIN:
+            break
+    # The first of equals.
+    return max(options, key=lambda option: option.cosine)
+
+
+def cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Of the angle between two arrays, where both are finite; 1 if both are 0, and 0 if one is."""
+    x, y = (side.astype(np.float64 if side.dtype.kind != "c" else np.complex128).reshape(-1) for side in (a, b))
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
+    # Scaled first: the squares of float64 numbers may overflow.
+    scales = [float(np.abs(side).max(initial=0)) for side in (x, y)]
+    if not all(scales):
+        return 1.0 if not any(scales) else 0.0
+    x, y = x / scales[0], y / scales[1]
+    return float(np.vdot(x, y).real) / float(np.linalg.norm(x) * np.linalg.norm(y))
+
+
+Aligned: TypeAlias = tuple[str, str, Axes | None]
+"""Two leaves' names, and the order of the second one's axes."""
+
+WIDTH = 256
+"""The length of a sketch."""
+
+_NEAREST = 8
+"""How many leaves are tried for each, and how often those are tried again whose nearest ones were taken."""
+
+_FAR = 0.5
+"""Sketches of unit vectors of cosine `ALIKE`, 0.2 apart when squared, are nearer than this."""
+
+
+def closest(a: Dump, b: Dump, reading: Callable[[str], None] = lambda name: None) -> Iterator[Aligned]:
+    """Pairs the leaves of two dumps by value: equal ones in the order of the dumps, then the most alike first.
+
+    Equal leaves are found by a checksum that does not depend on the order of axes. The others are projected to `WIDTH`
+    numbers each (a count sketch), which keeps distances to about a tenth; pairs of near ones are then compared. So each
+    leaf is read a few times, however many others there are.
+
+    Args:
+      a, b: dumps whose leaves have no counterpart yet.
+      reading: called with the name of each leaf before it is read.
+
+    References: Charikar, Chen, Farach-Colton, `Finding frequent items in data streams
+    <https://doi.org/10.1016/S0304-3975(03)00400-6>`_, 2004.
+    """
+    groups: defaultdict[tuple[int, ...], tuple[list[str], list[str]]] = defaultdict(lambda: ([], []))
+    for side, dump in enumerate((a, b)):
+        for name, leaf in dump.items():
+            groups[tuple(sorted(leaf.shape))][side].append(name)
+    for left, right in groups.values():
+        if left and right:
+            equal = list(_equal(a, b, left, right, reading))
+            yield from equal
+            taken = {name for name, _, _ in equal}, {name for _, name, _ in equal}
+            yield from _alike(a, b, *([x for x in names if x not in taken[i]] for i, names in enumerate((left, right))))
+
+
+def _equal(a: Dump, b: Dump, left: list[str], right: list[str], reading: Callable[[str], None]) -> Iterator[Aligned]:
+    same: defaultdict[int, list[str]] = defaultdict(list)
+    for name in right:
+        reading(name)
+        same[_checksum(b[name])].append(name)
+    for names in same.values():
+        names.reverse()
+    for name in left:
+        reading(name)
+        others = same[_checksum(a[name])]
+        if others:
+            best = _aligned(a[name], b[others[-1]])
+            if best is not None and best.cosine >= CERTAIN:
+                yield name, others.pop(), best.axes
+
+
+def _alike(a: Dump, b: Dump, left: list[str], right: list[str]) -> Iterator[Aligned]:
+    by_shape: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
+    for i, name in enumerate(left):
+        by_shape[a[name].shape].append(i)
+    candidates: list[tuple[npt.NDArray[np.float64], npt.NDArray[np.float64], list[int], list[int]]] = []
+    for shape, positions in by_shape.items():
+        rows: list[np.ndarray] = []
+        others: list[int] = []
+        for j, name in enumerate(right):
+            for sketch in _turned_sketches(b[name], shape):
+                rows.append(sketch)
+                others.append(j)
+        if rows:
+            sketches = np.stack([_sketch(a[left[i]].pieces()) for i in positions])
+            candidates.append((sketches, np.stack(rows), positions, others))
+    free = np.ones(len(left), bool), np.ones(len(right), bool)
+    for _ in range(_NEAREST):
+        pairs = sorted({pair for group in candidates for pair in _near(*group, *free)})
+        progress = False
+        for _, _, i, j in pairs:
+            if free[0][i] and free[1][j]:
+                best = _aligned(a[left[i]], b[right[j]])
+                if best is not None and best.cosine >= ALIKE:
+                    free[0][i] = free[1][j] = False
+                    progress = True
+                    yield left[i], right[j], best.axes
+        if not progress:
+            return
+
+
+def _near(
+    left: np.ndarray,
+    right: np.ndarray,
+    positions: list[int],
+    others: list[int],
+    free_left: np.ndarray,
+    free_right: np.ndarray,
+) -> Iterator[tuple[float, int, int, int]]:
+    """The nearest pairs of free leaves: squared distance, difference of positions, and both positions."""
+    rows, columns = np.array(positions), np.array(others)
+    kept = np.flatnonzero(free_right[columns])
+    lengths = np.square(right[kept]).sum(axis=1)
+    nearest = min(_NEAREST, len(kept))
+    if not nearest:
+        return
+    waiting = np.flatnonzero(free_left[rows])
+    for start in range(0, len(waiting), WIDTH):
+        block = waiting[start : start + WIDTH]
+        x = left[block]
+        apart = np.square(x).sum(axis=1)[:, None] + lengths - 2 * x @ right[kept].T
+        for row, distances in zip(block, apart, strict=True):
+            for at in np.argpartition(distances, nearest - 1)[:nearest]:
+                i, j = int(rows[row]), int(columns[kept[at]])
+                if distances[at] <= _FAR:
+                    yield float(distances[at]), abs(i - j), i, j
+
+
+def _aligned(a: Entry, b: Entry) -> Alignment | None:
+    """How two leaves are most alike; None for huge ones of different shapes."""
+    if a.size <= MAX_SIZE:
+        return align(a, b)
+    return Alignment(None, 1.0) if a.shape == b.shape else None
+
+
+def _turned_sketches(leaf: Entry, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    """The leaf's sketch in each order of its axes that has this shape."""
+    possible = orders(shape, leaf.shape)
+    if possible == (None,) or leaf.size > MAX_SIZE:
+        if None in possible:
+            yield _sketch(leaf.pieces())
+        return
+    whole = leaf.whole()
+    for order in possible:
+        yield _sketch([whole.reshape(-1) if order is None else whole.transpose(order).reshape(-1)])
+
+
+def _sketch(pieces: Iterable[np.ndarray]) -> np.ndarray:
+    """The direction of a vector in `WIDTH` numbers: each element is added to one of them, or subtracted."""
+    out, square, start = np.zeros(WIDTH), 0.0, 0
+    for piece in pieces:
+        for begin in range(0, piece.size, entry.PIECE):
+            x = _numbers(piece[begin : begin + entry.PIECE])
+            place = np.arange(start, start + x.size, dtype=np.uint64)
+            # Each of the first elements has a number to itself, so small leaves are not projected.
+            mixed = np.where(place < WIDTH, place, _mixed(place))
+            signs = 1.0 - 2.0 * ((mixed >> np.uint64(8)) & np.uint64(1)).astype(np.float64)
+            out += np.bincount((mixed & np.uint64(WIDTH - 1)).astype(np.int64), x * signs, WIDTH)
+            square += float(x @ x)
+            start += x.size
+    return out / np.sqrt(square) if square else out
+
+
+def _checksum(leaf: Entry) -> int:
+    """A number that does not depend on the order of the elements."""
+    total = 0
+    for piece in leaf.pieces():
+        total += int(_mixed((_numbers(piece) + 0.0).view(np.uint64)).sum(dtype=np.uint64))
+    return total % (1 << 64)
+
+
+def _numbers(piece: np.ndarray) -> npt.NDArray[np.float64]:
+    """Elements as float64, 0 for NaN and infinities; of complex ones a mixture of both parts."""
+    if piece.dtype.kind == "c":
+        piece = np.real(piece) + 0.75 * np.imag(piece)
+    numbers = piece.astype(np.float64)
+    return np.where(np.isfinite(numbers), numbers, 0.0)
+
+
+def _mixed(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of SplitMix64: every bit of the result depends on every bit."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

@@ -1,0 +1,1 @@
+"""Which order of additions, precision and scaling made a result."""

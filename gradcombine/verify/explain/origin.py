@@ -1,0 +1,218 @@
+"""From "it is 3 ulp off" to "it is the ring over 4 ranks": which order, precision and scaling made a result."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain, compress
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcombine import tree
+from gradcombine.backends.registry import is_absent
+from gradcombine.errors import GradCombineError, require_integer, require_items, require_number
+from gradcombine.reductions import dtypes
+from gradcombine.statefile.header import value_of
+from gradcombine.types import Tree
+from gradcombine.verify.compare.ulp import NAN_DISTANCE, ulp_distance
+from gradcombine.verify.diff.pytorch import converted
+from gradcombine.verify.explain.candidates import Candidate, candidates
+from gradcombine.verify.explain.nccl import chunked, nccl_candidates
+
+LISTED = 8
+"""How many candidates are named if several give the result."""
+
+
+class Verdict(NamedTuple):
+    """How near one candidate comes to the result.
+
+    Attributes:
+      candidate: what was tried.
+      equal: whether it gives the result to the bit.
+      share: how many of the informative elements it gives to the bit, as a fraction.
+      max_ulp: the largest distance, in units in the last place of the result.
+    """
+
+    candidate: Candidate
+    equal: bool
+    share: float
+    max_ulp: int
+
+
+class Explanation(NamedTuple):
+    """How near each candidate comes to a result.
+
+    Attributes:
+      verdicts: every candidate, the nearest first; of equals, the simplest first.
+      elements: how many are informative: those of the leaves that tell candidates apart.
+      uninformative: the leaves that every candidate gives, such as zeros.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    elements: int
+    uninformative: tuple[str, ...] = ()
+
+    @property
+    def matches(self) -> tuple[Verdict, ...]:
+        """The candidates that give the result to the bit; none if all of them do, which says nothing.
+
+        Those whose chunks are chosen by the result are among them only if no other one gives it.
+        """
+        equal = [verdict for verdict in self.verdicts if verdict.equal and self.elements]
+        return tuple(verdict for verdict in equal if not verdict.candidate.others) or tuple(equal)
+
+    def __str__(self) -> str:
+        matches = self.matches
+        if not self.elements:
+            return f"all {len(self.verdicts)} known ways give this result: it does not tell which one made it"
+        if matches:
+            lines = [f"the result is, to the bit: {matches[0].candidate}"]
+            lines += [f"  as well as: {verdict.candidate}" for verdict in matches[1:LISTED]]
+            lines += [f"  and {len(matches) - LISTED} more"] if len(matches) > LISTED else []
+        else:
+            nearest = self.verdicts[0]
+            lines = [
+                f"no known order gives this result; the nearest is: {nearest.candidate} "
+                f"({nearest.share:.1%} of the elements equal, the largest distance {nearest.max_ulp:,} ulp)"
+            ]
+        if self.uninformative:
+            lines.append(f"  uninformative leaves, which all candidates give: {_listed(self.uninformative)}")
+        return "\n".join(lines)
+
+
+def explain(
+    contributions: Sequence[Tree],
+    result: Tree,
+    weights: Sequence[float] | None = None,
+    *,
+    ranks: Sequence[int] | None = None,
+    progress: Callable[[int, str], None] = lambda tried, name: None,
+) -> Explanation:
+    """Finds the order of additions, the precision and the scaling that made a result of its contributions.
+
+    It tries left chains, the canonical tree, TensorFlow's AddN, rings, psum and hierarchical copies over several
+    numbers of ranks, NCCL's rings, trees and NVLS with DDP's mean (`gradcombine.verify.explain.nccl`), Welford's mean
+    (optax.MultiSteps) and means of means; with accumulators of float32, bfloat16, float16 and float64, compensated and
+    exact; as a sum, or a mean that divides, multiplies by the reciprocal, or scales each contribution first; with the
+    weights, and without them.
+
+    Args:
+      contributions: trees of float arrays (float8 and float64 too), of any framework, in the order of their numbers.
+      result: the tree that was made of them, of the same structure. It may be narrower than the contributions.
+      weights: one for each contribution, if there were any.
+      ranks: the numbers of replicas that may have held the contributions; None: all that divide their number.
+      progress: called before each candidate, with how many have been tried and its name.
+
+    Returns:
+      An `Explanation`, which prints as a sentence. Several candidates match if the contributions cannot tell them
+      apart, as small integers cannot; a thousand elements of real gradients can. Leaves that all candidates give, such
+      as zeros, are uninformative: they are named, and a result of nothing else matches none.
+
+    Raises:
+      GradCombineError: for an empty list, trees without an element, trees that do not match, leaves that are not
+        floats, and a wrong number of weights.
+
+    >>> import numpy as np
+    >>> from gradcombine.verify import explain
+    >>> rng = np.random.default_rng(0)
+    >>> gradients = [{"w": rng.normal(size=400).astype(np.float32)} for _ in range(5)]
+    >>> from_the_last = sum(g["w"] for g in reversed(gradients))
+    >>> print(explain(gradients, {"w": from_the_last / np.float32(5)}))
+    the result is, to the bit: sum / n, added one after another, from the last to the first, in float32
+    """
+    trees = list(map(_numpy, require_items("explain", "a list of contributions", contributions)))
+    if not trees:
+        raise GradCombineError("explain", "one contribution or more", "an empty list")
+    if weights is not None:
+        expected = f"{len(trees)} weights"
+        weights = [_number(expected, x) for x in require_items("explain", expected, weights)]
+        if len(weights) != len(trees):
+            raise GradCombineError("explain", expected, len(weights))
+    wanted, structure = tree.flatten("explain", _numpy(result))
+    for value in trees:
+        _require_alike(structure, wanted, value)
+    sizes = [0 if x is None else x.size for x in wanted]
+    if not sum(sizes):
+        raise GradCombineError("explain", "one element or more in the result", "none")
+    if ranks is None:
+        ranks = [number for number in range(2, len(trees) + 1) if len(trees) % number == 0]
+    expected = "numbers of replicas, 1 or more"
+    ranks = [require_integer("explain", expected, x) for x in require_items("explain", expected, ranks)]
+    measured: list[tuple[Candidate, list[_Leaf]]] = []
+    known = chain(candidates(trees, weights, ranks), nccl_candidates(trees, weights, ranks))
+    for tried, candidate in enumerate(known):
+        progress(tried, str(candidate))
+        measured.append((candidate, _measured(candidate, structure, wanted)))
+    informative = [any(leaves[i].equal < size for _, leaves in measured) for i, size in enumerate(sizes)]
+    elements = sum(compress(sizes, informative))
+    verdicts = [_verdict(candidate, [*compress(leaves, informative)], elements) for candidate, leaves in measured]
+    verdicts.sort(key=lambda verdict: (not verdict.equal, -verdict.share, verdict.max_ulp))
+    rows = zip(structure.paths(), sizes, informative, strict=True)
+    uninformative = tuple(path for path, size, tells in rows if size and not tells)
+    return Explanation(tuple(verdicts), elements, uninformative)
+
+
+def _number(expected: str, weight: Any) -> float:
+    """A weight; an integer stays one, as exact sums do not round products with integers."""
+    number = require_number("explain", expected, weight, -math.inf)
+    whole = np.asarray(weight).dtype.kind in "iu" or isinstance(weight, int)
+    return int(weight) if whole else number
+
+
+def _numpy(value: Tree) -> Tree:
+    leaves, structure = tree.flatten("explain", converted("explain", value))
+    named = zip(leaves, structure.paths(), strict=True)
+    arrays = [None if is_absent(x) else value_of("explain", x, path) for x, path in named]
+    for array, path in zip(arrays, structure.paths(), strict=True):
+        if array is not None and (dtypes.kind(array.dtype) != "float" or array.dtype.itemsize > 8):
+            raise GradCombineError("explain", "a float array of 64 bits at most", array.dtype, path)
+    return tree.unflatten(structure, arrays)
+
+
+def _require_alike(structure: tree.Structure, wanted: Sequence[Any], value: Tree) -> None:
+    for x, expected, path in zip(tree.flatten_as("explain", structure, value), wanted, structure.paths(), strict=True):
+        shapes = [None if side is None else side.shape for side in (expected, x)]
+        if shapes[0] != shapes[1]:
+            raise GradCombineError("explain", f"the result's shape, {shapes[0]}", shapes[1], path)
+
+
+class _Leaf(NamedTuple):
+    """How many elements of a leaf have a candidate's bits, and how far away the worst is."""
+
+    equal: int
+    max_ulp: int
+
+
+def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Any]) -> list[_Leaf]:
+    with np.errstate(all="ignore"):
+        made = [tree.flatten_as("explain", structure, run()) for run in (candidate.run, *candidate.others)]
+    values: list[np.ndarray] = []
+    same: list[npt.NDArray[np.bool_]] = []
+    flat = [np.zeros(0) if x is None else x.reshape(-1) for x in wanted]
+    for *columns, expected in zip(*made, flat, strict=True):
+        with np.errstate(all="ignore"):
+            arrays = [np.asarray(() if x is None else x).astype(expected.dtype).reshape(-1) for x in columns]
+        own = np.stack(arrays)
+        values.append(own)
+        # The sign of a zero is a bit, though not a distance; the payload of NaN does not count.
+        equal = (own == expected) & (np.signbit(own) == np.signbit(expected))
+        same.append(equal | (np.isnan(own) & np.isnan(expected)))
+    measured: list[_Leaf] = []
+    for own, equal, order, expected in zip(values, same, chunked(same), flat, strict=True):
+        distances = ulp_distance(np.take_along_axis(own, order[None], axis=0).reshape(-1), expected)
+        right = np.count_nonzero(np.take_along_axis(equal, order[None], axis=0))
+        measured.append(_Leaf(int(right), int(distances.max(initial=0))))
+    return measured
+
+
+def _verdict(candidate: Candidate, leaves: Sequence[_Leaf], elements: int) -> Verdict:
+    equal = sum(leaf.equal for leaf in leaves)
+    worst = max((leaf.max_ulp for leaf in leaves), default=0)
+    return Verdict(candidate, equal == elements, equal / max(elements, 1), min(worst, NAN_DISTANCE))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(name or "(root)" for name in names[:LISTED]) + more

@@ -1,0 +1,437 @@
+"""Runs that leave a trace, and the first place where two of them diverge: the step, the stage, the leaf."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from gradcombine import tree
+from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.errors import GradCombineError, renamed, require_path, shown
+from gradcombine.tree import Structure
+from gradcombine.types import Tree, no_autograph
+from gradcombine.verify.compare.comparison import describe_ulp
+from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, dumps_by_step, require_allowed
+from gradcombine.verify.diff.dumps import Dump, open_dump
+from gradcombine.verify.diff.mapping import NO_RULES, Rules, require_rules
+from gradcombine.verify.diff.pytorch import converted
+
+STAGES = ("inputs", "gradients", "combined", "updates", "params")
+"""The stages of a step, in the order in which one makes the next."""
+
+
+def record(directory: str | Path, steps: Container[int] | None = None) -> Recorder:
+    """Begins a trace: a directory with one .npz file a step.
+
+    Args:
+      directory: made if it is not there; it must not hold a trace already.
+      steps: the steps to write, for instance ``range(0, 1000, 100)``, no iterator; None: all of them.
+
+    Returns:
+      A `Recorder`, to be called in each step, and closed at the end; it is a context manager, too.
+
+    Raises:
+      GradCombineError: for a directory that holds a trace, and for steps that do not tell what is among them.
+      OSError: where the directory cannot be made.
+
+    >>> import tempfile, numpy as np
+    >>> from gradcombine.verify import record
+    >>> from gradcombine.verify.diff.dumps import open_dump
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     with record(directory) as recorder:
+    ...         recorder(3, gradients={"w": np.ones(2)}, params={"w": np.zeros(2)})
+    ...     list(open_dump(f"{directory}/step_00000003.npz"))
+    ['gradients/w', 'params/w']
+    """
+    path = require_path("record", "a directory", directory)
+    _among(steps, 0)
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.glob("step_*.npz")):
+        raise GradCombineError("record", "a directory without a trace", str(path))
+    return Recorder(path, steps)
+
+
+def _among(steps: Container[int] | None, step: int) -> bool:
+    if steps is None:
+        return True
+    try:
+        if isinstance(steps, Iterator):  # which would lose what it is asked for
+            raise TypeError
+        return step in steps
+    except Exception:  # of text, of arrays in two dimensions, or whatever a foreign class raises
+        raise GradCombineError("record", "steps such as range(0, 1000, 100), or None", shown(steps)) from None
+
+
+class Recorder:
+    """Writes the steps of one run; made by `record`."""
+
+    def __init__(self, directory: Path, steps: Container[int] | None) -> None:
+        self._directory, self._steps = directory, steps
+        self._written: dict[int, dict[str, np.ndarray]] = {}
+        self._problems: list[GradCombineError] = []
+        self._lock = threading.Lock()
+
+    @no_autograph
+    def __call__(self, step: Any, **stages: Tree) -> None:
+        """Writes some stages of a step; others of the same step may follow.
+
+        In a traced JAX program, or a tf.function without jit_compile, the values are written as the program runs, by a
+        callback to the host, and values that are not traced are those of the trace. Inside pmap or shard_map, or in a
+        replica context, the call is made once for each replica: pass values that are the same on all of them.
+        PyTorch's tensors are copied at once: call it between ``backward()`` and ``optimizer.step()``, with
+        ``gradients={name: p.grad for name, p in model.named_parameters()}``.
+
+        Args:
+          step: its number from 0 on, an integer scalar that may be traced.
+          **stages: trees of arrays, by the names of `STAGES` that the run has: ``inputs`` (a batch), the ``gradients``
+            of this replica or microbatch, the ``combined`` gradient, the optimizer's ``updates``, and the ``params``
+            after them. A leaf that is None is left out. A leaf is named by its stage and keys,
+            ``gradients/layer/0/w``; a key that holds a slash, or reads like another, keeps brackets and quotes,
+            ``gradients/['dense/w']``.
+
+        Raises:
+          GradCombineError: for an unknown stage; for two leaves of one name; for a dtype that .npz files do not keep,
+            such as float8; and for a tensor that is sparse, quantized or a part of one.
+        """
+        unknown = [name for name in stages if name not in STAGES]
+        if unknown:
+            raise GradCombineError("record", f"stages of {', '.join(STAGES)}", ", ".join(unknown))
+        require_step("record", step)
+        named: dict[str, Any] = {}
+        for stage, value in stages.items():
+            leaves, structure = tree.flatten("record", converted("record", value))
+            for leaf, path, name in zip(leaves, structure.paths(), names(structure, stage), strict=True):
+                if str(getattr(leaf, "dtype", None)).startswith("key<"):
+                    expected = "numbers (of a random key, its jax.random.key_data)"
+                    raise GradCombineError("record", expected, leaf.dtype, path)
+                if not is_absent(leaf):
+                    _require_kept(leaf, path)
+                    named[name] = leaf
+        call_host("record", list(named.values()), step, self._writer(tuple(named)))
+
+    def close(self) -> None:
+        """Waits for pending callbacks.
+
+        Raises:
+          GradCombineError: for a stage that was recorded twice in a step with different bits, as by replicas that
+            differ; and for a traced step below 0.
+        """
+        wait()
+        if self._problems:
+            raise self._problems[0]
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del error, trace
+        if kind is None:
+            self.close()
+
+    def _writer(self, called: tuple[str, ...]) -> Callable[..., None]:
+        def write(step: Any, arrays: Any) -> None:
+            number = int(step)
+            if not _among(self._steps, number):
+                return
+            with self._lock:
+                if number < 0:
+                    self._problems.append(_negative("record", number))
+                    return
+                kept = self._kept(number)
+                for name, array in zip(called, map(np.asarray, arrays), strict=True):
+                    if name in kept and not _same(kept[name], array):
+                        where = f"{name} of step {number}"
+                        problem = GradCombineError("record", "the same values on all replicas", "different ones", where)
+                        self._problems.append(problem)
+                    # A callback's array may be the buffer of its next call.
+                    kept.setdefault(name, array.copy())
+                self._save(number, kept)
+                for done in [other for other in self._written if other < number - 1]:
+                    del self._written[done]
+
+        return write
+
+    def _kept(self, step: int) -> dict[str, np.ndarray]:
+        """What was recorded of a step so far: callbacks need not come in the order of the steps."""
+        path = self._path(step)
+        if step not in self._written and path.exists():
+            self._written[step] = {name: entry.whole() for name, entry in open_dump(path).items()}
+        return self._written.setdefault(step, {})
+
+    def _path(self, step: int) -> Path:
+        return self._directory / f"step_{step:08}.npz"
+
+    def _save(self, step: int, arrays: dict[str, np.ndarray]) -> None:
+        """Writes a file as a whole or not at all."""
+        path = self._path(step)
+        draft = path.with_name(f".{path.name}.draft")
+        with open(draft, "wb") as file:
+            np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
+        os.replace(draft, path)
+
+
+def require_step(operation: str, step: Any) -> None:
+    """Refuses what is not an integer scalar, known to be from 0 on or traced."""
+    backend = resolve(operation, [step])
+    with renamed(operation):
+        number = backend.asarray(step)
+    shape, dtype, known = backend.shape(number), backend.dtype(number), backend.concrete(number)
+    if shape != () or dtype.kind not in "iu":
+        raise GradCombineError(operation, "an integer scalar as the step", f"{dtype} of shape {shape}")
+    if known is not None and known < 0:
+        raise _negative(operation, int(known))
+
+
+def _negative(operation: str, step: int) -> GradCombineError:
+    # The sign would be lost in a file's name.
+    return GradCombineError(operation, "steps from 0 on", step)
+
+
+def _require_kept(leaf: Any, path: str) -> None:
+    """Refuses a dtype that an .npz file would not give back: Python objects, and ml_dtypes that it has no name for."""
+    dtype = resolve("record", [leaf]).dtype(leaf)
+    if dtype != ml_dtypes.bfloat16 and (dtype.kind not in "biufc" or dtype.type.__module__ != "numpy"):
+        raise GradCombineError("record", "bfloat16, or a numeric dtype of NumPy itself", dtype, path)
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    return (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+LONGEST = (1 << 16) - 1 - len(".npy")
+"""The length of a name in a ZIP archive, in bytes, is a 16-bit number."""
+
+_INDEX = re.compile(r"\[(-?\d+)\]")
+_FIELD = re.compile(r"\.(\w+)")
+
+
+def names(structure: Structure, stage: str) -> list[str]:
+    """The names of a tree's leaves, in the order of `flatten`: ``"gradients/layer/0/w"``.
+
+    A plain key is written as it is: a word without a slash, an index, the name of a field. Any other, and one that
+    reads like its neighbour (``1`` and ``"1"``), is written as in the paths of error messages: ``"['a/b']"``.
+
+    Raises:
+      GradCombineError: for two leaves of one name, and for a name that is too long.
+    """
+    all_names = list(_names(structure, stage))
+    seen: set[str] = set()
+    for name, path in zip(all_names, structure.paths(), strict=True):
+        if name in seen:
+            raise GradCombineError("record", "leaves that their paths tell apart", f"two that are {name}", path)
+        if len(name.encode()) > LONGEST:
+            raise GradCombineError("record", f"a name of {LONGEST} bytes at most", len(name.encode()))
+        seen.add(name)
+    return all_names
+
+
+def _names(structure: Structure, prefix: str) -> Iterator[str]:
+    if structure.rebuild is None:
+        yield prefix
+    plain = [_plain(key) for key in structure.keys]
+    times = Counter(plain)
+    for key, word, child in zip(structure.keys, plain, structure.children, strict=True):
+        yield from _names(child, f"{prefix}/{word if word is not None and times[word] == 1 else key}")
+
+
+def _plain(key: str) -> str | None:
+    """The key without its brackets and quotes; None if it could be taken for another one, or for several."""
+    if (matched := _INDEX.fullmatch(key) or _FIELD.fullmatch(key)) is not None:
+        return matched[1]
+    if not (key.startswith(("['", '["')) and key.endswith(("']", '"]'))):
+        return None
+    try:
+        word = ast.literal_eval(key[1:-1])
+    except (SyntaxError, ValueError):
+        return None
+    legible = isinstance(word, str) and word.isprintable() and "/" not in word
+    return word if legible and word and not word.startswith(("[", ".")) else None
+
+
+@no_autograph
+def call_host(operation: str, arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], None]) -> None:
+    """``write(step, arrays)``, with NumPy arrays: now if the values are known, else when the program runs."""
+    backend = resolve(operation, [*arrays, step])
+    number, *known = (backend.concrete(backend.asarray(x)) for x in (step, *arrays))
+    if number is not None and all(x is not None for x in known):
+        write(number, known)
+    elif backend.name == "jax":
+        from jax.experimental import io_callback
+
+        io_callback(write, None, step, list(arrays))
+    else:
+        import tensorflow as tf
+
+        def run(number: Any, *values: Any) -> None:
+            write(number, values)
+
+        tf.numpy_function(run, [step, *arrays], [])
+
+
+def wait() -> None:
+    """Waits until the callbacks of all programs that were started have returned."""
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        jax.effects_barrier()
+
+
+CAUSES = {
+    "inputs": "the inputs: the data, its order, or the parameters before the step",
+    "gradients": "the gradients: the model, its loss, or its kernels, from the same inputs",
+    "combined": "the combine: weights, order or precision, from the same gradients",
+    "updates": "the optimizer: its settings, its state or its schedule, from the same combined gradient",
+    "params": "the application of the updates, from the same updates",
+}
+"""What introduced a divergence, by the first stage that shows it."""
+
+UNKNOWN = "something unknown: only one of the runs has recorded it"
+"""The same for a stage or a step that could not be compared."""
+
+
+class Divergence(NamedTuple):
+    """Where two runs diverge.
+
+    Attributes:
+      step: the first step that differs.
+      stage: its first stage that differs; None if one run lacks the whole step.
+      row: its worst leaf; None if all leaves that both runs have pass.
+      introduced_by: what lies between this stage and the last one that passes.
+      unrecorded: stages before this one that a run lacks, so that they may be the cause.
+      unmatched: leaves of this stage that only one run has.
+      left_out: leaves of this stage that could not be compared, and why.
+      mixed_up: leaves of this stage that are like another leaf of the other run than that of their name.
+    """
+
+    step: int
+    stage: str | None
+    row: Row | None
+    introduced_by: str
+    unrecorded: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    mixed_up: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        text = f"step {self.step}: introduced by {self.introduced_by}"
+        if self.row is not None:
+            leaf = self.row.difference
+            text += f"; worst leaf {leaf.name}, {describe_ulp(leaf)}, {leaf.relative:.1e} relative"
+            if self.row.transposed:
+                order = self.row.pair.axes or tuple(range(len(leaf.shape)))
+                text += f", with its axes in the order {order}, which no rule asks for"
+        if self.mixed_up:
+            text += f"; names mixed up: {', '.join(f'{x} is like {y}' for x, y in self.mixed_up[:4])}"
+        if self.left_out:
+            text += f"; not compared: {', '.join(map(' '.join, self.left_out[:3]))}"
+        if self.unmatched:
+            more = f" and {len(self.unmatched) - 3} more" if len(self.unmatched) > 3 else ""
+            text += f"; in one run only: {', '.join(self.unmatched[:3])}{more}"
+        if self.unrecorded:
+            text += f"; not recorded before it: {', '.join(self.unrecorded)}"
+        return text
+
+
+def first_divergence(
+    a: str | Path,
+    b: str | Path,
+    *,
+    allowed: Allowed | Mapping[str, Allowed] = EQUAL_BITS,
+    rules: Rules = NO_RULES,
+) -> Divergence | None:
+    """Finds the first step, and in it the first stage, in which two traces differ by more than is allowed.
+
+    Args:
+      a, b: directories that `record` has written, of one framework or two; leaves are matched as in `gradcombine diff`.
+      allowed: what may differ; or for each stage by its name, and then nothing in stages that are not named. Two
+        frameworks' kernels round differently: give ``gradients`` a relative allowance, and all that follows.
+      rules: which leaf is which, for names that begin with their stage.
+
+    Returns:
+      None if both runs have the same steps, with the same stages, and all of them pass; else a `Divergence`, which
+      prints as a sentence. What only one run has recorded, a leaf that could not be compared, and a leaf that is like
+      the other's only in another order of axes, though the shapes agree and no rule gives that order, are divergences.
+
+    Raises:
+      GradCombineError: for a directory without a trace, traces without a common step, and as `diff`.
+
+    >>> import tempfile, numpy as np
+    >>> from gradcombine.verify import first_divergence, record
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     for run, rate in (("a", 0.5), ("b", 0.5), ("c", 0.25)):
+    ...         with record(f"{place}/{run}") as recorder:
+    ...             for step in range(3):
+    ...                 recorder(step, combined={"w": np.ones(2)}, updates={"w": -rate**step * np.ones(2)})
+    ...     print(first_divergence(f"{place}/a", f"{place}/b"))
+    ...     print(first_divergence(f"{place}/a", f"{place}/c").step)
+    None
+    1
+    """
+    require_rules("first_divergence", rules)
+    limits: dict[str, Any] = dict.fromkeys(STAGES, allowed)
+    if isinstance(allowed, Mapping):
+        limits = dict(allowed)
+    if unknown := limits.keys() - set(STAGES):
+        raise GradCombineError("first_divergence", f"stages of {', '.join(STAGES)}", shown(unknown))
+    for limit in limits.values():
+        require_allowed("first_divergence", limit)
+    left, right = (dumps_by_step(require_path("first_divergence", "a directory", path)) for path in (a, b))
+    both = [step for step in left if step in right]
+    if not both:
+        raise GradCombineError(
+            "first_divergence", "two traces with a common step", f"{len(left)} and {len(right)} steps"
+        )
+    lacking: list[Divergence] = []
+    for step in both:
+        divergence = _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules, lacking)
+        if divergence is not None:
+            return divergence
+    lacking += [Divergence(step, None, None, UNKNOWN) for step in left.keys() ^ right.keys()]
+    return min(lacking, key=lambda divergence: divergence.step, default=None)
+
+
+def _in_step(
+    step: int,
+    a: Dump,
+    b: Dump,
+    allowed: Mapping[str, Allowed],
+    rules: Rules,
+    lacking: list[Divergence],
+) -> Divergence | None:
+    """The first stage that differs; stages that only one run has are added to ``lacking``."""
+    unrecorded: list[str] = []
+    for stage in STAGES:
+        # A rule may say that a leaf needs no counterpart.
+        left = _stage(a, stage, lambda name: (rules.find(name) or (None, name))[1] is not None)
+        right = _stage(b, stage, lambda name: not rules.ignores(name))
+        if not left or not right:
+            if left or right:
+                lacking.append(Divergence(step, stage, None, UNKNOWN, tuple(unrecorded), (*left, *right)))
+            unrecorded.append(stage)
+            continue
+        report = diff(left, right, allowed=allowed.get(stage, EQUAL_BITS), rules=rules)
+        apart = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.transposed]
+        if apart or not report.passes:
+            unmatched = (*report.only_a, *report.only_b)
+            row = apart[0] if apart else None
+            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:6])
+        unrecorded = []
+    return None
+
+
+def _stage(dump: Dump, stage: str, counts: Callable[[str], bool]) -> Dump:
+    return {
+        name: entry for name, entry in dump.items() if (name.startswith(f"{stage}/") or name == stage) and counts(name)
+    }
