@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--die-after", type=int, help="microbatches before rank 1 is killed")
     parser.add_argument("--uneven", action="store_true", help="a window length of its own in every process")
     parser.add_argument("--keras", action="store_true", help="a Keras optimizer in place of a function")
+    parser.add_argument("--apart", action="store_true", help="a second variable with a gradient on rank 1 alone")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -43,16 +44,20 @@ def main() -> None:
 
     with strategy.scope():
         w = tf.Variable(tf.zeros(SIZE))
+        others = [tf.Variable(0.0), tf.Variable(0.0)] if args.apart else []
 
-        def gradients(g: tf.Tensor, weight: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-            return [g], weight
+        def gradients(g: tf.Tensor, weight: tf.Tensor) -> tuple[list[tf.Tensor | None], tf.Tensor]:
+            return [g, *([tf.ones(()) if rank == 1 else None, None] if args.apart else [])], weight
 
         def apply(found: list[tf.Tensor], variables: list[tf.Variable]) -> None:
-            variables[0].assign_sub(found[0])
+            for one, variable in zip(found, variables, strict=True):
+                variable.assign_sub(one)
 
         try:
             applied_by = keras.optimizers.SGD(1.0) if args.keras else apply
-            module = AccumulatedStep(gradients, [w], applied_by, every=EVERY + args.uneven * rank, order="tree")
+            module = AccumulatedStep(
+                gradients, [w, *others], applied_by, every=EVERY + args.uneven * rank, order="tree"
+            )
         except gc.GradCombineError as error:
             print(json.dumps({"refused": str(error)}), flush=True)
             return
@@ -72,7 +77,8 @@ def main() -> None:
             done.assign(k + 1)
             checkpoint.save(f"{folder}/window")
     traces = step.experimental_get_tracing_count()
-    print(json.dumps({"w": w.numpy().tobytes().hex(), "applied": applied, "traces": traces}), flush=True)
+    told = {"applied": applied, "traces": traces, "others": [float(x.numpy()) for x in others]}
+    print(json.dumps({"w": w.numpy().tobytes().hex(), **told}), flush=True)
 
 
 if __name__ == "__main__":

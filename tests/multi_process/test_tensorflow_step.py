@@ -43,6 +43,18 @@ def test_processes_give_the_bits_of_one_list(size: int, options: tuple[str, ...]
     assert [each.printed["applied"] for each in ended] == [([False] * (EVERY - 1) + [True]) * WINDOWS] * size
 
 
+@pytest.mark.parametrize("options", [(), ("--keras",)])
+def test_a_gradient_in_one_process_alone_is_one_in_all(options: tuple[str, ...]) -> None:
+    """Each process traces what its own replicas have, and takes the branches of the others."""
+    ended = run_workers(2, "--apart", *options)
+    assert_trained(ended)
+    weights = np.float64([[weight_at(r, k) for k in range(WINDOWS * EVERY)] for r in range(2)])
+    windows = weights.reshape(2, WINDOWS, EVERY).sum(axis=2)
+    expected = [-(windows[1] / windows.sum(axis=0)).sum(), 0]
+    for each in ended:
+        np.testing.assert_allclose(each.printed["others"], expected, rtol=1e-6)
+
+
 def test_lengths_that_differ_between_processes_are_refused() -> None:
     for each in run_workers(2, "--uneven"):
         assert each.code == 0, each.stderr

@@ -23,6 +23,7 @@ from gradcombine.errors import (
 )
 from gradcombine.integrations.horovod.all_reduce import HorovodError
 from gradcombine.integrations.tensorflow import indexed_slices as sparse
+from gradcombine.integrations.tensorflow.seen import WithSeen, differs, neutral
 from gradcombine.integrations.tensorflow.state import (
     Pending,
     ReplicaState,
@@ -39,7 +40,7 @@ from gradcombine.types import no_autograph
 Mode = Literal["eager", "graph"]
 
 
-class LocalGradientAggregation(tf.Module):
+class LocalGradientAggregation(WithSeen):
     """Adds up the gradients of several backward passes; combines them over ranks, and applies them, at the last one.
 
     The two methods stand in for those of Horovod's LocalGradientAggregationHelper (mode ``"graph"``) and
@@ -71,6 +72,11 @@ class LocalGradientAggregation(tf.Module):
     A gradient that is None in all passes so far is None in the result. One that is None in some passes adds nothing in
     these, and is zeros where the gradients of such a pass are returned. The first call makes the variables: it fixes
     the number of gradients, their shapes and their dtypes.
+
+    Which variables have had a gradient is in the state, `seen`, and in its checkpoints; from an earlier checkpoint
+    without that, those are known whose gradients in the window add up to something else than zeros. A graph decides
+    while it is traced where None is returned. Its boundary refuses a window that holds a gradient there, one that was
+    restored after the tracing or filled by another trace: trace it again (XLA leaves out the check).
 
     References: `Horovod with TensorFlow <https://horovod.readthedocs.io/en/stable/tensorflow.html>`_,
     ``backward_passes_per_step``.
@@ -115,7 +121,7 @@ class LocalGradientAggregation(tf.Module):
         combined = reductions.sum() if reduction is None else reduction
         self._window = Window("LocalGradientAggregation", combined, self._k)
         self._state: ReplicaState | None = None
-        self._seen: set[int] = set()
+        self._traced: set[int] = set()
         self._written: list[tf.Operation] = []
 
     @property
@@ -162,20 +168,23 @@ class LocalGradientAggregation(tf.Module):
         _require_no_conditional_collective()
         held = self._state_for(gradients, variables)
         state = self._window.contribute(held.read(), gradients)
-        seen = self._with_gradient({i for i, x in enumerate(gradients) if x is not None})
         sums = self._window.value(state)
+        present = {i for i, x in enumerate(gradients) if x is not None}
+        chosen = self._known(held, present)
         filled = [tf.zeros_like(total) if x is None else x for x, total in zip(gradients, sums, strict=True)]
         between = filled if self._graph_mode else sums
-        chosen = sorted(seen)
         full = self._window.is_full(state)
+        checked = self._returned(full, sums, chosen)
         picked = branch(
             full,
             lambda: self._combined([sums[i] for i in chosen], [variables[i] for i in chosen]),
             lambda: [between[i] for i in chosen],
         )
         # Written last: where the all-reduce fails, the window is as it was.
-        with run_after(picked):
-            self._written = held.write(Pending(self._window.end(state, full)))
+        with run_after([*picked, *checked]):
+            written = held.write(Pending(self._window.end(state, full)))
+            noted = self.see(present)
+        self._written = [*written, noted.op] if written else []
         results = dict(zip(chosen, completed(picked, self._written), strict=True))
         return [results.get(i) for i in range(len(gradients))]
 
@@ -208,27 +217,43 @@ class LocalGradientAggregation(tf.Module):
     def _state_for(self, gradients: list[Any], variables: list[Any]) -> ReplicaState:
         if self._state is None:
             with tf.init_scope():
-                self._state = in_local_variables(
-                    self._window, list(map(_spec, gradients, variables, range(len(variables))))
-                )
-                # None while tracing is None in every pass: which variables ever had a gradient is known then, and kept.
-                self.seen = tf.compat.v1.Variable(
-                    tf.zeros([len(variables)], tf.bool),
-                    trainable=False,
-                    use_resource=True,
-                    collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
-                )
+                specs = list(map(_spec, gradients, variables, range(len(variables))))
+                self._state = in_local_variables(self._window, specs)
+                self.make_seen(len(variables), each_replica=True)
+            # In a closure: tf.Module would wrap a list, and save it.
+            self._specs = lambda: specs
             self.position, self.windows = self._state.position, self._state.windows
         return self._state
 
-    def _with_gradient(self, present: set[int]) -> set[int]:
-        """The variables that have had a gradient, in this process or in the one whose window was restored."""
-        self._seen |= present
+    def _known(self, held: ReplicaState, present: set[int]) -> list[int]:
+        """The variables that have had a gradient: in this pass, or in one before it that the state tells of."""
+        known = present | (set() if tf.executing_eagerly() else self._traced)
         with tf.init_scope():
             if tf.executing_eagerly():
-                self._seen |= set(np.flatnonzero(self.seen.numpy()).tolist())
-                self.seen.assign([i in self._seen for i in range(self.seen.shape[0])])
-        return set(self._seen)
+                known |= set(np.flatnonzero(tf.convert_to_tensor(self.seen)).tolist())
+                others = [i for i in range(self.seen.shape[0]) if i not in known]
+                known |= set(np.array(others, int)[self._held(held.value(), others).numpy()].tolist())
+        if not tf.executing_eagerly():  # a pass that is later in the graph gets it
+            self._traced |= present
+        return sorted(known)
+
+    def _held(self, sums: Sequence[Any], indices: Sequence[int]) -> tf.Tensor:
+        """Whether the window holds something for these variables, a boolean vector."""
+        if not indices:
+            return tf.zeros([0], tf.bool)
+        empty = neutral(self._window, [x if i in indices else None for i, x in enumerate(self._specs())])
+        return tf.stack([differs(sums[i], empty[i]) for i in indices])
+
+    def _returned(self, full: Any, sums: Sequence[Any], chosen: Sequence[int]) -> list[tf.Operation]:
+        """Operations that refuse a boundary at which a graph would return None for what the window holds."""
+        others = [i for i in range(len(sums)) if i not in chosen]
+        if tf.executing_eagerly() or not others:
+            return []
+        lost = full & tf.reduce_any(self._held(sums, others))
+        expected = "a function traced when each variable of the window had had a gradient: trace it again"
+        received = "a gradient that was restored, or came in another trace, for a variable that it returns None for"
+        text = str(GradCombineError("compute_gradients", expected, received))
+        return [tf.debugging.Assert(~lost, [text])]
 
     def _combined(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
         """All-reduced, except for local variables, and divided as asked for. None stays in its place."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -12,9 +11,19 @@ from gradcombine import reductions, tree
 from gradcombine.backends.registry import in_words, is_array_of
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.denominators import Totals
-from gradcombine.errors import GradCombineError, attribute, require_items, shown
-from gradcombine.integrations.tensorflow.indexed_slices import dense
-from gradcombine.integrations.tensorflow.merged_gradients import from_first_replica, has_several, summed_over_replicas
+from gradcombine.errors import require_items, shown
+from gradcombine.integrations.tensorflow.boundary import Update
+from gradcombine.integrations.tensorflow.inputs import (
+    checked_result,
+    dense_gradient,
+    error,
+    keras_optimizer,
+    local_replicas,
+    require_created_in_scope,
+    require_same_length,
+    require_synchronous,
+)
+from gradcombine.integrations.tensorflow.seen import WithSeen, differs, neutral
 from gradcombine.integrations.tensorflow.several_terms import LossOfTerms, WindowMetrics
 from gradcombine.integrations.tensorflow.state import (
     Pending,
@@ -32,10 +41,8 @@ from gradcombine.types import AccumulateState, Order
 
 __all__ = ["AccumulatedStep"]
 
-error = partial(GradCombineError, "AccumulatedStep")
 
-
-class AccumulatedStep(tf.Module):
+class AccumulatedStep(WithSeen):
     """A training step that accumulates microbatches, and once a window all-reduces the replicas' windows and applies.
 
     Every call computes the gradients of one microbatch on each replica and adds them to that replica's own window, in
@@ -56,7 +63,9 @@ class AccumulatedStep(tf.Module):
       variables: tf.Variables or Keras variables, made under the strategy in scope.
       apply: a Keras optimizer, built here if it is not yet; or a function ``apply(gradients, variables)``, which is
         called in cross-replica context with tensors that hold for all replicas. Variables that have never had a
-        gradient are left out.
+        gradient are left out, as by Keras: neither they nor their slots change. Any gradient that is not None counts,
+        zeros too, on any replica. A graph that does not know whether one of them had a gradient passes all of them,
+        and then puts those without one back, with their slots in a Keras optimizer; not what else a function changes.
       every: the microbatches of a window: an integer of 1 or more, or a function of the window's index.
       reduction: from `gradcombine.reductions`.
       order: as for `gradcombine.accumulate` over time, and for `gradcombine.merge_replicas` over replicas.
@@ -73,8 +82,8 @@ class AccumulatedStep(tf.Module):
 
     Raises:
       GradCombineError: for variables or an optimizer of another strategy, a call inside ``strategy.run`` or under
-        another strategy, gradients that do not match the variables, a gradient for a variable that an earlier trace
-        left out; and as `gradcombine.accumulate`. The windows are unchanged then.
+        another strategy, gradients that do not match the variables, a call without any gradient where none came before;
+        and as `gradcombine.accumulate`. The windows are unchanged then.
 
     Bits: order ``"sequential"``: those of `gradcombine.accumulate` on each replica, added over replicas in the order
     that the strategy's all-reduce chooses. Order ``"tree"``: those of `gradcombine.combine` over the whole window,
@@ -82,7 +91,9 @@ class AccumulatedStep(tf.Module):
 
     A tf.train.Checkpoint of the step resumes in the middle of a window, to the bit: it holds every replica's window by
     itself, and the position once. Under more replicas the others' windows stay empty; under fewer, contributions would
-    be missing, which ``assert_consumed()`` reports. Variables and optimizer are saved beside it.
+    be missing, which ``assert_consumed()`` reports. Variables and optimizer are saved beside it. It also holds `seen`,
+    which variables have had a gradient. From an earlier checkpoint without that, and from `load_states`, those whose
+    gradients in the window add up to something else than zeros are known.
 
     References: `Custom training with tf.distribute.Strategy
     <https://www.tensorflow.org/tutorials/distribute/custom_training>`_; `tf.VariableSynchronization
@@ -124,6 +135,7 @@ class AccumulatedStep(tf.Module):
         self._strategy = tf.distribute.get_strategy()
         self._require_cross_replica()
         require_synchronous("AccumulatedStep", self._strategy)
+        # As attributes they are in checkpoints, where they can be.
         self._gradients, self._apply, self._optimizer = gradients, apply, optimizer
         self._terms: LossOfTerms | None = None
         if terms is not None:
@@ -139,18 +151,21 @@ class AccumulatedStep(tf.Module):
             require_created_in_scope(self._strategy, target, f"[{i}]")
         # In a closure: tf.Module would wrap a list, and refuse to save Keras variables.
         self._targets = lambda: targets
-        if self._optimizer is not None:
-            require_created_in_scope(self._strategy, self._optimizer.iterations, ".iterations")
-            if not self._optimizer.built:
-                self._optimizer.build(targets)
+        if optimizer is not None:
+            require_created_in_scope(self._strategy, optimizer.iterations, ".iterations")
+            if not optimizer.built:
+                optimizer.build(targets)
+        self._update = Update(self._strategy, apply, optimizer, targets)
         specs = [tf.TensorSpec(target.shape, target.dtype) for target in targets]
-        self._state = in_local_variables(self._window, specs if self._terms is None else self._terms.like(specs))
+        self._like = lambda chosen: self._terms.like(chosen) if self._terms is not None else chosen
+        self._state = in_local_variables(self._window, self._like(specs))
         self.position, self.windows = self._state.position, self._state.windows
         self.layout = self._state.layout()
         self._metrics = None if self._terms is None else self._terms.metrics(self._window, specs)
         if self._metrics is not None:
             self.metrics_position, self.metrics_windows = self._metrics.position, self._metrics.windows
-        self._with_gradient: set[int] = set()
+        self._is_alone = local_replicas(self._strategy) == self._strategy.num_replicas_in_sync
+        self.make_seen(len(targets))
 
     def __call__(
         self, *batch: Any, totals: Mapping[str, Any] | None = None, number: Any | None = None
@@ -183,6 +198,7 @@ class AccumulatedStep(tf.Module):
 
         Returns:
           One state of ``gradcombine.accumulate(reduction, every)`` per replica, for a list of a gradient per variable.
+          They do not hold `seen`, a variable that may be saved, and assigned, beside them.
         """
         self._require_cross_replica()
         columns = [self._local(x) for x in self._strategy.run(self._state.flat)]
@@ -225,9 +241,11 @@ class AccumulatedStep(tf.Module):
             raise error("totals={...} in each call, with totals='given' and not else", shown(totals))
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
         compute, begun = converted(self._gradients, status), graph_size()
-        pending, ready, outputs = self._strategy.run(self._accumulated, args=(compute, totals, number, *batch))
-        if not self._with_gradient:
-            raise error("a gradient for one variable or more, in this call or one before", "none")
+        # Which variables have a gradient is known while tracing, and only then.
+        present: set[int] = set()
+        pending, ready, outputs = self._strategy.run(self._accumulated, args=(present, compute, totals, number, *batch))
+        if not present:
+            self._require_earlier_gradient()
         full = self._agreed(ready)
         tensors = [x for x in tf.nest.flatten(self._local((pending, full)), expand_composites=True) if tf.is_tensor(x)]
         with run_after([*effects_since(begun), *tensors]):
@@ -239,7 +257,9 @@ class AccumulatedStep(tf.Module):
                     state.write(one)
 
         self._strategy.run(write, args=(pending,))
-        told = self._apply_if(full, status)
+        with run_after([computed]):
+            self.see(present)
+        told = self._apply_if(full, present, status)
         return (full, outputs) if self._terms is None else (full, outputs, told)
 
     @tf.autograph.experimental.do_not_convert
@@ -247,12 +267,12 @@ class AccumulatedStep(tf.Module):
         self._require_cross_replica()
         is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
         applied = self._agreed(is_partial)
-        told = self._apply_if(applied, status)
+        told = self._apply_if(applied, (), status)
         self._strategy.run(self._end)
         return applied if self._terms is None else (applied, told)
 
     def _accumulated(
-        self, compute: Callable[..., Any], totals: Any, number: Any, *batch: Any
+        self, present: set[int], compute: Callable[..., Any], totals: Any, number: Any, *batch: Any
     ) -> tuple[Any, tf.Tensor, Any]:
         targets = self._targets()
         if self._terms is None:
@@ -267,9 +287,7 @@ class AccumulatedStep(tf.Module):
         contributed = [state.contributed(x, weight, its) for state, x, its in held]
         pending, (ready, *_) = zip(*contributed, strict=True)
         pending = [one._replace(after=self._window.end(one.after, ready)) for one in pending]
-        # Which variables have a gradient is known while tracing, and only then.
-        present = {i for column in columns for i, gradient in enumerate(column) if gradient is not None}
-        self._with_gradient |= present
+        present |= {i for column in columns for i, gradient in enumerate(column) if gradient is not None}
         return pending, ready, outputs[0] if outputs else None
 
     def _held(self) -> list[ReplicaState]:
@@ -281,60 +299,50 @@ class AccumulatedStep(tf.Module):
             state = held.unread()
             held.write_step(self._window.end(state, self._window.is_partial(state)).step)
 
-    def _apply_if(self, condition: tf.Tensor, status: Any) -> Any:
+    def _require_earlier_gradient(self) -> None:
+        begun = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
+        had = tf.reduce_any(self.seen) | self._local(begun)[0]
+        BACKEND.check(had, "AccumulatedStep", "a gradient for one variable or more, in this call or one before", "none")
+
+    def _apply_if(self, condition: tf.Tensor, present: Collection[int], status: Any) -> Any:
         # The branch is taken here, in cross-replica context: tf.distribute allows no collective in a conditional inside
         # of a replica.
         terms = self._terms
         return tf.cond(
-            condition, lambda: self._merge_and_apply(status), lambda: None if terms is None else terms.nothing()
+            condition,
+            lambda: self._merge_and_apply(present, status),
+            lambda: None if terms is None else terms.nothing(),
         )
 
-    def _merge_and_apply(self, status: Any) -> WindowMetrics | None:
-        targets = self._targets()
-        seen = sorted(self._with_gradient)
-        unseen = [i for i in range(len(targets)) if i not in self._with_gradient]
+    def _merge_and_apply(self, present: Collection[int], status: Any) -> WindowMetrics | None:
+        everything = range(len(self._targets()))
         merged = self._strategy.run(self._state.value)
-        # A window that another process or function has begun may hold gradients that this trace does not have.
-        held = [tf.reduce_any(self._local(merged[i])[0] != 0) for i in unseen]
-
-        def run(indices: Sequence[int]) -> None:
-            if indices:
-                self._run_optimizer(merged, indices, status)
-
-        def run_held() -> None:
-            before = [tf.convert_to_tensor(targets[i]) for i in unseen]
-            run([*seen, *unseen])
-            for i, old, has in zip(unseen, before, held, strict=True):  # what has no gradient has no update
-                targets[i].assign(tf.where(has, tf.convert_to_tensor(targets[i]), old))
-
-        if tf.executing_eagerly():
-            run([*seen, *(i for i, has in zip(unseen, held, strict=True) if has)])
-        elif unseen:
-            tf.cond(tf.reduce_any(tf.stack(held)), run_held, lambda: run(seen))
+        # The replicas of other processes may have gradients of other variables, and all have to take the same branch.
+        known = present if self._is_alone else ()
+        if len(known) == len(everything):
+            self._update.run(merged, everything, status)
         else:
-            run(seen)
+            self._update.run_where(self._touched(merged, known), merged, known, status)
         if self._terms is None or self._metrics is None:
             return None
         told = self._strategy.run(self._metrics.value)
         return self._terms.opened(tf.nest.map_structure(lambda x: self._local(x)[0], told))
 
-    def _run_optimizer(self, merged: list[Any], indices: Sequence[int], status: Any) -> None:
-        targets = self._targets()
-        if self._optimizer is None:
-            gradients = [self._local(merged[i])[0] for i in indices]
-            with self._strategy.scope():
-                converted(self._apply, status)(gradients, [targets[i] for i in indices])
-            return
-        # Those that have none are left out, but a MultiOptimizer takes no fewer than all variables.
-        chosen = range(len(targets)) if has_several(self._optimizer) else indices
-        with summed_over_replicas(self._optimizer) as summed:
+    def _touched(self, merged: Sequence[Any], known: Collection[int]) -> tf.Tensor:
+        """Which variables have had a gradient on any replica, a boolean vector."""
+        over = tf_replicas()
+        counts = self._strategy.run(lambda: over.all_sum([tf.cast(tf.convert_to_tensor(self.seen), tf.int32)])[0])
+        noted = self._local(counts)[0] > 0
 
-            def apply(merged: list[Any]) -> None:
-                whole = merged if summed else from_first_replica(merged)
-                gradients = [whole[i] if i in indices else None for i in chosen]
-                self._optimizer.apply(gradients, [targets[i] for i in chosen])
+        def with_held() -> tf.Tensor:
+            """Those of a window that was restored without a note, too, whose gradients have left something in it."""
+            like = [None if i in known else tf.TensorSpec(x.shape, x.dtype) for i, x in enumerate(self._targets())]
+            pairs = enumerate(zip(merged, neutral(self._window, self._like(like)), strict=True))
+            return noted | tf.stack([i in known or differs(self._local(x)[0], empty) for i, (x, empty) in pairs])
 
-            self._strategy.run(apply, args=(merged,))
+        touched = tf.cond(tf.reduce_all(noted), lambda: noted, with_held)
+        self.seen.assign(touched)
+        return touched
 
     def _agreed(self, condition: Any) -> tf.Tensor:
         """The condition, which is the same on all replicas unless their windows' lengths differ."""
@@ -358,65 +366,3 @@ class AccumulatedStep(tf.Module):
 
 def _rank() -> Any:
     return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)
-
-
-def keras_optimizer(apply: Any) -> Any:
-    """The Keras optimizer that is passed, by itself or as one of its methods; None for another function."""
-    bound = attribute(apply, "__self__")
-    owner = apply if bound is None else bound
-    if attribute(owner, "apply_gradients") is not None and attribute(owner, "built") is not None:
-        return owner
-    if not callable(apply):
-        raise error("a Keras optimizer or a function", type(apply).__name__)
-    return None
-
-
-def require_synchronous(operation: str, strategy: tf.distribute.Strategy) -> None:
-    """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
-        raise GradCombineError(operation, expected, type(strategy).__name__)
-
-
-def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
-    """Refuses window lengths that differ between the processes of a strategy; exchanges them, where there are any."""
-    local = len(strategy.experimental_local_results(strategy.run(lambda: tf.zeros(()))))
-    if strategy.num_replicas_in_sync == local or callable(every):
-        return
-    lengths = strategy.gather(strategy.run(lambda: tf.constant([every])), axis=0).numpy().tolist()
-    if len(set(lengths)) > 1:
-        raise error("a window length that is the same on all replicas", lengths)
-
-
-def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
-    """Refuses what is not a variable of this strategy."""
-    # A Keras variable holds the tf.Variable as its value.
-    variable = target if isinstance(target, tf.Variable) else attribute(target, "value")
-    if not isinstance(variable, tf.Variable):
-        raise error("a variable", type(target).__name__, path)
-    if isinstance(variable, tf.experimental.dtensor.DVariable):
-        expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
-        raise error(expected, "a DVariable", path)
-    if not strategy.extended.variable_created_in_scope(variable):
-        raise error("a variable made under the strategy in scope", f"{variable.name}, which was not", path)
-
-
-def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
-    """What ``gradients`` has returned, its gradients as a list of one dense tensor or None per variable."""
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise error("(gradients, weight) or (gradients, weight, outputs)", _described(result))
-    gradients, *rest = result
-    if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
-        raise error(f"a list of {len(targets)} gradients, one per variable", _described(gradients))
-    return [dense_gradient(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
-
-
-def _described(value: Any) -> str:
-    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
-
-
-def dense_gradient(gradient: Any, target: Any) -> Any:
-    """A gradient as one dense tensor of its variable's shape, or None."""
-    if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
-        return tf.ensure_shape(gradient, target.shape)  # checked where the graph runs
-    return dense(gradient, target.shape) if isinstance(gradient, tf.IndexedSlices) else gradient

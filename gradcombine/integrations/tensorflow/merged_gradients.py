@@ -24,7 +24,7 @@ def summed_over_replicas(optimizer: Any) -> Iterator[bool]:
       Whether this was possible, and all replicas apply the same gradients. If not, the optimizer sums: the gradients
       are for one replica, and zeros for the others.
     """
-    optimizers = list(_with_inner(optimizer))
+    optimizers = list(with_inner(optimizer))
     possible = all(map(_sums_as_keras, optimizers))
     if possible:
         for one in optimizers:
@@ -39,7 +39,7 @@ def summed_over_replicas(optimizer: Any) -> Iterator[bool]:
 
 def has_several(optimizer: Any) -> bool:
     """Whether there is a MultiOptimizer in a chain of optimizers."""
-    return any(attribute(x, "optimizers") is not None for x in _with_inner(optimizer))
+    return any(attribute(x, "optimizers") is not None for x in with_inner(optimizer))
 
 
 def from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
@@ -58,12 +58,12 @@ def _as_they_are(grads_and_vars: Any) -> Any:
     return grads_and_vars
 
 
-def _with_inner(optimizer: Any) -> Iterator[Any]:
+def with_inner(optimizer: Any) -> Iterator[Any]:
     """An optimizer, those of a MultiOptimizer, and the one inside of a LossScaleOptimizer."""
     yield optimizer
     inner = attribute(optimizer, "inner_optimizer")
     for one in [*([] if inner is None else [inner]), *(attribute(optimizer, "optimizers") or ())]:
-        yield from _with_inner(one)
+        yield from with_inner(one)
 
 
 def _sums_as_keras(optimizer: Any) -> bool:

@@ -210,8 +210,8 @@ def in_local_variables(window: Window, specs: Any) -> ReplicaState:
     """
     empty = window.init(specs)
     leaves, structure = tree.flatten(window.operation, empty.levels)
-    position = {"step": _local_variable(empty.step), "index": _local_variable(empty.index)}
-    return ReplicaState(window, structure, [_local_variable(x) for x in leaves], position)
+    position = {"step": local_variable(empty.step), "index": local_variable(empty.index)}
+    return ReplicaState(window, structure, [local_variable(x) for x in leaves], position)
 
 
 def _of_this_replica(leaf: Any) -> Any:
@@ -222,7 +222,7 @@ def _of_this_replica(leaf: Any) -> Any:
     return leaf[int(tf.get_static_value(rank))]
 
 
-def _local_variable(initial: tf.Tensor) -> Any:
+def local_variable(initial: tf.Tensor) -> Any:
     strategy = tf.distribute.get_strategy()
     options: dict[str, Any] = {}
     if tf.distribute.has_strategy():

@@ -1,0 +1,123 @@
+"""The optimizer's run at the boundary, for the variables that have had a gradient and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from gradcombine.errors import attribute
+from gradcombine.integrations.tensorflow.merged_gradients import (
+    from_first_replica,
+    has_several,
+    summed_over_replicas,
+    with_inner,
+)
+from gradcombine.integrations.tensorflow.state import converted
+
+_AVERAGES = "_model_variables_moving_average"
+
+
+class Update:
+    """What a step applies combined gradients by.
+
+    Args:
+      strategy: in whose cross-replica context the methods are called.
+      apply: ``apply(gradients, variables)``, where there is no optimizer.
+      optimizer: of Keras, or None.
+      targets: all variables.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy, apply: Any, optimizer: Any, targets: Sequence[Any]) -> None:
+        self._strategy, self._apply, self._optimizer, self._targets = strategy, apply, optimizer, list(targets)
+
+    def run(self, merged: Sequence[Any], indices: Collection[int], status: Any) -> None:
+        """Applies the gradients of the variables of these indices; nothing where there are none.
+
+        Args:
+          merged: the combined gradients of all variables, of each replica.
+          indices: in order.
+          status: as for `converted`.
+        """
+        if not indices:
+            return
+        targets = self._targets
+        if self._optimizer is None:
+            gradients = [self._strategy.experimental_local_results(merged[i])[0] for i in indices]
+            with self._strategy.scope():
+                converted(self._apply, status)(gradients, [targets[i] for i in indices])
+            return
+        # Those that have none are left out, but a MultiOptimizer takes no fewer than all variables.
+        chosen = range(len(targets)) if has_several(self._optimizer) else indices
+        with summed_over_replicas(self._optimizer) as summed:
+
+            def apply(merged: list[Any]) -> None:
+                whole = merged if summed else from_first_replica(merged)
+                gradients = [whole[i] if i in indices else None for i in chosen]
+                self._optimizer.apply(gradients, [targets[i] for i in chosen])
+
+            self._strategy.run(apply, args=(merged,))
+
+    def run_where(self, touched: Any, merged: Sequence[Any], known: Collection[int], status: Any) -> None:
+        """Applies the gradients of the variables that have had one, which is decided where the graph runs.
+
+        Args:
+          touched: whether each of the variables has, a boolean vector.
+          merged, status: as for `run`.
+          known: those of which it is known while tracing that they have.
+        """
+        everything = range(len(self._targets))
+        if tf.executing_eagerly():
+            self.run(merged, np.flatnonzero(touched.numpy()).tolist(), status)
+            return
+        others = [i for i in everything if i not in known]
+        has = tf.gather(touched, others)
+        tf.cond(
+            tf.reduce_all(has),
+            lambda: self.run(merged, everything, status),
+            lambda: tf.cond(
+                tf.reduce_any(has),
+                lambda: self._run_mixed(touched, merged, others, status),
+                lambda: self.run(merged, sorted(known), status),
+            ),
+        )
+
+    def _run_mixed(self, touched: Any, merged: Sequence[Any], others: Sequence[int], status: Any) -> None:
+        """Applies all gradients, and takes back what that has done to variables without one, and to their slots."""
+        kept = [(i, x, value) for i in others for x, value in self._without_update(i)]
+        self.run(merged, range(len(self._targets)), status)
+        for i, x, value in kept:
+            x.assign(tf.where(touched[i], tf.convert_to_tensor(x), value))
+
+    def _without_update(self, i: int) -> Iterator[tuple[Any, tf.Tensor]]:
+        """A variable and its slots, with the values that they have after an update of others."""
+        target = self._targets[i]
+        value = tf.convert_to_tensor(target)
+        yield target, value
+        for one in () if self._optimizer is None else with_inner(self._optimizer):
+            for name, slot in _slots(one, target):
+                old = tf.convert_to_tensor(slot)
+                # Keras averages all of its variables, those that it does not train at this step among them.
+                yield slot, _averaged(one, old, value) if name == _AVERAGES else old
+
+
+def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
+    """What an optimizer of Keras keeps for a variable, by the name of the list of all variables that it is in."""
+    indices, key = attribute(optimizer, "_trainable_variables_indices"), attribute(optimizer, "_var_key")
+    if indices is None or key is None or key(target) not in indices:
+        return
+    index = indices[key(target)]
+    for name, values in vars(optimizer).items():
+        if isinstance(values, (list, tuple)) and len(values) == len(indices) and name != "_trainable_variables":
+            slot = values[index]
+            if attribute(slot, "assign") is not None and name != "_variables":
+                yield name, slot
+
+
+def _averaged(optimizer: Any, average: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Keras' moving average of a variable after a step, the first of which is the variable itself."""
+    is_first = tf.equal(tf.convert_to_tensor(optimizer.iterations), 0)
+    momentum = tf.where(is_first, tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype))
+    return momentum * average + (1 - momentum) * tf.cast(value, average.dtype)
