@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradcombine as gc
+from benchmarks.counts import PRONOUN, sources
 from gradcombine.errors import EXTRAS
 
 
@@ -90,3 +92,15 @@ PUBLIC += [getattr(gc.reductions, name) for name in gc.reductions.__all__]
 @pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f.__name__)
 def test_public_functions_have_a_docstring_with_an_example(function: object) -> None:
     assert ">>>" in (inspect.getdoc(function) or "")
+
+
+def test_docstrings_name_their_objects() -> None:
+    """None begins with a pronoun, as "What is told" does."""
+    found = [
+        f"{path}: {ast.get_docstring(node)}"
+        for path in sources("gradcombine")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))
+        and PRONOUN.match(ast.get_docstring(node) or "")
+    ]
+    assert not found

@@ -1,4 +1,4 @@
-"""What a compiled step does, on the machine that it will run on."""
+"""Audit of a compiled step for the machine that it will run on."""
 
 from gradcombine.audit.auditing import Audit, audit, audit_file, audit_named
 from gradcombine.audit.compiling import OutOfMemoryError

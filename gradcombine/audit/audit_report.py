@@ -1,4 +1,4 @@
-"""What an audit says: on a screen, as JSON, and beside an earlier one."""
+"""Reports of audits: on a screen, as JSON, and beside an earlier one."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def sections(report: Audit) -> list[Section]:
 def page_sections(
     reports: Sequence[Audit], fail_on: Iterable[str], worse: Sequence[str] | None = None
 ) -> list[Section]:
-    """What a page tells: what `worse` gave, all programs, and in full those in which there is something to see."""
+    """The sections of a page: the result of `worse`, all programs, and in full those with findings."""
     counted = frozenset(fail_on)
     parts, told = list[Section](), [one for one in reports if one.findings or len(reports) == 1]
     if worse:
@@ -72,7 +72,7 @@ def _undrawn(report: Audit) -> str:
 
 
 def explanations() -> dict[str, str]:
-    """What each finding means, how it looks and what to do, in Markdown."""
+    """Explanations of the findings, in Markdown: what each means, how it looks and what to do."""
     _, *parts = (Path(__file__).parent / "findings.md").read_text(encoding="utf-8").split("\n## ")
     return {name: text.strip() for name, _, text in (part.partition("\n") for part in parts)}
 
@@ -133,7 +133,7 @@ def _sum_up(report: Audit) -> str:
 
 
 def names(text: str | None) -> frozenset[str]:
-    """Those of findings that ``--fail-on`` gives, with commas between; all where it is not given.
+    """The findings named by ``--fail-on``, separated by commas; all of them where it is not given.
 
     Raises:
       GradCombineError: a name that no finding has.
@@ -150,7 +150,7 @@ def as_json(reports: Sequence[Audit]) -> dict[str, Any]:
 
 
 class Measured(NamedTuple):
-    """What is compared of a program's report.
+    """The figures of a program's report that are compared with an earlier one.
 
     Attributes:
       totals: by the names in `COMPARED`; None where only HLO was read.
@@ -191,7 +191,7 @@ def read_baseline(path: Path) -> Baseline:
 
 
 def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) -> list[str]:
-    """What has got worse since an earlier report of the same programs, one line each.
+    """Lists what has become worse since an earlier report of the same programs, one line each.
 
     Args:
       reports: those of today.

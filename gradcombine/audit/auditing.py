@@ -33,7 +33,7 @@ from gradcombine.errors import GradCombineError, attribute, require_path, shown
 
 
 class Audit(NamedTuple):
-    """What one call of a compiled program does on each device.
+    """The work of one call of a compiled program on each device.
 
     Attributes:
       name: of the program.
@@ -62,7 +62,7 @@ class Audit(NamedTuple):
 
     @property
     def unread(self) -> list[str]:
-        """What the program does not tell."""
+        """The parts of the program that could not be read."""
         found = list[str]()
         if self.memory is None:
             found.append("memory, and whether what is donated is reused")
@@ -91,7 +91,7 @@ class Audit(NamedTuple):
         return bounds(self.target, self.flops, self.turns + self.beside, self.exchanges)
 
     def seconds(self, finding: Finding) -> float | None:
-        """What a finding costs at the bound; None where nothing is published, or it costs no bytes."""
+        """The cost of a finding at the bound, in seconds; None where nothing is published, or it costs no bytes."""
         figures = self.target.figures
         if figures is None or not (finding.moved or finding.sent or finding.flops):
             return None
@@ -217,7 +217,7 @@ def _audit_made(what: str, made: Any, target: Target) -> Audit:
 
 
 def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]:
-    """What a callable returns that a command line names, and the target that it was made for.
+    """Calls the callable that a command line names; returns its result, and the target that it was made for.
 
     Args:
       operation: what error messages call the caller.
@@ -247,7 +247,7 @@ def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]
 
 
 def _devices(make: Callable[..., Any], target: Target) -> tuple[Any, ...]:
-    """What to call this with."""
+    """The arguments to call ``make`` with."""
     signature = inspect.signature(make)
     kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     first = next((x for x in signature.parameters.values() if x.kind in kinds), None)
@@ -277,7 +277,7 @@ def _of_graph(graph: Graph, target: Target) -> Audit:
 
 
 def _audited(built: Built, target: Target) -> Audit:
-    """What this program does; whatever form of HLO is not known becomes the library's error."""
+    """Audits a program; raises GradCombineError for HLO of an unknown form."""
     program = built.program
 
     def counted() -> Audit:

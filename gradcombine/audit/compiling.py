@@ -120,7 +120,7 @@ def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) 
 
 
 def _tried(target: Target, compiled: Callable[..., Any]) -> Any:
-    """What this compiles; with other kernels where XLA's own choice fails."""
+    """Compiles; tries other kernels where XLA's own choice fails."""
     try:
         return _guarded(target, compiled)
     except OutOfMemoryError:
@@ -133,7 +133,7 @@ def _tried(target: Target, compiled: Callable[..., Any]) -> Any:
 
 
 def _memory(sizes: Any, target: Target) -> Memory | None:
-    """What XLA tells, where that fits."""
+    """XLA's memory statistics; raises OutOfMemoryError where they exceed the target's memory."""
     if sizes is None:
         return None
     memory = Memory(*(int(getattr(sizes, f"{x}_size_in_bytes")) for x in ("argument", "output", "alias", "temp")))
@@ -231,7 +231,7 @@ def _donated(compiled: Any, parameters: int) -> list[int]:
 
 
 def _guarded(target: Target, make: Callable[[], Any]) -> Any:
-    """What this makes; whatever a compiler raises becomes the library's error."""
+    """Calls ``make``; turns whatever a compiler raises into GradCombineError."""
     try:
         with warnings.catch_warnings():
             # The audit says it itself, with what it costs.
@@ -250,7 +250,7 @@ def _guarded(target: Target, make: Callable[[], Any]) -> Any:
 
 
 def foreign(operation: str, expected: str, what: Any, call: Callable[[], Any]) -> Any:
-    """What this returns; whatever it raises, an exit too, becomes the library's error."""
+    """Calls a function of the user's; turns whatever it raises, an exit too, into GradCombineError."""
     try:
         return call()
     except (GradCombineError, KeyboardInterrupt):

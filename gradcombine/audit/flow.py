@@ -1,4 +1,4 @@
-"""What the arrays of a compiled program depend on, through loops, branches and fusions.
+"""Dependencies between the arrays of a compiled program, through loops, branches and fusions.
 
 Every array is a node: one leaf of one operation's result. A computation counts once, however many operations call it.
 """
@@ -200,7 +200,7 @@ class Flow:
             yield from product(given[:1], nodes)
 
     def _bound(self, inner: str, given: Sequence[range]) -> Iterator[tuple[Node, Node]]:
-        """What a computation's parameters are given."""
+        """Pairs of arguments and parameters of a called computation."""
         for i, nodes in enumerate(given):
             if parameter := self._parameters.get((inner, i)):
                 yield from zip(nodes, self._leaves(inner, parameter), strict=False)
@@ -211,7 +211,7 @@ class Flow:
 
 
 class Equality:
-    """Which devices hold the same values, by what the program does: derived, never guessed to be equal.
+    """The devices that hold the same values, derived from the operations of the program.
 
     A label numbers the sets of devices that hold one and the same value.
     """

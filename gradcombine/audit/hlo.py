@@ -121,7 +121,7 @@ class Instruction(NamedTuple):
 
     @property
     def op_name(self) -> str:
-        """What the framework calls it, with the functions around it."""
+        """The framework's name of the operation, with the functions around it."""
         found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1].replace("\\'", "'") if found else ""
 
@@ -217,7 +217,7 @@ class Module:
 
     @property
     def devices(self) -> int:
-        """That run it together."""
+        """The number of devices that run the program together."""
         return self.partitions * self.replicas
 
     def _count(self, name: str) -> int:
@@ -320,7 +320,7 @@ class Module:
         ]
 
     def origin(self, of: dict[str, Instruction], name: str) -> Instruction:
-        """What an operation copies, reshapes or converts."""
+        """The instruction whose value an operation copies, reshapes or converts."""
         x = of[name]
         while x.opcode in ("copy", "bitcast", "convert", "reshape") or x.opcode.endswith("-done"):
             x = of[x.operands[0]]

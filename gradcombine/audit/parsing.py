@@ -64,7 +64,7 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
 
 
 def parse_apart(content: bytes) -> str:
-    """What `parse` returns, in a process that lives as long as this one, or until a file ends it.
+    """`parse` in another process, which lives as long as this one, or until a file ends it.
 
     Raises:
       ValueError: says what `parse` says, or that the file has ended the process.

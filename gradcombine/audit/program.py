@@ -1,4 +1,4 @@
-"""What a compiled program does in one call: the bytes that it moves, what it copies, computes and exchanges."""
+"""The work of a compiled program in one call: bytes moved, copies, products and exchanges."""
 
 from __future__ import annotations
 

@@ -220,7 +220,7 @@ def copies_at_boundary(search: Search) -> Iterator[Finding]:
 
 
 def many_small_collectives(search: Search) -> Iterator[Finding]:
-    """Those of one kind and group of which none waits for another, or that a loop repeats without using them."""
+    """Exchanges of one kind and group that do not wait for one another, or that a loop repeats without using them."""
     alike = defaultdict[tuple[str, str, str, int], list[tuple[Exchange, int]]](list)
     told = [exchange.x for exchange, *_ in search.reduced]
     for exchange in search.program.exchanges:
@@ -436,7 +436,7 @@ def _compared(search: Search, predicate: Node) -> str:
 
 
 def _stacked(search: Search, body: str) -> set[int]:
-    """What a loop carries to write one row of it in each turn."""
+    """The carried arrays of a loop of which each iteration writes one row."""
     found = set[int]()
     for i, (node, result) in enumerate(zip(search.carried(body), search.flow.results(body), strict=True)):
         nodes = search.flow.reached([node], True, lambda _: True, search.inside(body))

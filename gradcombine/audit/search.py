@@ -1,4 +1,4 @@
-"""What a compiled program does with its arrays: which it only adds to, which it only moves, which are equal."""
+"""Roles of the arrays of a compiled program: accumulators, copies, arrays that are equal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Search:
         self._accumulators: dict[str, frozenset[int]] = {}
 
     def loops(self) -> Iterator[tuple[Loop, tuple[Loop, ...]]]:
-        """Those that turn more than once, with those around them and themselves."""
+        """The loops of more than one iteration, each with the loops around it and itself."""
         seen = set[str]()
         for _, _, loops in self.program.executed():
             if loops and loops[-1].instruction.called("body")[0] not in seen:
@@ -69,14 +69,14 @@ class Search:
         return [self.flow.node(body, parameter, leaf) for leaf in range(len(parameter.shapes))]
 
     def accumulators(self, body: str) -> frozenset[int]:
-        """What a loop carries that each turn only adds to: which of its arrays."""
+        """The carried arrays of a loop that each iteration only adds to."""
         if body not in self._accumulators:
             found = (i for i, node in enumerate(self.carried(body)) if self._only_added_to(body, i, node))
             self._accumulators[body] = frozenset(found)
         return self._accumulators[body]
 
     def linear(self, body: str, start: Iterable[Node]) -> set[int] | None:
-        """Which of a loop's carried arrays these are added into; None if anything else is made of them in a turn."""
+        """The carried arrays that the start nodes are added into; None if anything else is computed from them."""
         nodes = self.flow.reached(start, True, lambda node: True, self.inside(body))
         if not all(self._keeps_sums(node, nodes) for node in nodes if node not in set(start)):
             return None
@@ -113,7 +113,7 @@ class Search:
         return [self.flow.node(computation, x, leaf) for leaf in range(max(1, len(x.shapes)))]
 
     def repeated(self) -> list[Product]:
-        """Those that are equal on several devices."""
+        """Products that several devices compute identically."""
         return [product for product in self.products if product.classes < self.program.devices]
 
     @cached_property

@@ -43,7 +43,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 
 
 class Figures(NamedTuple):
-    """What a maker publishes of one device.
+    """Published figures of one device.
 
     Attributes:
       flops: operations a second of the fastest units, by bits of the operands' type.
@@ -174,7 +174,7 @@ def tpu(name: str) -> tuple[Any, ...]:
 
 
 def described(text: str) -> Figures:
-    """What a GpuTargetConfigProto tells: nothing of tensor cores and links.
+    """The figures in a GpuTargetConfigProto, which has none of tensor cores and links.
 
     >>> described(H100).bandwidth
     3352320000000.0

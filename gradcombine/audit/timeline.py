@@ -1,4 +1,4 @@
-"""What one call does in its order, drawn: what each operation computes, moves and exchanges."""
+"""A timeline of one call: the operations in order, with their computation, bytes and exchanges."""
 
 from __future__ import annotations
 

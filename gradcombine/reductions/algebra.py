@@ -182,7 +182,7 @@ class Wrapper(Reduction):
         self.scales_by_weight = of.scales_by_weight
 
     def around(self, of: Reduction) -> Reduction:
-        """The same wrapper around another reduction."""
+        """A wrapper with these settings around another reduction."""
         return type(self)(of)
 
     @no_autograph

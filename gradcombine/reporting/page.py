@@ -90,7 +90,7 @@ def _outlines(chart: Timeline) -> dict[str, str]:
 
 
 def _labelled(places: Sequence[float]) -> list[int]:
-    """Those of these places, from left to right, that have room for a label."""
+    """Indices of the places, from left to right, that have room for a label."""
     chosen, last = list[int](), -1.0
     for i, place in enumerate(places):
         if place - last >= LABEL:
@@ -114,7 +114,7 @@ class _Drawing(NamedTuple):
 
 
 def _draw(chart: Histogram | HeatMap | Curves) -> str:
-    """The same chart gives the same bytes."""
+    """Draws a chart as SVG: equal charts give equal bytes."""
     match chart:
         case Histogram():
             figure = _histogram(chart)

@@ -1,4 +1,4 @@
-"""What a report says, as sections of text, tables and charts, and how a terminal shows it; `page` shows it in HTML."""
+"""Sections of a report: text, tables and charts, printed to a terminal; `page` renders them as HTML."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Mark(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What happens one after another.
+    """A timeline: events one after another.
 
     Attributes:
       lanes: by name, heights from 0 to 1 of equally wide parts.

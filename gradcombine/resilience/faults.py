@@ -1,4 +1,4 @@
-"""What is wrong with a replica, found by all of them alike; and what is done about it, on all of them alike.
+"""Detection of faults of a replica, equal on all replicas, and their handling.
 
 Replicas that do not agree wait for one another for ever. So each says in a few integers how it is, all get what all
 said, and whatever is decided is decided from that.
@@ -49,7 +49,7 @@ _TOLD = {
 
 
 class Faults(NamedTuple):
-    """What was found; the same on all replicas but for ``own``.
+    """Faults that were detected; equal on all replicas but for ``own``.
 
     Attributes:
       table: int32 of shape (replicas, 6), by rank and `KINDS`: 0 where there is no such fault; else 1, and of NaN and

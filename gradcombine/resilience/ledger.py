@@ -1,4 +1,4 @@
-"""Which microbatches a window holds; and how those of lost replicas are dealt to others, and come together again."""
+"""The microbatches that a window holds; how those of lost replicas are dealt again and come together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Assignment = Sequence[Sequence[int]]
 
 
 class Ledger(NamedTuple):
-    """What states hold; microbatches are named by their numbers, in ascending order.
+    """The microbatches that states hold, by their numbers, in ascending order.
 
     Attributes:
       held: those counted, once or more often.

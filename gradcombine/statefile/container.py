@@ -61,7 +61,7 @@ def digest(stored: np.ndarray) -> str:
 
 
 class Contents(NamedTuple):
-    """What a state file holds: the header's text, and the arrays by name, read when they are asked for."""
+    """Contents of a state file: the header's text, and the arrays by name, read on access."""
 
     text: str
     arrays: dict[str, Entry]
@@ -128,7 +128,7 @@ def refused(expected: str, received: object) -> GradCombineError:
 
 
 def array_name(rank: int, leaf: int) -> str:
-    """What an array is called in the file: its replica, and its number among the header's leaves."""
+    """The name of an array in the file: its replica, and its number among the header's leaves."""
     return f"{rank}.{leaf}"
 
 

@@ -139,7 +139,7 @@ def load_replicas(path: str | os.PathLike[str], reduction: Reduction, like: Tree
 
 @no_autograph
 def inspect(path: str | os.PathLike[str]) -> Header:
-    """What a state file says about itself. Reads no array, and needs no ``like``.
+    """Reads the header of a state file. Reads no array, and needs no ``like``.
 
     Args:
       path: of the file.

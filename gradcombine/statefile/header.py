@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a state file says about itself.
+    """Header of a state file.
 
     Attributes:
       gradcombine: the version of the library that wrote it.
@@ -134,7 +134,7 @@ def _digest(body: str) -> str:
 
 
 class Layout(NamedTuple):
-    """What a state is like, without its values.
+    """Structure, shapes and dtypes of a state, without its values.
 
     Attributes:
       structure: its containers.

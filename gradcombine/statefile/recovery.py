@@ -25,7 +25,7 @@ _WINDOWS = 2
 
 
 class Recovered(NamedTuple):
-    """What a run goes on with.
+    """State to continue a run with.
 
     Attributes:
       window: its index, from 0.
@@ -107,7 +107,7 @@ def save_part(folder: str | os.PathLike[str], index: int, holder: int, reduction
 
 @no_autograph
 def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, start: Tree) -> Recovered:
-    """What there is of a run: the newest window that has begun, and parts of it that hold each microbatch at most once.
+    """Reads the newest window of a run that has begun, and parts of it that hold each microbatch at most once.
 
     A file is used for what it holds, whoever wrote it and however many processes there were. One that is cut off or
     damaged is left out, and so is a part of whose microbatches another part holds one: its work is done again. Parts of

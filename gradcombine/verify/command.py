@@ -150,7 +150,7 @@ def diff_command(
 
 
 class _Asked(TypedDict):
-    """What `diff` and `diff_steps` are both asked with."""
+    """Arguments that `diff` and `diff_steps` share."""
 
     allowed: Allowed
     rules: Rules
@@ -216,7 +216,7 @@ def explain_command(
         ),
     ] = None,
 ) -> None:
-    """What made a result of its contributions? The order of additions, the precision and the scaling, to the bit.
+    """Finds the order of additions, precision and scaling that made a result of its contributions, to the bit.
 
     Leaves that the result lacks are ignored.
 
@@ -272,7 +272,7 @@ def audit_command(
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with a timeline.", metavar="FILE")] = None,
 ) -> None:
-    """What does a compiled step do, before it runs? What it moves, copies, exchanges and repeats.
+    """Shows the work of a compiled step before it runs: what it moves, copies, exchanges and repeats.
 
     Exit status: 0 if there is nothing to fail on, 1 for findings of the names in --fail-on, or, with --baseline, for
     what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory.
@@ -330,7 +330,7 @@ def plan_command(
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
 ) -> None:
-    """Which way of running a window of microbatches is the cheapest? Compiled side by side, with the code of the best.
+    """Compares ways to run a window of microbatches: compiled side by side, with the code of the best.
 
     Exit status: 0 if a way fits, 1 if the audit of the best one has findings, 2 for what cannot be read or compiled, 3
     if no way fits the target's memory.

@@ -1,1 +1,1 @@
-"""What a graph of TensorFlow exchanges, as far as that can be read without running it."""
+"""Exchanges in a TensorFlow graph, as far as they can be read without running it."""

@@ -1,4 +1,4 @@
-"""What a graph of TensorFlow tells before it runs: values of constants, and how often its loops turn."""
+"""Values that a TensorFlow graph fixes before it runs: constants, and the iterations of its loops."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def _first_refusal(
 
 
 def _needed(graph: Inlined, turning: Turning) -> tuple[list[int], set[str]]:
-    """Which of what a loop carries decides whether it goes on, and the operations through which."""
+    """The carried values that decide whether a loop goes on, and the operations that compute the decision."""
     carried = {v: i for values in (turning.carried, turning.asked) for i, v in enumerate(values)}
     needed, operations, seen, waiting = set[int](), set[str](), set[Value](), [turning.proceed or 0]
     while waiting:

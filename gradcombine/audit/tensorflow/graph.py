@@ -74,7 +74,7 @@ class Graph(Inlined):
 
     @cached_property
     def devices(self) -> int:
-        """That run it together, as far as it tells."""
+        """The number of devices that run the graph together, as far as the graph says."""
         return max([1, *(exchange.members for exchange in self.exchanges if exchange.groups)])
 
     @cached_property
@@ -98,7 +98,7 @@ class Graph(Inlined):
         return found[1] if found else ""
 
     def unread(self) -> Iterator[str]:
-        """What there is in it that cannot be read."""
+        """The parts of the graph that cannot be read."""
         yield from self.notes
         for text, told in (("the size", lambda e: e.exact), ("the group", lambda e: bool(e.groups))):
             if n := sum(not told(exchange) for exchange in self.exchanges):
@@ -134,13 +134,13 @@ class Graph(Inlined):
         return f"{kind} {self.group(x)} {told}"
 
     def given(self, x: Operation) -> list[Value]:
-        """What a collective takes of each device."""
+        """The inputs of a collective on each device."""
         if x.op.startswith("HorovodGrouped"):
             return x.inputs
         return [] if "Recv" in x.op else x.inputs[:1]
 
     def sums(self, start: Iterable[Value], turning: Turning | None) -> Sums | None:
-        """What these values are added to in a turn of a loop, or in a call; None if anything else is made of them."""
+        """The sums that these values enter in an iteration or a call; None if anything else is computed from them."""
         found, waiting, products = Sums(), list(start), list[Operation]()
         while waiting:
             v = waiting.pop()
@@ -203,7 +203,7 @@ class Graph(Inlined):
         return x.op in MOVES and not any(v in self.uses or v in self.targets or v in self.escaping for v in x.outputs)
 
     def kept(self, x: Operation, v: Value) -> list[Value] | None:
-        """What an operation gives that is linear in an input; None if it makes anything else of it."""
+        """The outputs of an operation that are linear in an input; None if it is not linear in it."""
         at = [i for i, given in enumerate(x.inputs) if given == v]
         if x.op == "IdentityN":
             return [x.outputs[i] for i in at]
@@ -267,13 +267,13 @@ class Graph(Inlined):
         return len(recipes) == 1 and all(recipe is not None for given in recipes for recipe in given)
 
     def made_equal(self, x: Operation) -> set[Value]:
-        """What collectives over the same devices as this one's have made the same on all of them."""
+        """The values that collectives over the same devices have made equal on all of them."""
         key, beside = self.key(x), self._beside(x)
         others = (y for y in self.operations if COLLECTIVES.get(y.op) in ("all-reduce", "all-gather"))
         return {v for y in others if y not in beside and self.key(y) == key for v in y.outputs}
 
     def _beside(self, x: Operation) -> list[Operation]:
-        """What the devices of a graph do in one collective."""
+        """The operations that run one collective together, one of each device."""
         by_device = dict[str, list[Operation]]()
         for y in self.operations:
             if y.op == x.op and y.op in COLLECTIVES:

@@ -69,7 +69,7 @@ def optimizer_every_microbatch(graph: Graph) -> Iterator[Finding]:
 
 
 def many_small_collectives(graph: Graph) -> Iterator[Finding]:
-    """Those of one kind and group of which none waits for another, or that a loop repeats without using them."""
+    """Exchanges of one kind and group that do not wait for one another, or that a loop repeats without using them."""
     alike = defaultdict[tuple[object, ...], list[tuple[Operation, Exchange, int]]](list)
     told = [x for x, _, _ in _reduced(graph)]
     outputs = {v for x, _ in graph.exchanging for v in x.outputs}

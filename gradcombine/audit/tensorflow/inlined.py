@@ -62,7 +62,7 @@ KINDS = {
 
 
 class Array(NamedTuple):
-    """What the graph tells of a value: its lengths are None where none are told, and -1 where one is not known."""
+    """Shape and dtype of a value: the lengths are None where the rank is unknown, and -1 where a length is."""
 
     kind: str
     dims: tuple[int, ...] | None
@@ -203,7 +203,7 @@ class Inlined:
             self.escaping.update(map(find, results))
 
     def line(self, x: Operation) -> str:
-        """The same of an operation of the graph."""
+        """The user's line of source of an operation of the graph."""
         return own_line(self._frames(x.site.function, x.node.name))
 
     def origins(self, value: Value, known: Container[Value] = ()) -> set[Value]:

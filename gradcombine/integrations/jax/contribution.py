@@ -1,4 +1,4 @@
-"""What one microbatch contributes: its gradient, its loss, its weight, and what else the loss returns."""
+"""The contribution of one microbatch: its gradient, loss, weight, and the other results of the loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from gradcombine.types import Array, Order, Tree
 
 
 class LossOutput(NamedTuple):
-    """What a loss may return in place of a scalar, and what `value_and_grad` then returns in its place.
+    """Result of a loss, in place of a scalar, and of `value_and_grad` then.
 
     Attributes:
       value: the loss, a real floating scalar; with ``terms``, a dict of sums. Of the whole window: combined as the
@@ -279,7 +279,7 @@ class Objective:
         return False
 
     def like(self, params: Tree) -> Tree:
-        """What the gradients of these parameters are like."""
+        """A tree of the gradients' structure for these parameters."""
         return params
 
     def told(self, values: dict[str, Tree]) -> dict[str, Tree]:
@@ -326,7 +326,7 @@ class Objective:
                 raise self.error(expected, received, jax.tree_util.keystr(path))
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
-        """What the loss returns."""
+        """Calls the loss."""
         return self._opened(self.loss.function(*args, **kwargs))
 
     def _opened(self, output: Any) -> tuple[LossOutput, Form]:
@@ -366,7 +366,7 @@ class Objective:
 
 
 def opened(output: Any, has_aux: bool) -> tuple[LossOutput, Form]:
-    """What a loss has returned, in one form.
+    """Converts the result of a loss to a `LossOutput`, and says which form it had.
 
     Raises:
       ValueError: for anything but (scalar, aux) where ``has_aux``.

@@ -148,7 +148,7 @@ class ObjectiveOfTerms(Objective):
         return told | {"total": self.terms.total(aux["terms"])}
 
     def differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form, dict[str, Ratio]]:
-        """What `_run` returns, and by denominator the gradient of its terms and its weight, where totals are not known.
+        """Calls the loss and differentiates by denominator: `_run`'s result, with the gradient and weight of each.
 
         One linearization (of JAX 0.9: one more for each denominator), and one backward pass for each denominator.
         """

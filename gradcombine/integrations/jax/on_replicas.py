@@ -140,7 +140,7 @@ def find_mesh(operation: str, over: JaxAxis, values: Tree) -> Mesh | AbstractMes
 
 
 def own_state(operation: str, over: Collective, own: Tree, beside: Tree) -> Tree:
-    """What each replica begins with, as `on_replicas` takes it: typed as its own, or stacked on the mesh beside it."""
+    """The initial state of each replica for `on_replicas`: typed as varying, or stacked along the mesh axis."""
     if not isinstance(over, JaxAxis) or over.is_bound():
         return mark_own(over, own)
     if find_mesh(operation, over, beside) is None:  # made outside of the mapped function

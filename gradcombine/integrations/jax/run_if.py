@@ -40,7 +40,7 @@ def run_if(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
 
 
 def conditional(condition: Array, run: Run, kept: Tree) -> tuple[Tree, Tree]:
-    """The same by a conditional, which GPUs turn into selects where all of its operations are elementwise."""
+    """`run_if` by a conditional, which GPUs turn into selects where all of its operations are elementwise."""
     if not isinstance(condition, Tracer):
         return _at_once(condition, run, kept)
     branch = _Branch(run, kept)

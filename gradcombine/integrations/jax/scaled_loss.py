@@ -26,7 +26,7 @@ from gradcombine.types import Array, State, Tree
 
 
 class Turn(NamedTuple):
-    """What one turn of a scan computes.
+    """Result of one iteration of the scan.
 
     Attributes:
       number: of the microbatch, an int32 scalar. One of weight 0 is not computed, whatever it holds: another one, whose

@@ -36,7 +36,7 @@ class TrainState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-    """What a call of `train_step` tells about the window that it has applied; zeros where it has applied none.
+    """Metrics of the window that a call of `train_step` has applied; zeros where it has applied none.
 
     Attributes:
       applied: boolean scalar, whether the optimizer has run.

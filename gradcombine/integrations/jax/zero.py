@@ -23,7 +23,7 @@ from gradcombine.types import Array, Order, State, Tree
 
 
 def scattered(reduction: Reduction, over: Collective) -> Reduction:
-    """The same combination over replicas and time, of which each replica holds its own 1/N.
+    """The reduction ``reduction`` with its accumulators split over the replicas: each holds 1/N.
 
     Each ``update`` sums the replicas' contributions by one reduce-scatter, and adds this replica's part. With
     ``gradcombine.accumulate(scattered(reduction, over), every=k)`` the accumulators need 1/N of the memory, and a
@@ -189,7 +189,7 @@ def gather(shards: Tree, like: Tree, over: Collective) -> Tree:
 
 
 class ExchangeCost(NamedTuple):
-    """What a window costs each device, in bytes.
+    """Bytes that a window costs each device.
 
     Attributes:
       sent: by a ring, over the window; what arrives is as much.

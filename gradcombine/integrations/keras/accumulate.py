@@ -289,7 +289,7 @@ def accumulating(optimizer: Any) -> Accumulate | None:
 
 @keras.saving.register_keras_serializable("gradcombine")
 class ScaledAccumulate(Accumulate, keras.optimizers.LossScaleOptimizer):  # pyright: ignore[reportIncompatibleMethodOverride]
-    """What an `Accumulate` around a LossScaleOptimizer is: a LossScaleOptimizer to Keras.
+    """An `Accumulate` around a LossScaleOptimizer, which is a LossScaleOptimizer to Keras.
 
     So ``compile`` puts no second one around it, also where it compiles what a file holds: that does not say that it was
     compiled with ``auto_scale_loss=False``.

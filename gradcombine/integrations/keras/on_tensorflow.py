@@ -102,7 +102,7 @@ class TensorflowWindow(KerasWindow):
                 apply(unseen)
 
         def held() -> Any:
-            """Which of them have had a gradient on this replica, in another process or trace."""
+            """Marks of the unseen variables that had a gradient on this replica in another process or trace."""
             return tf.cast(tf.gather(self.touched.value, unseen) > 0, tf.int32)
 
         def full() -> None:

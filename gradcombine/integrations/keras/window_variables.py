@@ -83,7 +83,7 @@ class KerasWindow(ABC):
         """The value of a variable of the window on each replica."""
 
     def checkpointed(self, kind: str) -> Any:
-        """What tf.train.Checkpoint saves beside the variables, for a window of this kind; None: nothing."""
+        """An object that tf.train.Checkpoint saves beside the variables of a window of this kind; None: nothing."""
         return None
 
     def holds(self, variables: Sequence[Any]) -> bool:
@@ -131,7 +131,7 @@ class KerasWindow(ABC):
         return BinaryCounter(part, np.asarray(arrays[-1], np.int32)) if counted else (part,)
 
     def arrays(self, state: AccumulateState) -> list[Any]:
-        """What a state has for each of the variables of its leaves."""
+        """The arrays of a state, one for each variable of its leaves."""
         return tree.flatten_as(_OPERATION, self.structure, state)
 
     def applied(self, state: AccumulateState) -> Any:
@@ -186,7 +186,7 @@ def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> N
 
 
 def names_in(store: Any) -> list[Any]:
-    """What a store holds, which need not be a dict."""
+    """The names of the arrays in a store, which need not be a dict."""
     try:
         return list(store.keys())
     except Exception:
@@ -194,7 +194,7 @@ def names_in(store: Any) -> list[Any]:
 
 
 def as_array(value: Any) -> np.ndarray:
-    """What is to become a variable's value."""
+    """Converts a value for a variable to a NumPy array."""
     try:
         array = np.asarray(keras.ops.convert_to_numpy(value))
     except Exception:  # the backend has several, and a foreign class may have others

@@ -160,7 +160,7 @@ class WindowWrapper(Wrapper):
             windows.save(store, self._others(), self._window, self._kind)
 
     def load_own_variables(self, store: Any) -> None:
-        """What `save_own_variables` has saved, on either backend and under any number of replicas.
+        """Loads the result of `save_own_variables`, on either backend and under any number of replicas.
 
         Raises:
           GradCombineError: for a window that has been begun and cannot be continued. Nothing of this optimizer is

@@ -344,12 +344,12 @@ def _counted(state: SkipState, left_out: Any, detail: Any) -> SkipState:
 
 
 def gradients_like(params: Tree) -> Tree:
-    """What the gradients are shaped like: the parameters, of optax.lookahead the fast ones."""
+    """A tree of the gradients' shapes: the parameters, of optax.lookahead the fast ones."""
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
 def _shapes(operation: str, function: Callable[[Any], Any], value: Any) -> Any:
-    """What JAX sees of a result; of what it cannot see through, a key or a leaf of no kind that it knows, an error."""
+    """Abstractly evaluates ``function``; raises for PRNG keys and unregistered leaf types."""
     with in_own_words(operation, "a tree of arrays of numbers"):
         return jax.eval_shape(function, value)
 

@@ -137,7 +137,7 @@ def map_replicas(
 
 
 def _parted(values: Tree) -> tuple[Tree, list[Tree]]:
-    """What is the same on all replicas; and of each state among it, the part that differs."""
+    """Splits values into the part that is equal on all replicas, and the parts of states that differ."""
     nodes, structure = jax.tree.flatten(values, is_leaf=_differs)
     parts = [getattr(node, _field(node)) if _differs(node) else None for node in nodes]
     common = [node._replace(**{_field(node): None}) if _differs(node) else node for node in nodes]

@@ -23,7 +23,7 @@ of the window, an int32 scalar; ``params`` may be None."""
 
 
 class SkipState(NamedTuple):
-    """What `accumulate` keeps of its skip function's decisions.
+    """State of the skip function of `accumulate`.
 
     Attributes:
       skipped: int32 scalar, the microbatches left out since the state was made.

@@ -291,7 +291,7 @@ class AccumulatedStep(WithSeen):
         return pending, ready, outputs[0] if outputs else None
 
     def _held(self) -> list[ReplicaState]:
-        """What each replica holds: the window, and what is to be told of it."""
+        """The states of each replica: the window, and the metrics if there are any."""
         return [self._state] if self._metrics is None else [self._state, self._metrics]
 
     def _end(self) -> None:
@@ -329,13 +329,13 @@ class AccumulatedStep(WithSeen):
         return self._terms.opened(tf.nest.map_structure(lambda x: self._local(x)[0], told))
 
     def _touched(self, merged: Sequence[Any], known: Collection[int]) -> tf.Tensor:
-        """Which variables have had a gradient on any replica, a boolean vector."""
+        """The variables that have had a gradient on any replica, a boolean vector."""
         over = tf_replicas()
         counts = self._strategy.run(lambda: over.all_sum([tf.cast(tf.convert_to_tensor(self.seen), tf.int32)])[0])
         noted = self._local(counts)[0] > 0
 
         def with_held() -> tf.Tensor:
-            """Those of a window that was restored without a note, too, whose gradients have left something in it."""
+            """The touched variables, with those of a window restored without marks whose accumulators are not empty."""
             like = [None if i in known else tf.TensorSpec(x.shape, x.dtype) for i, x in enumerate(self._targets())]
             pairs = enumerate(zip(merged, neutral(self._window, self._like(like)), strict=True))
             return noted | tf.stack([i in known or differs(self._local(x)[0], empty) for i, (x, empty) in pairs])

@@ -1,4 +1,4 @@
-"""What tf.gradients does with the terms of one gradient, by tf.AggregationMethod."""
+"""The sum of several gradients of one tensor in tf.gradients, by tf.AggregationMethod."""
 
 from __future__ import annotations
 

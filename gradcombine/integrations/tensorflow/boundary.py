@@ -21,7 +21,7 @@ _AVERAGES = "_model_variables_moving_average"
 
 
 class Update:
-    """What a step applies combined gradients by.
+    """The update that a step applies to its variables.
 
     Args:
       strategy: in whose cross-replica context the methods are called.
@@ -104,7 +104,7 @@ class Update:
 
 
 def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
-    """What an optimizer of Keras keeps for a variable, by the name of the list of all variables that it is in."""
+    """The optimizer's slots of a variable, by the name of the list that holds them."""
     indices, key = attribute(optimizer, "_trainable_variables_indices"), attribute(optimizer, "_var_key")
     if indices is None or key is None or key(target) not in indices:
         return

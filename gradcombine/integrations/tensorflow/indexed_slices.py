@@ -95,7 +95,7 @@ def dense(slices: tf.IndexedSlices, shape: Any = None) -> tf.Tensor:
 
 
 def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices:
-    """The same rows with other values."""
+    """``slices`` with other values in its rows."""
     return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 

@@ -1,4 +1,4 @@
-"""What a training step is made of and given, and how it is refused."""
+"""Validation of a step's arguments and of the results of its function."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path
 
 
 def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
-    """What ``gradients`` has returned, its gradients as a list of one dense tensor or None per variable."""
+    """Checks the result of ``gradients``: its gradients as a list of one dense tensor or None per variable."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
         raise error("(gradients, weight) or (gradients, weight, outputs)", _described(result))
     gradients, *rest = result

@@ -1,4 +1,4 @@
-"""Which variables have had a gradient: a small variable of the state, in checkpoints."""
+"""Marks of the variables that have had a gradient: a small variable of the state, in checkpoints."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from gradcombine.reductions.weights import parse
 
 
 class WindowMetrics(NamedTuple):
-    """What an `AccumulatedStep` with ``terms`` tells of the window that a call has applied; zeros where it has not.
+    """Metrics of the window that a call of an `AccumulatedStep` with ``terms`` has applied; zeros where it has not.
 
     Attributes:
       value: by term, its sum over its denominator's total.
@@ -79,7 +79,7 @@ class LossOfTerms:
         return self._known
 
     def like(self, specs: Sequence[Any]) -> Any:
-        """What the contributions are like, for gradients of these shapes and dtypes."""
+        """Specs of the contributions for gradients of these shapes and dtypes."""
         return specs if self._known else {name: Ratio(specs, 1) for name in self._terms.denominators}
 
     def metrics(self, window: Window, specs: Sequence[Any]) -> ReplicaState:
@@ -122,15 +122,15 @@ class LossOfTerms:
         return grads, weights, terms.present(weights), self._told(told, weights), list(result[2:])
 
     def contribution(self, gradients: Mapping[str, list[Any]], weights: Mapping[str, Any]) -> Any:
-        """What enters the window, of dense gradients."""
+        """The contribution to the window, of dense gradients."""
         return gradients[""] if self._known else {name: Ratio(x, weights[name]) for name, x in gradients.items()}
 
     def opened(self, values: Mapping[str, Any]) -> WindowMetrics:
-        """What is told of a window, of its combined parts."""
+        """The metrics of a window, of its combined parts."""
         return WindowMetrics(values["value"], values["weight"])
 
     def nothing(self) -> WindowMetrics:
-        """What is told where no window was applied."""
+        """The metrics of a call that applied no window."""
         value = {term: tf.zeros((), self._dtype) for term in self._terms.over}
         return WindowMetrics(value, {name: tf.zeros(()) for name in self._terms.denominators})
 

@@ -137,7 +137,7 @@ class ReplicaState:
         return AccumulateState(tree.unflatten(self._structure, leaves), step, index)
 
     def layout(self) -> Layout:
-        """What a checkpoint has to be of, for this state to be restored from it."""
+        """The layout that a checkpoint must have to be restored into this state."""
         leaves = [next(iter(x)) if isinstance(x, list) else x for x in self._variables]
         return Layout(
             self.window.operation, [self.window.reduction.name, *(f"{x.dtype.name}{x.shape}" for x in leaves)]
@@ -162,7 +162,7 @@ class ReplicaState:
         tf.cond(replaces, replaced, added)
 
     def _empty(self) -> list[Any]:
-        """What the accumulators hold in an empty window."""
+        """The accumulators' values in an empty window."""
         (level,) = tree.unflatten(self._structure, self._leaves())
         return self.window.reduction.clear(level).value
 
@@ -175,7 +175,7 @@ class ReplicaState:
 
 
 class Layout(tf.train.experimental.PythonState):
-    """What a window is made of: tf.train.Checkpoint would restore another one's variables by their numbers alone.
+    """Layout of a window: tf.train.Checkpoint would restore another one's variables by their numbers alone.
 
     Args:
       operation: for error messages.

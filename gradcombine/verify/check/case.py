@@ -38,7 +38,7 @@ class Case(NamedTuple):
     rest: float = 2.0**-20
 
     def among(self, leaves: Iterable[int]) -> list[int]:
-        """Those of the leaves that are to be accounted for."""
+        """The leaves among these that are to be accounted for."""
         return [i for i in leaves if self.leaves is None or i in self.leaves]
 
 

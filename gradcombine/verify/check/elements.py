@@ -1,4 +1,4 @@
-"""What the elements of a result tell: rows that were overwritten, and additions in a narrow accumulator."""
+"""Causes that single elements of a result show: overwritten rows, and a narrow accumulator."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class _Sample(NamedTuple):
         return hits, telling
 
     def combination(self, predicted: Floats) -> Cause:
-        """What the additions are of, besides narrow."""
+        """The combination that the narrow additions compute."""
         equal = [np.mean(np.array(column, np.float64), axis=0) for column in zip(*self.parts, strict=True)]
         x, whole = flat(predicted), flat(self.whole)
         if np.linalg.norm(x) > 1.5 * np.linalg.norm(whole):

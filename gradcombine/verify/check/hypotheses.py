@@ -75,7 +75,7 @@ def case_of(standard: StepStandard, split: Split, own: Result, given: terms.Term
 
 
 def _nearly(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """What may leave a little over: not what single rows do, which Adam's first step hardly tells apart."""
+    """Hypotheses that may leave a little over: not those of single rows, which Adam's first step hardly tells apart."""
     if not standard.depends_on_places:
         for cause_of in (moves.added, linear, moves.moved, moves.decayed):
             yield from cause_of(standard, case)
@@ -89,7 +89,7 @@ TOLD = 8
 
 
 def _most(standard: StepStandard, case: Case, differ: Sequence[int]) -> Iterator[Answer]:
-    """What accounts for most of the leaves that differ, each by itself."""
+    """Hypotheses that account for most of the leaves that differ, each by itself."""
     found: dict[Cause, list[tuple[int, str]]] = {}
     for i in differ:
         alone = case._replace(leaves=(i,))
@@ -376,7 +376,7 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Ca
 
 
 def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    """What each known combination would make of the weights of the units."""
+    """The weights of the units under each known combination."""
     yield from _known(standard, case.split, c)
     allowed = standard.allowed(False)
     leaves = [i for i in case.among(standard.combination[1]) if allowed[i] > 0]
@@ -401,7 +401,7 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
 def _levels(
     standard: Standard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
 ) -> Iterator[tuple[Cause, str, np.ndarray]]:
-    """What fitted coefficients say, beside the weights."""
+    """Causes that the fitted coefficients show, with the weights that they predict."""
     real = np.abs(c) > 1e-6 * np.abs(c).max()
     if np.any(np.abs(x[~real]) > SAME * np.abs(c).max()):
         rows = _named(standard, ~real & (np.abs(x) > SAME * np.abs(c).max()))

@@ -81,7 +81,7 @@ def _up_to(subject: Subject, length: int) -> Subject:
 
 
 class Recorded:
-    """What a step computes from its examples in the shapes of the parameters.
+    """Values in the shapes of the parameters that a step computes from its examples.
 
     Attributes:
       values: a function of parameters and batch that returns all of them, in the program's order.
@@ -125,7 +125,7 @@ class Recorded:
         jax.eval_shape(self.values, subject.params, subject.batch)
 
     def entering(self, length: int) -> tuple[int, ...]:
-        """What the last operations of this number are computed from, in the order in which they take it."""
+        """The inputs of the last ``length`` operations, in the order in which they are used."""
         start = len(self.kinds) - length
         return tuple(dict.fromkeys(i for after in self.after[start:] for i in after or () if i < start))
 

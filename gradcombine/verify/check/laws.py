@@ -47,7 +47,7 @@ Made: TypeAlias = Callable[[Contribution], State]
 
 
 class Law(NamedTuple):
-    """What holds for any contributions.
+    """A law: two sides that are equal for any contributions.
 
     Attributes:
       statement: the law, for a reader.
@@ -210,7 +210,7 @@ class Stretch(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What a law is tried on."""
+    """The inputs that a law is tried on."""
 
     stretch: Stretch
     terms: Terms
@@ -461,7 +461,7 @@ def _cases(
 
 
 def _stretches(kinds: Sequence[np.dtype], elements: Any, weights: Any) -> list[Stretch]:
-    """Those of which sums in the narrowest dtype do not round; a setting of one's own is not stretched."""
+    """Stretches of the elements within which sums in the narrowest dtype do not round; none for given elements."""
     found, least = [Stretch()], min((dtypes.part(dtype).itemsize for dtype in kinds), default=0)
     is_whole = any(dtypes.kind(dtype) == "integer" for dtype in kinds)
     if elements is ELEMENTS:
@@ -535,7 +535,7 @@ def _copy(x: Any) -> Any:
 
 
 def _own_state(side: Any) -> Any:
-    """What a user's functions see of a state."""
+    """The state as the user's functions see it."""
     return side.value if isinstance(side, GuardedState) else side
 
 

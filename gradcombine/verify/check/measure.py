@@ -122,7 +122,7 @@ class StepStandard(Standard):
         return self._rows[key]
 
     def repeated(self, rows: Sequence[int]) -> Result | None:
-        """The same, of copies of them in a batch of the full size, where they divide it: the program is compiled."""
+        """Result of copies of these examples in a batch of the full size, whose program is compiled already."""
         return self.one(self.copies(rows))
 
     def copies(self, rows: Sequence[int]) -> Sequence[int]:

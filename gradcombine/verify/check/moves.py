@@ -1,4 +1,4 @@
-"""What is added to a result, and parameters that move within a window."""
+"""Additions to a result that do not come from gradients, and parameters that move within a window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradcombine.verify.check.step_report import Cause
 
 
 def added(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """What does not come from the gradients, as decay: it is there as well where all examples are copies of one."""
+    """Additions that do not come from the gradients, as decay: also there where all examples are copies of one."""
     subject, one = standard.subject, standard.best.floats
     weights = standard.weights
     row = 0 if weights is None else standard.units()[int(np.argmax(weights))][0]

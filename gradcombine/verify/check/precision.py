@@ -16,7 +16,7 @@ from gradcombine.verify.compare.ulp import rounding_unit
 
 
 class Program(NamedTuple):
-    """What a program says of itself.
+    """Facts read from a program.
 
     Attributes:
       unit: the unit roundoff of its products of matrices; None where it has none, or cannot be traced.

@@ -129,7 +129,7 @@ def _param(name: str, value: Any) -> Any:
 
 
 def _in_its_own(operation: Any, arguments: Arrays) -> Arrays:
-    """What reads or draws bits, or rounds to integers: in the dtype that it was written for."""
+    """Runs an operation that reads or draws bits, or rounds to integers, in the dtype that it was written for."""
     pairs = zip(operation.invars, arguments, strict=True)
     narrow = [x.astype(v.aval.dtype) if _is_narrow(v.aval.dtype) else x for v, x in pairs]
     made = operation.primitive.bind(*narrow, **operation.params)

@@ -50,7 +50,7 @@ NUMBERS = bool, int, float, complex
 
 
 class Result(NamedTuple):
-    """What a step gave.
+    """Result of a step.
 
     Attributes:
       floats: the float leaves, in float64; of new parameters, their distance from the old ones.
@@ -84,7 +84,7 @@ class Subject:
         self._programs: dict[Any, tuple[Step, Program | None]] = {}
 
     def on(self, batch: Tree) -> Subject:
-        """The same step, with another batch of as many examples."""
+        """This subject with another batch of as many examples."""
         other = copy.copy(self)
         other.batch = batch
         return other
@@ -96,7 +96,7 @@ class Subject:
 
     @property
     def framework(self) -> str:
-        """Whose arrays enter."""
+        """The framework of the inputs."""
         backends = [owner(x) for x in [*self._params, *flattened(self.batch)[0]] if x is not None]
         return next((x.name for x in backends if x is not None and x.name != "numpy"), "numpy")
 
@@ -132,7 +132,7 @@ class Subject:
         start: Sequence[np.ndarray] | None = None,
         step: Step | None = None,
     ) -> Result:
-        """What the step gives.
+        """Runs the step on a division of a batch.
 
         Args:
           split: how it divides the batch.
@@ -165,7 +165,7 @@ class Subject:
         batch_noise: Callable[[np.ndarray], np.ndarray] | None = None,
         start: Sequence[np.ndarray] | None = None,
     ) -> tuple[Tree, list[np.ndarray]]:
-        """What a function returns, as NumPy arrays, and the float parameters that it got."""
+        """Calls a function; returns its result as NumPy arrays, and the float parameters that it got."""
         entered = list(self._params)
         if start is not None:
             given = iter(start)
@@ -201,7 +201,7 @@ class Subject:
         return self._programs[key][1]
 
     def divided(self, split: Split, batch: Tree) -> Result:
-        """The same; where the step cannot divide the batch, an error that says so."""
+        """`run`; raises GradCombineError where the step cannot divide the batch."""
         try:
             return self.run(split, batch)
         except GradCombineError:
@@ -211,7 +211,7 @@ class Subject:
             raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {line(error)}") from error
 
     def wide(self, split: Split, batch: Tree, **others: Any) -> Result:
-        """The same in float64.
+        """`run` in float64.
 
         Raises:
           NotWide: where it cannot be.
@@ -224,7 +224,7 @@ class Subject:
             raise NotWide(f"it does not run in float64: {line(error)}") from None
 
     def read(self, made: Tree) -> Result:
-        """What is given in place of a result."""
+        """Reads a reference that was given in place of a result."""
         return self._result(made, [_array(x) for x in self._params if _is_float(x)])
 
     def rows(self, rows: Sequence[int]) -> Tree:
@@ -370,7 +370,7 @@ def as_kind(array: np.ndarray, like: Any) -> Any:
 
 
 def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndarray], np.ndarray]:
-    """What changes each element by up to ``unit`` of itself, at random; by up to so much of ``zero``, where it is 0.
+    """Returns a function that changes each element at random by up to ``unit`` of itself; zeros by ``zero`` times it.
 
     No sign changes: states hold squares, and roots are taken of them.
     """
@@ -461,7 +461,7 @@ def _taken(x: Any, rows: np.ndarray) -> Any:
 
 
 def line(error: Exception) -> str:
-    """What an error says, in one line."""
+    """An error's message, in one line."""
     lines = str(error).strip().splitlines()
     # TensorFlow's first line may be a heading, and the last one the error.
     chosen = [lines[0], *lines[-1:]] if lines and lines[0].endswith(":") else lines[:1]

@@ -1,4 +1,4 @@
-"""What is right, what single examples give of it, and how near results come to it."""
+"""The right result, the results of single examples, and the distance of other results from them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Floats = Sequence[np.ndarray]
 
 
 class Standard(ABC):
-    """What is right, what single examples give of it, and how far rounding may take a result.
+    """The right result of a step, the results of single examples, and the rounding allowed to results.
 
     Attributes:
       what: what is combined, in one word.
@@ -57,19 +57,19 @@ class Standard(ABC):
 
     @abstractmethod
     def one(self, rows: Sequence[int]) -> Result | None:
-        """What these examples give, in the best precision; None where that is not finite, as a mean of nothing is."""
+        """Result of these examples, in the best precision; None where it is not finite, as a mean of nothing is."""
 
     def narrow(self, rows: Sequence[int]) -> Result | None:
-        """The same in its own precision."""
+        """`one` in the step's own precision."""
         return self.one(rows)
 
     def division(self, split: Split, wide: bool, backwards: bool = False) -> Result | None:
-        """What another division gives, or the examples in reverse order; None where that cannot be known."""
+        """Result of another division, or of the examples in reverse order; None where it cannot be known."""
         del split, wide, backwards
         return None
 
     def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
-        """What a division, or one batch of some examples, gives at other parameters; None where that is not known."""
+        """Result of a division, or of one batch of some examples, at other parameters; None where it is not known."""
         del seed, split, rows, wide
         return None
 
@@ -78,7 +78,7 @@ class Standard(ABC):
         return [np.full(x.shape, 2 * one) for x, one in zip(floats, self.allowed(False), strict=True)]
 
     def repeated(self, rows: Sequence[int]) -> Result | None:
-        """What copies of these examples give, which is what they give."""
+        """Result of copies of these examples, which equals theirs."""
         return self.one(rows)
 
     def shares(self, a: Floats, b: Floats, wide: bool, sides: float = 2) -> np.ndarray:
@@ -91,7 +91,7 @@ class Standard(ABC):
         return [tuple(x.tolist()) for x in np.array_split(np.arange(n), min(n, EACH))]
 
     def columns(self) -> list[Result | None]:
-        """What one batch of each of the units gives."""
+        """Results of one batch of each of the units."""
         return [self.repeated(rows) for rows in self.units()]
 
     @cached_property
@@ -126,7 +126,7 @@ class Standard(ABC):
             yield c, every
 
     def counts(self) -> Iterator[np.ndarray]:
-        """What the examples may weigh in one batch."""
+        """Possible weights of the examples in one batch."""
         yield np.ones(self.examples)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What `check_step` found, as a value and as sentences."""
+"""Results of `check_step`, as a value and as sentences."""
 
 from __future__ import annotations
 

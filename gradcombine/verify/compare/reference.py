@@ -62,7 +62,7 @@ class Errors(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """Which side of a leaf is off.
+    """The side of a leaf that is off.
 
     Attributes:
       name: of the leaf.
@@ -124,7 +124,7 @@ def require_reference(dtype: np.dtype, reference: np.dtype, path: str = "") -> N
 
 
 def unfit(dtype: np.dtype, reference: np.dtype) -> str:
-    """What a reference would have to be for values of a dtype; empty if it is."""
+    """The reference that values of a dtype would need, in words; empty if this one will do."""
     kind = kind_of(dtype)
     if kind != kind_of(reference):
         return f"{kind} numbers, as those that are compared"
@@ -166,7 +166,7 @@ def errors(name: str, dtypes: tuple[np.dtype, np.dtype], pieces: Pieces) -> Erro
 
 
 def judge(leaves: Sequence[Errors], roundings: float | None = None) -> tuple[Judgement, ...]:
-    """Which side of each leaf is off.
+    """Judges which side of each leaf is off.
 
     Where ``roundings`` is not given, a leaf's n is what the error of the side that is nearer to the reference, in units
     of its own dtype, stands for (of the wider one, of two dtypes), or the median over all leaves, if that is more:

@@ -162,7 +162,7 @@ def rounding_unit(dtype: np.dtype) -> float:
 
 
 def finfo(dtype: np.dtype) -> Any:
-    """What ml_dtypes knows of a float or complex dtype."""
+    """ml_dtypes' facts of a float or complex dtype."""
     return cast("Any", ml_dtypes.finfo(dtype))
 
 

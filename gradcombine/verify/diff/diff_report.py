@@ -1,4 +1,4 @@
-"""What a diff has to say: its rows once, as JSON and as the sections of a screen or a page."""
+"""Report of a diff: its rows once, as JSON and as sections of a screen or a page."""
 
 from __future__ import annotations
 

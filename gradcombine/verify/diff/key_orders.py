@@ -122,7 +122,7 @@ def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
 
 
 def _packed_axis(shape: tuple[int, ...]) -> int | None:
-    """Which axis holds queries, keys and values one after another; None if none does."""
+    """The axis along which queries, keys and values are packed; None if there is none."""
     if len(shape) == 1 and shape[0] % 3 == 0:
         return 0
     if len(shape) == 2 and 3 * min(shape) == max(shape):

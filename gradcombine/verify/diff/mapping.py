@@ -1,4 +1,4 @@
-"""Which leaf of one dump is which leaf of another: by rule, by name, by shape, by values."""
+"""Matching of the leaves of two dumps: by rule, by name, by shape, by values."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ _T = TypeVar("_T")
 
 
 def _in_time(pattern: str, call: Callable[[], _T], name: str = "") -> _T:
-    """What a call with a pattern returns, which may go through all ways to split a name, bounded in time.
+    """Calls a function that uses a regular expression, within a bound of time.
 
     By a signal, which only the main thread can have, and Windows has not: elsewhere the time is not bounded.
     """

@@ -1,4 +1,4 @@
-"""What PyTorch writes and computes, as NumPy arrays: files of torch.save, and tensors of a running program."""
+"""PyTorch's files and tensors as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def read(operation: str, path: Path) -> dict[str, Entry]:
 
 
 def _refused(operation: str, path: Path, error: Exception) -> GradCombineError:
-    """What weights-only loading says, without its advice to load the file by other means."""
+    """The error of weights-only loading, without its advice to load the file by other means."""
     text = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))
     expected = f"{path.name} to be a whole file of torch.save"
     only = f"{path.name} to hold tensors, numbers, text, lists and dicts alone (torch.save(model.state_dict(), path))"

@@ -157,7 +157,7 @@ def _split_cell(name: str, leaves: dict[str, Entry]) -> Cell | None:
 
 
 def _role(part: str, gate: str) -> str:
-    """What a bias stands for where there is one: for both, but of GRU's n, whose two are not added."""
+    """The role of a bias where there is one for both parts; GRU's n has two, which are not added."""
     return part if gate == "n" else "b"
 
 
@@ -251,7 +251,7 @@ def _number(cell: Cell) -> tuple[tuple[int, ...], bool]:
 
 
 def _by_values(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell, str]]:
-    """Those that have the most kernels alike, whichever gates they are of; then by their order."""
+    """Pairs of cells with the most kernels alike, whichever gates they are of; then by their order."""
     dumps = [
         {f"{i} {part}{gate}": leaf for i, cell in enumerate(cells) for (part, gate), leaf in cell.kernels.items()}
         for cells in (left, right)
@@ -271,7 +271,7 @@ def _by_values(left: list[Cell], right: list[Cell]) -> Iterator[tuple[Cell, Cell
 def _atoms(
     x: Cell, y: Cell, gradients: bool | None
 ) -> Iterator[tuple[Entry | None, Entry | None, tuple[int, ...] | None]]:
-    """What is compared with what: kernels with their axes, and biases; None for what has no counterpart."""
+    """Pairs of leaves to compare: kernels with their axes, and biases; None for a leaf without a counterpart."""
     axes = None if x.out_first == y.out_first else (1, 0)
     yield from ((leaf, y.kernels[key], axes) for key, leaf in x.kernels.items())
     if gradients is None:

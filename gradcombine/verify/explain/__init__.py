@@ -1,1 +1,1 @@
-"""Which order of additions, precision and scaling made a result."""
+"""Explanation of a result: the order of additions, precision and scaling that made it."""

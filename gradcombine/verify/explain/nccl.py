@@ -58,7 +58,7 @@ TELLING = 4
 def ddp_buckets(
     parameters: Mapping[str, tuple[int, Any]], first: int = FIRST_BUCKET, others: int = OTHER_BUCKETS
 ) -> list[list[str]]:
-    """Which gradients go round together in DistributedDataParallel, from the second step on.
+    """The buckets of gradients that DistributedDataParallel reduces together, from the second step on.
 
     A bucket takes gradients of one dtype as they become ready, which is nearly the reverse order of registration, until
     it holds its limit or more. In the first step there is one bucket a dtype, in the order of registration.

@@ -83,7 +83,7 @@ RUN_IF = run_if.__file__
 
 
 class _Window(NamedTuple):
-    """What a window of compiled programs takes of each device."""
+    """Cost of a window of compiled programs on each device."""
 
     audits: list[tuple[Audit, int]]
     figures: Figures

@@ -1,4 +1,4 @@
-"""What a plan says: on a screen, and as JSON."""
+"""Report of a plan: on a screen, and as JSON."""
 
 from __future__ import annotations
 

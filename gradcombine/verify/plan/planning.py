@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Figures(NamedTuple):
-    """What a window takes of each device, in bytes.
+    """Cost of a window on each device, in bytes.
 
     Attributes:
       moved: in main memory.
@@ -68,7 +68,7 @@ class Row(NamedTuple):
 
     @property
     def by(self) -> str:
-        """What bounds it; empty where nothing is published."""
+        """The bound that limits the window; empty where nothing is published."""
         known = {name: bound.seconds for name, bound in self.bounds.items() if bound.seconds is not None}
         return max(known, key=lambda name: known[name]) if known else ""
 

@@ -1,4 +1,4 @@
-"""What a way should take, from the sizes of what it holds and from one microbatch: the formulas of docs/plan.md."""
+"""Predicted cost of a way, from sizes and from one microbatch: the formulas of docs/plan.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradcombine.verify.plan.ways import Way, reduction_of
 
 
 class Microbatch(NamedTuple):
-    """What the gradients of one microbatch take of each device, in bytes.
+    """Cost of the gradients of one microbatch on each device, in bytes.
 
     Attributes:
       moved: in main memory, the gradients' writing included.
@@ -42,7 +42,7 @@ class _Exchange(NamedTuple):
 
 
 def predict(problem: Problem, way: Way, one: Microbatch) -> Figures:
-    """What a window takes, where nothing is fused and nothing copied that need not be."""
+    """Predicts the cost of a window, where nothing is fused and nothing copied without need."""
     n, k = problem.replicas, problem.microbatches
     calls = 1 if way.calls == "window" else k
     split, sharded = way.place != "replicated", way.place == "zero2"

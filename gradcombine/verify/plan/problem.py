@@ -1,4 +1,4 @@
-"""What a plan is made for: a loss, an optimizer, and specs of parameters and batch on a mesh."""
+"""The problem of a plan: a loss, an optimizer, and specs of parameters and batch on a mesh."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gradcombine.integrations.jax.microbatches import examples
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be trained, and on which mesh.
+    """A loss, an optimizer and specs of their arguments on a mesh.
 
     Attributes:
       loss, weight, optimizer: as for `train_step`.

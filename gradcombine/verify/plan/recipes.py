@@ -1,4 +1,4 @@
-"""What a step needs beside the library's calls: functions that a plan runs, and shows as the code to paste."""
+"""Functions that a step needs beside the library's calls: a plan runs them, and prints them as code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def split(values: Any, mesh: Mesh, axis: str) -> Any:
 
 
 def shardings(values: Any) -> Any:
-    """Those that arrays have, for what a step returns in their place."""
+    """The shardings of arrays, for the results that replace them."""
     return jax.tree.map(lambda x: x.sharding, values)
 
 

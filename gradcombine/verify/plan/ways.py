@@ -107,7 +107,7 @@ class Part(NamedTuple):
 
 
 def programs(problem: Problem, way: Way) -> list[Part]:
-    """What a window of this way calls.
+    """The programs that a window of this way calls.
 
     Raises:
       GradCombineError: a combination that the library has no door for.
@@ -159,7 +159,7 @@ def microbatch(problem: Problem) -> Part:
 
 
 def code(problem: Problem, way: Way) -> str:
-    """What makes the way's programs and runs a window.
+    """The source code that makes the way's programs and runs a window.
 
     Its user has ``loss``, ``optimizer``, ``params``, ``mesh`` and ``batch``, a tuple of arrays on the mesh; or, where
     a call brings a microbatch, ``microbatches``, a list of such tuples.

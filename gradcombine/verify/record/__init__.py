@@ -1,1 +1,1 @@
-"""What a run computes, step by step: traces, digests, and where two runs differ first."""
+"""Records of a run, step by step: traces, digests, and the first difference of two runs."""

@@ -326,7 +326,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
 
 
 def _checked(line: bytes) -> bytes | None:
-    """What a line says; None if it is not whole."""
+    """The content of a line; None if the line is not whole."""
     content, _, check = line.rpartition(b" ")
     return content if check.rstrip(b"\n") == b"%08x" % zlib.crc32(content) else None
 

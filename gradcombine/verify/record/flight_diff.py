@@ -122,7 +122,7 @@ def verdict(report: LogReport) -> str:
 
 
 def sections(report: LogReport) -> list[Section]:
-    """What was not compared before all, then the steps that differ."""
+    """Sections of a report: problems first, then the steps that differ."""
     parts = [
         Section(
             "Not compared, or at odds",
@@ -166,7 +166,7 @@ def _of_leaves(a: Log, b: Log, rules: Rules) -> Iterator[str]:
 
 
 def _of_log(side: str, log: Log) -> Iterator[str]:
-    """What a log says against itself."""
+    """Problems within one log."""
     if log.damaged:
         numbers = ", ".join(map(str, log.damaged[:SHOWN]))
         last = f" after step {max(step for step, _ in log.rows)}" if log.rows else ""
@@ -199,7 +199,7 @@ def _odd(side: str, log: Log) -> Iterator[str]:
 
 
 def _twins(replica: int, i: int, j: int, left: dict[int, list[str]], right: dict[int, list[str]]) -> str:
-    """Which side's replica is alone with its digest, where the other replicas agree with the other side's."""
+    """The side on which a replica's digest differs from all others, where those agree with the other side."""
     x, y = (rows.get(replica, rows.get(EVERY, [])) for rows in (left, right))
     for side, rows, k, other in (("A", left, i, y[j]), ("B", right, j, x[i])):
         rest = [row[k] for number, row in rows.items() if number not in (replica, EVERY)]

@@ -165,7 +165,7 @@ class Recorder:
         return write
 
     def _kept(self, step: int) -> dict[str, np.ndarray]:
-        """What was recorded of a step so far: callbacks need not come in the order of the steps."""
+        """The arrays recorded of a step so far: callbacks need not come in the order of the steps."""
         path = self._path(step)
         if step not in self._written and path.exists():
             self._written[step] = {name: entry.whole() for name, entry in open_dump(path).items()}

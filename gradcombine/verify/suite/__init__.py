@@ -1,1 +1,1 @@
-"""What the `gradcombine verify` command runs: a real model's gradients, combined in every place and framework."""
+"""The `gradcombine verify` command: a real model's gradients, combined in every place and framework."""

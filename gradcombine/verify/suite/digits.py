@@ -74,7 +74,7 @@ def gamma(roundings: int) -> Fraction:
 
 
 def fractions(array: np.ndarray) -> np.ndarray:
-    """The same numbers as an object array of Fractions."""
+    """Converts an array to an object array of Fractions."""
     flat = [Fraction(x) for x in np.asarray(array, np.float64).ravel().tolist()]
     return _objects(flat, np.shape(array))
 

@@ -1,4 +1,4 @@
-"""What a verification finds: its rows once, as JSON and as the sections of a screen or a page."""
+"""Results of a verification: its rows once, as JSON and as sections of a screen or a page."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def as_json(report: Report) -> dict[str, Any]:
 
 
 def found(finding: Finding) -> str:
-    """What a row found, in a word."""
+    """The result of a row, in a word."""
     if finding.equal:
         return "equal bits"
     if finding.promise == DIFFERS and finding.holds:
@@ -168,7 +168,7 @@ def blocks(values: Sequence[float], low: float, high: float) -> str:
 
 
 def _done(report: Report) -> str:
-    """What ran, when, of which versions, and what follows from it if all promises are kept."""
+    """Summary of a run: time, versions, and the conclusion if all promises are kept."""
     settings = report.settings
     python = {name: version for name, version in settings.get("machine", {}).items() if name == "python"}
     known = settings["versions"] | settings.get("libraries", {}) | python
@@ -217,7 +217,7 @@ def _grid(report: Report) -> Section:
 
 
 def _mark(rows: Sequence[Finding]) -> str:
-    """What rows found that differ in their number of replicas: the worst of them."""
+    """The mark of rows that differ in their number of replicas: the worst of them."""
     if not rows:
         return ""
     if not all(row.holds for row in rows):

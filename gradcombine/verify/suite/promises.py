@@ -1,4 +1,4 @@
-"""What a row of the report promises, whether it keeps to it, and a fault with which it does not.
+"""The promise of each row of the report, whether it holds, and a fault that breaks it.
 
 Of the combine, bits or a rounding bound. The frameworks' kernels (matmul, tanh, softmax) add in orders of their own, so
 of gradients no bits are promised: the bounds are those of `problem`: two float32 computations of one gradient are as
@@ -36,7 +36,7 @@ def promised(case: Case) -> str:
 
 
 class Expected(NamedTuple):
-    """What the results of some contributions in some order are held against, leaf by leaf.
+    """Expected results of some contributions in some order, leaf by leaf.
 
     Attributes:
       reference: NumPy's list.
@@ -62,7 +62,7 @@ class Judge:
         self._kept: dict[tuple[int, str], Expected] = {}
 
     def finding(self, case: Case, results: list[Tree]) -> Finding:
-        """What a row's results are worth, over all of its replicas: the worst counts."""
+        """Judges the results of a row over all of its replicas: the worst counts."""
         expected = self._expected(case)
         pairs = [(result[name], leaf) for result in results for name, leaf in expected.reference.items()]
         equal = all(equal_bits(a, b) for a, b in pairs)

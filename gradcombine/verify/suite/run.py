@@ -113,7 +113,7 @@ WINDOWS, EVERY, LEARNING_RATE = 16, 4, 1.0
 
 
 class Framework(NamedTuple):
-    """What the training loop needs of a framework."""
+    """The training loop's interface to a framework."""
 
     measure: Callable[[Any, Batch], Tree]
     constant: Callable[[Any], Any]

@@ -24,7 +24,7 @@ Arguments = Callable[[float, bool], Mapping[str, Any]]
 
 
 class ProbeState(NamedTuple):
-    """What a probe has seen in the steps whose state was kept.
+    """Observations of a probe in the steps whose state was kept.
 
     Attributes:
       calls: int32 scalar, how many.

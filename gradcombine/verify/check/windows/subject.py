@@ -22,7 +22,7 @@ Leaves: TypeAlias = list[np.ndarray | None]
 
 
 class Outcome(NamedTuple):
-    """What an update did.
+    """Result of an update.
 
     Attributes:
       moved: whether it moved a parameter.
@@ -64,7 +64,7 @@ class Subject(Protocol):
     def gradient(self, params: Any, microbatch: Any) -> Leaves: ...
 
     def wide_gradient(self, params: Any, microbatch: Any) -> Leaves:
-        """The same, computed in float64.
+        """The gradient, computed in float64.
 
         Raises:
           NotWide: where the loss cannot be computed in float64.
