@@ -101,7 +101,7 @@ def where(error: BaseException) -> str:
 
 _OF_USERS = (
     *(".own_", "self.identity(", "progress(", " asarray(np.array(", "known(ulp(", "= length(index)", "max_norm("),
-    *(".loss(", "jax.vjp(", "jax.value_and_grad(", "checked_result(compute(", "self.weight(", "= skip("),
+    *(".loss.function(", "jax.vjp(", "jax.value_and_grad(", "checked_result(compute(", "self.weight(", "= skip("),
     *(".inner.update(", "self._opt.update(", "self._wrap(", "optimizer.update(", "optimizer.init("),
     *(".inner.init(", "self._opt.init(", "updates, state = transform(", "converted(self._allreduce)("),
 )

@@ -204,7 +204,7 @@ CASES: dict[str, Case] = {
     "pytorch/torchtitan#4772": (Rolling, partial(Rolling, kept=False), {}, Cause.STATE, ""),
     # Divided by the tokens of the window, and by the number of its microbatches again.
     "modelscope/ms-swift#10116": loss_case(
-        lambda params, parts: ratio(ahead, params, parts) / len(parts), right(ahead), Cause.SCALED, "by 0.25"
+        lambda params, parts: ratio(ahead, params, parts) / len(parts), right(ahead), Cause.SCALED, "by 1 / 4"
     ),
     # What each chunk adds to the gradient of the weights is rounded to 16 bits as it is stored; float32 is wide enough.
     "RL-Align/RL-Kernel#270": (
@@ -212,7 +212,7 @@ CASES: dict[str, Case] = {
         in_chunks,
         {},
         Cause.PRECISION,
-        "each element is off by what 16 bits round",
+        "in float64 it equals one batch",
     ),
     # Rows that several microbatches look up keep a part of what is added to them.
     "openxla/xla#49143": (
