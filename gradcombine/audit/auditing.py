@@ -228,11 +228,28 @@ def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]
     Raises:
       GradCombineError: a module that does not import, no callable of this name, or one that raises.
     """
+    if target is not None:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler of GPUs is no reason to look for one
+    make = callable_named(operation, what)
+    found = find_target(target)
+    wanted = "a callable of no argument, or of the target's devices"
+    arguments = foreign(operation, wanted, what, lambda: _devices(make, found))
+    return foreign(operation, "a callable that returns", what, lambda: make(*arguments)), found
+
+
+def callable_named(operation: str, what: str) -> Callable[..., Any]:
+    """Imports the callable that a command line names.
+
+    Args:
+      operation: what error messages call the caller.
+      what: "module:callable".
+
+    Raises:
+      GradCombineError: a module that does not import, or without a callable of this name.
+    """
     module, _, name = what.partition(":") if isinstance(what, str) else ("", "", "")
     if not module or not name.isidentifier():
         raise GradCombineError(operation, _NAMED if operation == "audit" else "module:callable", shown(what))
-    if target is not None:
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler of GPUs is no reason to look for one
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     imported = foreign(operation, "a module that imports", module, lambda: import_module(module))
@@ -240,10 +257,7 @@ def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]
     make: Any = foreign(operation, expected, what, lambda: getattr(imported, name, None))
     if not callable(make) or hasattr(make, "lower") or is_function(make):
         raise GradCombineError(operation, expected, "none" if make is None else shown(make))
-    found = find_target(target)
-    wanted = "a callable of no argument, or of the target's devices"
-    arguments = foreign(operation, wanted, what, lambda: _devices(make, found))
-    return foreign(operation, "a callable that returns", what, lambda: make(*arguments)), found
+    return make
 
 
 def _devices(make: Callable[..., Any], target: Target) -> tuple[Any, ...]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json as json_format
-import math
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypedDict, TypeVar
+from typing import Annotated, TypedDict
 
 import numpy as np
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -23,13 +20,13 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.text import Text
 
 import gradcombine
-from gradcombine.audit import OutOfMemoryError, audit_named
+from gradcombine.audit import audit_named
 from gradcombine.audit import audit_report as report
-from gradcombine.errors import GradCombineError, legible, require_installed
+from gradcombine.errors import GradCombineError, require_installed
 from gradcombine.reporting.sections import Section, show
+from gradcombine.verify.check_command import check_command
 from gradcombine.verify.diff import diff_report
 from gradcombine.verify.diff.comparing import Allowed, diff, diff_steps, is_steps
 from gradcombine.verify.diff.dumps import Dump, open_dump
@@ -41,36 +38,15 @@ from gradcombine.verify.record import flight_diff
 from gradcombine.verify.record.flight import is_log, read_log
 from gradcombine.verify.suite import outcomes as findings
 from gradcombine.verify.suite import places
+from gradcombine.verify.terminal import DRAWS, errors, label, numbers, plain
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
-
-Number = TypeVar("Number", int, float)
 
 NEAREST = 8
 """How many candidates are shown if none gives the result."""
 
-VERIFIES, DRAWS = ("jax", "tensorflow", "sklearn"), ("jinja2", "matplotlib")
-"""What the run and the page need."""
-
-
-def _text(text: str, style: str = "") -> Text:
-    """Lines with names from elsewhere in them, as a terminal may show them."""
-    return Text("\n".join(legible(line) for line in text.split("\n")), style)
-
-
-def _label(name: str) -> str:
-    """A leaf's name beside a progress bar, which reads markup."""
-    return escape(legible(name))
-
-
-@contextmanager
-def _errors() -> Generator[None, None, None]:
-    """Says in one line what cannot be read, compiled or found, and ends with status 2; 3 for a target's memory."""
-    try:
-        yield
-    except (GradCombineError, OSError, MemoryError) as error:
-        Console(stderr=True).print(_text(str(error), "red"), soft_wrap=True)
-        raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
+VERIFIES = ("jax", "tensorflow", "sklearn")
+"""What the run needs."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -125,7 +101,7 @@ def diff_command(
 
     Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what cannot be read.
     """
-    with _errors():
+    with errors():
         if html is not None:
             require_installed("diff", *DRAWS)
         for option, path in (("--json", json), ("--html", html)):
@@ -166,7 +142,7 @@ def _diffed(paths: tuple[str, str], asked: _Asked, reference: str | None, json: 
         task = bar.add_task("opening", total=None)
 
         def progress(name: str, done: int, total: int) -> None:
-            bar.update(task, description=_label(name[-40:]), completed=done, total=total)
+            bar.update(task, description=label(name[-40:]), completed=done, total=total)
 
         if several:
             report = diff_steps(*paths, **asked, reference=reference, progress=progress)
@@ -224,11 +200,11 @@ def explain_command(
     cannot be read.
     """
     console = Console()
-    with _errors():
+    with errors():
         dumps, wanted = [open_dump(path) for path in contributions], open_dump(result)
         trees = [_loaded(dump, path, wanted) for dump, path in zip(dumps, contributions, strict=True)]
-        scales = None if weights is None else _numbers("weights", weights, float)
-        counts = None if ranks is None else _numbers("ranks", ranks, int)
+        scales = None if weights is None else numbers("explain", "weights", weights, float)
+        counts = None if ranks is None else numbers("explain", "ranks", ranks, int)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             task = bar.add_task("", total=None)
             whole = {name: entry.whole() for name, entry in wanted.items()}
@@ -237,9 +213,9 @@ def explain_command(
                 whole,
                 scales,
                 ranks=counts,
-                progress=lambda tried, name: bar.update(task, description=_label(name)),
+                progress=lambda tried, name: bar.update(task, description=label(name)),
             )
-    console.print(_text(str(explanation), "green" if explanation.matches else "red"), soft_wrap=True)
+    console.print(plain(str(explanation), "green" if explanation.matches else "red"), soft_wrap=True)
     if not explanation.matches and explanation.elements:
         for verdict in explanation.verdicts[:NEAREST]:
             line = f"  {verdict.share:8.2%} equal, up to {verdict.max_ulp:,} ulp: {verdict.candidate}"
@@ -278,7 +254,7 @@ def audit_command(
     what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory.
     """
     console = Console()
-    with _errors():
+    with errors():
         require_installed("audit", "jax")
         if html is not None:
             require_installed("audit", *DRAWS)
@@ -302,13 +278,16 @@ def audit_command(
             clean = not lines
             answer = "worse than before" if lines else "no worse than before"
             verdict = f"{answer}; {verdict}"
-            console.print(_text("\n".join((answer, *lines)), "green" if clean else "bold red"), soft_wrap=True)
+            console.print(plain("\n".join((answer, *lines)), "green" if clean else "bold red"), soft_wrap=True)
         if html is not None:
             from gradcombine.reporting import page  # needs matplotlib, which takes a second to import
 
             title = f"gradcombine audit {what}" + (f" for {target}" if target else "")
             page.write(html, title, verdict, clean, report.page_sections(reports, chosen, lines))
     raise typer.Exit(0 if clean else 1)
+
+
+app.command("check")(check_command)
 
 
 @app.command("plan")
@@ -336,7 +315,7 @@ def plan_command(
     if no way fits the target's memory.
     """
     console = Console()
-    with _errors():
+    with errors():
         require_installed("plan", "jax", "optax", extra="optax")
         if json is not None and not json.resolve().parent.is_dir():
             raise GradCombineError("plan", "a path in an existing folder for --json", str(json))
@@ -345,14 +324,14 @@ def plan_command(
             task = bar.add_task("importing", total=None)
 
             def progress(name: str, done: int, total: int) -> None:
-                bar.update(task, description=_label(name), completed=done, total=total)
+                bar.update(task, description=label(name), completed=done, total=total)
 
             made = plan_named(what, target, None if ways is None else ways.split(","), progress)
         best = made.best
         show(console, plan_report.verdict(made), best is not None, plan_report.sections(made))
         if best is not None:
-            console.print(_text(f"\n{best.name}:\n", "bold"))
-            console.print(_text(best.code), soft_wrap=True)
+            console.print(plain(f"\n{best.name}:\n", "bold"))
+            console.print(plain(best.code), soft_wrap=True)
         if json is not None:
             json.write_text(json_format.dumps(plan_report.as_json(made), indent=1, allow_nan=False) + "\n")
     raise typer.Exit(plan_report.status(made))
@@ -380,7 +359,7 @@ def verify(
 
     Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
     """
-    with _errors():
+    with errors():
         require_installed("verify", *VERIFIES, *(() if html is None else DRAWS), extra="verify")
     for option, path in (("--json", json), ("--html", html)):
         if path is not None and not path.resolve().parent.is_dir():
@@ -394,7 +373,7 @@ def verify(
 
         def started(step: str, steps: int) -> None:
             begun = progress.tasks[0].total is not None
-            progress.update(task, description=_label(step), total=steps, advance=1 if begun else 0)
+            progress.update(task, description=label(step), total=steps, advance=1 if begun else 0)
 
         report = run.verify(replicas, inject_fault, started)
 
@@ -403,7 +382,7 @@ def verify(
     for finding in report.failed:
         # By name at the end, where a reader of a long output looks.
         console.print(
-            _text(f"  {finding.name}: promised {finding.promise}, found {findings.found(finding)}", "bold red")
+            plain(f"  {finding.name}: promised {finding.promise}, found {findings.found(finding)}", "bold red")
         )
     if json is not None:
         json.write_text(json_format.dumps(findings.as_json(report), indent=1, allow_nan=False) + "\n")
@@ -420,14 +399,3 @@ def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:
     if missing:
         raise GradCombineError("explain", f"the result's leaf {missing[0]} in {Path(path).name}", "none")
     return {name: dump[name].whole() for name in wanted}
-
-
-def _numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
-    try:
-        numbers = [kind(x) for x in text.split(",")]
-    except ValueError:
-        numbers = []
-    if not numbers or (kind is float and not all(map(math.isfinite, numbers))):
-        expected = f"--{option} as {'whole' if kind is int else 'finite'} numbers, separated by commas"
-        raise GradCombineError("explain", expected, repr(text))
-    return numbers

@@ -107,7 +107,7 @@ def test_the_help_leads_to_a_verb_at_80_columns(monkeypatch: pytest.MonkeyPatch)
     text = CliRunner().invoke(app, ["--help"]).stdout
     assert max(map(len, text.splitlines())) <= 80
     verbs = [line.split()[1] for line in text.partition("Commands")[2].splitlines()[1:] if line[2:3].isalpha()]
-    assert verbs == ["diff", "explain", "audit", "plan", "verify"]
+    assert verbs == ["diff", "explain", "audit", "check", "plan", "verify"]
     for verb in verbs:
         _, found, rest = CliRunner().invoke(app, [verb, "--help"]).stdout.partition("Exit status")
         paragraph = f"{found}{rest.partition('╭')[0]}".strip().splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -93,6 +93,28 @@ def check_step(
     >>> print(report.faults[0])
     4 microbatches: mean of means: the microbatches' weights are ignored (they weigh from 0.1 to 0.3 in one batch)
     """
+    case = {"microbatches": microbatches, "devices": devices, "returns": returns, "pad": pad, "terms": terms}
+    return checked(make_step, params, batch, case | {"reference": reference, "unit": unit})
+
+
+DEFAULTS: dict[str, Any] = {"microbatches": (2, 4), "devices": (1,), "returns": "gradients"}
+
+
+def checked(
+    make_step: Callable[..., Step],
+    params: Tree,
+    batch: Tree,
+    settings: Mapping[str, Any],
+    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> StepReport:
+    """`check_step` with its settings by name.
+
+    Args:
+      progress: called before each part with its name, how many are done, and how many there are.
+    """
+    given = DEFAULTS | dict(settings)
+    microbatches, devices, returns = given["microbatches"], given["devices"], given["returns"]
+    pad, terms, reference, unit = (given.get(name) for name in ("pad", "terms", "reference", "unit"))
     splits = _splits(microbatches, devices)
     require_one_of(OPERATION, "returns to be 'gradients' or 'params'", returns, ("gradients", "params"))
     if not callable(make_step):
@@ -102,6 +124,8 @@ def check_step(
     for split in splits:
         if split.microbatches * split.devices > n:
             raise GradCombineError(OPERATION, f"at least as many examples as parts: {split}", n)
+    parts = ["one batch, and its rounding noise", *map(str, splits), "what one batch gives after the others"]
+    progress(parts[0], 0, len(parts))
     first, second = subject.divided(WHOLE, batch), subject.divided(WHOLE, batch)
     if _changes(first, second):
         return StepReport((Fault(Cause.STATE, str(WHOLE)),), (), "", ("anything else",))
@@ -126,6 +150,7 @@ def check_step(
             None if accuracy is None else float(accuracy.max()),
             None if noises is None else float(noises.max()),
             subject.names[int(shares.argmax())],
+            dict(zip(subject.names, map(float, shares), strict=True)),
         )
         runs.append(run)
         return run
@@ -147,7 +172,8 @@ def check_step(
         return run.invariance if best is None or made is None else standard.shown(made.floats, best.floats)
 
     one = note(str(WHOLE), standard.own, standard.own, exact)
-    for split in [WHOLE, *splits]:
+    for i, split in enumerate([WHOLE, *splits]):
+        progress(parts[i], i, len(parts))
         try:
             own, again = subject.divided(split, batch), subject.divided(split, batch)
         except NotFiniteError as error:
@@ -170,6 +196,7 @@ def check_step(
         inaccurate = Fault(Cause.INACCURATE, one.name, f"{one.noises:.3g} times its noise")
         right = any(run.accuracy is not None and run.accuracy <= 1 for run in runs)
         faults = [inaccurate, *faults] if right else [*faults, inaccurate]
+    progress(parts[-1], len(parts) - 1, len(parts))
     if not faults:
         backwards, split = subject.on(standard.turned), splits[-1]
         own, name = backwards.divided(split, backwards.batch), f"{split} in reverse order"

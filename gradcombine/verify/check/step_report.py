@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -90,6 +91,7 @@ class StepRun(NamedTuple):
         a reference.
       noises: the same distance, as so many times the rounding noise of the step.
       leaf: where the result is furthest from one batch.
+      shares: by leaf, the distance from one batch over the bound.
     """
 
     name: str
@@ -97,6 +99,7 @@ class StepRun(NamedTuple):
     accuracy: float | None
     noises: float | None
     leaf: str
+    shares: Mapping[str, float] = MappingProxyType({})
 
     def __str__(self) -> str:
         from_one = f"{self.invariance:.2g} of the bound from one batch"

@@ -1,0 +1,79 @@
+"""``gradcombine check``: are k microbatches one batch, in a step of your own?"""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from gradcombine.errors import GradCombineError, require_installed
+from gradcombine.reporting.sections import show
+from gradcombine.verify.check import check_report as report
+from gradcombine.verify.check.named import check_named
+from gradcombine.verify.check.step_report import Verdict
+from gradcombine.verify.terminal import DRAWS, errors, label, numbers, plain
+
+
+def check_command(
+    what: Annotated[
+        str,
+        typer.Argument(
+            help="module:callable that returns (make_step, params, batch), or a dict of these and of other arguments "
+            "of gradcombine.verify.check_step. make_step(microbatches) returns step(params, batch)."
+        ),
+    ],
+    microbatches: Annotated[str | None, typer.Option(help="Numbers to divide by, as 2,4.")] = None,
+    devices: Annotated[str | None, typer.Option(help="Numbers of devices, as 1,8.")] = None,
+    returns: Annotated[
+        str | None, typer.Option(help="What the step returns: gradients (means over the examples), or params.")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.", min=0.001)] = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="An earlier --json: fail only on causes that are new.", metavar="FILE")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
+    html: Annotated[Path | None, typer.Option(help="Write a page with a picture.", metavar="FILE")] = None,
+) -> None:
+    """Are k microbatches one batch, in your step? Runs it on one batch and on its divisions, and names the cause.
+
+    Exit status: 0 if they are, 1 if not (with --baseline, for a cause that is new), 2 for what cannot be imported, cut
+    or run, 3 if not all could be compared.
+    """
+    console = Console()
+    with errors():
+        if html is not None:
+            require_installed("check", *DRAWS)
+        for option, path in (("--json", json), ("--html", html)):
+            if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+                raise GradCombineError("check", f"a path in an existing folder for {option}", str(path))
+        before = None if baseline is None else report.read_baseline(baseline)
+        others: dict[str, Any] = {} if returns is None else {"returns": returns}
+        for name, text in (("microbatches", microbatches), ("devices", devices)):
+            if text is not None:
+                others[name] = numbers("check", name, text, int)
+        columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True) as bar:
+            task = bar.add_task("importing", total=None)
+
+            def progress(name: str, done: int, total: int) -> None:
+                bar.update(task, description=label(name), completed=done, total=total)
+
+            found, source = check_named(what, others, timeout, progress)
+        verdict, sections = report.verdict(found), report.sections(found, source and f"The step is made at {source}.")
+        passes, status = found.passes, report.STATUS[found.verdict]
+        show(console, verdict, passes, sections)
+        if before is not None and found.verdict is Verdict.FAILS:
+            lines = report.new_causes(found, before)
+            status, answer = (1, "causes that are new:") if lines else (0, "no cause that is new")
+            console.print(plain("\n".join((answer, *lines)), "bold red" if lines else "green"), soft_wrap=True)
+        if json is not None:
+            json.write_text(json_format.dumps(report.as_json(found), indent=1, allow_nan=False) + "\n")
+        if html is not None:
+            from gradcombine.reporting import page  # needs matplotlib, which takes a second to import
+
+            page.write(html, f"gradcombine check {what}", verdict, passes, sections)
+    raise typer.Exit(status)

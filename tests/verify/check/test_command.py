@@ -1,0 +1,163 @@
+"""`gradcombine check` and the fixtures, as a user runs them on a module of their own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from gradcombine.verify import Cause
+from gradcombine.verify.check.check_report import REMEDIES
+from gradcombine.verify.command import app
+
+pytest_plugins = ["pytester"]
+
+STEPS = """
+import time
+import numpy as np
+
+rng = np.random.default_rng(0)
+PARAMS = {"w": np.ones(3, np.float32)}
+BATCH = {"x": rng.normal(size=(8, 3)).astype(np.float32), "mask": (np.arange(8) % 3 > 0).astype(np.float32)}
+
+def sums(p, x, mask):
+    return ((x @ p["w"])[:, None] * x * mask[:, None]).sum(0), mask.sum()
+
+def parts(batch, k):
+    return zip(np.array_split(batch["x"], k), np.array_split(batch["mask"], k))
+
+def right(k):
+    def step(p, batch):
+        found = [sums(p, x, m) for x, m in parts(batch, k)]
+        return {"w": sum(g for g, _ in found) / sum(n for _, n in found)}
+    return step
+
+def wrong(k):
+    def step(p, batch):
+        return {"w": sum(g / n for g, n in (sums(p, x, m) for x, m in parts(batch, k))) / np.float32(k)}
+    return step
+
+def pinned(k):
+    def step(p, batch):
+        return right(k)({"w": np.asarray(p["w"], np.float32)}, batch)
+    return step
+
+def slow(k):
+    def step(p, batch):
+        time.sleep(0.05)
+        return right(1)(p, batch)
+    return step
+
+def right_case(): return right, PARAMS, BATCH
+def wrong_case(): return {"make_step": wrong, "params": PARAMS, "batch": BATCH, "microbatches": (4,)}
+def pinned_case(): return pinned, PARAMS, BATCH
+def slow_case(): return slow, PARAMS, BATCH
+def two(): return right, PARAMS
+def misspelt(): return {"make_step": right, "params": PARAMS, "batch": BATCH, "microbatch": 2}
+def raising(): raise KeyError("no data")
+def uneven(): return right, PARAMS, {"x": BATCH["x"], "mask": BATCH["mask"][:3]}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "steps_to_check.py").write_text(STEPS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def run(name: str, *options: Any) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["check", f"steps_to_check:{name}", *map(str, options)], env={"COLUMNS": "160"})
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.output
+
+
+def test_a_step_that_is_right(here: Path) -> None:
+    code, output = run("right_case", "--microbatches", "2,3")
+    assert code == 0 and "the same: 2 microbatches and 3 microbatches give what one batch gives" in output
+
+
+def test_a_mean_of_means_is_named_with_what_to_write(here: Path) -> None:
+    code, output = run("wrong_case", "--json", "a.json", "--html", "a.html")
+    assert code == 1 and "not the same: 4 microbatches: mean of means" in output
+    assert "steps_to_check.py:" in output  # where the step is made
+    content = json.loads((here / "a.json").read_text())
+    assert content["verdict"] == "fails" and content["causes"][0]["cause"] == "MEAN_OF_MEANS"
+    assert content["causes"][0]["instead"] == REMEDIES[Cause.MEAN_OF_MEANS]
+    assert content["divisions"][1]["shares"].keys() == {"['w']"}
+    page = (here / "a.html").read_text()
+    assert "mean of means" in page and "Heat map of the distance of each leaf" in page
+
+
+def test_a_cause_that_is_known_already_does_not_fail_again(here: Path) -> None:
+    run("wrong_case", "--json", "before.json")
+    assert run("wrong_case", "--baseline", "before.json")[0] == 0
+    code, output = run("wrong_case", "--baseline", "before.json", "--microbatches", "2,4")
+    assert code == 1 and "causes that are new" in output
+
+
+def test_what_cannot_be_compared_has_a_status_of_its_own(here: Path) -> None:
+    code, output = run("pinned_case")
+    assert code == 3 and "cannot tell" in output
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("none_of_this_name", (), "a callable none_of_this_name in steps_to_check"),
+        ("two", (), r"to return \(make_step, params, batch\)"),
+        ("misspelt", (), "also microbatch"),
+        ("raising", (), "KeyError"),
+        ("uneven", (), "3 examples along the first axis"),
+        ("right_case", ("--microbatches", "9"), "at least as many examples as parts"),
+        ("right_case", ("--microbatches", "two"), "--microbatches as whole numbers"),
+        ("right_case", ("--returns", "updates"), "returns to be 'gradients' or 'params'"),
+        ("right_case", ("--baseline", "none.json"), "a baseline that --json has written"),
+        ("right_case", ("--json", "no/such/file.json"), "a path in an existing folder for --json"),
+        ("slow_case", ("--timeout", "0.2"), "a check that takes less than 0.2 s"),
+    ],
+)
+def test_what_cannot_run_is_said_in_one_line(here: Path, name: str, options: tuple[str, ...], message: str) -> None:
+    code, output = run(name, *options)
+    assert code == 2 and re.search(message, output.replace("\n", " ")), output
+    assert len(output.strip().splitlines()) == 1
+
+
+@pytest.mark.needs("jax")
+def test_the_page_shows_what_the_command_prints(here: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "check.md").read_text()
+    (listing,), (console,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.S) for kind in ("python", "console"))
+    (here / "steps_of_the_page.py").write_text(listing)
+    command, _, said = console.partition("\n\n")
+    assert command == "$ gradcombine check steps:make_case"
+    done = CliRunner().invoke(app, ["check", "steps_of_the_page:make_case"], env={"COLUMNS": "114"})
+    assert done.exit_code == 1
+    printed = words(done.output.replace(str(here / "steps_of_the_page.py"), "steps.py"))
+    assert printed[: len(words(said))] == words(said)
+
+
+def words(text: str) -> list[list[str]]:
+    """Of each line that is not empty or ruled."""
+    return [line.split() for line in text.splitlines() if line.strip(" \u2500")]
+
+
+def test_the_fixtures_read_like_the_command(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    pytester.makepyfile(steps_to_check=STEPS)
+    pytester.makepyfile("""
+        from steps_to_check import BATCH, PARAMS, right, wrong
+
+        def test_right(check_step):
+            assert check_step(right, PARAMS, BATCH).passes
+
+        def test_wrong(check_step):
+            check_step(wrong, PARAMS, BATCH, microbatches=(4,))
+    """)
+    done = pytester.runpytest_subprocess("-p", "no:gradcombine", "-p", "gradcombine.pytest_plugin", "-p", "no:xdist")
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(["*not the same: 4 microbatches: mean of means*", "instead: return sums and counts*"])
