@@ -79,7 +79,7 @@ BESIDES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 """What is to be audited and the script does elsewhere or not at all, of what it defines."""
 
-IMPORTED = ("jax", "optax", "flax.linen", "tensorflow", "keras", "sklearn.datasets", "gradcombine.verify.audit")
+IMPORTED = ("jax", "optax", "flax.linen", "tensorflow", "keras", "sklearn.datasets", "gradcombine.audit")
 """Takes longer than most examples: imported once, in a process that runs nothing, and from which theirs are forked."""
 
 

@@ -35,7 +35,7 @@ PUBLIC = (
         "gradcombine.foreign_orders",
         "gradcombine.verify",
     ),
-    *("gradcombine.verify.audit", "gradcombine.verify.plan", "gradcombine.integrations.jax"),
+    *("gradcombine.audit", "gradcombine.verify.plan", "gradcombine.integrations.jax"),
     *("gradcombine.integrations.jax.zero", "gradcombine.integrations.optax", "gradcombine.integrations.tensorflow"),
     *("gradcombine.integrations.keras", "gradcombine.integrations.horovod"),
 )
