@@ -2,7 +2,7 @@
 
 from gradcombine.audit import Audit, audit
 from gradcombine.verify.check import StepReport, Verdict, check_step
-from gradcombine.verify.check.laws import BrokenLaw, check_reduction
+from gradcombine.verify.check.law_search import BrokenLaw, check_reduction
 from gradcombine.verify.check.windows import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.compare.comparison import (
     Comparison,
