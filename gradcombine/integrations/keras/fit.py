@@ -7,15 +7,16 @@ from typing import Any
 import keras
 
 from gradcombine.integrations.keras.accumulate import accumulating
+from gradcombine.integrations.keras.losses import require_weighable, weight_of
 from gradcombine.integrations.keras.settings import error
 
 
 class WeightedTrainStep:
     """Mixin for a keras.Model whose ``fit`` tells `Accumulate` the weight of each microbatch.
 
-    For weights that are not the numbers of examples, which `FlushAtEpochEnd` takes. Without either every microbatch of
-    ``fit`` has weight 1, which is right if all have the same size. The last one of an epoch often has not, nor have the
-    replicas' shares of it.
+    For weights of your own in place of the numbers of examples, which `FlushAtEpochEnd` takes. Without either every
+    microbatch of ``fit`` has weight 1, which is right if all have the same size. The last one of an epoch often has
+    not, nor have the replicas' shares of it.
 
     Put it before keras.Model: ``class Model(WeightedTrainStep, keras.Model)``. The functional API and subclassing work
     alike. Compiled with another optimizer, nothing changes. A ``train_step`` of your own calls ``super().train_step``,
@@ -30,19 +31,24 @@ class WeightedTrainStep:
     """
 
     def microbatch_weight(self, x: Any, y: Any, sample_weight: Any) -> Any:
-        """The weight of one microbatch on one replica: by default the number of its examples.
+        """The weight of one microbatch on one replica: by default the one that belongs to the reduction of the losses.
 
-        That is what belongs to Keras' default loss reduction, ``"sum_over_batch_size"``, which divides by the number of
-        examples even where there are sample weights. For ``"mean_with_sample_weight"``, return the sum of the
-        sample weights (of the tokens that count); for ``"sum"``, compile ``Accumulate(..., reduction="sum")``.
+        For Keras' default, ``"sum_over_batch_size"``, that is the number of examples, by which it divides even where
+        there are sample weights. For ``"mean_with_sample_weight"`` it is the sum of the sample weights, and for
+        ``"sum"``, with ``Accumulate(..., reduction="sum")``, 1. Where layers mask tokens, return the number of those
+        that count.
 
         Args:
           x, y, sample_weight: a batch, as ``fit`` hands it to ``train_step``.
 
         Returns:
           A scalar, finite and not negative; a microbatch of weight 0 changes nothing.
+
+        Raises:
+          GradCombineError: for losses that are sums over the examples in a window that is a mean; for both kinds.
         """
-        return _examples(x)
+        optimizer = accumulating(getattr(self, "optimizer", None))
+        return weight_of(self, "mean" if optimizer is None else optimizer.reduction, x, sample_weight)
 
     def train_step(self, *args: Any) -> Any:
         """Keras' own, with the weight of the batch, which is the last argument on every backend."""
@@ -54,21 +60,15 @@ class WeightedTrainStep:
             return step(*args)
 
 
-def _examples(x: Any) -> Any:
-    """The number of examples in a batch."""
-    shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
-    return shape[0]
-
-
 class _Weighed:
-    """A train step whose microbatches have their number of examples for a weight."""
+    """A model's train step, whose microbatches have the weight that belongs to its losses."""
 
-    def __init__(self, step: Any, optimizer: Any) -> None:
-        self.step, self.optimizer = step, optimizer
+    def __init__(self, step: Any, model: Any, optimizer: Any) -> None:
+        self.step, self.model, self.optimizer = step, model, optimizer
 
     def __call__(self, *args: Any) -> Any:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(args[-1])
-        with self.optimizer.weighted(_examples(x)):
+        x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(args[-1])
+        with self.optimizer.weighted(weight_of(self.model, self.optimizer.reduction, x, sample_weight)):
             return self.step(*args)
 
 
@@ -76,15 +76,17 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     """Weighs the microbatches of ``fit``, and applies the partial window that an epoch ends with.
 
     Each microbatch has its number of examples for a weight (the share of each replica has its own), so that the smaller
-    last batch of an epoch counts as what it is: for ``Accumulate(reduction="mean")`` and Keras' default loss reduction.
-    A model with `WeightedTrainStep` keeps the weights of its own. The partial window is divided by its true weight, and
-    the next epoch begins a new one.
+    last batch of an epoch counts as what it is. For losses with ``reduction="mean_with_sample_weight"`` the weight is
+    the sum of the sample weights. A model with `WeightedTrainStep` keeps the weights of its own, and
+    ``Accumulate(reduction="sum")``, which belongs to losses with ``reduction="sum"``, adds gradients as they are. The
+    partial window is divided by its true weight, and the next epoch begins a new one.
 
     The window is applied before the epoch's validation, which then sees what the whole epoch has trained, and before
     ``on_epoch_end`` of the callbacks after this one: put it first, in front of a ModelCheckpoint for instance.
 
     Raises:
-      GradCombineError: for a model whose optimizer is not an `Accumulate`.
+      GradCombineError: for a model whose optimizer is not an `Accumulate`; for a window that is a mean of losses that
+        are sums over the examples, or of both kinds.
 
     >>> import keras, numpy as np
     >>> from gradcombine.integrations.keras import Accumulate
@@ -104,6 +106,7 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
             raise error("a model compiled with Accumulate", type(model.optimizer).__name__)
         self._optimizer = optimizer
         if optimizer.reduction == "mean" and not isinstance(model, WeightedTrainStep):
+            require_weighable(model, optimizer.reduction)
             self._weigh(model, optimizer)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -115,7 +118,7 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     def _weigh(self, model: Any, optimizer: Any) -> None:
         """Puts weights around the model's own step, for this ``fit``."""
         own = vars(model).get("train_step", model.train_step)
-        model.train_step = _Weighed(own.step if isinstance(own, _Weighed) else own, optimizer)
+        model.train_step = _Weighed(own.step if isinstance(own, _Weighed) else own, model, optimizer)
         model.make_train_function(force=True)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

@@ -1,0 +1,110 @@
+"""The weights of batches whose losses are sums over the examples, or means by sample weights, in ``fit``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
+from tests.integrations.keras.cases import Model, linear
+
+RNG = np.random.default_rng(3)
+ROWS, BATCH, EVERY = 11, 4, 3
+X, Y = RNG.normal(size=(ROWS, 2)).astype(np.float32), RNG.normal(size=(ROWS, 1)).astype(np.float32)
+COUNTED = RNG.integers(1, 9, ROWS).astype(np.float32)
+SETTINGS = [
+    pytest.param({}, id="default"),
+    pytest.param({"jit_compile": True}, id="jit"),
+    pytest.param({"run_eagerly": True}, id="eager", marks=pytest.mark.full),
+    pytest.param({"steps_per_execution": 2}, id="several", marks=pytest.mark.full),
+]
+
+
+class Plain(keras.Model):
+    """Without weights of its own."""
+
+
+def squares(reduction: str | None) -> Any:
+    return keras.losses.MeanSquaredError(reduction=reduction)
+
+
+def gradient(weights: np.ndarray) -> np.ndarray:
+    """The weighted sum over the epoch of the examples' gradients, in float64, where all parameters are 1."""
+    residuals = X.astype(np.float64).sum(axis=1) - Y[:, 0]
+    return 2 * (weights.astype(np.float64) * residuals) @ X.astype(np.float64)
+
+
+def change(loss: Any, reduction: Any, model: type, settings: dict[str, Any], **fit: Any) -> np.ndarray:
+    """What one window over an epoch, in batches of 4, 4 and 3, subtracts from the parameters."""
+    made = linear(Accumulate(keras.optimizers.SGD(1.0), EVERY, reduction=reduction), model)
+    made.compile(made.optimizer, loss, **settings)
+    callbacks = [FlushAtEpochEnd()]
+    made.fit(X, Y, batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks, **fit)
+    assert int(made.optimizer.iterations) == 1
+    return 1 - made.weights[0].numpy()[:, 0].astype(np.float64)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("model", [Plain, Model])
+def test_a_sum_of_summed_losses_is_the_sum_over_the_epoch(model: type, settings: dict[str, Any]) -> None:
+    received = change(squares("sum"), "sum", model, settings)
+    np.testing.assert_allclose(received, gradient(np.ones(ROWS)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("model", [Plain, Model])
+def test_means_by_sample_weights_have_their_sum(model: type, settings: dict[str, Any]) -> None:
+    received = change(squares("mean_with_sample_weight"), "mean", model, settings, sample_weight=COUNTED)
+    np.testing.assert_allclose(received, gradient(COUNTED / COUNTED.sum(dtype=np.float64)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", [Plain, Model])
+@pytest.mark.parametrize("loss", ["mse", squares("mean_with_sample_weight"), squares("mean")], ids=str)
+def test_means_over_examples_have_their_number(model: type, loss: Any) -> None:
+    received = change(loss, "mean", model, {})
+    np.testing.assert_allclose(received, gradient(np.full(ROWS, 1 / ROWS)), rtol=1e-5)
+
+
+def test_losses_by_number_of_examples_have_it_beside_sample_weights() -> None:
+    received = change("mse", "mean", Plain, {}, sample_weight=COUNTED)
+    np.testing.assert_allclose(received, gradient(COUNTED / ROWS), rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", [Plain, Model])
+@pytest.mark.parametrize("reduction", ["sum", pytest.param(None, marks=pytest.mark.full)])
+def test_a_mean_of_summed_losses_is_refused(model: type, reduction: str | None) -> None:
+    with pytest.raises(GradCombineError, match=r"Accumulate\(..., reduction='sum'\) for losses that are sums"):
+        change(squares(reduction), "mean", model, {})
+
+
+def two_outputs(losses: Any, model: type = Plain) -> Any:
+    x = keras.Input((2,))
+    made = model(x, [keras.layers.Dense(1)(x), keras.layers.Dense(1)(x)])
+    made.compile(Accumulate(keras.optimizers.SGD(1.0), EVERY), losses)
+    return made
+
+
+@pytest.mark.parametrize("model", [Plain, Model])
+def test_losses_of_both_kinds_are_refused(model: type) -> None:
+    made = two_outputs([squares("sum"), squares("mean")], model)
+    with pytest.raises(GradCombineError, match=r"all means over the examples or all sums.*received .*'mean', 'sum'"):
+        made.fit(X, [Y, Y], batch_size=BATCH, verbose=0, callbacks=[FlushAtEpochEnd()])
+
+
+def test_sample_weights_of_several_outputs_are_refused() -> None:
+    made = two_outputs([squares("mean_with_sample_weight")] * 2)
+    with pytest.raises(GradCombineError, match=r"one sample weight .*received 2"):
+        made.fit(X, [Y, Y], batch_size=BATCH, verbose=0, sample_weight=COUNTED, callbacks=[FlushAtEpochEnd()])
+
+
+def test_a_weight_of_ones_own_is_taken_for_summed_losses() -> None:
+    class Counted(Model):
+        def microbatch_weight(self, x: Any, y: Any, sample_weight: Any) -> Any:
+            return 1
+
+    received = change(squares("sum"), "mean", Counted, {})
+    np.testing.assert_allclose(received, gradient(np.ones(ROWS)) / EVERY, rtol=1e-5)
