@@ -12,6 +12,7 @@ import keras
 from gradcombine.errors import GradCombineError, require_items, shown
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, error, reduction_of
+from gradcombine.integrations.keras.unweighed import Unweighed
 from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.places.window import Window
 from gradcombine.reductions.sums import Precision
@@ -38,6 +39,8 @@ class Accumulate(WindowWrapper):
 
     ``fit`` gives every microbatch weight 1; the callback `FlushAtEpochEnd` makes it the number of examples, and applies
     what an epoch leaves over. `WeightedTrainStep` has weights of your own, and ``apply`` takes them in a custom loop.
+    Where Keras' own ``train_step`` hands over batches of different sizes without either, a warning says so, once for
+    each optimizer: at the latest at the end of ``fit``.
 
     A gradient that is None adds nothing. For a variable that has had no gradient yet, the inner optimizer gets None,
     and Keras warns about it. Sparse gradients (tf.IndexedSlices) become dense.
@@ -55,7 +58,7 @@ class Accumulate(WindowWrapper):
       inner_optimizer: a Keras optimizer, its name or its config.
       every: the microbatches of a window: an integer of 1 or more, or a function of the window's index (int32 scalar),
         registered by keras.saving.register_keras_serializable if the model is to be saved.
-      reduction: ``"mean"`` or ``"sum"``.
+      reduction: ``"mean"``; or ``"sum"``, for losses that are sums over the examples.
       precision: ``"fast"``, ``"compensated"`` or ``"exact"``, as for `gradcombine.reductions.sum`.
       dtype: of the accumulators, as there.
       order, max_every: as for `gradcombine.accumulate`.
@@ -106,7 +109,7 @@ class Accumulate(WindowWrapper):
         self.order: Order = order
         self.max_every = max_every
         self._kind = f"{reduction}, precision {precision!r}"
-        self._combined, self._weights = combined, Weights()
+        self._combined, self._weights, self._unweighed = combined, Weights(), Unweighed(self)
         self._scaled_outside = False
         self.inner_optimizer = inner
         if type(self) is Accumulate and settings.scales_loss(inner):
@@ -169,7 +172,10 @@ class Accumulate(WindowWrapper):
         gradients = self._aligned(gradients, trainable_variables)
         if all(gradient is None for gradient in gradients):
             raise error("a gradient for one variable or more", "none")
-        window.contribute(gradients, self._weights.current() if weight is None else weight)
+        weight = self._weights.current() if weight is None else weight
+        if weight is None:
+            self._unweighed.add(window)
+        window.contribute(gradients, 1 if weight is None else weight)
         self._iterations.assign_add(1)
 
     @no_autograph
@@ -235,8 +241,11 @@ class Accumulate(WindowWrapper):
         return self._weights.set_to(weight)
 
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
-        """As the inner optimizer does."""
-        if self._window is None or not self._window.holds(var_list):
+        """As the inner optimizer does; ``fit`` calls it at its end."""
+        if self._window is None:
+            return
+        self._unweighed.end(self._window)
+        if not self._window.holds(var_list):
             return
         super().finalize_variable_values(var_list)
         self._window.unshare(var_list)

@@ -19,6 +19,13 @@ def examples(x: Any) -> Any:
     return shape[0]
 
 
+def are_means(model: Any) -> bool:
+    """Whether all losses are known to be means over examples: those of compile, in Keras' own compute_loss."""
+    own = type(model).compute_loss is keras.Model.compute_loss
+    reductions = _reductions(model)
+    return own and bool(reductions) and reductions.issubset(_MEANS)
+
+
 def require_weighable(model: Any, reduction: str) -> None:
     """Refuses losses that no weight of a batch is right for.
 

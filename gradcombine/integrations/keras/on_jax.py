@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradcombine.integrations.jax.run_if import run_if
+from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow
+from gradcombine.places.window import Window
 from gradcombine.types import AccumulateState, Tree
 
 
@@ -20,6 +22,11 @@ class JaxWindow(KerasWindow):
     Works on whatever values the variables have: those of a keras.StatelessScope, traced or not, or their own. There are
     no replicas: jax.Array spans the devices. tf.train.Checkpoint does not save variables of this backend.
     """
+
+    def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
+        super().__init__(rules, parts, optimizer, variables)
+        self._sizes: set[int] = set()
+        self._sizes_before: set[int] = set()
 
     def contribute(self, gradients: list[Any], weight: Any) -> None:
         before = self.resumed(self._read())
@@ -38,6 +45,20 @@ class JaxWindow(KerasWindow):
         nothing = [False] * len(self._targets)
         self.touched.assign(self.marked(nothing, partial, state.index))
         return partial
+
+    def see(self, size: Any, is_first: bool) -> Iterable[int]:
+        """As `KerasWindow.see`: shapes are static, and each new one is traced.
+
+        One that is new in the middle of ``fit`` follows steps of another size, which may have been traced before it.
+        """
+        before = self._sizes | self._sizes_before
+        self._sizes.add(size)
+        return self._sizes if is_first or size in before else {size, *before}
+
+    def seen(self) -> Iterable[int]:
+        found, self._sizes = self._sizes, set()
+        self._sizes_before |= found
+        return found
 
     def load(self, states: list[AccumulateState], touched: Any) -> None:
         self.write(states[0])

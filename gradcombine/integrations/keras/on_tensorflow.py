@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from gradcombine.integrations.keras.settings import Parts, error
-from gradcombine.integrations.keras.window_variables import KerasWindow
+from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
 from gradcombine.integrations.tensorflow.accumulated_step import dense_gradient, require_synchronous
 from gradcombine.integrations.tensorflow.merged_gradients import from_first_replica, summed_over_replicas
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
 from gradcombine.types import AccumulateState
+
+_NO_SIZES = np.array([np.iinfo(np.int32).max, 0], np.int32)
+"""The least and the greatest size of none."""
 
 
 class TensorflowWindow(KerasWindow):
@@ -32,6 +36,8 @@ class TensorflowWindow(KerasWindow):
             raise error("a strategy with variables on every replica", type(self._strategy).__name__)
         super().__init__(rules, parts, optimizer, variables)
         self.replicas = self._strategy.num_replicas_in_sync
+        # Shapes are known as a step runs; a variable takes them out of compiled ones. It is no part of the state.
+        self._sizes = make_variable(_NO_SIZES, "sizes")
         *leaves, step, index = [x.value for x in self.leaves]
         position = {"step": step, "index": index}
         levels, everywhere = self.structure.children[0], replace(rules, over=tf_replicas())
@@ -56,6 +62,21 @@ class TensorflowWindow(KerasWindow):
             return self._flush()
         # In a function: strategy.run by itself is slow, and TensorFlow says so.
         return self._flush_all()
+
+    def see(self, size: Any, is_first: bool) -> Iterable[int]:
+        least, greatest = tf.unstack(tf.convert_to_tensor(self._sizes.value))
+        size = tf.cast(size, least.dtype)
+        sizes = tf.stack([tf.minimum(least, size), tf.maximum(greatest, size)])
+        self._sizes.value.assign(sizes)
+        return sizes.numpy().tolist() if tf.executing_eagerly() else ()
+
+    def seen(self) -> Iterable[int]:
+        if not tf.executing_eagerly():
+            return ()
+        found = [x for x in self.values(self._sizes) if x[0] <= x[1]]
+        for component in self._components(self._sizes):
+            component.assign(_NO_SIZES)
+        return (int(min(x[0] for x in found)), int(max(x[1] for x in found))) if found else ()
 
     def load(self, states: list[AccumulateState], touched: Any) -> None:
         for i, variable in enumerate(self.leaves):

@@ -153,6 +153,5 @@ class Weights:
                 self._by_thread[thread] = before
 
     def current(self) -> Any:
-        """This thread's weight; 1 where none is set."""
-        weight = self._by_thread.get(threading.get_ident())
-        return 1 if weight is None else weight
+        """This thread's weight; None where none is set."""
+        return self._by_thread.get(threading.get_ident())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -63,8 +63,8 @@ class KerasWindow(ABC):
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
         paths = self.structure.paths()
-        self.touched = _variable(np.zeros(len(variables) + 1, np.int32), "touched")
-        self.leaves = [_variable(x, *_place(path, parts, variables)) for x, path in zip(empty, paths, strict=True)]
+        self.touched = make_variable(np.zeros(len(variables) + 1, np.int32), "touched")
+        self.leaves = [make_variable(x, *_place(path, parts, variables)) for x, path in zip(empty, paths, strict=True)]
 
     @abstractmethod
     def contribute(self, gradients: list[Any], weight: Any) -> None:
@@ -73,6 +73,19 @@ class KerasWindow(ABC):
     @abstractmethod
     def flush(self) -> Any:
         """Runs the optimizer on a partial window, and ends it; returns whether there was one."""
+
+    @abstractmethod
+    def see(self, size: Any, is_first: bool) -> Iterable[int]:
+        """Takes note of the size of a microbatch without a weight; returns those of this ``fit``, if known already.
+
+        Args:
+          size: the number of its examples.
+          is_first: whether no step of this ``fit`` has ended.
+        """
+
+    @abstractmethod
+    def seen(self) -> Iterable[int]:
+        """The least and the greatest size that `see` has taken note of; it begins anew."""
 
     @abstractmethod
     def load(self, states: list[AccumulateState], touched: Any) -> None:
@@ -322,7 +335,8 @@ def _place(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]
     return name, None if match[1] == ".stacked" else getattr(of, "_layout", None)
 
 
-def _variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
+def make_variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
+    """Makes a variable that each replica has a value of its own of."""
     dtype = str(first.dtype)
     try:
         keras.backend.standardize_dtype(dtype)

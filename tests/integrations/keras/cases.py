@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import keras
@@ -54,6 +56,15 @@ def linear(optimizer: Any, model: type = Model, **settings: Any) -> Any:
     made = model(x, keras.layers.Dense(1, use_bias=False, kernel_initializer="ones", name="dense")(x))
     made.compile(optimizer, "mse", **settings)
     return made
+
+
+@contextmanager
+def warned_of(sizes: str) -> Iterator[list[Any]]:
+    """Collects the warnings of microbatches of these sizes, of which there is one at the end; others are left alone."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.filterwarnings("always", f".* of {sizes} examples the same weight: .* mean of means", UserWarning)
+        yield found
+    assert len(found) == 1
 
 
 def tensor(value: Any, dtype: Any = None) -> Any:

@@ -17,8 +17,8 @@ FOLDER = Path(__file__).parent
     ("arguments", "tests"),
     [
         pytest.param(
-            ["-k", "combine or none or flush or left_alone or scan or in_place or device"],
-            20,
+            ["-k", "combine or none or flush or left_alone or scan or in_place or device or warn or losses"],
+            40,
             id="core",
             marks=pytest.mark.full,
         ),

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
-from tests.integrations.keras.cases import Replace, bits, linear
+from tests.integrations.keras.cases import Replace, bits, linear, warned_of
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.integers(-4, 5, (8, 2)).astype(np.float32), RNG.integers(-4, 5, (8, 1)).astype(np.float32)
@@ -159,6 +159,19 @@ def test_replicas_count_by_their_examples_in_fit() -> None:
     exact = [1 + Fraction(int(total)) * 2 / 7 for total in (residuals * X[:7]).sum(axis=0)]
     received = [Fraction(float(x)) for x in model.weights[0].numpy()[:, 0]]
     assert all(abs(a - b) <= abs(b) * Fraction(1, 2**22) for a, b in zip(received, exact, strict=True))
+
+
+class Plain(keras.Model):
+    """Without weights of its own."""
+
+
+def test_replicas_of_different_shares_without_weights_warn() -> None:
+    """The replicas have 2 and 2 examples, then 2 and 1, in windows of one microbatch each."""
+    with mirrored().scope():
+        model = linear(Accumulate(keras.optimizers.SGD(-1.0), 1), Plain)
+    model.fit(X[:4], Y[:4], batch_size=4, shuffle=False, verbose=0)
+    with warned_of("1 and of 2"):
+        model.fit(X[:7], Y[:7], batch_size=4, shuffle=False, verbose=0)
 
 
 @pytest.mark.full

@@ -1,0 +1,161 @@
+"""The warning of batches of different sizes that ``fit`` hands over without a weight."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import pytest
+
+from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
+from tests.integrations.keras.cases import ON_JAX, Batches, Model, linear, warned_of
+
+X, Y = np.ones((11, 2), np.float32), np.ones((11, 1), np.float32)
+SETTINGS = [
+    pytest.param({}, id="default"),
+    pytest.param({"jit_compile": True}, id="jit"),
+    pytest.param({"run_eagerly": True}, id="eager"),
+    pytest.param({"steps_per_execution": 2}, id="several"),
+]
+
+
+class Plain(keras.Model):
+    """Without weights of its own."""
+
+
+def batches(*sizes: int) -> Batches:
+    return Batches([(X[:size], Y[:size]) for size in sizes])
+
+
+def compiled(model: type = Plain, every: Any = 2, reduction: Any = "mean", **settings: Any) -> Any:
+    made = linear(Accumulate(keras.optimizers.SGD(0.125), every, reduction=reduction), model)
+    made.compile(made.optimizer, settings.pop("loss", "mse"), **settings)
+    return made
+
+
+def fit(model: Any, data: Any, **settings: Any) -> None:
+    data = data if isinstance(data, tuple) else (data,)
+    model.fit(*data, shuffle=False, verbose=0, **settings)
+
+
+def warned(model: Any, data: Any, **settings: Any) -> list[int]:
+    """How many warnings there have been at the end of each step; there is one at the end."""
+    counts: list[int] = []
+    count = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: counts.append(len(found)))
+    with warned_of("3 and of 4") as found:
+        fit(model, data, callbacks=[count], **settings)
+    return counts
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_arrays_warn_at_the_first_step(settings: dict[str, Any]) -> None:
+    assert warned(compiled(**settings), (X, Y), batch_size=4)[0] == 1
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("kind", ["dataset", "generator"])
+def test_other_data_warn_once_a_short_batch_has_come(settings: dict[str, Any], kind: str) -> None:
+    data = batches(4, 4, 3) if kind == "dataset" else (batches(4, 4, 3)[i] for i in range(3))
+    counts = warned(compiled(**settings), data, steps_per_epoch=None if kind == "dataset" else 3)
+    if "steps_per_execution" not in settings:
+        assert counts == [0, 0, int(ON_JAX or "run_eagerly" in settings)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param(lambda: ((X[:8], Y[:8]), {"batch_size": 4}), id="even"),
+        pytest.param(lambda: ((X[:8], Y[:8]), {}), id="one short batch"),
+        pytest.param(lambda: ((X, Y), {"batch_size": 4, "steps_per_epoch": 2}), id="without the last one"),
+        pytest.param(lambda: (batches(4, 4), {"epochs": 2}), id="dataset"),
+        pytest.param(lambda: ((X, Y), {"batch_size": 4, "callbacks": [FlushAtEpochEnd()]}), id="weighed"),
+    ],
+)
+def test_batches_of_one_size_or_with_weights_are_silent(data: Callable[[], Any]) -> None:
+    given, settings = data()
+    fit(compiled(), given, **settings)
+
+
+class OwnStep(keras.Model):
+    """Takes as many examples of each batch."""
+
+    def train_step(self, *args: Any) -> Any:
+        x, y = args[-1]
+        return super().train_step(*args[:-1], (x[:4], y[:4]))
+
+
+class OwnLoss(keras.Model):
+    """Sums over the examples."""
+
+    def compute_loss(self, x: Any = None, y: Any = None, y_pred: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return keras.ops.sum(keras.ops.square(y_pred - y))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda: compiled(every=1), id="windows of one"),
+        pytest.param(lambda: compiled(Model), id="WeightedTrainStep"),
+        pytest.param(lambda: compiled(reduction="sum"), id="sum"),
+        pytest.param(lambda: compiled(loss=keras.losses.MeanSquaredError(reduction="sum")), id="summed loss"),
+        pytest.param(lambda: compiled(OwnLoss), id="own loss"),
+        pytest.param(lambda: compiled(OwnStep), id="own step"),
+    ],
+)
+def test_what_is_no_mean_of_means_is_silent(make: Callable[[], Any]) -> None:
+    fit(make(), batches(4, 6, 4))
+
+
+def test_fits_of_one_size_each_are_silent() -> None:
+    model = compiled()
+    for size in (4, 2, 4):
+        fit(model, batches(size, size), epochs=2)
+
+
+def test_a_fit_warns_after_one_that_had_no_reason() -> None:
+    """Its larger batches are traced already."""
+    model = compiled()
+    fit(model, batches(4, 4))
+    warned(model, batches(4, 3))
+
+
+def test_an_optimizer_warns_once() -> None:
+    model = compiled()
+    warned(model, (X, Y), batch_size=4)
+    fit(model, (X, Y), batch_size=4)
+    fit(model, batches(4, 2))
+
+
+def test_a_scaled_optimizer_warns() -> None:
+    model = compiled()
+    model.compile(keras.optimizers.LossScaleOptimizer(Accumulate(keras.optimizers.SGD(0.125), 2)), "mse")
+    warned(model, batches(4, 3))
+
+
+def test_the_warning_changes_no_bits() -> None:
+    trained = []
+    for callbacks in ([], [Ones()]):
+        model = compiled()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            fit(model, batches(4, 4, 3, 4), epochs=2, callbacks=callbacks)
+        trained.append([x.numpy().tobytes() for x in (*model.weights, *model.optimizer.variables)])
+    assert trained[0] == trained[1]
+
+
+class Ones(keras.callbacks.Callback):
+    """Gives every microbatch the weight 1, for which no warning looks."""
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        model: Any = self.model
+        own = model.train_step
+
+        def step(*args: Any) -> Any:
+            with model.optimizer.weighted(1):
+                return own(*args)
+
+        model.train_step = step
+        model.make_train_function(force=True)
