@@ -516,6 +516,7 @@ def _allowed(name: str) -> tuple[type[BaseException], ...]:
 
 
 ELSEWHERE = (
+    "gradcombine.audit",
     "gradcombine.integrations",
     "gradcombine.verify.audit",
     "gradcombine.verify.plan",

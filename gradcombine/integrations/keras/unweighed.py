@@ -113,7 +113,7 @@ def _announced(arguments: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _running(frames: Iterator[FrameType], method: str) -> Iterator[FrameType]:
-    """Those of the frames that run this method of keras.Model, and not one that overrides it."""
+    """The frames that run this method of keras.Model, and not one that overrides it."""
     code: CodeType = inspect.unwrap(getattr(keras.Model, method)).__code__
     return (frame for frame in frames if frame.f_code is code)
 

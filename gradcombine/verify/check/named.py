@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from gradcombine.audit.auditing import callable_named
@@ -71,12 +72,13 @@ def check_named(
 
 
 def source_of(function: Any) -> str:
-    """The file and line of a function, as "step.py:12"; empty if it has none."""
+    """The file and line of a function, as "step.py:12"; empty if it has none. Files are named from here, if below."""
     try:
-        lines = inspect.getsourcelines(inspect.unwrap(function))
-        return f"{inspect.getsourcefile(inspect.unwrap(function))}:{lines[1]}"
+        _, line = inspect.getsourcelines(inspect.unwrap(function))
+        file = Path(inspect.getsourcefile(inspect.unwrap(function)) or "").resolve()
     except (TypeError, OSError, ValueError):
         return ""
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"
 
 
 class _LateError(BaseException):

@@ -63,7 +63,9 @@ def test_means_by_sample_weights_have_their_sum(model: type, settings: dict[str,
 
 
 @pytest.mark.parametrize("model", [Plain, Model])
-@pytest.mark.parametrize("loss", ["mse", squares("mean_with_sample_weight"), squares("mean")], ids=str)
+@pytest.mark.parametrize(
+    "loss", ["mse", squares("mean_with_sample_weight"), squares("mean")], ids=["mse", "weighted", "mean"]
+)
 def test_means_over_examples_have_their_number(model: type, loss: Any) -> None:
     received = change(loss, "mean", model, {})
     np.testing.assert_allclose(received, gradient(np.full(ROWS, 1 / ROWS)), rtol=1e-5)
