@@ -1,4 +1,4 @@
-"""What the losses of a model are over the examples of a batch: means or sums, and the weight that belongs to them."""
+"""Losses of a model over the examples of a batch: means or sums, and the weight that belongs to them."""
 
 from __future__ import annotations
 
