@@ -1,0 +1,128 @@
+"""The forms that people write steps in go to `check_step` as they are: states, modules, filtered functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+from gradcombine.verify import Cause, check_step
+
+RNG = np.random.default_rng(0)
+BATCH = {
+    "x": RNG.normal(size=(8, 6)).astype(np.float32),
+    "y": RNG.normal(size=(8, 3)).astype(np.float32),
+    "mask": np.float32([1, 1, 1, 0, 1, 0, 0, 1]),
+}
+TX = optax.adamw(1e-2)
+Sum = Callable[[Any, Any], Any]
+"""From a model and a microbatch to the gradient of the loss' sum."""
+
+
+@pytest.fixture(autouse=True)
+def _as_users_do() -> Iterator[None]:
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def squares(predicted: Any, batch: Any) -> Any:
+    return (((predicted - batch["y"]) ** 2).sum(-1) * batch["mask"]).sum()
+
+
+def combined(of_sum: Sum, model: Any, batch: Any, k: int, right: bool) -> Any:
+    """The mean over what counts, or the mean of the microbatches' means."""
+    parts = [jax.tree.map(lambda a, i=i: a.reshape(k, -1, *a.shape[1:])[i], batch) for i in range(k)]
+    sums, counts = [of_sum(model, part) for part in parts], [part["mask"].sum() for part in parts]
+    if right:
+        return jax.tree.map(lambda *g: sum(g) / sum(counts), *sums)
+    return jax.tree.map(lambda *g: sum(x / n for x, n in zip(g, counts, strict=True)) / k, *sums)
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        return nn.Dense(3)(nn.tanh(nn.Dense(5)(x)))
+
+
+def linen(right: bool) -> tuple[Any, Any]:
+    net = LinenNet()
+    state = TrainState.create(apply_fn=net.apply, params=net.init(jax.random.key(0), BATCH["x"]), tx=TX)
+    of_sum = jax.grad(lambda params, part: squares(net.apply(params, part["x"]), part))
+
+    def make_step(k: int) -> Any:
+        return jax.jit(lambda s, batch: s.apply_gradients(grads=combined(of_sum, s.params, batch, k, right)))
+
+    return make_step, state
+
+
+class NnxNet(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.hidden, self.out = nnx.Linear(6, 5, rngs=rngs), nnx.Linear(5, 3, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.out(nnx.tanh(self.hidden(x)))
+
+
+def in_place(right: bool) -> tuple[Any, Any]:
+    """A step that changes its module and its optimizer, as nnx has them."""
+    model = NnxNet(nnx.Rngs(0))
+    of_sum = nnx.grad(lambda model, part: squares(model(part["x"]), part))
+
+    def make_step(k: int) -> Any:
+        @nnx.jit
+        def update(model: Any, optimizer: Any, batch: Any) -> None:
+            optimizer.update(model, combined(of_sum, model, batch, k, right))
+
+        def step(state: Any, batch: Any) -> Any:
+            update(*state, batch)
+            return state
+
+        return step
+
+    return make_step, (model, nnx.Optimizer(model, TX, wrt=nnx.Param))
+
+
+def filtered(right: bool) -> tuple[Any, Any]:
+    """Equinox: functions among the leaves of a module."""
+    model = eqx.nn.MLP(6, 3, 5, 1, key=jax.random.key(0))
+    of_sum = eqx.filter_grad(lambda model, part: squares(jax.vmap(model)(part["x"]), part))
+
+    def make_step(k: int) -> Any:
+        @eqx.filter_jit
+        def step(state: Any, batch: Any) -> Any:
+            model, moments = state
+            grads = combined(of_sum, model, batch, k, right)
+            updates, moments = TX.update(grads, moments, eqx.filter(model, eqx.is_array))
+            return eqx.apply_updates(model, updates), moments
+
+        return step
+
+    return make_step, (model, TX.init(eqx.filter(model, eqx.is_array)))
+
+
+FORMS = {"linen": linen, "nnx": in_place, "equinox": filtered}
+quick_first = [pytest.param(x, marks=[pytest.mark.full] * (x != "nnx")) for x in FORMS]
+
+
+@pytest.mark.needs("jax", "optax", "flax", "equinox")
+@pytest.mark.parametrize("form", quick_first)
+def test_a_mean_of_means_is_named_in_every_form(form: str) -> None:
+    make_step, state = FORMS[form](right=False)
+    assert check_step(make_step, state, BATCH, returns="params").cause is Cause.MEAN_OF_MEANS
+
+
+@pytest.mark.full
+@pytest.mark.needs("jax", "optax", "flax", "equinox")
+@pytest.mark.parametrize("form", FORMS)
+def test_the_right_mean_passes_in_every_form(form: str) -> None:
+    make_step, state = FORMS[form](right=True)
+    report = check_step(make_step, state, BATCH, returns="params")
+    assert report.passes, report
