@@ -39,6 +39,7 @@ NEEDED_AT_IMPORT = {
     "tests/multi_process": {"jax", "tensorflow"},
     "tests/statefile": {"jax", "tensorflow", "optax", "orbax", "safetensors"},
     "tests/targets": {"jax", "optax"},
+    "tests/verify/check/test_forms.py": {"flax", "equinox"},
     "tests/verify/pytorch": {"torch"},
     "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "safetensors", "sklearn"},
     "examples/port_torch_to_flax.py": {"torch"},
