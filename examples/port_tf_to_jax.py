@@ -21,7 +21,8 @@ from sklearn.datasets import load_digits
 
 import gradcombine as gc
 from gradcombine.verify import first_divergence, record
-from gradcombine.verify.diff.comparing import Allowed, diff_steps
+from gradcombine.verify.diff.by_step import diff_steps
+from gradcombine.verify.diff.comparing import Allowed
 
 RATE, WINDOWS = 0.01, 6
 SIZES = (24, 56, 8, 40)

@@ -28,7 +28,8 @@ from gradcombine.errors import GradCombineError, require_installed
 from gradcombine.reporting.sections import Section, show
 from gradcombine.verify.check_command import check_command
 from gradcombine.verify.diff import diff_report
-from gradcombine.verify.diff.comparing import Allowed, diff, diff_steps, is_steps
+from gradcombine.verify.diff.by_step import diff_steps, is_steps
+from gradcombine.verify.diff.comparing import Allowed, diff
 from gradcombine.verify.diff.dumps import Dump, open_dump
 from gradcombine.verify.diff.mapping import Rules, read_rules
 from gradcombine.verify.diff.recurrent import says_gradients

@@ -11,8 +11,9 @@ from gradcombine.errors import GradCombineError, require_integer, require_items,
 from gradcombine.types import Tree
 from gradcombine.verify.check.divided_terms import Terms, require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
+from gradcombine.verify.check.leaves import OPERATION
 from gradcombine.verify.check.measure import FLOAT32_UNIT, StepStandard
-from gradcombine.verify.check.running import OPERATION, WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
+from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
 from gradcombine.verify.check.standard import Floats
 from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun
 from gradcombine.verify.compare.ulp import rounding_unit

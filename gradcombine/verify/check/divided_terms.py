@@ -10,8 +10,9 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
+from gradcombine.verify.check.leaves import OPERATION
 from gradcombine.verify.check.measure import StepStandard
-from gradcombine.verify.check.running import OPERATION, NotWide, Rows
+from gradcombine.verify.check.running import NotWide, Rows
 from gradcombine.verify.check.standard import Floats
 
 Terms: TypeAlias = Callable[[Any, Any], Mapping[str, tuple[Tree, Any]]]

@@ -19,17 +19,8 @@ import numpy as np
 
 from gradcombine.types import Tree
 from gradcombine.verify.check import precision
-from gradcombine.verify.check.running import (
-    WHOLE,
-    NotFiniteError,
-    NotWide,
-    Result,
-    Rows,
-    Split,
-    Subject,
-    as_floats,
-    perturbation,
-)
+from gradcombine.verify.check.leaves import as_floats, perturbation
+from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Result, Rows, Split, Subject
 from gradcombine.verify.check.standard import EACH, Floats, Standard, flat, gamma, over, rms
 from gradcombine.verify.compare.ulp import rounding_unit
 

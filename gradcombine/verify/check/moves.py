@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from gradcombine.verify.check.case import Answer, Case, accounts_for, partitions, split_by, weights_of
+from gradcombine.verify.check.leaves import as_floats, widened
 from gradcombine.verify.check.measure import StepStandard
-from gradcombine.verify.check.running import WHOLE, NotWide, Rows, as_floats, widened
+from gradcombine.verify.check.running import WHOLE, NotWide, Rows
 from gradcombine.verify.check.standard import SAME, Floats, flat
 from gradcombine.verify.check.step_report import Cause
 

@@ -6,20 +6,33 @@ import copy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from enum import Enum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.registry import dtype_of, is_absent, loaded, owner
+from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
+from gradcombine.verify.check.leaves import (
+    NUMBERS,
+    OPERATION,
+    array_of,
+    as_floats,
+    as_kind,
+    copied,
+    examples,
+    flattened,
+    is_float,
+    is_float_dtype,
+    is_there,
+    shape_of,
+    taken,
+    widened,
+)
 from gradcombine.verify.check.retyping import NotWide, Retyped
 from gradcombine.verify.check.retyping import wide as wide_types
-from gradcombine.verify.compare.ulp import kind_of, rounding_unit
-
-OPERATION = "check_step"
+from gradcombine.verify.compare.ulp import rounding_unit
 
 Step: TypeAlias = Callable[[Any, Any], Any]
 """From parameters and a batch to gradients, or to new parameters."""
@@ -44,9 +57,6 @@ class Split(NamedTuple):
 
 
 WHOLE = Split()
-
-NUMBERS = bool, int, float, complex
-"""Of Python: they enter steps as they are."""
 
 
 class Result(NamedTuple):
@@ -104,7 +114,7 @@ class Subject:
     def param_leaves(self) -> list[tuple[str, np.ndarray]]:
         """The float parameters, by their paths."""
         pairs = zip(self._params_structure.paths(), self._params, strict=True)
-        return [(path, _array(x)) for path, x in pairs if _is_float(x)]
+        return [(path, array_of(x)) for path, x in pairs if is_float(x)]
 
     def step(self, split: Split) -> Step:
         """The step of a division, made once."""
@@ -153,8 +163,8 @@ class Subject:
     def of(self, function: Step, batch: Tree, wide: bool) -> list[np.ndarray]:
         """The float leaves that another function of parameters and batch gives, in float64."""
         leaves = flattened(self._called(function, batch, wide)[0])[0]
-        arrays = [_array(x) for x in leaves if _is_there(x)]
-        return [as_floats(x) for x in arrays if _is_float_dtype(x.dtype)]
+        arrays = [array_of(x) for x in leaves if is_there(x)]
+        return [as_floats(x) for x in arrays if is_float_dtype(x.dtype)]
 
     def _called(
         self,
@@ -169,13 +179,13 @@ class Subject:
         entered = list(self._params)
         if start is not None:
             given = iter(start)
-            entered = [as_kind(next(given), x) if _is_float(x) else x for x in entered]
+            entered = [as_kind(next(given), x) if is_float(x) else x for x in entered]
         program = self.program(function, batch) if wide else None
         with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
-            arguments = [_copied(x, wide, noise) for x in entered]
+            arguments = [copied(x, wide, noise) for x in entered]
             leaves, structure = flattened(batch)
-            rows = [_copied(x, wide, batch_noise) for x in leaves]
-            before = [_array(x) for x in arguments if _is_float(x)]
+            rows = [copied(x, wide, batch_noise) for x in leaves]
+            before = [array_of(x) for x in arguments if is_float(x)]
             if program is not None and not program.retyped.problem:
                 return program([*arguments, *rows]), before
             return function(self._tree(arguments), tree.unflatten(structure, rows)), before
@@ -186,7 +196,7 @@ class Subject:
     def program(self, function: Step, batch: Tree) -> Program | None:
         """The JAX program of a function of parameters and batch; None where it cannot be traced."""
         leaves, structure = flattened(batch)
-        key = id(function), *((_shape(x), getattr(x, "dtype", None)) for x in leaves)
+        key = id(function), *((shape_of(x), getattr(x, "dtype", None)) for x in leaves)
         if key not in self._programs:
 
             def of_leaves(every: list[Any]) -> Tree:
@@ -225,16 +235,16 @@ class Subject:
 
     def read(self, made: Tree) -> Result:
         """Reads a reference that was given in place of a result."""
-        return self._result(made, [_array(x) for x in self._params if _is_float(x)])
+        return self._result(made, [array_of(x) for x in self._params if is_float(x)])
 
     def rows(self, rows: Sequence[int]) -> Tree:
         """A batch of these examples."""
         leaves, structure = flattened(self.batch)
-        return tree.unflatten(structure, [_taken(x, np.array(rows, np.int32)) for x in leaves])
+        return tree.unflatten(structure, [taken(x, np.array(rows, np.int32)) for x in leaves])
 
     def arrays(self) -> list[np.ndarray]:
         """The leaves of the batch that have a row for each example."""
-        return [_array(x) for x in flattened(self.batch)[0] if _is_there(x) and _shape(x)]
+        return [array_of(x) for x in flattened(self.batch)[0] if is_there(x) and shape_of(x)]
 
     def with_row_of(self, row: int, other: int) -> Iterator[Tree]:
         """The batch, one leaf after the other with another example's values in a row."""
@@ -242,18 +252,18 @@ class Subject:
         rows = np.arange(self.examples, dtype=np.int32)
         rows[row] = other
         for i, leaf in enumerate(leaves):
-            yield tree.unflatten(structure, [*leaves[:i], _taken(leaf, rows), *leaves[i + 1 :]])
+            yield tree.unflatten(structure, [*leaves[:i], taken(leaf, rows), *leaves[i + 1 :]])
 
     def zeros(self) -> Tree:
         """A batch of as many examples, all of them zeros: what padding is made of."""
         leaves, structure = flattened(self.batch)
-        return tree.unflatten(structure, [as_kind(np.zeros_like(_array(x)), x) if _shape(x) else x for x in leaves])
+        return tree.unflatten(structure, [as_kind(np.zeros_like(array_of(x)), x) if shape_of(x) else x for x in leaves])
 
     def _result(self, made: Tree, before: Sequence[np.ndarray]) -> Result:
         leaves, structure = flattened(made)
         self._compare(made, structure)
-        present = [(i, _array(x)) for i, x in enumerate(leaves) if _is_there(x)]
-        floats = [(i, x) for i, x in present if _is_float_dtype(x.dtype)]
+        present = [(i, array_of(x)) for i, x in enumerate(leaves) if is_there(x)]
+        floats = [(i, x) for i, x in present if is_float_dtype(x.dtype)]
         if not floats:
             raise GradCombineError(OPERATION, "a step that returns float arrays", f"{len(leaves)} leaves, none of them")
         paths = list(structure.paths())
@@ -268,7 +278,7 @@ class Subject:
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
                 raise NotFiniteError(name)
-        others = tuple(x for _, x in present if not _is_float_dtype(x.dtype))
+        others = tuple(x for _, x in present if not is_float_dtype(x.dtype))
         return Result(tuple(map(as_floats, wide)), others, tuple(x.dtype for _, x in floats))
 
     def _compare(self, made: Tree, structure: tree.Structure) -> None:
@@ -305,7 +315,7 @@ class Program(NamedTuple):
     @classmethod
     def of(cls, function: Callable[[list[Any]], Tree], leaves: Sequence[Any]) -> Program:
         """The program that a function runs for these leaves."""
-        entering = [i for i, x in enumerate(leaves) if _is_there(x) and not isinstance(x, NUMBERS)]
+        entering = [i for i, x in enumerate(leaves) if is_there(x) and not isinstance(x, NUMBERS)]
         traced: list[tuple[list[int], list[Any], tree.Structure]] = []
 
         def run(arrays: list[Any]) -> list[Any]:
@@ -313,7 +323,7 @@ class Program(NamedTuple):
             for i, x in zip(entering, arrays, strict=True):
                 every[i] = x
             made, structure = flattened(function(every))
-            leaving = [i for i, x in enumerate(made) if _is_there(x)]
+            leaving = [i for i, x in enumerate(made) if is_there(x)]
             traced.append((leaving, [None if i in leaving else x for i, x in enumerate(made)], structure))
             return [made[i] for i in leaving]
 
@@ -332,132 +342,6 @@ class NotFiniteError(GradCombineError):
 
     def __init__(self, path: str) -> None:
         super().__init__(OPERATION, "a step whose result is finite", "NaN or infinity", path)
-
-
-def flattened(value: Tree) -> tuple[list[Any], tree.Structure]:
-    """The leaves of a tree, rows of TensorFlow and what is no array (names, functions) among them; its structure."""
-    return tree.flatten(OPERATION, value, is_leaf=lambda node: _is_sparse(node) or _is_static(node))
-
-
-def examples(batch: Tree) -> int:
-    """How many examples a batch has: the length of the first axis, which all leaves but scalars share."""
-    leaves, structure = flattened(batch)
-    found: tuple[str, int] | None = None
-    for path, leaf in zip(structure.paths(), leaves, strict=True):
-        shape = _shape(leaf) if _is_there(leaf) else ()
-        if not shape:
-            continue
-        if found and shape[0] != found[1]:
-            expected = f"{found[1]} examples along the first axis, as in {found[0] or 'the first leaf'}"
-            raise GradCombineError(OPERATION, expected, shape[0], path)
-        found = found or (path, shape[0])
-    if found is None or found[1] < 2:
-        raise GradCombineError(OPERATION, "a batch of two examples or more", "none" if found is None else found[1])
-    return found[1]
-
-
-def as_kind(array: np.ndarray, like: Any) -> Any:
-    """A NumPy array as an array of the framework of another one, uncommitted to any device."""
-    backend = owner(like)
-    if backend is not None and backend.name == "jax":
-        made = sys.modules["jax"].numpy.array(array)
-        sharding = getattr(like, "sharding", None)
-        split = sharding is not None and len(sharding.device_set) > 1 and like.shape == array.shape
-        return sys.modules["jax"].device_put(made, sharding) if split else made
-    if backend is not None and backend.name == "tensorflow":
-        return sys.modules["tensorflow"].constant(array)
-    return array
-
-
-def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndarray], np.ndarray]:
-    """Returns a function that changes each element at random by up to ``unit`` of itself; zeros by ``zero`` times it.
-
-    No sign changes: states hold squares, and roots are taken of them.
-    """
-    rng = np.random.default_rng(seed)
-
-    def changed(x: np.ndarray) -> np.ndarray:
-        wide = widened(x)
-        moves = unit * rng.uniform(-1, 1, x.shape)
-        return np.where(wide == 0, zero * np.abs(moves), wide + moves * wide).astype(x.dtype)
-
-    return changed
-
-
-def _copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
-    """An array that a step may donate, wide or changed where asked."""
-    if not _is_there(x) or not _is_array(x):
-        return x
-    array = _array(x)
-    if not _is_float_dtype(array.dtype):
-        return as_kind(array.copy(), x)
-    array = widened(array) if wide else array.copy()
-    return as_kind(array if noise is None else noise(array), x)
-
-
-def _is_array(x: Any) -> bool:
-    """Whether NumPy can hold a leaf; a typed random key of JAX it can not."""
-    return not isinstance(x, NUMBERS) and not _is_key(x)
-
-
-def _is_key(x: Any) -> bool:
-    jax = sys.modules.get("jax")
-    return jax is not None and isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _is_float(x: Any) -> bool:
-    return _is_there(x) and _is_array(x) and _is_float_dtype(dtype_of(x))
-
-
-def _is_float_dtype(dtype: np.dtype) -> bool:
-    return kind_of(dtype) != "integer"
-
-
-def widened(x: np.ndarray) -> np.ndarray:
-    """In float64, or complex128."""
-    return x.astype(np.complex128 if kind_of(x.dtype) == "complex" else np.float64)
-
-
-def as_floats(x: np.ndarray) -> np.ndarray:
-    """In float64, complex numbers as pairs."""
-    wide = widened(x)
-    return wide if wide.dtype == np.float64 else wide[..., None].view(np.float64)
-
-
-def _is_sparse(x: Any) -> bool:
-    """Whether a node is TensorFlow's gradient of some rows, which counts as a dense one."""
-    tf = sys.modules.get("tensorflow")
-    return tf is not None and isinstance(x, tf.IndexedSlices)
-
-
-def _is_static(x: Any) -> bool:
-    """Whether a node is no array and holds none: a name, a type or a function, which enters steps as it is."""
-    if isinstance(x, (str, bytes, type, Enum)):
-        return True
-    return callable(x) and owner(x) is None and all(backend.split(x) is None for backend in loaded())
-
-
-def _is_there(x: Any) -> bool:
-    """Whether a leaf is an array or a number."""
-    return not _is_static(x) and not is_absent(x)
-
-
-def _array(x: Any) -> np.ndarray:
-    if _is_sparse(x):
-        x = sys.modules["tensorflow"].convert_to_tensor(x)
-    if _is_key(x):
-        x = sys.modules["jax"].random.key_data(x)
-    return np.asarray(x)
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    return tuple(getattr(x, "shape", ()))
-
-
-def _taken(x: Any, rows: np.ndarray) -> Any:
-    if not _is_there(x) or not _shape(x):
-        return x
-    return x[rows] if _is_key(x) else as_kind(_array(x)[rows], x)
 
 
 def line(error: Exception) -> str:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, require_integer, require_number, require_path, shown
+from gradcombine.errors import GradCombineError, require_integer, require_number, shown
 from gradcombine.verify.compare.comparison import LeafDifference, Meter, badness
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
-from gradcombine.verify.diff.dumps import Dump, Entry, detect, open_dump
+from gradcombine.verify.diff.dumps import Dump, Entry
 from gradcombine.verify.diff.key_orders import common, conventional_axes, flipped, words_of
 from gradcombine.verify.diff.mapping import NO_RULES, Matching, Pair, Rules, match, require_rules
 from gradcombine.verify.diff.similarity import ALIKE, closest
@@ -331,111 +329,3 @@ def _judged(
     judgements = {each.name: each for each in judge(list(measured.values()), roundings)}
     pairs = ((row, judgements[_name(row.pair)]) for row in rows if _name(row.pair) in judgements)
     return [row._replace(judgement=each, passes=each.passes) for row, each in pairs], left_out
-
-
-_NUMBER = re.compile(r"(?:(?<=_)-)?\d+")
-"""A hyphen is a minus sign after an underscore, as in step_-0000001; ckpt-1 is step 1."""
-
-
-class StepReport(NamedTuple):
-    """How far apart two runs are, step by step.
-
-    Attributes:
-      steps: the report of each step that both have, by its number.
-      only_a, only_b: steps that only one run has.
-      left_out: dumps beside them whose names hold no step.
-    """
-
-    steps: dict[int, DiffReport]
-    only_a: tuple[int, ...]
-    only_b: tuple[int, ...]
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def passes(self) -> bool:
-        """Whether there are steps, both runs have the same ones and nothing else, and each passes."""
-        missing = self.only_a or self.only_b or self.left_out
-        return bool(self.steps) and not missing and all(report.passes for report in self.steps.values())
-
-    @property
-    def first(self) -> int | None:
-        """The first step that does not pass."""
-        return next((step for step, report in self.steps.items() if not report.passes), None)
-
-
-def is_steps(path: str | Path) -> bool:
-    """Whether a path is a directory of dumps, and not a dump itself."""
-    path = require_path("diff", "a path", path)
-    return path.is_dir() and detect(path) is None and bool(dumps_by_step(path))
-
-
-def diff_steps(
-    a: str | Path,
-    b: str | Path,
-    *,
-    allowed: Allowed = EQUAL_BITS,
-    rules: Rules = NO_RULES,
-    reference: str | Path | None = None,
-    roundings: float | None = None,
-    gradients: bool | None = None,
-    progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> StepReport:
-    """Compares two directories of dumps, step by step, by the last number in the dumps' names.
-
-    Args:
-      a, b: directories of files such as ``step_00003.npz``.
-      allowed, rules, roundings, gradients: as for `diff`.
-      reference: a directory of the same steps in float64.
-      progress: called before each step, and after the last.
-
-    Raises:
-      GradCombineError: as `diff`; and for two dumps of one step in a directory.
-    """
-    left, right = dumps_by_step(Path(a)), dumps_by_step(Path(b))
-    exact = None if reference is None else dumps_by_step(Path(reference))
-    both = [step for step in left if step in right]
-    reports = {}
-    for i, step in enumerate(both):
-        progress(f"step {step}", i, len(both))
-        # Of a step that the reference lacks, no leaf is judged.
-        third: Dump | None = None if exact is None else {}
-        if exact is not None and step in exact:
-            third = open_dump(exact[step])
-        dumps = open_dump(left[step]), open_dump(right[step])
-        reports[step] = diff(
-            *dumps, allowed=allowed, rules=rules, reference=third, roundings=roundings, gradients=gradients
-        )
-    progress("", len(both), len(both))
-    only_a, only_b = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
-    nameless = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]
-    return StepReport(reports, only_a, only_b, tuple(nameless))
-
-
-def dumps_by_step(directory: Path) -> dict[int, Path]:
-    """The dumps of a directory, by the last number in their names.
-
-    Raises:
-      GradCombineError: for two dumps of one step, and for a path that is not a directory.
-    """
-    if not directory.is_dir():
-        raise GradCombineError("diff", "a directory of dumps", str(directory))
-    steps: dict[int, Path] = {}
-    for path in _dumps(directory):
-        step = _step(path)
-        if step is None:
-            continue
-        if step in steps:
-            received = f"{steps[step].name}, {path.name}"
-            raise GradCombineError("diff", f"one dump of step {step} in {directory}", received)
-        steps[step] = path
-    return dict(sorted(steps.items()))
-
-
-def _dumps(directory: Path) -> list[Path]:
-    return [path for path in sorted(directory.iterdir()) if detect(path) is not None]
-
-
-def _step(path: Path) -> int | None:
-    """The last number in a dump's name."""
-    numbers = _NUMBER.findall(path.name.partition(".")[0])
-    return int(numbers[-1]) if numbers else None

@@ -10,7 +10,8 @@ from gradcombine.reporting.sections import Cells, HeatMap, Histogram, Section
 from gradcombine.verify.compare.comparison import Element
 from gradcombine.verify.compare.reference import LIMIT, Judgement
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
-from gradcombine.verify.diff.comparing import DiffReport, Row, StepReport
+from gradcombine.verify.diff.by_step import StepReport
+from gradcombine.verify.diff.comparing import DiffReport, Row
 
 COLUMNS = ("leaf", "matched by", "shape", "dtype", "largest", "median", "relative", "1 - cosine", "NaN", "inf", "worst")
 _STEP_COLUMNS = ("step", "leaves that differ", "not compared", "largest", "worst leaf")

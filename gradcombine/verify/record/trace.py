@@ -22,7 +22,8 @@ from gradcombine.errors import GradCombineError, renamed, require_path, shown
 from gradcombine.tree import Structure
 from gradcombine.types import Tree, no_autograph
 from gradcombine.verify.compare.comparison import describe_ulp
-from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, dumps_by_step, require_allowed
+from gradcombine.verify.diff.by_step import dumps_by_step
+from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, require_allowed
 from gradcombine.verify.diff.dumps import Dump, open_dump
 from gradcombine.verify.diff.mapping import NO_RULES, Rules, require_rules
 from gradcombine.verify.diff.pytorch import converted

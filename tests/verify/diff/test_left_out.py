@@ -17,7 +17,8 @@ import pytest
 import tensorflow as tf
 
 from gradcombine import GradCombineError
-from gradcombine.verify.diff.comparing import diff, diff_steps
+from gradcombine.verify.diff.by_step import diff_steps
+from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.dumps import open_dump
 from gradcombine.verify.diff.mapping import read_rules
 from tests.verify.diff.test_command import run

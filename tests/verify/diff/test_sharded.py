@@ -11,7 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from gradcombine import GradCombineError
-from gradcombine.verify.diff.comparing import diff, is_steps
+from gradcombine.verify.diff.by_step import is_steps
+from gradcombine.verify.diff.comparing import diff
 from gradcombine.verify.diff.dumps import open_dump
 
 SHARDS = {
