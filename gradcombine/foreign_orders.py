@@ -28,8 +28,8 @@ from gradcombine.errors import (
 )
 from gradcombine.places.lists import mean
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.adding import two_sum
 from gradcombine.reductions.dtypes import FLOAT32
-from gradcombine.reductions.sums import two_sum
 from gradcombine.types import Array, Tree, no_autograph
 
 __all__ = ["MEANS", "SUMS", "addn_blocks", "hierarchical_copy", "left_chain", "mean_of_means", "ring", "welford"]

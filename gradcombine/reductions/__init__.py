@@ -7,6 +7,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.differentiable import differentiable
 from gradcombine.reductions.elementwise import elementwise
 from gradcombine.reductions.guarded import Written
+from gradcombine.reductions.measuring import measured
 from gradcombine.reductions.moments import moments
 from gradcombine.reductions.numbered import Numbered, numbered
 from gradcombine.reductions.per_leaf import per_leaf
@@ -14,7 +15,7 @@ from gradcombine.reductions.plain import first, last, max, min, product
 from gradcombine.reductions.ratios import Ratio, ratio, ratios
 from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.reductions.sums import mean, sum
-from gradcombine.reductions.wrappers import checked, clipped, measured, sparse_as_dense, zeroed
+from gradcombine.reductions.wrappers import checked, clipped, sparse_as_dense, zeroed
 
 __all__ = [
     "Numbered",

@@ -9,9 +9,9 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.adding import neutral, over_weight
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
-from gradcombine.reductions.sums import neutral, over_weight
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.types import Array, no_autograph

@@ -14,10 +14,10 @@ from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.errors import GradCombineError, require_integer, require_one_of, shown
 from gradcombine.reductions import dtypes
+from gradcombine.reductions.adding import over_weight, zero_if_empty
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.dtypes import INT32
-from gradcombine.reductions.sums import over_weight, zero_if_empty
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight, weighted
 from gradcombine.sparse import (

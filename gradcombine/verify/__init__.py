@@ -4,19 +4,15 @@ from gradcombine.audit import Audit, audit
 from gradcombine.verify.check import StepReport, Verdict, check_step
 from gradcombine.verify.check.law_search import BrokenLaw, check_reduction
 from gradcombine.verify.check.windows import Cause, MicrobatchReport, check_microbatches
-from gradcombine.verify.compare.comparison import (
-    Comparison,
-    LeafDifference,
-    assert_equal_bits,
-    assert_within_ulp,
-    compare,
-)
+from gradcombine.verify.compare.comparison import Comparison, assert_equal_bits, assert_within_ulp, compare
+from gradcombine.verify.compare.meter import LeafDifference
 from gradcombine.verify.compare.reference import Judgement
 from gradcombine.verify.compare.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 from gradcombine.verify.explain.origin import Explanation, explain
 from gradcombine.verify.plan import Plan, plan
+from gradcombine.verify.record.divergence import Divergence, first_divergence
 from gradcombine.verify.record.flight import FlightRecorder
-from gradcombine.verify.record.trace import Divergence, Recorder, first_divergence, record
+from gradcombine.verify.record.trace import Recorder, record
 
 __all__ = [
     "NAN_DISTANCE",

@@ -18,8 +18,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
 from gradcombine.integrations.jax.contribution import Contribution, Objective
+from gradcombine.reductions.adding import Added
 from gradcombine.reductions.algebra import Reduction, Wrapper
-from gradcombine.reductions.sums import Added
 from gradcombine.reductions.treewise import Treewise
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, State, Tree

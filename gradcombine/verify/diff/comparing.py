@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine.errors import GradCombineError, require_integer, require_number, shown
-from gradcombine.verify.compare.comparison import LeafDifference, Meter, badness
+from gradcombine.verify.compare.comparison import badness
+from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.dumps import Dump, Entry

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any, cast
 
 from gradcombine.reporting.sections import Cells, HeatMap, Histogram, Section
-from gradcombine.verify.compare.comparison import Element
+from gradcombine.verify.compare.meter import Element
 from gradcombine.verify.compare.reference import LIMIT, Judgement
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
 from gradcombine.verify.diff.by_step import StepReport

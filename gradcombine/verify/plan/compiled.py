@@ -12,7 +12,7 @@ from gradcombine.audit.program import Exchange, Program
 from gradcombine.audit.target import bounds
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax import run_if
-from gradcombine.verify.plan import ways
+from gradcombine.verify.plan import ways, written
 from gradcombine.verify.plan.planning import Figures, Row
 from gradcombine.verify.plan.prediction import Microbatch, predict
 from gradcombine.verify.plan.problem import Problem
@@ -35,7 +35,7 @@ def microbatch_of(problem: Problem, target: Target) -> Microbatch | None:
 
 
 def row_of(problem: Problem, way: Way, target: Target, base: Microbatch | None) -> Row:
-    row = Row(way.name, ways.code(problem, way), [], None, None, {}, None, "")
+    row = Row(way.name, written.code(problem, way), [], None, None, {}, None, "")
     try:
         parts = ways.programs(problem, way)
         row = row._replace(predicted=base and predict(problem, way, base))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import re
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.sums import Precision
 from gradcombine.verify.plan import recipes
 from gradcombine.verify.plan.problem import Problem, plain
+from gradcombine.verify.plan.written import written_reduction
 
 CALLS = {
     "window": "the whole window in one call",
@@ -158,66 +157,17 @@ def microbatch(problem: Problem) -> Part:
     return Part(jax.jit(mapped), (problem.params, *problem.part(problem.microbatches)), problem.microbatches)
 
 
-def code(problem: Problem, way: Way) -> str:
-    """The source code that makes the way's programs and runs a window.
-
-    Its user has ``loss``, ``optimizer``, ``params``, ``mesh`` and ``batch``, a tuple of arrays on the mesh; or, where
-    a call brings a microbatch, ``microbatches``, a list of such tuples.
-    """
-    if way.calls == "accumulate":
-        body, used = _accumulated_code(problem, way), []
-    elif way.place == "zero2":
-        body, used = _sharded_code(problem, way), ["on_shards", "specs_of_shards", "on_each", "begun"]
-    else:
-        body = _stepped_code(problem, way)
-        used = ["split", "shardings"] * (way.place != "replicated") + ["gathered"] * (way.place == "zero1")
-    if problem.loss.rng_argnum is not None and "own_key(" in body:
-        used = [*used, "own_key"]
-    functions = "\n\n".join(inspect.getsource(getattr(recipes, name)) for name in used)
-    functions = re.sub(r"  # pyright: .*", "", functions)
-    text = f"{functions}\n\n{body}" if functions else body
-    imports = [line for name, line in IMPORTS.items() if re.search(rf"\b{name}\b", text)]
-    return "\n".join(imports) + "\n\n" + ("\n" if functions else "") + text
-
-
-IMPORTS = {
-    "Callable": "from collections.abc import Callable",
-    "Any": "from typing import Any",
-    "jax": "import jax",
-    "optax": "import optax",
-    "Mesh": "from jax.sharding import Mesh",
-    "NamedSharding": "from jax.sharding import NamedSharding",
-    "P": "from jax.sharding import PartitionSpec as P",
-    "gc": "import gradcombine as gc",
-    "Collective": "from gradcombine.backends.protocol import Collective",
-    "TrainState": "from gradcombine.integrations.jax import TrainState",
-    "UNTIL_FLUSH": "from gradcombine.integrations.jax import UNTIL_FLUSH",
-    "train_step": "from gradcombine.integrations.jax import train_step",
-    "value_and_grad": "from gradcombine.integrations.jax import value_and_grad",
-    "zero": "from gradcombine.integrations.jax import zero",
-    "accumulate_and_apply": "from gradcombine.integrations.optax import accumulate_and_apply",
-    "map_replicas": "from gradcombine.integrations.optax import map_replicas",
-    "AccumulateState": "from gradcombine.types import AccumulateState",
-}
-
-
 def reduction_of(way: Way) -> Reduction:
     """Of the gradients."""
     wire = "bfloat16" if "bfloat16" in way.numbers else None
-    return reductions.mean(_precision(way), wire_dtype=wire)
+    return reductions.mean(precision_of(way), wire_dtype=wire)
 
 
-def _written_reduction(way: Way) -> str:
-    written = [repr(_precision(way))] * (_precision(way) != "fast")
-    written += ["wire_dtype='bfloat16'"] * ("bfloat16" in way.numbers)
-    return f"gc.reductions.mean({', '.join(written)})"
-
-
-def _precision(way: Way) -> Precision:
+def precision_of(way: Way) -> Precision:
     return "compensated" if "compensated" in way.numbers else "exact" if "exact" in way.numbers else "fast"
 
 
-def _settings(problem: Problem, way: Way) -> tuple[dict[str, Any], dict[str, str]]:
+def settings_of(problem: Problem, way: Way) -> tuple[dict[str, Any], dict[str, str]]:
     """Keyword arguments of the way's step, its replicas aside, and how they are written."""
     k, found = problem.microbatches, dict[str, Any]()
     found["microbatches" if way.calls == "window" else "every"] = k if way.calls in ("window", "every") else UNTIL_FLUSH
@@ -231,17 +181,17 @@ def _settings(problem: Problem, way: Way) -> tuple[dict[str, Any], dict[str, str
     if found.get("every") == UNTIL_FLUSH:
         texts["every"] = "UNTIL_FLUSH"
     if "reduction" in texts:
-        texts["reduction"] = _written_reduction(way)
+        texts["reduction"] = written_reduction(way)
     return found, texts
 
 
-def _weight(problem: Problem) -> dict[str, str]:
+def weight_of(problem: Problem) -> dict[str, str]:
     """The caller's own weight as an argument, if there is one."""
     return {} if problem.weight is None else {"weight": "weight"}
 
 
 def _step(problem: Problem, way: Way, optimizer: Any, over: Any = None) -> TrainStep:
-    settings, _ = _settings(problem, way)
+    settings, _ = settings_of(problem, way)
     over = gc.jax_axis(problem.axis) if over is None else over
     return train_step(problem.loss, optimizer, over=over, weight=problem.weight, **settings)
 
@@ -273,41 +223,6 @@ def _rows(problem: Problem) -> tuple[P, ...]:
     return tuple(P(problem.axis) if divided else P() for divided in problem.rows)
 
 
-def _written_rows(problem: Problem) -> str:
-    return f"({', '.join(f'P({problem.axis!r})' if divided else 'P()' for divided in problem.rows)},)"
-
-
-def _stepped_code(problem: Problem, way: Way) -> str:
-    texts = _settings(problem, way)[1] | {"over": f"gc.jax_axis({problem.axis!r})"} | _weight(problem)
-    optimizer = "gathered(optimizer, shardings(params))" if way.place == "zero1" else "optimizer"
-    lines = [f"step = train_step(loss, {optimizer}, {_arguments(texts)})"]
-    example = "" if way.calls == "window" or not problem.loss.has_aux else ", *microbatches[0]"
-    lines.append(f"state = step.init(params{example})")
-    if way.place == "replicated":
-        call, flush = "step", "step.flush"
-    else:
-        if way.place == "fsdp":
-            lines.append(f"params = jax.device_put(params, split(params, mesh, {problem.axis!r}))")
-        lines += [
-            f"opt_state = jax.device_put(state.opt_state, split(state.opt_state, mesh, {problem.axis!r}))",
-            "state = state._replace(opt_state=opt_state)",
-            "options = {'donate_argnums': (0, 1), 'out_shardings': (shardings(params), shardings(state), None)}",
-            "call = jax.jit(step.function, **options)",
-        ]
-        call, flush = "call", "jax.jit(step.flush_function, **options)"
-    return "\n".join([*lines, *_loop(way, call, flush)]) + "\n"
-
-
-def _loop(way: Way, call: str, flush: str) -> Iterator[str]:
-    if way.calls == "window":
-        yield f"params, state, metrics = {call}(params, state, *batch)"
-        return
-    yield "for part in microbatches:"
-    yield f"    params, state, metrics = {call}(params, state, *part)"
-    if way.calls == "flush":
-        yield f"params, state, metrics = {flush}(params, state)"
-
-
 def _sharded(problem: Problem, way: Way) -> list[Part]:
     """ZeRO-2: a step in a shard_map, whose reduction and optimizer work on shards."""
     if "bfloat16" in way.numbers:
@@ -315,7 +230,7 @@ def _sharded(problem: Problem, way: Way) -> list[Part]:
             "plan", "another type than bfloat16 with zero2, whose accumulators are exchanged", way.name
         )
     over, mesh, axis = gc.jax_axis(problem.axis), problem.mesh, problem.axis
-    settings, _ = _settings(problem, way)
+    settings, _ = settings_of(problem, way)
     reduction = zero.scattered(settings.pop("reduction", reductions.mean()), over)
     if across := across_elements(problem):
         expected = "an elementwise optimizer for zero2, which sees shards of the parameters"
@@ -345,34 +260,13 @@ def _sharded(problem: Problem, way: Way) -> list[Part]:
     return [one, Part(end, (problem.params, state), 1)]
 
 
-def _sharded_code(problem: Problem, way: Way) -> str:
-    _, texts = _settings(problem, way)
-    texts["reduction"] = f"zero.scattered({texts.get('reduction', 'gc.reductions.mean()')}, over)"
-    axis, at = problem.axis, problem.loss.rng_argnum
-    init = "step.init"
-    if way.calls != "window" and problem.loss.has_aux:
-        init = "lambda params: step.init(params, *microbatches[0])"
-    function = "step.function" if at is None else f"own_key(step.function, {at + 1}, {axis!r})"
-    lines = [
-        f"over = gc.jax_axis({axis!r})",
-        f"step = train_step(loss, on_shards(optimizer, over), {_arguments(texts | _weight(problem))})",
-        f"specs = specs_of_shards(optimizer, params, mesh, {axis!r})",
-        f"state = jax.jit(begun({init}, mesh, {axis!r}, specs))(params)",
-        f"call = on_each({function}, mesh, {axis!r}, specs, {_written_rows(problem)})",
-        "call = jax.jit(call, donate_argnums=(0, 1))",
-    ]
-    if way.calls == "flush":
-        lines.append(f"flush = jax.jit(on_each(step.flush_function, mesh, {axis!r}, specs, ()), donate_argnums=(0, 1))")
-    return "\n".join([*lines, *_loop(way, "call", "flush")]) + "\n"
-
-
 def _accumulated(problem: Problem, way: Way) -> list[Part]:
     """A transformation, in a step of the caller's."""
     if way.place != "replicated":
         expected = "replicated parameters with accumulate, which maps the optimizer over the replicas"
         raise GradCombineError("plan", expected, way.name)
     over, k, axis = gc.jax_axis(problem.axis), problem.microbatches, problem.axis
-    settings, _ = _settings(problem, way)
+    settings, _ = settings_of(problem, way)
     every = settings.pop("every")
     tx = accumulate_and_apply(problem.optimizer, every, over=over, **settings)
     gradient = value_and_grad(problem.loss, 1, weight=problem.weight)
@@ -390,37 +284,6 @@ def _accumulated(problem: Problem, way: Way) -> list[Part]:
     args = (problem.params, state, *problem.part(k))
     within, end = (jax.jit(partial(mapped, flush=flush), donate_argnums=(0, 1)) for flush in (False, True))
     return [*[Part(within, args, k - 1)] * (k > 1), Part(end, args, 1)]
-
-
-def _accumulated_code(problem: Problem, way: Way) -> str:
-    _, texts = _settings(problem, way)
-    axis, at = problem.axis, problem.loss.rng_argnum
-    texts["over"] = "over"
-    gradient = f"value_and_grad({', '.join(['loss', '1', *(f'{x}={x}' for x in _weight(problem))])})"
-    batch = [2 + i for i, divided in enumerate(problem.rows) if divided]
-    lines = [
-        f"over = gc.jax_axis({axis!r})",
-        f"tx = accumulate_and_apply(optimizer, {_arguments(texts)})",
-        f"gradient = {gradient if at is None else f'own_key({gradient}, {at}, {axis!r})'}",
-        "",
-        "",
-        "def step(params, state, *batch, flush):",
-        "    value, grads = gradient(params, *batch)",
-        "    # weight: of this microbatch, where the loss is a mean over another number of examples than the others'",
-        "    return tx.apply(grads, state, params, weight=1.0, flush=flush)",
-        "",
-        "",
-        f"step = map_replicas(step, over, batch_argnums={batch})",
-        "step = jax.jit(step, static_argnames='flush', donate_argnums=(0, 1))",
-        "state = map_replicas(tx.init, over)(params)",
-        "for i, part in enumerate(microbatches):",
-        f"    params, state = step(params, state, *part, flush=i == {problem.microbatches - 1})",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _arguments(texts: dict[str, str]) -> str:
-    return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
 ELEMENTWISE = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota", "copy", "random_bits"}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gradcombine import GradCombineError
 from gradcombine.verify import NAN_DISTANCE, LeafDifference, ulp_distance
-from gradcombine.verify.compare.comparison import Element, Meter
+from gradcombine.verify.compare.meter import Element, Meter
 from gradcombine.verify.diff.comparing import Allowed
 
 FLOATS = st.floats(width=32)

@@ -18,7 +18,8 @@ from gradcombine.verify import first_divergence, record
 from gradcombine.verify.diff.comparing import Allowed
 from gradcombine.verify.diff.dumps import open_dump
 from gradcombine.verify.diff.mapping import Rule, Rules
-from gradcombine.verify.record.trace import CAUSES, STAGES
+from gradcombine.verify.record.divergence import CAUSES
+from gradcombine.verify.record.trace import STAGES
 
 XS = np.arange(12, dtype=np.float32).reshape(4, 3)
 X, Y = (np.full(2, i, np.float32) for i in range(2))

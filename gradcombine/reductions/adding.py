@@ -1,0 +1,276 @@
+"""The cells of sums and means: plain additions, and compensated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradcombine.backends.protocol import Backend
+from gradcombine.backends.registry import load, shape_of
+from gradcombine.pairwise import fold_pairwise
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.cell import Cell, Totals
+from gradcombine.reductions.weights import Weight, factor, scaled, weighted
+from gradcombine.types import Array, Order
+
+_BLOCK = 32
+"""So many terms are added by one kernel, which compiled code may share between blocks: a power of two."""
+
+
+_ROWS_A_TURN = 8
+"""Rows that a turn of a loop adds: more take longer to trace, fewer to run."""
+
+
+@dataclass(frozen=True)
+class Added(Cell):
+    """The cell of plain sums and means: one running value.
+
+    Attributes:
+      result: ``result(backend, a, totals)``: the accumulator as it leaves, before it is cast.
+      settings: of accumulator and result.
+    """
+
+    name: str
+    kinds: tuple[str, ...]
+    result: Callable[[Backend, Array, Totals], Array]
+    settings: dtypes.Settings
+    additive: bool = True
+    adds_terms: bool = True
+    takes_lists: bool = True
+
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
+        return backend.full(shape, neutral(running), running, [like])
+
+    def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
+        return backend.add(a, self.term(backend, a, x, weight))
+
+    def term(self, backend: Backend, a: Array, x: Array, weight: Weight) -> Array:
+        """The addend of a contribution: ``w * x`` in the accumulator's dtype."""
+        running = backend.dtype(a)
+        if weight.known != 1:
+            x = weighted(self.name, backend, x, weight, running)
+        return backend.cast(x, running)
+
+    def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
+        return backend.add(a, b)
+
+    def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
+        return backend.cast(self.result(backend, a, totals), output)
+
+    def takes_many(self, weights: Sequence[Weight]) -> bool:
+        """Whether all weights are known: one that is traced may be 0, and then it must leave no trace, not even +0."""
+        return None not in [weight.known for weight in weights]
+
+    def update_many(
+        self,
+        backend: Backend,
+        a: Array,
+        xs: Sequence[Array | None],
+        weights: Sequence[Weight],
+        totals: Totals,
+        order: Order,
+    ) -> Array:
+        running = backend.dtype(a)
+        if backend.prefers_rows(shape_of(a), len(xs)):
+            rows = self._rows(backend, running, xs, weights)
+            return backend.traced_once(_added_rows, (order,), [a, rows])[0]
+        factors = [None if w.known == 1 else factor(self.name, backend, w, running) for w in weights]
+        pairs = list(zip(xs, factors, strict=True))
+
+        def added(total: Array, part: Sequence[tuple[Array | None, Array | None]]) -> Array:
+            plan: tuple[bool | None, ...] = ()
+            arrays: list[Array] = []
+            scalars: list[Array] = []
+            for x, f in part:
+                plan += (None if x is None else f is not None,)
+                if x is not None:
+                    arrays.append(x)
+                    scalars += [] if f is None else [f]
+            return backend.fused(_added, (running, order, plan), [total, *arrays, *scalars])[0] if arrays else total
+
+        blocks = [pairs[i : i + _BLOCK] for i in range(0, len(pairs), _BLOCK)]
+        if order == "sequential" or len(blocks) == 1:
+            return reduce(added, blocks, a)
+        # Each is a node of the tree. An accumulator of nothing adds nothing to it.
+        nodes = [added(self.empty(backend, shape_of(a), running, a), block) for block in blocks]
+        return backend.add(a, fold_pairwise(backend.add, nodes))
+
+    def _rows(
+        self, backend: Backend, running: np.dtype, xs: Sequence[Array | None], weights: Sequence[Weight]
+    ) -> Array:
+        """The terms along a first axis. What is missing keeps its place in the tree, and adds nothing."""
+        first = next(x for x in xs if x is not None)
+        dtype = backend.dtype(first)
+        nothing = backend.full(shape_of(first), neutral(dtype), dtype, [first])
+        rows = backend.stack([nothing if x is None else x for x in xs])
+        if not all(weight.is_one for weight, x in zip(weights, xs, strict=True) if x is not None):
+            factors = [factor(self.name, load("numpy"), weight, running) for weight in weights]
+            column = np.asarray([1 if f is None else f for f in factors], dtypes.part(dtypes.working(running)))
+            column = np.reshape(column, (-1, *(1 for _ in shape_of(first))))
+            rows = scaled(backend, rows, backend.asarray(column), running)
+        return backend.cast(rows, running)
+
+    def add_weights(self, backend: Backend, total: Array, weights: Sequence[Weight], order: Order) -> Array:
+        dtype, known = backend.dtype(total), backend.concrete(total)
+        if known is None:
+            return _summed(backend.add, total, [weight.cast(backend, dtype) for weight in weights], order)
+        # A total that is known stays known: compiled code need not add up numbers.
+        with np.errstate(over="ignore"):
+            summed = _summed(np.add, np.asarray(known), [weight.number(dtype) for weight in weights], order)
+        return backend.full((), summed, dtype, [total])
+
+
+def _summed(add: Callable[[Array, Array], Array], start: Array, values: list[Array], order: Order) -> Array:
+    return reduce(add, [fold_pairwise(add, values)] if order == "tree" else values, start)
+
+
+def _added(
+    backend: Backend, running: np.dtype, order: Order, plan: tuple[bool | None, ...], total: Array, *arrays: Array
+) -> tuple[Array]:
+    """The kernel of `Added.update_many`.
+
+    Args:
+      backend: of the arrays.
+      running: the accumulator's dtype.
+      order: of the additions.
+      plan: for each contribution whether it has a factor; None where there is no contribution, which keeps its place.
+      total: the accumulator.
+      arrays: the contributions that there are, then the factors that they have.
+    """
+    count = len(plan) - plan.count(None)
+    contributions, factors = iter(arrays[:count]), iter(arrays[count:])
+    # A term is a tuple of one array or of none: None would be a free place in the tree.
+    terms: list[tuple[Array, ...]] = []
+    for has in plan:
+        if has is None:
+            terms.append(())
+            continue
+        x = next(contributions)
+        terms.append((backend.cast(scaled(backend, x, next(factors), running) if has else x, running),))
+    if order == "tree":
+        terms = [fold_pairwise(lambda a, b: (backend.add(*a, *b),) if a and b else a or b, terms)]
+    for term in terms:
+        total = backend.add(total, *term) if term else total
+    return (total,)
+
+
+def _added_rows(backend: Backend, order: Order, total: Array, rows: Array) -> tuple[Array]:
+    """The kernel for terms that are the rows of one array: the total and they, added in this order."""
+    count = shape_of(rows)[0]
+    if order == "tree":
+        while count > 1:  # all nodes of a level at once
+            even = count - count % 2
+            nodes = backend.add(rows[0:even:2], rows[1:even:2])
+            rows = nodes if even == count else backend.concat([nodes, rows[even:]])
+            count = shape_of(rows)[0]
+        return (backend.add(total, rows[0]),)
+    whole = count - count % _ROWS_A_TURN
+
+    def goes_on(i: Array, _: Array) -> Array:
+        return i < whole
+
+    def turn(i: Array, total: Array) -> tuple[Array, Array]:
+        block = (backend.slice_at(rows, i + j) for j in range(_ROWS_A_TURN))
+        return i + _ROWS_A_TURN, reduce(backend.add, block, total)
+
+    _, total = backend.loop(goes_on, turn, backend.full((), 0, dtypes.INT32), total)
+    return (reduce(backend.add, [rows[i] for i in range(whole, count)], total),)
+
+
+def neutral(dtype: np.dtype) -> Any:
+    """-0, which leaves every addend as it is: 0 + -0 would lose the sign."""
+    return 0 if dtype.kind in "iu" else -0.0
+
+
+def over_weight(backend: Backend, total: Array, totals: Totals) -> Array:
+    """``total / weight`` in at least float32, correctly rounded; +0 where nothing was added.
+
+    NaN where the sum of weights has overflowed: the quotient by infinity would be 0, a wrong number.
+    """
+    running = backend.dtype(total)
+    working = dtypes.working(running)
+    part = dtypes.part(working)
+
+    def divisor() -> Array:
+        weight = backend.cast(totals.weight, part)
+        one, infinity = (backend.full((), value, part) for value in (1, np.inf))
+        # No array: JAX looks for NaN where one is made, if it is asked to.
+        weight = backend.where(weight == infinity, part.type(np.nan), weight)
+        return backend.where(_empty(totals), one, weight)
+
+    quotient = backend.divide(backend.cast(total, working), totals.once(("divisor", part), divisor))
+    return zero_if_empty(backend, backend.cast(quotient, running), totals)
+
+
+def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
+    """+0 where nothing was added."""
+    count = backend.concrete(totals.count)
+    if count is not None and count != 0:
+        return x
+    dtype = backend.dtype(x)
+    zero = totals.once(("zero", dtype), lambda: backend.full((), 0, dtype))
+    return backend.where(_empty(totals), zero, x)
+
+
+def _empty(totals: Totals) -> Array:
+    # No ==, by which a graph of TensorFlow 1 compares objects: Horovod's aggregation runs there.
+    return totals.once("empty", lambda: totals.count < 1)
+
+
+class Pair(NamedTuple):
+    """An accumulator: ``high + low`` is the sum, and ``high`` alone its rounded value."""
+
+    high: Array
+    low: Array
+
+
+@dataclass(frozen=True)
+class Compensated(Cell):
+    """The cell of compensated sums and means.
+
+    TwoSum gives the rounding error of an addition exactly; the errors are added up in ``low``. The result of n terms is
+    off by at most ``u |S| + gamma(n - 1)**2 * sum |x|``, with u = 2**-24 and gamma(n) = n u / (1 - n u): as if the sum
+    had been formed in twice the precision and rounded once.
+
+    References: D. E. Knuth, *The Art of Computer Programming* 2, 4.2.2; A. Neumaier, `Rundungsfehleranalyse einiger
+    Verfahren zur Summation endlicher Summen <https://doi.org/10.1002/zamm.19740540106>`_, 1974; T. Ogita, S. M. Rump
+    and S. Oishi, `Accurate sum and dot product <https://doi.org/10.1137/030601818>`_, 2005, Sum2.
+    """
+
+    name: str
+    settings: dtypes.Settings
+    divides: bool
+    kinds: tuple[str, ...] = ("float", "complex")
+
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Pair:
+        return Pair(*(backend.full(shape, 0, running, [like]) for _ in range(2)))
+
+    def update(self, backend: Backend, a: Pair, x: Array, weight: Weight, totals: Totals) -> Pair:
+        running = backend.dtype(a.high)
+        high, error = two_sum(backend, a.high, backend.cast(weighted(self.name, backend, x, weight, running), running))
+        return Pair(high, backend.add(a.low, error))
+
+    def merge(self, backend: Backend, a: Pair, b: Pair, a_totals: Totals, b_totals: Totals) -> Pair:
+        high, error = two_sum(backend, a.high, b.high)
+        return Pair(high, backend.add(backend.add(a.low, b.low), error))
+
+    def finish(self, backend: Backend, a: Pair, totals: Totals, output: np.dtype) -> Array:
+        # What an infinite value has "lost" is NaN, and means nothing.
+        finite = backend.add(a.high, -a.high) == backend.full((), 0, backend.dtype(a.high))
+        total = backend.where(finite, backend.add(a.high, a.low), a.high)
+        return backend.cast(over_weight(backend, total, totals) if self.divides else total, output)
+
+
+def two_sum(backend: Backend, a: Array, b: Array) -> tuple[Array, Array]:
+    """The rounded sum, and exactly what the rounding has lost: no order of the operands' sizes is assumed.
+
+    Compilers keep it: with operands that are not constants, no framework here reassociates floating additions.
+    """
+    total = backend.add(a, b)
+    b_part = backend.add(total, -a)
+    a_part = backend.add(total, -b_part)
+    return total, backend.add(backend.add(a, -a_part), backend.add(b, -b_part))

@@ -1,0 +1,162 @@
+"""A wrapper that measures each leaf of the contributions beside their combination."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from gradcombine import tree
+from gradcombine.backends.protocol import Collective
+from gradcombine.backends.registry import is_absent, resolve
+from gradcombine.errors import GradCombineError
+from gradcombine.reductions import dtypes
+from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper, described
+from gradcombine.reductions.moments import moments
+from gradcombine.reductions.numbered import Numbered, without_numbers
+from gradcombine.reductions.per_leaf import per_leaf
+from gradcombine.reductions.plain import max as maximum
+from gradcombine.reductions.sums import sum as sum_
+from gradcombine.reductions.wrappers import global_norm, norm_dtype
+from gradcombine.types import Array, Order, State, Tree, no_autograph
+
+
+class Metrics(NamedTuple):
+    """Statistics of contributions; scalars, all zeros where there was none.
+
+    Attributes:
+      norm_mean: the weighted mean of their norms, each over all leaves of a contribution.
+      norm_variance: the weighted variance around it.
+      norm_max: the largest norm.
+      count: int32, their number.
+      weight: the sum of their weights.
+    """
+
+    norm_mean: Array
+    norm_variance: Array
+    norm_max: Array
+    count: Array
+    weight: Array
+
+
+class Measured(NamedTuple):
+    """The value of a reduction, and metrics of what was combined."""
+
+    value: Tree
+    metrics: Metrics
+
+
+class MeasuredState(NamedTuple):
+    """A partial result, and that of the metrics."""
+
+    value: State
+    metrics: State
+
+
+class _Entry(NamedTuple):
+    """A contribution to the metrics: its norm twice, and 1 twice."""
+
+    norm: Any
+    largest: Any
+    count: Any
+    weight: Any
+
+
+_METRICS = per_leaf(_Entry(moments(), maximum(), sum_(), Weighed(sum_())))
+
+
+@no_autograph
+def measured(reduction: Reduction) -> Reduction:
+    """Adds metrics of the contributions to the value of a reduction.
+
+    For a dashboard, for the noise scale, and to see what `clipped` and `zeroed` take away: ``measured(zeroed(r))``
+    measures everything, ``zeroed(measured(r))`` what is left. The norms are those over all leaves of one contribution:
+    in a list of one tree, over replicas of that of each replica. Contributions of weight 0 are not measured.
+
+    Args:
+      reduction: any reduction of float leaves.
+
+    Returns:
+      A reduction whose result is ``Measured(value, Metrics(norm_mean, norm_variance, norm_max, count, weight))``.
+
+    Raises:
+      GradCombineError: in ``init`` and ``update`` for leaves that are not floats.
+
+    Bits: those of the reduction. Of the metrics the norms are rounded as in `clipped`, the rest as in `moments`, `max`
+    and `sum`.
+
+    >>> import numpy as np, gradcombine as gc
+    >>> grads = [np.float32([3, 4]), np.float32([0, 1])]
+    >>> value, metrics = gc.combine(gc.reductions.measured(gc.reductions.mean()), grads, weights=[1, 3])
+    >>> value, [float(x) for x in metrics]
+    (array([0.75, 1.75], dtype=float32), [2.0, 3.0, 5.0, 2.0, 4.0])
+    """
+    return MeasuredReduction(reduction)
+
+
+class MeasuredReduction(Wrapper):
+    """See `measured`."""
+
+    def __init__(self, of: Reduction) -> None:
+        super().__init__(of)
+        self.name = f"measured({of.name})"
+
+    @property
+    def description(self) -> str:
+        return described("measured", self.of.description)
+
+    @no_autograph
+    def init(self, like: Tree) -> MeasuredState:
+        state = self.of.init(like)
+        leaves, structure = tree.flatten("measured", self._like(like))
+        dtype = norm_dtype("measured", leaves, structure)
+        backend = resolve("measured", leaves)
+        present = [leaf for leaf in leaves if not is_absent(leaf)]
+        # The weight's width is that of the reductions' own sums of weights.
+        entry = (backend.full((), 0, kind, present) for kind in (dtype, dtype, dtypes.INT32, dtype))
+        return MeasuredState(state, _METRICS.init(_Entry(*entry)))
+
+    @no_autograph
+    def update(self, state: State, value: Tree, weight: Any = 1) -> MeasuredState:
+        state = self._open(state)
+        updated = self.of.update(state.value, value, weight)
+        leaves, structure = tree.flatten("measured", self.of.gradients(value)[0])
+        backend = resolve("measured", [*leaves, weight])
+        wide = state.metrics.parts[0].dtypes.dtype
+        norm = backend.cast(global_norm("measured", backend, leaves, structure), wide)
+        one = backend.full((), 1, dtypes.INT32), backend.full((), 1, wide)
+        return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
+
+    @no_autograph
+    def merge(self, a: State, b: State) -> MeasuredState:
+        a, b = self._open(a), self._open(b)
+        return MeasuredState(self.of.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
+
+    @no_autograph
+    def finalize(self, state: State) -> Measured:
+        state = self._open(state)
+        entry = _METRICS.finalize(state.metrics)
+        backend = resolve("measured", [entry.count])
+        largest = backend.where(entry.count == 0, backend.full((), 0, backend.dtype(entry.largest)), entry.largest)
+        metrics = Metrics(entry.norm.mean, entry.norm.variance, largest, entry.count, entry.weight)
+        return Measured(self.of.finalize(state.value), metrics)
+
+    @no_autograph
+    def clear(self, state: State) -> MeasuredState:
+        state = self._open(state)
+        return MeasuredState(self.of.clear(state.value), _METRICS.clear(state.metrics))
+
+    @no_autograph
+    def all_merge(self, state: State, collective: Collective, order: Order) -> MeasuredState:
+        state = self._open(state)
+        value = self.of.all_merge(state.value, collective, order)
+        return MeasuredState(value, _METRICS.all_merge(state.metrics, collective, order))
+
+    def _like(self, like: Tree) -> Tree:
+        """The gradients among the shapes that a state is made for, which may come without a number."""
+        if self.of.microbatches is not None and not isinstance(like, Numbered):
+            return without_numbers(self.of).gradients(like)[0]
+        return self.of.gradients(like)[0]
+
+    def _open(self, state: State) -> MeasuredState:
+        if not isinstance(state, MeasuredState):
+            raise GradCombineError(self.of.name, "a MeasuredState", type(state).__name__)
+        return state

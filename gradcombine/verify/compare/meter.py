@@ -1,0 +1,237 @@
+"""How far apart two arrays are, measured piece by piece."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gradcombine.errors import GradCombineError
+from gradcombine.verify.compare.ulp import (
+    NAN_DISTANCE,
+    NAN_LENGTH,
+    Kind,
+    bits_differ,
+    distances,
+    kind_of,
+    same_specials,
+)
+
+EXACT_COUNTS = 1024
+"""Distances below this many ulp are counted exactly; larger ones by their bit length."""
+
+
+class Element(NamedTuple):
+    """One element of both leaves: where it is, counted in C order, and both values."""
+
+    at: int
+    a: complex
+    b: complex
+
+
+class LeafDifference(NamedTuple):
+    """How far apart the two sides of one leaf are.
+
+    Attributes:
+      name: the leaf's name in the first tree, and in the second one if it has another there.
+      shape: of both.
+      dtypes: of each side.
+      equal_bits: whether the two hold the same bits; the sign of a zero and a NaN's payload count.
+      max_ulp: the largest distance, in units in the last place of the narrower dtype; of integers, their difference.
+        `NAN_DISTANCE` where only one side is NaN.
+      median_ulp: the (lower) median distance; from 1024 on, the power of two at or below it.
+      ulp_counts: how many elements are 0, in [1, 2), [2, 4), [4, 8) ... ulp apart; the last count is of NaN pairs.
+      relative: the largest absolute difference, over the largest magnitude of the second leaf; finite pairs alone.
+        Exact for integers.
+      cosine: of the angle between the two as vectors; NaN where one is zero, 1 where both are.
+      nans, infs: how many elements are NaN, or infinite, on each side.
+      same_specials: whether NaN and infinities, which ``relative`` leaves out, are in the same places, and infinities
+        of the same sign.
+      first: the first element whose bits differ, None if none does.
+      worst: the first element at the largest distance, None if all bits are equal.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtypes: tuple[str, str]
+    equal_bits: bool
+    max_ulp: int
+    median_ulp: int
+    ulp_counts: tuple[int, ...]
+    relative: float
+    cosine: float
+    nans: tuple[int, int]
+    infs: tuple[int, int]
+    same_specials: bool
+    first: Element | None
+    worst: Element | None
+
+    @property
+    def same_dtype(self) -> bool:
+        return self.dtypes[0] == self.dtypes[1]
+
+    @property
+    def nan_against_number(self) -> bool:
+        """Whether an element is NaN on one side only."""
+        return self.ulp_counts[-1] > 0
+
+
+class Meter:
+    """Measures a pair of leaves that arrives in pieces, in C order.
+
+    Args:
+      name: of the leaf.
+      shape: of the whole leaf.
+      a, b: the dtypes of the two sides: floats, complex numbers, integers or booleans, of one kind.
+
+    Raises:
+      GradCombineError: for dtypes of two kinds.
+
+    >>> import numpy as np
+    >>> meter = Meter("w", (3,), np.dtype(np.float32), np.dtype(np.float32))
+    >>> for a, b in ([1, 2], [1, 2]), ([3], [3.0000002]):
+    ...     meter.add(np.float32(a), np.float32(b))
+    >>> meter.result().max_ulp
+    1
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], a: np.dtype, b: np.dtype) -> None:
+        self._name, self._shape = name, shape
+        self._dtypes = a, b = a.newbyteorder("="), b.newbyteorder("=")
+        self._kind: Kind = kind_of(a)
+        if kind_of(b) != self._kind:
+            raise GradCombineError("compare", f"two {self._kind} leaves", f"{a} and {b}", name)
+        self._seen, self._equal, self._max_ulp = 0, True, -1
+        self._small = np.zeros(EXACT_COUNTS, np.int64)
+        self._long = np.zeros(NAN_LENGTH + 1, np.int64)
+        self._largest, self._apart = 0, 0
+        self._same_specials = True
+        self._dot, self._squares = 0.0, np.zeros(2)
+        self._nans, self._infs = np.zeros(2, np.int64), np.zeros(2, np.int64)
+        self._first: Element | None = None
+        self._worst: Element | None = None
+
+    def add(self, a: npt.ArrayLike, b: npt.ArrayLike) -> None:
+        """The next elements of both sides, as many of one as of the other."""
+        left, right = (
+            np.asarray(side).reshape(-1).astype(dtype, copy=False)
+            for side, dtype in zip((a, b), self._dtypes, strict=True)
+        )
+        if left.size != right.size:
+            raise GradCombineError("compare", f"{left.size} more elements", right.size, self._name)
+        if left.size == 0:
+            return
+        same = self._dtypes[0] == self._dtypes[1]
+        if same and np.array_equal(_bytes(left), _bytes(right)):
+            self._small[0] += left.size
+            self._long[0] += left.size
+            self._max_ulp = max(self._max_ulp, 0)
+            self._magnitudes(left, left)
+        else:
+            self._measure(left, right, same)
+            self._magnitudes(left, right)
+        self._seen += left.size
+
+    def result(self) -> LeafDifference:
+        """The measures of the whole leaf.
+
+        Raises:
+          GradCombineError: for fewer elements than the shape holds.
+        """
+        size = math.prod(self._shape)
+        if self._seen != size:
+            raise GradCombineError("compare", f"{size} elements", self._seen, self._name)
+        norms = np.sqrt(self._squares)
+        both_zero = not norms.any()
+        cosine = 1.0 if both_zero else float(self._dot / (norms[0] * norms[1])) if norms.all() else math.nan
+        used = int(np.flatnonzero(self._long[:-1]).max(initial=0)) + 1
+        return LeafDifference(
+            self._name,
+            self._shape,
+            (str(self._dtypes[0]), str(self._dtypes[1])),
+            self._equal,
+            max(self._max_ulp, 0),
+            self._median(),
+            (*map(int, self._long[:used]), int(self._long[-1])),
+            self._relative(),
+            float(np.clip(cosine, -1, 1)),
+            (int(self._nans[0]), int(self._nans[1])),
+            (int(self._infs[0]), int(self._infs[1])),
+            self._same_specials,
+            self._first,
+            self._worst,
+        )
+
+    def _measure(self, left: np.ndarray, right: np.ndarray, same: bool) -> None:
+        apart = distances(self._kind, left, right)
+        lengths = apart.lengths(self._kind)
+        short = apart.ulps[lengths <= (EXACT_COUNTS - 1).bit_length()]
+        self._small += np.bincount(short.astype(np.int64), minlength=EXACT_COUNTS)
+        self._long += np.bincount(lengths, minlength=len(self._long))
+        different = bits_differ(left, right) if same else left != right
+        if not different.any():
+            self._max_ulp = max(self._max_ulp, 0)
+            return
+        self._equal = False
+        if self._first is None:
+            self._first = self._element(left, right, int(np.argmax(different)))
+        worst, distance = apart.largest(different)
+        if self._worst is None or distance > self._max_ulp:
+            self._worst = self._element(left, right, worst)
+        self._max_ulp = max(self._max_ulp, distance)
+
+    def _magnitudes(self, left: np.ndarray, right: np.ndarray) -> None:
+        if self._kind == "integer":
+            # Python's integers do not round.
+            self._largest = max(self._largest, abs(int(right.max())), abs(int(right.min())))
+        wide = np.dtype(np.complex128 if self._kind == "complex" else np.float64)
+        x = left.astype(wide)
+        y = x if right is left else right.astype(wide)
+        finite = np.isfinite(x) & np.isfinite(y)
+        if not finite.all():
+            for side, values in enumerate((x, y)):
+                self._nans[side] += np.count_nonzero(np.isnan(values))
+                self._infs[side] += np.count_nonzero(np.isinf(values))
+            self._same_specials &= same_specials(x, y)
+            x, y = x[finite], y[finite]
+        if not x.size:
+            return
+        with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+            self._add(x, y)
+
+    def _add(self, x: np.ndarray, y: np.ndarray) -> None:
+        square = float(np.vdot(y, y).real)
+        if self._kind != "integer":
+            self._largest = max(self._largest, float(np.abs(y).max()))
+        if y is x:
+            self._dot += square
+            self._squares += square
+            return
+        if self._kind != "integer":
+            self._apart = max(self._apart, float(np.abs(x - y).max()))
+        self._dot += float(np.vdot(x, y).real)
+        self._squares += np.array([np.vdot(x, x).real, square])
+
+    def _relative(self) -> float:
+        # The quotient of two Python integers is correctly rounded.
+        apart = max(self._max_ulp, 0) if self._kind == "integer" else self._apart
+        return apart / self._largest if self._largest else (math.inf if apart else 0.0)
+
+    def _element(self, left: np.ndarray, right: np.ndarray, i: int) -> Element:
+        return Element(self._seen + i, left[i].item(), right[i].item())
+
+    def _median(self) -> int:
+        if self._seen == 0:
+            return 0
+        middle = (self._seen + 1) // 2
+        counted = np.cumsum(self._small)
+        if counted[-1] >= middle:
+            return int(np.searchsorted(counted, middle))
+        length = int(np.searchsorted(np.cumsum(self._long), middle))
+        return NAN_DISTANCE if length == NAN_LENGTH else 1 << max(length - 1, 0)
+
+
+def _bytes(array: np.ndarray) -> npt.NDArray[np.uint8]:
+    return np.ascontiguousarray(array).view(np.uint8)

@@ -1,0 +1,164 @@
+"""The first difference of two traces: the step, the stage and the leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradcombine.errors import GradCombineError, require_path, shown
+from gradcombine.verify.compare.comparison import describe_ulp
+from gradcombine.verify.diff.by_step import dumps_by_step
+from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, require_allowed
+from gradcombine.verify.diff.dumps import Dump, open_dump
+from gradcombine.verify.diff.mapping import NO_RULES, Rules, require_rules
+from gradcombine.verify.record.trace import STAGES
+
+CAUSES = {
+    "inputs": "the inputs: the data, its order, or the parameters before the step",
+    "gradients": "the gradients: the model, its loss, or its kernels, from the same inputs",
+    "combined": "the combine: weights, order or precision, from the same gradients",
+    "updates": "the optimizer: its settings, its state or its schedule, from the same combined gradient",
+    "params": "the application of the updates, from the same updates",
+}
+"""What introduced a divergence, by the first stage that shows it."""
+
+
+UNKNOWN = "something unknown: only one of the runs has recorded it"
+"""The same for a stage or a step that could not be compared."""
+
+
+class Divergence(NamedTuple):
+    """Where two runs diverge.
+
+    Attributes:
+      step: the first step that differs.
+      stage: its first stage that differs; None if one run lacks the whole step.
+      row: its worst leaf; None if all leaves that both runs have pass.
+      introduced_by: what lies between this stage and the last one that passes.
+      unrecorded: stages before this one that a run lacks, so that they may be the cause.
+      unmatched: leaves of this stage that only one run has.
+      left_out: leaves of this stage that could not be compared, and why.
+      mixed_up: leaves of this stage that are like another leaf of the other run than that of their name.
+    """
+
+    step: int
+    stage: str | None
+    row: Row | None
+    introduced_by: str
+    unrecorded: tuple[str, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    left_out: tuple[LeftOut, ...] = ()
+    mixed_up: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        text = f"step {self.step}: introduced by {self.introduced_by}"
+        if self.row is not None:
+            leaf = self.row.difference
+            text += f"; worst leaf {leaf.name}, {describe_ulp(leaf)}, {leaf.relative:.1e} relative"
+            if self.row.transposed:
+                order = self.row.pair.axes or tuple(range(len(leaf.shape)))
+                text += f", with its axes in the order {order}, which no rule asks for"
+        if self.mixed_up:
+            text += f"; names mixed up: {', '.join(f'{x} is like {y}' for x, y in self.mixed_up[:4])}"
+        if self.left_out:
+            text += f"; not compared: {', '.join(map(' '.join, self.left_out[:3]))}"
+        if self.unmatched:
+            more = f" and {len(self.unmatched) - 3} more" if len(self.unmatched) > 3 else ""
+            text += f"; in one run only: {', '.join(self.unmatched[:3])}{more}"
+        if self.unrecorded:
+            text += f"; not recorded before it: {', '.join(self.unrecorded)}"
+        return text
+
+
+def first_divergence(
+    a: str | Path,
+    b: str | Path,
+    *,
+    allowed: Allowed | Mapping[str, Allowed] = EQUAL_BITS,
+    rules: Rules = NO_RULES,
+) -> Divergence | None:
+    """Finds the first step, and in it the first stage, in which two traces differ by more than is allowed.
+
+    Args:
+      a, b: directories that `record` has written, of one framework or two; leaves are matched as in `gradcombine diff`.
+      allowed: what may differ; or for each stage by its name, and then nothing in stages that are not named. Two
+        frameworks' kernels round differently: give ``gradients`` a relative allowance, and all that follows.
+      rules: which leaf is which, for names that begin with their stage.
+
+    Returns:
+      None if both runs have the same steps, with the same stages, and all of them pass; else a `Divergence`, which
+      prints as a sentence. What only one run has recorded, a leaf that could not be compared, and a leaf that is like
+      the other's only in another order of axes, though the shapes agree and no rule gives that order, are divergences.
+
+    Raises:
+      GradCombineError: for a directory without a trace, traces without a common step, and as `diff`.
+
+    >>> import tempfile, numpy as np
+    >>> from gradcombine.verify import first_divergence, record
+    >>> with tempfile.TemporaryDirectory() as place:
+    ...     for run, rate in (("a", 0.5), ("b", 0.5), ("c", 0.25)):
+    ...         with record(f"{place}/{run}") as recorder:
+    ...             for step in range(3):
+    ...                 recorder(step, combined={"w": np.ones(2)}, updates={"w": -rate**step * np.ones(2)})
+    ...     print(first_divergence(f"{place}/a", f"{place}/b"))
+    ...     print(first_divergence(f"{place}/a", f"{place}/c").step)
+    None
+    1
+    """
+    require_rules("first_divergence", rules)
+    limits: dict[str, Any] = dict.fromkeys(STAGES, allowed)
+    if isinstance(allowed, Mapping):
+        limits = dict(allowed)
+    if unknown := limits.keys() - set(STAGES):
+        raise GradCombineError("first_divergence", f"stages of {', '.join(STAGES)}", shown(unknown))
+    for limit in limits.values():
+        require_allowed("first_divergence", limit)
+    left, right = (dumps_by_step(require_path("first_divergence", "a directory", path)) for path in (a, b))
+    both = [step for step in left if step in right]
+    if not both:
+        raise GradCombineError(
+            "first_divergence", "two traces with a common step", f"{len(left)} and {len(right)} steps"
+        )
+    lacking: list[Divergence] = []
+    for step in both:
+        divergence = _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules, lacking)
+        if divergence is not None:
+            return divergence
+    lacking += [Divergence(step, None, None, UNKNOWN) for step in left.keys() ^ right.keys()]
+    return min(lacking, key=lambda divergence: divergence.step, default=None)
+
+
+def _in_step(
+    step: int,
+    a: Dump,
+    b: Dump,
+    allowed: Mapping[str, Allowed],
+    rules: Rules,
+    lacking: list[Divergence],
+) -> Divergence | None:
+    """The first stage that differs; stages that only one run has are added to ``lacking``."""
+    unrecorded: list[str] = []
+    for stage in STAGES:
+        # A rule may say that a leaf needs no counterpart.
+        left = _stage(a, stage, lambda name: (rules.find(name) or (None, name))[1] is not None)
+        right = _stage(b, stage, lambda name: not rules.ignores(name))
+        if not left or not right:
+            if left or right:
+                lacking.append(Divergence(step, stage, None, UNKNOWN, tuple(unrecorded), (*left, *right)))
+            unrecorded.append(stage)
+            continue
+        report = diff(left, right, allowed=allowed.get(stage, EQUAL_BITS), rules=rules)
+        apart = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.transposed]
+        if apart or not report.passes:
+            unmatched = (*report.only_a, *report.only_b)
+            row = apart[0] if apart else None
+            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:6])
+        unrecorded = []
+    return None
+
+
+def _stage(dump: Dump, stage: str, counts: Callable[[str], bool]) -> Dump:
+    return {
+        name: entry for name, entry in dump.items() if (name.startswith(f"{stage}/") or name == stage) and counts(name)
+    }
