@@ -20,7 +20,6 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.sums import Precision
 from gradcombine.verify.plan import recipes
 from gradcombine.verify.plan.problem import Problem, plain
-from gradcombine.verify.plan.written import written_reduction
 
 CALLS = {
     "window": "the whole window in one call",
@@ -163,6 +162,12 @@ def reduction_of(way: Way) -> Reduction:
     return reductions.mean(precision_of(way), wire_dtype=wire)
 
 
+def _written_reduction(way: Way) -> str:
+    written = [repr(precision_of(way))] * (precision_of(way) != "fast")
+    written += ["wire_dtype='bfloat16'"] * ("bfloat16" in way.numbers)
+    return f"gc.reductions.mean({', '.join(written)})"
+
+
 def precision_of(way: Way) -> Precision:
     return "compensated" if "compensated" in way.numbers else "exact" if "exact" in way.numbers else "fast"
 
@@ -181,7 +186,7 @@ def settings_of(problem: Problem, way: Way) -> tuple[dict[str, Any], dict[str, s
     if found.get("every") == UNTIL_FLUSH:
         texts["every"] = "UNTIL_FLUSH"
     if "reduction" in texts:
-        texts["reduction"] = written_reduction(way)
+        texts["reduction"] = _written_reduction(way)
     return found, texts
 
 

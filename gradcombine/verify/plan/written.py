@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from gradcombine.verify.plan import recipes
 from gradcombine.verify.plan.problem import Problem
-from gradcombine.verify.plan.ways import Way, precision_of, settings_of, weight_of
+from gradcombine.verify.plan.ways import Way, settings_of, weight_of
 
 
 def code(problem: Problem, way: Way) -> str:
@@ -52,12 +52,6 @@ IMPORTS = {
     "map_replicas": "from gradcombine.integrations.optax import map_replicas",
     "AccumulateState": "from gradcombine.types import AccumulateState",
 }
-
-
-def written_reduction(way: Way) -> str:
-    written = [repr(precision_of(way))] * (precision_of(way) != "fast")
-    written += ["wire_dtype='bfloat16'"] * ("bfloat16" in way.numbers)
-    return f"gc.reductions.mean({', '.join(written)})"
 
 
 def _written_rows(problem: Problem) -> str:
