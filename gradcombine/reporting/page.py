@@ -38,13 +38,13 @@ BLUE = "#3b6ea5"
 _LINES = ("-", "--", ":")
 
 
-def write(path: Path, title: str, verdict: str, passes: bool, sections: Sequence[Section]) -> None:
+def write(path: Path, title: str, verdict: str, passes: bool | None, sections: Sequence[Section]) -> None:
     """Writes the page.
 
     Args:
       path: of the file.
       title, verdict: its headline, and the answer in one sentence.
-      passes: whether the answer is a good one.
+      passes: whether the answer is a good one; None: it is not known.
       sections: what follows.
     """
     verdict, sections = legible(verdict), list(map(legible_section, sections))

@@ -170,9 +170,13 @@ def legible_section(section: Section) -> Section:
     )
 
 
-def show(console: Console, verdict: str, passes: bool, sections: Sequence[Section]) -> None:
-    """Prints the first rows of each section's table, between the verdict and the verdict once more."""
-    answer = Text(legible(verdict), "green" if passes else "bold red")
+def show(console: Console, verdict: str, passes: bool | None, sections: Sequence[Section]) -> None:
+    """Prints the first rows of each section's table, between the verdict and the verdict once more.
+
+    Args:
+      passes: whether the answer is a good one, in green, or red; None, in yellow: it is not known.
+    """
+    answer = Text(legible(verdict), {True: "green", False: "bold red", None: "bold yellow"}[passes])
     sections = list(map(legible_section, sections))
     if any(section.rows and not section.folded for section in sections):
         console.print(answer)

@@ -64,7 +64,7 @@ def check_command(
 
             found, source = check_named(what, others, timeout, progress)
         verdict, sections = report.verdict(found), report.sections(found, source and f"The step is made at {source}.")
-        passes, status = found.passes, report.STATUS[found.verdict]
+        passes, status = report.GOOD[found.verdict], report.STATUS[found.verdict]
         show(console, verdict, passes, sections)
         if before is not None and found.verdict is Verdict.FAILS:
             lines = report.new_causes(found, before)

@@ -18,6 +18,9 @@ VERSION = 1
 STATUS = {Verdict.PASSES: 0, Verdict.FAILS: 1, Verdict.CANNOT_TELL: 3}
 """The exit status of each verdict; 2 is for what cannot be imported, cut or run."""
 
+GOOD = {Verdict.PASSES: True, Verdict.FAILS: False, Verdict.CANNOT_TELL: None}
+"""Whether each verdict is good; None: it is not known."""
+
 _SUMS = "return sums and counts from each microbatch, add up both, and divide once at the end"
 _AT_THE_END = "run it once, on the combined gradient at the end of a window"
 

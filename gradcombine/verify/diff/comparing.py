@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,7 +134,8 @@ def diff(
 
     Args:
       a, b: from `gradcombine.verify.diff.dumps.open_dump`.
-      allowed: how far apart leaves may be.
+      allowed: how far apart leaves may be. A square kernel that is alike in another order of axes than its name's
+        convention says does not pass, where the other kernels of the two dumps follow theirs.
       rules: which leaf is which, if names, shapes and values cannot tell.
       reference: the same leaves in float64, which say of each side whether it is off
         (`gradcombine.verify.compare.reference`).
@@ -202,9 +203,28 @@ def diff(
     if reference is not None:
         rows, unjudged = _judged(rows, a, b, reference, roundings, named_as_b)
         left_out += unjudged
+    if _follow_names(rows):
+        rows = [row._replace(passes=False) if row.transposed and _is_square(row) else row for row in rows]
     rows.sort(key=lambda row: (row.passes, *badness(row.difference)))
     tied = (*_tied(a, only_a), *_tied(b, only_b))
     return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows), tied)
+
+
+def _follow_names(rows: Sequence[Row]) -> bool:
+    """Whether kernels whose shapes tell their order of axes have that of their names: all, and one at least.
+
+    Then the names decide of square ones as well. (GPT-2's ``weight`` is laid out as a ``kernel``, and none decides.)
+    """
+    alike = (row for row in rows if words_of(row.pair) <= {"kernel", "weight"} and row.difference.cosine >= ALIKE)
+    told = [not row.transposed for row in alike if len(row.difference.shape) > 1 and not _is_square(row)]
+    return bool(told) and all(told)
+
+
+def _is_square(row: Row) -> bool:
+    """Whether a kernel has as many inputs as outputs, so that its shape does not tell the order of its axes."""
+    shape = row.difference.shape
+    is_kernel = row.pair.a.removesuffix("/value").endswith("kernel")
+    return len(shape) > 1 and (shape[-1] == shape[-2] if is_kernel else shape[0] == shape[1])
 
 
 def _tied(dump: Dump, alone: tuple[str, ...]) -> Iterator[tuple[str, str]]:

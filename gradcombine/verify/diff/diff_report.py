@@ -109,7 +109,8 @@ def _of_dumps(report: DiffReport) -> list[Section]:
         Section(
             "Leaves that are alike only in another order of axes, though their shapes agree",
             "A kernel that was transposed by mistake looks like that, or one that should have been, or a transposed "
-            "convolution of flax that should have been flipped. If it is meant, a rule can say so (transpose).",
+            "convolution of flax that should have been flipped. It fails where the other kernels have the order that "
+            "their names say. If it is meant, a rule can say so (transpose).",
             columns=("leaf", "axes of B"),
             rows=[Cells((row.difference.name, _axes(row)), row.passes) for row in report.rows if row.transposed],
         ),

@@ -102,8 +102,9 @@ def test_a_cause_that_is_known_already_does_not_fail_again(here: Path) -> None:
 
 
 def test_what_cannot_be_compared_has_a_status_of_its_own(here: Path) -> None:
-    code, output = run("pinned_case")
+    code, output = run("pinned_case", "--html", "a.html")
     assert code == 3 and "cannot tell" in output
+    assert '<p class="verdict unknown">cannot tell' in (here / "a.html").read_text()
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,26 @@ def test_swapped_axes_of_convolutions_are_noted(spatial: tuple[int, ...], channe
             assert not report.passes or report.rows[0].transposed
 
 
+@pytest.mark.parametrize("other", ["kernel", "weight"])
+def test_names_decide_of_square_kernels_where_the_others_follow_them(other: str) -> None:
+    """As GPT-2's weights do not, which are laid out as kernels are."""
+    wide, square, conv = RNG.normal(size=(4, 6)), RNG.normal(size=(5, 5)), RNG.normal(size=(3, 3, 5, 5))
+    turned = {"a": wide.T, "b": square.T, "c": conv.transpose(3, 2, 0, 1)}
+    weights = {f"{name}.weight": x for name, x in turned.items()}
+    b = {f"{x}/kernel": y for x, y in zip("abc", (wide, square, conv), strict=True)} if other == "kernel" else weights
+    assert diff(dump(weights), dump(b)).passes
+    for name, x in (("b.weight", square), ("c.weight", turned["c"].swapaxes(0, 1))):
+        report = diff(dump(weights | {name: x}), dump(b))
+        (row,) = [row for row in report.rows if not row.passes]
+        assert row.pair.a == name and row.transposed and not report.passes
+    # Nothing else tells, or the others do not follow their names: it is noted.
+    assert diff(dump({"b.weight": square}), dump({k: v for k, v in b.items() if "b" in k})).passes
+    if other == "kernel":
+        as_kernels = {"a.weight": wide, "b.weight": square}
+        report = diff(dump(as_kernels), dump({"a/kernel": wide, "b/kernel": square}))
+        assert report.passes and all(row.transposed for row in report.rows)
+
+
 def test_a_leaf_that_is_compared_in_another_shape_is_said(tmp_path: Path) -> None:
     x = RNG.normal(size=(4, 2, 8))
     np.savez(tmp_path / "a.npz", **{"q/kernel": x})
