@@ -205,6 +205,12 @@ class StepStandard(Standard):
                     raise NotWide(f"the step rounds to something narrower than float64 by itself, as {name} shows")
         return wide
 
+    @property
+    def is_retyped(self) -> bool:
+        """Whether float64 runs are those of the step's own program, with its constants."""
+        program = self.subject.program(self.subject.step(WHOLE), self.subject.batch)
+        return program is not None and not program.retyped.problem
+
     def _in_float64(self, draws: bool) -> tuple[Result | None, str]:
         subject = self.subject
         try:
