@@ -74,6 +74,9 @@ def perturbation(seed: int, unit: float, zero: float = 0.0) -> Callable[[np.ndar
 
 def copied(x: Any, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None) -> Any:
     """An array that a step may donate, wide or changed where asked."""
+    if _is_key(x):
+        random = sys.modules["jax"].random
+        return random.wrap_key_data(array_of(x).copy(), impl=random.key_impl(x))
     if not is_there(x) or not _is_array(x):
         return x
     array = array_of(x)

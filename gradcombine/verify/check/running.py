@@ -188,7 +188,16 @@ class Subject:
             before = [array_of(x) for x in arguments if is_float(x)]
             if program is not None and not program.retyped.problem:
                 return program([*arguments, *rows]), before
-            return function(self._tree(arguments), tree.unflatten(structure, rows)), before
+            return self._applied(function, arguments, tree.unflatten(structure, rows)), before
+
+    def _applied(self, function: Step, params: Sequence[Any], batch: Tree) -> Tree:
+        """The result of a function; of one that changes its parameters in place, these before what it returns."""
+        given = self._tree(params)
+        made = function(given, batch)
+        if not self.returns_params or self._begins(made):
+            return made
+        changed = any(x is not y for x, y in zip(flattened(given)[0], params, strict=True))
+        return (given, made) if changed else made
 
     def _tree(self, params: Sequence[Any]) -> Tree:
         return tree.unflatten(self._params_structure, params)
@@ -201,7 +210,7 @@ class Subject:
 
             def of_leaves(every: list[Any]) -> Tree:
                 count = len(self._params)
-                return function(self._tree(every[:count]), tree.unflatten(structure, every[count:]))
+                return self._applied(function, every[:count], tree.unflatten(structure, every[count:]))
 
             made = None
             if "jax" in sys.modules and self.framework in ("jax", "numpy"):
@@ -281,15 +290,17 @@ class Subject:
         others = tuple(x for _, x in present if not is_float_dtype(x.dtype))
         return Result(tuple(map(as_floats, wide)), others, tuple(x.dtype for _, x in floats))
 
+    def _begins(self, made: Tree) -> bool:
+        """Whether a result is parameters, alone or before metrics."""
+        starts = [made]
+        if type(made) is tuple and made:
+            starts += [made[0], made[: len(self._params_structure.children)]]
+        return any(flattened(x)[1] == self._params_structure for x in starts)
+
     def _compare(self, made: Tree, structure: tree.Structure) -> None:
         """Refuses another structure than that of the parameters, with metrics after them or not, and of other runs."""
-        if self.returns_params:
-            expected, count = self._params_structure, len(self._params_structure.children)
-            starts = [made]
-            if type(made) is tuple and made:
-                starts += [made[0], made[:count]]
-            if all(flattened(x)[1] != expected for x in starts):
-                raise tree.difference(OPERATION, expected, structure)
+        if self.returns_params and not self._begins(made):
+            raise tree.difference(OPERATION, self._params_structure, structure)
         if self._structure is None:
             self._structure = structure
         elif structure != self._structure:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import flax.linen as nn
@@ -110,6 +111,50 @@ def filtered(right: bool) -> tuple[Any, Any]:
 
 FORMS = {"linen": linen, "nnx": in_place, "equinox": filtered}
 quick_first = [pytest.param(x, marks=[pytest.mark.full] * (x != "nnx")) for x in FORMS]
+
+
+class Keyed(NamedTuple):
+    """A training state with a random key, which a step that donates it deletes."""
+
+    params: Any
+    key: Any
+
+
+def donated(k: int) -> Any:
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: Keyed, batch: Any) -> Keyed:
+        parts = [jax.tree.map(lambda a, i=i: a.reshape(k, -1, *a.shape[1:])[i], batch) for i in range(k)]
+        grads = [(x["x"] * x["mask"][:, None]).sum(0) for x in parts]
+        return Keyed(state.params - sum(grads) / batch["mask"].sum(), jax.random.fold_in(state.key, 1))
+
+    return step
+
+
+@pytest.mark.needs("jax", "optax", "flax", "equinox")
+def test_a_step_may_donate_its_state() -> None:
+    state = Keyed(jax.numpy.ones(6), jax.random.key(1))
+    report = check_step(donated, state, BATCH, returns="params")
+    assert report.passes, report
+    assert not state.params.is_deleted()
+    assert jax.random.uniform(state.key) >= 0, "the key is the caller's still"
+
+
+@pytest.mark.needs("jax", "optax", "flax", "equinox")
+@pytest.mark.parametrize("right", [pytest.param(True, marks=pytest.mark.full), False])
+def test_a_step_may_change_its_state_and_return_metrics_alone(right: bool) -> None:
+    make_step, state = in_place(right)
+
+    def make(k: int) -> Any:
+        step = make_step(k)
+
+        def train_step(state: Any, batch: Any) -> Any:
+            step(state, batch)
+            return {"loss": batch["mask"].sum()}
+
+        return train_step
+
+    report = check_step(make, state, BATCH, returns="params")
+    assert report.cause is (None if right else Cause.MEAN_OF_MEANS), report
 
 
 @pytest.mark.needs("jax", "optax", "flax", "equinox")
