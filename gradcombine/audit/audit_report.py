@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.audit.auditing import Audit
-from gradcombine.audit.hlo import Loops
-from gradcombine.audit.program import Program, short, size_text, times
+from gradcombine.audit.elements import Loop, short, size_text, times
+from gradcombine.audit.program import Program
 from gradcombine.audit.rules import RULES, Finding
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.timeline import timeline
@@ -366,5 +366,5 @@ def _finding(report: Audit, x: Finding, count: int) -> Cells:
     return Cells((what, f"{x.times:,}", " ".join(parts), "" if seconds is None else f"{seconds:.2g} s"), False, x.name)
 
 
-def _loops(loops: Loops) -> str:
+def _loops(loops: Iterable[Loop[Any]]) -> str:
     return " x ".join("?" if loop.trips is None else f"{loop.trips:,}" for loop in loops)

@@ -22,12 +22,11 @@ from gradcombine.audit.compiling import (
     read,
     read_program,
 )
-from gradcombine.audit.program import Exchange, Program
-from gradcombine.audit.rules import RULES, Finding, find
+from gradcombine.audit.elements import Exchange
+from gradcombine.audit.program import Program
+from gradcombine.audit.rules import RULES, Finding, find, judged
 from gradcombine.audit.target import Bound, Target, bounds, find_target
 from gradcombine.audit.tensorflow.graph import Graph
-from gradcombine.audit.tensorflow.graph_rules import RULES as GRAPH_RULES
-from gradcombine.audit.tensorflow.graph_rules import find as find_in_graph
 from gradcombine.audit.tensorflow.read import is_function, read_function, read_saved
 from gradcombine.errors import GradCombineError, attribute, require_path, shown
 
@@ -58,7 +57,7 @@ class Audit(NamedTuple):
     @property
     def judged(self) -> tuple[str, ...]:
         """The names of the defects that were looked for."""
-        return tuple(GRAPH_RULES if isinstance(self.program, Graph) else RULES)
+        return judged(self.program)
 
     @property
     def unread(self) -> list[str]:
@@ -74,7 +73,7 @@ class Audit(NamedTuple):
         return found
 
     @property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> Sequence[Exchange[Any]]:
         return self.program.exchanges
 
     @property
@@ -287,7 +286,7 @@ def _of_tensorflow(step: Any, args: Sequence[Any], target: str | Target | None) 
 
 
 def _of_graph(graph: Graph, target: Target) -> Audit:
-    return Audit(graph.name, target, graph, None, find_in_graph(graph), None, None, None)
+    return Audit(graph.name, target, graph, None, find(graph), None, None, None)
 
 
 def _audited(built: Built, target: Target) -> Audit:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.audit.hlo import Instruction, Shape
+from gradcombine.audit.elements import Instruction, Shape, walk
 from gradcombine.audit.program import Program
 
 MOVING = {
@@ -44,6 +44,9 @@ MOVING = {
 
 LINEAR = MOVING | {"add", "subtract", "negate", "broadcast", "dynamic-update-slice", "conditional", "select"}
 """Operations in which it does not matter whether what they take is summed before or after."""
+
+CALLED = ("body", "condition", "calls", "to_apply", "branch_computations", "true_computation", "false_computation")
+"""Attributes that name computations."""
 
 Node = int
 
@@ -123,29 +126,32 @@ class Flow:
           through: whether to go on from a node.
           within: the computations to stay in; None for all.
         """
-        seen, waiting = set(start), list(start)
-        while waiting:
-            node = waiting.pop()
-            for other in self.uses[node] if forward else self.sources[node]:
-                if other not in seen and (within is None or self.places[other].computation in within):
-                    seen.add(other)
-                    if through(other):
-                        waiting.append(other)
-        return seen
+        begun, edges = set(start), self.uses if forward else self.sources
+
+        def onward(node: Node) -> Iterable[Node]:
+            if node not in begun and not through(node):
+                return ()
+            others = edges[node]
+            return others if within is None else (x for x in others if self.places[x].computation in within)
+
+        return walk(begun, onward)
 
     def opcode(self, node: Node) -> str:
         return self.places[node].x.opcode.removesuffix("-start").removesuffix("-done")
 
     def inner(self, computation: str) -> set[str]:
         """A computation and all that run inside of it."""
-        found, waiting = {computation}, [computation]
-        while waiting:
-            for x in self.module.computations[waiting.pop()].values():
-                called = x.called("body", "condition", "calls", "to_apply", "branch_computations")
-                called += x.called("true_computation", "false_computation")
-                waiting += [name for name in called if name not in found]
-                found.update(called)
-        return found
+        names = (
+            "body",
+            "condition",
+            "calls",
+            "to_apply",
+            "branch_computations",
+            "true_computation",
+            "false_computation",
+        )
+        computations = self.module.computations
+        return walk([computation], lambda name: (of for x in computations[name].values() for of in x.called(*names)))
 
     def _leaves(self, name: str, x: Instruction) -> range:
         first = self.node(name, x)

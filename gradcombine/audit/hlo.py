@@ -14,137 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gradcombine.audit.elements import Frame, Instruction, Loop, Shape
 from gradcombine.errors import GradCombineError
 
 Device = tuple[int, ...]
 """Numbers of devices."""
 
-_BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
 MOST_DEVICES = 2**20
 """That a list of groups may name."""
 
 
-class Shape(NamedTuple):
-    """An array of a program.
-
-    Attributes:
-      kind: its element type as HLO names it, for instance "f32".
-      dims: its lengths.
-      layout: what stands in braces behind them; empty where nothing does.
-    """
-
-    kind: str
-    dims: tuple[int, ...]
-    layout: str = ""
-
-    @property
-    def elements(self) -> int:
-        return math.prod(self.dims)
-
-    @property
-    def bytes(self) -> int:
-        """In memory; types of less than a byte are packed."""
-        return (self.elements * bits(self.kind) + 7) // 8
-
-    @property
-    def space(self) -> int:
-        """The memory it lies in: 0 is the device's main memory."""
-        found = re.search(r"S\((\d+)\)", self.layout)
-        return int(found[1]) if found else 0
-
-    def __str__(self) -> str:
-        return f"{self.kind}[{','.join(map(str, self.dims))}]"
-
-
-class Frame(NamedTuple):
-    """A line of source that an operation came from."""
-
-    file: str
-    line: int
-    function: str
-
-
-class Instruction(NamedTuple):
-    """One operation of a computation.
-
-    Attributes:
-      name: unique in its computation.
-      shapes: of its result; all arrays of a tuple, in order.
-      starts: where in them the elements of the outermost tuple begin.
-      opcode: as HLO names it.
-      operands: names of instructions of the same computation.
-      inside: what stands in the parentheses behind the opcode of a constant or a parameter.
-      attributes: what stands behind them.
-      root: whether it gives the computation's result.
-    """
-
-    name: str
-    shapes: tuple[Shape, ...]
-    starts: tuple[int, ...]
-    opcode: str
-    operands: tuple[str, ...]
-    inside: str
-    attributes: str
-    root: bool
-
-    @property
-    def bytes(self) -> int:
-        return sum(shape.bytes for shape in self.shapes)
-
-    def leaf(self, index: int) -> int:
-        """The first array of a tuple's element."""
-        return self.starts[index] if index < len(self.starts) else index
-
-    def called(self, *names: str) -> list[str]:
-        """The computations that these attributes name."""
-        found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
-        return [name for group in found for name in re.findall(r"[\w.\-]+", group)]
-
-    def number(self, name: str) -> int | None:
-        """The attribute of this name."""
-        found = re.search(rf"\b{name}=(\d+)", self.attributes)
-        return int(found[1]) if found else None
-
-    def lists(self, name: str) -> tuple[int, ...]:
-        """The attribute of this name, numbers in braces; empty where there is none."""
-        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(n) for n in found[1].split(",") if n) if found else ()
-
-    @property
-    def op_name(self) -> str:
-        """The framework's name of the operation, with the functions around it."""
-        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1].replace("\\'", "'") if found else ""
-
-    @property
-    def collective(self) -> str:
-        """The kind of collective that begins here; empty for anything else."""
-        kind = self.opcode.removesuffix("-start")
-        return kind if kind in COLLECTIVES else ""
-
-
-class Loop(NamedTuple):
-    """A loop that turns more than once.
-
-    Attributes:
-      instruction: the while.
-      trips: how often it turns; None where it is not known while compiling.
-    """
-
-    instruction: Instruction
-    trips: int | None
-
-
-Loops = tuple[Loop, ...]
+Loops = tuple[Loop[Instruction], ...]
 """Those around an operation, the outermost first."""
 
 
@@ -297,7 +177,7 @@ class Module:
         trips = self.trips(computation, x)
         return trips > 1 if trips is not None else not self.turns_at_most_once(x)
 
-    def executed(self, name: str = "", loops: tuple[Loop, ...] = ()) -> Iterator[tuple[str, Instruction, Loops]]:
+    def executed(self, name: str = "", loops: Loops = ()) -> Iterator[tuple[str, Instruction, Loops]]:
         """All operations, their computations and the loops that repeat them; what a fusion holds is one operation."""
         name = name or self.entry
         for x in self.computations[name].values():
@@ -370,16 +250,6 @@ class Module:
             inner = body[inner.operands[0]]
         ends = (self.origin(body, name) for name in inner.operands)
         return inner, [self.origin(of, x.operands[int(y.inside)]) if y.opcode == "parameter" else y for y in ends]
-
-
-def bits(kind: str) -> int:
-    """Of an element type.
-
-    >>> [bits(kind) for kind in ("pred", "bf16", "f32", "s4", "f8e4m3fn", "c64")]
-    [8, 16, 32, 4, 8, 64]
-    """
-    found = re.match(r"[a-z]+(\d+)", kind)
-    return _BITS[kind] if kind in _BITS else int(found[1]) if found else 0
 
 
 def groups(attributes: str) -> list[Device]:

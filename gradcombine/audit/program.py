@@ -6,10 +6,9 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple
 
-from gradcombine.audit.hlo import Frame, Instruction, Loops, Module, Shape
+from gradcombine.audit.elements import Exchange, Frame, Shape, own_line, times
+from gradcombine.audit.hlo import Instruction, Loops, Module
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 """Operations that move nothing."""
@@ -21,107 +20,6 @@ NOTHING = ("AllocateBuffer", "ConcatBitcast", "Sharding", "SPMDFullToShardShape"
 """Targets of custom calls that move nothing."""
 
 SLICES = {"dynamic-slice", "slice", "gather"}
-
-
-LIBRARIES = ("site-packages/", "dist-packages/", "/gradcombine/integrations/", "/gradcombine/backends/", "<frozen")
-"""Parts of the paths of files whose lines are not the user's."""
-
-
-class Exchange(NamedTuple):
-    """One collective of a program.
-
-    Attributes:
-      computation: it stands in.
-      x: the operation that begins it.
-      loops: around it.
-      groups: of devices that take part together; empty where the program does not tell.
-      operand: bytes that each device gives.
-      result: bytes that each device gets.
-      exact: whether both are known; where not, there are so many at least.
-    """
-
-    computation: str
-    x: Instruction
-    loops: Loops
-    groups: list[tuple[int, ...]]
-    operand: int
-    result: int
-    exact: bool = True
-
-    @property
-    def kind(self) -> str:
-        return self.x.collective
-
-    @property
-    def size(self) -> int:
-        """The bytes of the larger side."""
-        return max(self.operand, self.result)
-
-    @property
-    def members(self) -> int:
-        """Devices of a group; two where the program does not tell."""
-        if self.kind == "collective-permute":
-            return 2
-        return max(map(len, self.groups), default=2)
-
-    @property
-    def times(self) -> int:
-        return times(self.loops)
-
-    def sent(self) -> float:
-        """Bytes that each device has to send, by the best known algorithms."""
-        n = self.members
-        if n == 1:
-            return 0.0
-        if self.kind == "all-reduce":
-            return 2 * (n - 1) / n * self.operand
-        if self.kind in ("collective-permute", "collective-broadcast"):
-            return float(self.operand)
-        return (n - 1) / n * self.size
-
-    def leaves_host(self, per_host: int) -> tuple[int, float]:
-        """The hosts that a group spans, and the bytes that each device sends to other ones."""
-        hosts = max(len({device // per_host for device in group}) for group in self.groups or [(0,)])
-        each = max(1, math.ceil(self.members / hosts))
-        if hosts == 1:
-            return 1, 0.0
-        if self.kind == "all-reduce":
-            return hosts, 2 * (hosts - 1) / hosts * self.operand / each
-        if self.kind in ("all-gather", "reduce-scatter"):
-            return hosts, (hosts - 1) / hosts * self.size / each
-        return hosts, self.sent()
-
-
-def times(loops: Loops) -> int:
-    """How often what stands in these loops runs; a loop of unknown length counts once."""
-    return math.prod(1 if loop.trips is None else loop.trips for loop in loops)
-
-
-def size_text(size: float) -> str:
-    """In the largest unit of which there is one at least.
-
-    >>> [size_text(n) for n in (0, 1023, 1536, 3 * 2**30)]
-    ['0 B', '1,023 B', '1.5 KiB', '3.0 GiB']
-    """
-    unit = 0
-    while size >= 1024 and unit < 4:
-        size, unit = size / 1024, unit + 1
-    return f"{size:,.1f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}" if unit else f"{size:,.0f} B"
-
-
-def own_line(frames: Sequence[Frame]) -> str:
-    """Of lines of source, the innermost first, the first one that is no library's, as "file:line"."""
-    own = [frame for frame in frames if not any(part in frame.file for part in LIBRARIES)]
-    return "".join(f"{frame.file}:{frame.line}" for frame in (own or frames)[:1] if frame.file)
-
-
-def short(source: str) -> str:
-    """A line of source as a screen shows it: from the working directory, or the file's name alone."""
-    path, _, line = source.rpartition(":")
-    if not path:
-        return source
-    file = Path(path)
-    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{line}"
 
 
 Lines = Callable[[str], Sequence[Frame]]
@@ -178,9 +76,9 @@ class Program(Module):
         return not flag.shapes[0].dims or (flag.opcode == "broadcast" and not of[flag.operands[0]].shapes[0].dims)
 
     @cached_property
-    def exchanges(self) -> list[Exchange]:
+    def exchanges(self) -> list[Exchange[Instruction]]:
         """All collectives, in the program's order."""
-        found = list[Exchange]()
+        found = list[Exchange[Instruction]]()
         for name, x, loops in self.executed():
             if x.collective:
                 operand = sum(self.computations[name][operand].bytes for operand in x.operands)

@@ -1,26 +1,23 @@
-"""The defects that an audit knows by name, and how each is found in a compiled program."""
+"""The defects that an audit knows by name, and how each is found: in a compiled program, and in a graph if it tells."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from gradcombine.audit.flow import LINEAR, MOVING, Node
-from gradcombine.audit.hlo import Instruction, Loop, Shape, bits
-from gradcombine.audit.program import Exchange, Program, size_text, times
-from gradcombine.audit.search import FEW_SCALARS, REDUCING, SCALES, SHARE, SUMS, Search
+from gradcombine.audit.elements import FEW_SCALARS, REDUCING, Exchange, Instruction, Shape, X, size_text, times
+from gradcombine.audit.flow import MOVING, Node
+from gradcombine.audit.program import Program
+from gradcombine.audit.search import SHARE, Search
+from gradcombine.audit.subject import COPIED, Subject
+from gradcombine.audit.tensorflow.graph import Graph
 
 SMALL = 256 * 2**10
 """Bytes of a collective that takes longer to begin than to run."""
 
 MANY = 16
 """Small collectives of a call that could be one."""
-
-COPIED = 1024
-"""Bytes of an array from which on its copy counts."""
-
-FLOATS = ("f", "bf")
 
 
 class Finding(NamedTuple):
@@ -45,33 +42,36 @@ class Finding(NamedTuple):
     flops: float = 0.0
 
 
-def find(program: Program, donated: Sequence[int] = ()) -> list[Finding]:
+def find(program: Program | Graph, donated: Sequence[int] = ()) -> list[Finding]:
     """All that is found in a program.
 
     Args:
       program: the program.
       donated: the numbers of the entry's parameters that the caller donates, beside those that the program names.
     """
-    search = Search(program, frozenset(donated) | {alias.parameter for alias in program.aliases} | set(program.donors))
-    return [finding for rule in RULES.values() for finding in rule(search)]
+    subject = program if isinstance(program, Graph) else Search(program, frozenset(donated))
+    return [finding for name in judged(program) for finding in RULES[name](subject)]
 
 
-def reduced_in_loop(search: Search) -> Iterator[Finding]:
-    def added(exchange: Exchange, size: float, where: str, spared: int) -> Finding:
-        share = size / exchange.operand
-        part = f"{size_text(size)} of " if share < 1 - SHARE else ""
-        what, sent = f"{part}{_exchange(exchange)} {where}", spared * share * exchange.sent()
-        return Finding("reduced-in-loop", what, search.source(exchange.x), exchange.times, sent=sent)
+def judged(program: Program | Graph) -> tuple[str, ...]:
+    """The names of the defects that are looked for in a program."""
+    return tuple(name for name in RULES if isinstance(program, Program) or name not in OF_COMPILED)
 
-    for exchange, loop, size in search.reduced:
-        spared = exchange.times - exchange.times // loop.trips if loop.trips else exchange.times
-        yield added(exchange, size, f"in {_loop(loop)} is only added to what the loop carries", spared)
-    beside = [x for x in search.program.exchanges if x.kind in REDUCING and x.members > 1 and not x.loops]
-    gates = _gates(search) if beside else {}
-    for exchange in beside if gates else ():
-        size = sum(size for part, size in search.parts(exchange) if _waits(search, part, gates))
-        if size >= max(FEW_SCALARS, SHARE * exchange.operand):
-            yield added(exchange, size, "in each call is only added to what some later calls read", 1)
+
+def reduced_in_loop(subject: Subject[X]) -> Iterator[Finding]:
+    for exchange, loop, size in subject.reduced:
+        spared, share = exchange.times, size / (exchange.operand or 1)
+        where = "in each call is only added to what some later calls read"
+        if loop is not None:
+            spared -= exchange.times // loop.trips if loop.trips else 0
+            where = f"in {loop} is only added to what the loop carries"
+        what = f"{size_text(size)} of " * (share < 1 - SHARE) + f"{exchange} {where}"
+        sent = spared * share * exchange.sent()
+        yield Finding("reduced-in-loop", what, subject.source(exchange.x), exchange.times, sent=sent)
+    for first, *others in subject.unrolled():
+        what = f"{first}, and {len(others)} more, are only added to each other"
+        count, sent = first.times + sum(x.times for x in others), sum(x.times * x.sent() for x in others)
+        yield Finding("reduced-in-loop", what, subject.source(first.x), count, sent=sent)
 
 
 def batch_gathered(search: Search) -> Iterator[Finding]:
@@ -79,37 +79,34 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
     results = Counter(shape.dims for shape in program.results)
     if not any(x.shapes and x.shapes[0].dims and x.shapes[0].dims in results for x in program.parameters):
         return  # nothing tells parameters of a model from data
-    aliased = {alias.parameter for alias in program.aliases}
     batch = set[Node]()
     for number, x in enumerate(program.parameters):
         node = flow.node(program.entry, x)
         sharded = flow.equality.classes(node) > 1
-        if number not in aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in results:
+        if number not in search.aliased and sharded and x.bytes >= FEW_SCALARS and x.shapes[0].dims not in results:
             batch.add(node)
     repeated = {flow.node(product.computation, product.x) for product in search.repeated()}
 
-    def repeats(exchange: Exchange) -> bool:
+    def repeats(exchange: Exchange[Instruction]) -> bool:
         """Whether devices compute the same of what was gathered."""
         return bool(repeated & flow.reached(search.nodes(exchange.computation, exchange.x), True, lambda _: True))
 
     moving = frozenset(MOVING | {"select", "dynamic-update-slice"})
     for exchange in program.exchanges:
         gathers = exchange.kind == "all-gather" or exchange.kind == "all-reduce"
-        if not gathers or exchange.operand < FEW_SCALARS or exchange.members == 1:
+        if not gathers or exchange.few or exchange.members == 1:
             continue
         given = [flow.sources[node] for node in search.nodes(exchange.computation, exchange.x)]
         origin = search.moved_from([n for nodes in given for n in nodes], moving) & batch
         # A sum gathers where each device fills its own rows of zeros.
         starts = {flow.opcode(node) for nodes in given for node in search.moved_from(nodes, moving)}
         # Numbers of rows of a table are gathered where the table is split: that is how it is read.
-        origin = {node for node in origin if _is_float(flow.places[node].shape)} or (
-            origin if repeats(exchange) else ()
-        )
+        origin = {node for node in origin if flow.places[node].shape.is_float} or (origin if repeats(exchange) else ())
         if origin and (exchange.kind == "all-gather" or starts & {"dynamic-update-slice", "select"}):
             names = sorted({flow.places[node].x.op_name or flow.places[node].x.name for node in origin})
             yield Finding(
                 "batch-gathered",
-                f"{_exchange(exchange)} brings the rows of {', '.join(names)} to every device",
+                f"{exchange} brings the rows of {', '.join(names)} to every device",
                 search.source(exchange.x),
                 exchange.times,
                 sent=exchange.times * exchange.sent(),
@@ -127,48 +124,12 @@ def repeated_work(search: Search) -> Iterator[Finding]:
         yield Finding("repeated-work", what, where, len(flops), flops=sum(flops))
 
 
-def optimizer_every_microbatch(search: Search) -> Iterator[Finding]:
-    """Selects between a new value and the one that is kept, by what integers alone decide: a counter."""
-    flow, kept = search.flow, dict[str, tuple[Instruction, int]]()
-    entry = {search.flow.node(search.program.entry, x): i for i, x in enumerate(search.program.parameters)}
-    aliased = {alias.parameter for alias in search.program.aliases}
-    turned = dict[Node, set[Node]]()
-    for loop, _ in search.loops():
-        body = loop.instruction.called("body")[0]
-        for n, result in zip(search.carried(body), flow.results(body), strict=True):
-            turned[n] = search.moved_from([result], WHOLE)
-
-    def returns(n: Node, x: Node, computed: set[Node], often: bool) -> bool:
-        """Whether the next turn or call begins with what is selected: accumulators are cleared to arguments, too."""
-        if n in turned:
-            return x in turned[n]
-        return n in entry and (entry[n] in aliased or often or not search.adds_up(computed, entry))
-
-    predicates = dict[Node, bool]()
-    for node, (_, x, _) in enumerate(flow.places):
-        if x.opcode != "select" or not _is_float(x.shapes[0]) or x.bytes < FEW_SCALARS:
-            continue
-        (predicate,) = search.operands(node, 0)
-        if predicate not in predicates:
-            predicates[predicate] = _counts(search, predicate)
-        if not predicates[predicate]:
-            continue
-        sides = [search.moved_from(search.operands(node, i), WHOLE) for i in (1, 2)]
-        for side, other, chosen in ((*sides, "NE"), (*sides[::-1], "EQ")):
-            computed = {flow.opcode(n) for n in other} & (SUMS | SCALES)
-            same = {n for n in side - other if flow.places[n].shape.elements == x.shapes[0].elements}
-            often = chosen == _compared(search, predicate)
-            if computed and (same := {n for n in same if returns(n, node, other, often)}):
-                origin = flow.places[min(same)]
-                kept[f"{origin.computation}/{origin.x.name}/{origin.leaf}"] = (x, x.bytes)
-    if kept:
-        first = next(iter(kept.values()))[0]
-        moved = 2 * sum(size for _, size in kept.values())
-        what = f"{len(kept)} arrays are computed anew in each call, and a counter decides to keep the old ones"
-        yield Finding("optimizer-every-microbatch", what, search.source(first), len(kept), moved=moved)
-
-
-WHOLE = frozenset(MOVING - {"slice", "dynamic-slice", "concatenate", "pad", "all-gather", "all-to-all"})
+def optimizer_every_microbatch(subject: Subject[X]) -> Iterator[Finding]:
+    """Reports what is computed anew, and keeps what it held where a counter says so."""
+    if kept := subject.kept():
+        moved = 2 * sum(size for _, size in kept)
+        what = f"{len(kept)} {subject.noun} are computed anew in each call, and a counter decides to keep the old ones"
+        yield Finding("optimizer-every-microbatch", what, subject.source(kept[0][0]), len(kept), moved=moved)
 
 
 def donation_lost(search: Search) -> Iterator[Finding]:
@@ -177,7 +138,7 @@ def donation_lost(search: Search) -> Iterator[Finding]:
     taken = {alias.output[0] if alias.output else 0 for alias in program.aliases}
     free = [shape for i, shape in enumerate(program.results) if i not in taken]
     lost = defaultdict[tuple[str, str, str], list[Instruction]](list)
-    for number in sorted(search.donated - {alias.parameter for alias in program.aliases}):
+    for number in sorted(search.donated - search.aliased):
         if number >= len(program.parameters):
             continue
         x = program.parameters[number]
@@ -219,130 +180,75 @@ def copies_at_boundary(search: Search) -> Iterator[Finding]:
             yield Finding("copies-at-boundary", what, search.source(first), sum(n for _, n in copied), moved=moved)
 
 
-def many_small_collectives(search: Search) -> Iterator[Finding]:
+def many_small_collectives(subject: Subject[X]) -> Iterator[Finding]:
     """Exchanges of one kind and group that do not wait for one another, or that a loop repeats without using them."""
-    alike = defaultdict[tuple[str, str, str, int], list[tuple[Exchange, int]]](list)
-    told = [exchange.x for exchange, *_ in search.reduced]
-    for exchange in search.program.exchanges:
-        permutes = exchange.kind == "collective-permute"
-        if exchange.size > SMALL or exchange.members == 1 or permutes or any(exchange.x is x for x in told):
+    alike = defaultdict[tuple[object, ...], list[tuple[Exchange[X], int]]](list)
+    for exchange in subject.exchanges:
+        if not exchange.exact or exchange.size > SMALL or exchange.members == 1 or not subject.could_join(exchange):
             continue
-        nodes = search.nodes(exchange.computation, exchange.x)
         count = 1
         for loop in reversed(exchange.loops):
-            body = loop.instruction.called("body")[0]
-            reached = search.linear(body, nodes)
-            # A loop of unknown length turns at least twice, as far as is known.
-            if reached is None or not reached <= search.accumulators(body) | _stacked(search, body):
+            if not subject.unused(exchange, loop):
                 break
-            count *= loop.trips or 1
-        before = search.flow.reached(nodes, False, lambda _: True, search.inside(exchange.computation))
-        depth = sum(
-            bool(before.intersection(search.nodes(other.computation, other.x)))
-            for other in search.program.exchanges
-            if other.computation == exchange.computation and other.x is not exchange.x and other.kind == exchange.kind
-        )
-        # On CPUs XLA leaves sums apart that it exchanges together elsewhere.
-        if count > 1 or exchange.kind not in REDUCING or not search.program.for_cpu:
-            alike[exchange.computation, exchange.kind, str(exchange.groups), depth].append((exchange, count))
+            # A loop of unknown length turns at least twice, as far as is known.
+            count *= 2 if loop.trips is None else loop.trips
+        if count > 1 or exchange.kind not in REDUCING or subject.joins_sums:
+            alike[exchange.kind, *subject.beside(exchange)].append((exchange, count))
     for exchanges in alike.values():
         count = sum(n for _, n in exchanges)
         if count >= MANY:
             first = exchanges[0][0]
             size = sum(n * exchange.operand for exchange, n in exchanges)
-            which = f"{count} {first.kind}s over {first.members} devices"
-            what = f"{which}, {size_text(size)} in all, none of which needs another"
-            yield Finding("many-small-collectives", what, search.source(first.x), count)
+            what = f"{count} {first.kind}s {first.over}, {size_text(size)} in all, none of which needs another"
+            yield Finding("many-small-collectives", what, subject.source(first.x), count)
 
 
-def wider_exchange(search: Search) -> Iterator[Finding]:
-    flow = search.flow
-    through = frozenset(MOVING - {"convert", "all-gather", "collective-permute", "all-to-all", "while"})
-    for exchange in search.program.exchanges:
-        # What XLA widens because it has no narrower collective on a machine is not the program's.
-        promoted = any(name.endswith("_promoted") for name in exchange.x.called("to_apply"))
-        promoted |= exchange.kind not in REDUCING and search.program.for_cpu
-        if exchange.operand < FEW_SCALARS or exchange.members == 1 or promoted:
+def wider_exchange(subject: Subject[X]) -> Iterator[Finding]:
+    for exchange in subject.exchanges:
+        if exchange.few or exchange.members == 1:
             continue
-        name, wide, narrow = exchange.computation, 0, 0
-        kinds = set[str]()
-        for operand in exchange.x.operands:
-            given = search.program.computations[name][operand]
-            for node in search.moved_from([flow.node(name, given)], through):
-                place = flow.places[node]
-                if place.x.opcode != "convert":
-                    continue
-                before = flow.places[search.operands(node, 0)[0]].shape
-                if _is_float(before) and _is_float(place.shape) and bits(before.kind) < bits(place.shape.kind):
-                    wide, narrow = wide + place.shape.bytes, narrow + before.bytes
-                    kinds.add(f"{before.kind} as {place.shape.kind}")
+        pairs = [(a, b) for a, b in subject.converted(exchange) if a.is_float and b.is_float and a.bits < b.bits]
+        narrow, wide = (sum(shape.bytes for shape in side) for side in zip(*pairs, strict=True)) if pairs else (0, 0)
         if wide > narrow and wide * 2 > exchange.operand:
-            what = f"{_exchange(exchange)} sends {', '.join(sorted(kinds))}"
-            share = (wide - narrow) / exchange.operand
-            sent = exchange.times * exchange.sent() * min(1.0, share)
-            yield Finding("wider-exchange", what, search.source(exchange.x), exchange.times, sent=sent)
+            what = f"{exchange} sends {', '.join(sorted({f'{a.kind} as {b.kind}' for a, b in pairs}))}"
+            sent = exchange.times * exchange.sent() * min(1.0, (wide - narrow) / exchange.operand)
+            yield Finding("wider-exchange", what, subject.source(exchange.x), exchange.times, sent=sent)
 
 
-def narrow_accumulator(search: Search) -> Iterator[Finding]:
-    for loop, _ in search.loops():
-        body = loop.instruction.called("body")[0]
-        narrow = Counter[str]()
-        for i in sorted(search.accumulators(body)):
-            shape = search.flow.places[search.carried(body)[i]].shape
-            if _is_float(shape) and bits(shape.kind) < 32:
-                narrow[str(shape)] += 1
-        if narrow:
-            shapes = ", ".join(f"{n} of {shape}" for shape, n in narrow.items())
-            what = f"{_loop(loop)} adds into {shapes}: what is smaller than its last bit is lost"
-            yield Finding("narrow-accumulator", what, search.source(loop.instruction), sum(narrow.values()))
+def narrow_accumulator(subject: Subject[X]) -> Iterator[Finding]:
+    for loop in (*(loop for loop, _ in subject.loops()), None):
+        if narrow := list(subject.narrow_sums(loop)):
+            counts = Counter(str(shape) for shape, _ in narrow)
+            shapes = ", ".join(f"{n} of {shape}" for shape, n in counts.items())
+            what = f"{loop or 'each call'} adds into {shapes}: what is smaller than its last bit is lost"
+            yield Finding("narrow-accumulator", what, subject.source(narrow[0][1]), len(narrow))
 
 
-def repeated_collective(search: Search) -> Iterator[Finding]:
-    flow, program = search.flow, search.program
-    seen = dict[tuple[object, ...], Exchange]()
-    through = frozenset(LINEAR | SCALES | REDUCING)
-    for exchange in program.exchanges:
+def repeated_collective(subject: Subject[X]) -> Iterator[Finding]:
+    seen = set[object]()
+    for exchange in subject.exchanges:
         # Parts are sent around by the compiler alone, which a program cannot help.
-        asked = exchange.kind in REDUCING or exchange.kind == "all-gather"
-        if exchange.operand < FEW_SCALARS or exchange.members == 1 or not asked:
+        if exchange.few or exchange.members == 1 or exchange.kind not in (*REDUCING, "all-gather"):
             continue
-        of = program.computations[exchange.computation]
-        origins = tuple(program.origin(of, operand).name for operand in exchange.x.operands)
-        shapes = tuple(of[operand].shapes[0].dims for operand in exchange.x.operands)
-        how = exchange.x.lists("dimensions"), str(exchange.groups), shapes
-        key = (exchange.computation, exchange.kind, how, origins)
-        sent = exchange.times * exchange.sent()
-        if key in seen:
-            what = f"{_exchange(exchange)} of what an earlier one exchanged already"
-            yield Finding("repeated-collective", what, search.source(exchange.x), exchange.times, sent=sent)
-        elif exchange.kind in ("all-reduce", "all-gather"):
-            given = [n for node in search.nodes(exchange.computation, exchange.x) for n in flow.sources[node]]
-            equal = all(flow.equality.within(node, exchange.groups) for node in given)
-            earlier = search.moved_from(given, through) if equal else set[Node]()
-            if any(
-                other.x is not exchange.x
-                and other.groups == exchange.groups
-                and earlier.intersection(search.nodes(other.computation, other.x))
-                for other in program.exchanges
-            ):
-                what = f"{_exchange(exchange)} of what an earlier one has made the same on all of them"
-                yield Finding("repeated-collective", what, search.source(exchange.x), exchange.times, sent=sent)
-        seen[key] = exchange
+        same, done = subject.exchanged(exchange), ""
+        if same is not None and same in seen:
+            done = "of what an earlier one exchanged already"
+        elif exchange.kind != "reduce-scatter" and subject.is_equal(exchange):
+            done = "of what an earlier one has made the same on all of them"
+        if done:
+            sent = exchange.times * exchange.sent()
+            what = f"{exchange} {done}"
+            yield Finding("repeated-collective", what, subject.source(exchange.x), exchange.times, sent=sent)
+        seen.add(same)
 
 
-def unknown_trip_count(search: Search) -> Iterator[Finding]:
-    for loop, loops in search.loops():
-        if loop.trips is None:
-            body = loop.instruction.called("body")[0]
-            inner = list(search.program.executed(body))
-            moved = sum(search.program.traffic(name, x) for name, x, _ in inner)
-            # What lies in a TPU's fast memory moves nothing.
-            if moved >= COPIED or any(True for name, x, _ in inner for _ in search.program.products(name, x)):
-                what = f"{_loop(loop)} is counted as one turn, of {size_text(moved)}"
-                yield Finding("unknown-trip-count", what, search.source(loop.instruction), times(loops))
+def unknown_trip_count(subject: Subject[X]) -> Iterator[Finding]:
+    for loop, count in subject.loops():
+        if loop.trips is None and (counted := subject.one_turn(loop)):
+            yield Finding("unknown-trip-count", f"{loop}{counted}", subject.source(loop.operation), count)
 
 
-RULES: dict[str, Callable[[Search], Iterator[Finding]]] = {
+RULES: dict[str, Callable[[Any], Iterator[Finding]]] = {
     "reduced-in-loop": reduced_in_loop,
     "batch-gathered": batch_gathered,
     "repeated-work": repeated_work,
@@ -357,110 +263,11 @@ RULES: dict[str, Callable[[Search], Iterator[Finding]]] = {
 }
 """By the names that findings have; each is a section of ``findings.md``."""
 
-
-def _gates(search: Search) -> dict[Node, list[tuple[set[Node], set[Node]]]]:
-    """Where a counter decides in a call what becomes of arrays, and what a result there is and is instead.
-
-    These are selects, products with a flag, and conditionals, of whose branches the arguments have no such result.
-    """
-    flow, found, decides = search.flow, dict[Node, list[tuple[set[Node], set[Node]]]](), dict[Node, bool]()
-    for node, (_, x, leaf) in enumerate(flow.places):
-        if x.opcode not in ("select", "conditional", "multiply") or not _is_float(x.shapes[leaf]):
-            continue
-        if x.opcode == "multiply":
-            for i in (0, 1):
-                flags = search.moved_from(search.operands(node, 1 - i), WHOLE | {"broadcast"})
-                if any(_is_flag(search, n) for n in flags):
-                    found[node] = [(search.moved_from(search.operands(node, i), WHOLE), set())]
-            continue
-        (predicate, *_) = search.operands(node, 0)
-        if predicate not in decides:
-            decides[predicate] = _counts(search, predicate)
-        if not decides[predicate]:
-            continue
-        if x.opcode == "select":
-            given = [search.operands(node, i) for i in (1, 2)]
-        else:
-            branches = search.program.bodies(x)
-            given = [flow.results(name)[leaf : leaf + 1] for name in branches]
-            for name in branches:
-                arguments = [y for y in search.program.computations[name].values() if y.opcode == "parameter"]
-                found.update((argument, []) for y in arguments for argument in search.nodes(name, y))
-        if len(given) == 2:
-            a, b = (search.moved_from(side, WHOLE) for side in given)
-            found[node] = [(a, b), (b, a)]
-    return found
-
-
-def _is_flag(search: Search, node: Node) -> bool:
-    """Whether this is a number that counters alone decide, 0 by one of their decisions."""
-    x, shape = search.flow.places[node].x, search.flow.places[node].shape
-    if shape.dims or not _is_float(shape):
-        return not shape.dims and _counts(search, node)
-    sides = [search.moved_from(search.operands(node, i), WHOLE) for i in (1, 2)] if x.opcode == "select" else []
-    zeros = [n for side in sides for n in side if search.flow.opcode(n) == "constant"]
-    nothing = any(float(search.flow.places[n].x.inside) == 0 for n in zeros)
-    return nothing and _counts(search, search.operands(node, 0)[0])
-
-
-def _waits(search: Search, part: Node, gates: dict[Node, list[tuple[set[Node], set[Node]]]]) -> bool:
-    """Whether calls only add this to an argument, and where a counter says so anything else is made of it."""
-    flow, program = search.flow, search.program
-    reached = flow.reached([part], True, lambda node: node not in gates)
-    if any(node in reached and node not in gates for node in flow.results(program.entry)):
-        return False
-    held = {flow.node(program.entry, x): x.shapes[0].elements for x in program.parameters}
-    for side, other in (pair for gate in reached & gates.keys() for pair in gates[gate]):
-        for node in side & reached:
-            if flow.opcode(node) in SUMS and search.only_sums(node, part, reached):
-                before = search.moved_from([n for i in (0, 1) for n in search.operands(node, i)], WHOLE)
-                if any(held.get(n) == flow.places[node].shape.elements for n in before - other):
-                    return True
-    return False
-
-
-def _counts(search: Search, predicate: Node) -> bool:
-    """Whether integers alone decide: no value of any float is among what it depends on."""
-    flow, closure = search.flow, search.closure(predicate)
-    shapes = [flow.places[node].shape for node in closure if flow.places[node].x.shapes]
-    scalar = any(not shape.dims and shape.kind == "pred" for shape in shapes)
-    held = any(flow.places[node].x.opcode == "parameter" for node in closure)
-    exchanged = any(flow.places[node].x.collective for node in closure)
-    return scalar and held and not exchanged and not any(_is_float(shape) for shape in shapes)
-
-
-def _compared(search: Search, predicate: Node) -> str:
-    """The direction of the comparison that a predicate is; empty for any other one."""
-    found = [search.flow.places[n].x for n in search.moved_from([predicate], WHOLE | {"broadcast"})]
-    return "".join(x.attributes.partition("direction=")[2][:2] for x in found if x.opcode == "compare")
-
-
-def _stacked(search: Search, body: str) -> set[int]:
-    """The carried arrays of a loop of which each iteration writes one row."""
-    found = set[int]()
-    for i, (node, result) in enumerate(zip(search.carried(body), search.flow.results(body), strict=True)):
-        nodes = search.flow.reached([node], True, lambda _: True, search.inside(body))
-        written = search.moved_from([result], frozenset(MOVING))
-        kinds = {search.flow.opcode(n) for n in written}
-        others = {j for j, other in enumerate(search.flow.results(body)) if other in nodes}
-        if "dynamic-update-slice" in kinds and others <= {i}:
-            found.add(i)
-    return found
-
-
-def _is_float(shape: Shape) -> bool:
-    return shape.kind.startswith(FLOATS)
+OF_COMPILED = {"batch-gathered", "repeated-work", "donation-lost", "copies-at-boundary"}
+"""Defects that need what a graph does not tell: layouts, buffers, equal replicas."""
 
 
 def _resembles(a: Shape, b: Shape) -> bool:
     """Whether one may be the other in another type, or with other parts of its axes on a device."""
     pairs = list(zip(a.dims, b.dims, strict=False))
     return len(a.dims) == len(b.dims) > 0 and all(m and n and (m % n == 0 or n % m == 0) for m, n in pairs)
-
-
-def _exchange(exchange: Exchange) -> str:
-    return f"{exchange.kind} of {size_text(exchange.size)} over {exchange.members} devices"
-
-
-def _loop(loop: Loop) -> str:
-    return f"a loop of {'an unknown number of' if loop.trips is None else loop.trips} turns"

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.audit.program import Exchange
+from gradcombine.audit.elements import Exchange
 from gradcombine.errors import GradCombineError, shown
 
 H100 = """

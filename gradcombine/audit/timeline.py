@@ -8,8 +8,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine.audit.auditing import Audit
+from gradcombine.audit.elements import short, size_text
 from gradcombine.audit.hlo import Loops
-from gradcombine.audit.program import Program, short, size_text
+from gradcombine.audit.program import Program
 from gradcombine.audit.target import bounds
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.reporting.sections import Band, Mark, Timeline
@@ -63,7 +64,7 @@ def timeline(report: Audit) -> Timeline | None:
     words = _time if published else size_text
     return Timeline(
         {name: [min(1.0, float(h)) for h in height] for name, height in heights.items()},
-        _bands(report, steps, [0.0, *ends.tolist()], total, published),
+        _bands(report.program, steps, [0.0, *ends.tolist()], total, published),
         [
             Mark(float(end - width / total / 2), str(step.exchange), _exchange(report, step.exchange))
             for step, end, width in zip(steps, ends, widths, strict=True)
@@ -94,7 +95,9 @@ def _steps(report: Audit, program: Program) -> Iterator[_Step]:
         yield _Step(costs, loops, number)
 
 
-def _bands(report: Audit, steps: Sequence[_Step], starts: Sequence[float], total: float, published: bool) -> list[Band]:
+def _bands(
+    program: Program, steps: Sequence[_Step], starts: Sequence[float], total: float, published: bool
+) -> list[Band]:
     """The loops, from where each begins to where its turn ends."""
     found = list[Band]()
     for depth in range(DEEPEST):
@@ -108,7 +111,7 @@ def _bands(report: Audit, steps: Sequence[_Step], starts: Sequence[float], total
                 width = starts[i] - starts[begun]
                 turns = "?" if loop.trips is None else f"{loop.trips:,}"
                 each = (_time if published else size_text)(width * total)
-                source = short(report.program.source(loop.instruction))
+                source = short(program.source(loop.operation))
                 words = f"a loop of {turns} turns, {each} each" + f", {source}" * bool(source)
                 found.append(Band(starts[begun], width, depth, f"x {turns}", words))
             begun = i

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
+from gradcombine.audit.elements import walk
 from gradcombine.audit.tensorflow.inlined import Inlined, Operation, Turning, Value
 
 TURNS = 1000
@@ -162,23 +163,17 @@ def _first_refusal(
 def _needed(graph: Inlined, turning: Turning) -> tuple[list[int], set[str]]:
     """The carried values that decide whether a loop goes on, and the operations that compute the decision."""
     carried = {v: i for values in (turning.carried, turning.asked) for i, v in enumerate(values)}
-    needed, operations, seen, waiting = set[int](), set[str](), set[Value](), [turning.proceed or 0]
-    while waiting:
-        v = waiting.pop()
-        if v in seen:
-            continue
-        seen.add(v)
+
+    def before(v: Value) -> Iterable[Value]:
         x = graph.producers.get(v)
         if v in carried:
-            if carried[v] not in needed:
-                needed.add(carried[v])
-                waiting.append(turning.results[carried[v]])
-        elif v in graph.sources:
-            waiting += graph.sources[v]
-        elif x is not None and turning in x.site.turns:
-            operations.add(x.op)
-            waiting += x.inputs
-    return sorted(needed), operations
+            return [turning.results[carried[v]]]
+        return graph.sources.get(v) or (x.inputs if x is not None and turning in x.site.turns else ())
+
+    values = walk([turning.proceed or 0], before)
+    made = (graph.producers.get(v) for v in values if v not in carried and v not in graph.sources)
+    operations = {x.op for x in made if x is not None and turning in x.site.turns}
+    return sorted({carried[v] for v in values if v in carried}), operations
 
 
 def _told(x: Operation) -> Any:

@@ -1,71 +1,23 @@
-"""The collectives, loops and branches of a graph, and what is made of its values."""
+"""A graph of TensorFlow as rules and reports ask of it: its collectives, loops and branches, sums and variables."""
 
 from __future__ import annotations
 
-import re
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from gradcombine.audit.hlo import Instruction
-from gradcombine.audit.program import Exchange, times
-from gradcombine.audit.tensorflow.constants import constant, turns
-from gradcombine.audit.tensorflow.inlined import (
-    COLLECTIVES,
-    WRITES,
-    Inlined,
-    Operation,
-    Turning,
-    Value,
-    instruction,
-)
-
-SUMS_OF_DEVICES = {"AddN", "NcclReduce"}
-"""Operations that may take one input of each device."""
-
-MOVES = {
-    **dict.fromkeys(("Identity", "IdentityN", "StopGradient", "PreventGradient", "CheckNumerics", "EnsureShape"), 0),
-    **dict.fromkeys(("Reshape", "Transpose", "Squeeze", "ExpandDims", "Slice", "StridedSlice", "SplitV"), 0),
-    **dict.fromkeys(("Unpack", "Snapshot", "BroadcastTo", "Tile", "Pad", "PadV2"), 0),
-    "Split": 1,
-}
-"""Operations that only move values, and which of their inputs they move."""
-
-JOINS = {"Pack": 0, "ConcatV2": 1, "ParallelConcat": 0}
-"""The same of all inputs but so many at the end."""
-
-SUMS = {"Add", "AddV2", "AddN", "AccumulateNV2", "Sub"}
-LINEAR = {*SUMS, "Neg", "Mul", "MulNoNan"}
-OF_FIRST = {"RealDiv", "Div", "DivNoNan", "Sum", "Mean", "Cast"}
-"""Linear operations of their first input."""
-
-SELECTS = {"Select", "SelectV2"}
-OF_SHAPES = {"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"}
-"""Operations that do not look at values."""
-
-REDUCING = {"all-reduce", "reduce-scatter"}
-
-DEEPEST = 400
-"""Values that are compared, to know that devices compute the same."""
+from gradcombine.audit.elements import FEW_SCALARS, REDUCING, Exchange, Loop, Shape, times, walk
+from gradcombine.audit.subject import COPIED, Reduced, Subject
+from gradcombine.audit.tensorflow.constants import turns
+from gradcombine.audit.tensorflow.flow import LINEAR, OF_FIRST, SELECTS, Flow
+from gradcombine.audit.tensorflow.inlined import SUMS_OF_DEVICES, WRITES, Operation, Turning, Value
 
 
-class Sums:
-    """Where values are added up, of which nothing else is made.
-
-    Attributes:
-      carried: which of what a loop carries.
-      variables: handles of those that they are written or added to.
-      values: all that were seen on the way.
-      added: whether there was an addition.
-    """
-
-    def __init__(self) -> None:
-        self.carried, self.variables, self.values = set[int](), set[Value](), set[Value]()
-        self.added = False
-
-
-class Graph(Inlined):
+class Graph(Flow, Subject[Operation]):
     """A graph, and what a report and findings ask of it; see `Inlined`."""
+
+    noun, joins_sums = "variables", True
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
@@ -78,24 +30,15 @@ class Graph(Inlined):
         return max([1, *(exchange.members for exchange in self.exchanges if exchange.groups)])
 
     @cached_property
-    def exchanging(self) -> list[tuple[Operation, Exchange]]:
+    def exchanges(self) -> list[Exchange[Operation]]:
         """The collectives of one device: of the one that exchanges most, where the graph holds several."""
-        found, shared = dict[str, list[tuple[Operation, Exchange]]](), list[tuple[Operation, Exchange]]()
-        for x in self.operations:
-            if (exchange := self._exchange(x)) is not None:
-                (shared if x.op in SUMS_OF_DEVICES else found.setdefault(x.device, [])).append((x, exchange))
-        busiest = max(found.values(), key=lambda pairs: sum(e.times * e.size for _, e in pairs), default=[])
-        chosen = {id(x): (x, e) for x, e in (*busiest, *shared)}
-        return [chosen[id(x)] for x in self.operations if id(x) in chosen]
-
-    @property
-    def exchanges(self) -> list[Exchange]:
-        return [exchange for _, exchange in self.exchanging]
-
-    def source(self, x: Instruction) -> str:
-        """The line that an operation came from, "file:line"; empty where the graph does not tell."""
-        found = re.search(r'source="([^"]*)"', x.attributes)
-        return found[1] if found else ""
+        every = [exchange for x in self.operations if (exchange := self._exchange(x)) is not None]
+        found, shared = defaultdict[str, list[Exchange[Operation]]](list), list[Exchange[Operation]]()
+        for exchange in every:
+            (shared if exchange.x.op in SUMS_OF_DEVICES else found[exchange.x.device]).append(exchange)
+        busiest = max(found.values(), key=lambda of: sum(e.times * e.size for e in of), default=[])
+        chosen = {exchange.x for exchange in (*busiest, *shared)}
+        return [exchange for exchange in every if exchange.x in chosen]
 
     def unread(self) -> Iterator[str]:
         """The parts of the graph that cannot be read."""
@@ -108,237 +51,227 @@ class Graph(Inlined):
         """Its loops and branches: what they are, how often they turn or decide in a call, and their lines."""
         for turning in self.turnings:
             count = times(turning.operation.loops)
-            yield "loop", "unknown" if turning.trips is None else f"{count * turning.trips:,}", turning.source
+            yield (
+                "loop",
+                "unknown" if turning.trips is None else f"{count * turning.trips:,}",
+                self.source(turning.operation),
+            )
         for x in self.conditionals:
-            yield "branch", f"{times(x.loops):,}", self.line(x)
+            yield "branch", f"{times(x.loops):,}", self.source(x)
 
-    def group(self, x: Operation) -> list[tuple[int, ...]]:
-        """The devices that exchange; empty where nothing tells how many there are."""
-        if x.op in SUMS_OF_DEVICES:
-            return [tuple(range(len(x.inputs)))]
-        named = self.named(x)
-        for name in ("group_size", "num_devices"):
-            told = x.node.attr[name].i if name in x.node.attr else None
-            size = constant(self, named[name], {}) if name in named else told
-            if size is not None:
-                return [tuple(range(int(size)))]
-        table = constant(self, named["group_assignment"], {}) if "group_assignment" in named else None
-        return [tuple(map(int, row)) for row in table] if table is not None and table.ndim == 2 and table.size else []
-
-    def key(self, x: Operation) -> str:
-        """Of what takes part together: equal for collectives over the same devices."""
-        named = self.named(x)
-        kind = "" if x.op in SUMS_OF_DEVICES else x.op[:4]
-        told = [str(constant(self, named[name], {})) for name in ("group_key",) if name in named]
-        told += [str(sorted(self.origins(named[name]))) for name in ("communicator",) if name in named]
-        return f"{kind} {self.group(x)} {told}"
-
-    def given(self, x: Operation) -> list[Value]:
-        """The inputs of a collective on each device."""
-        if x.op.startswith("HorovodGrouped"):
-            return x.inputs
-        return [] if "Recv" in x.op else x.inputs[:1]
-
-    def sums(self, start: Iterable[Value], turning: Turning | None) -> Sums | None:
-        """The sums that these values enter in an iteration or a call; None if anything else is computed from them."""
-        found, waiting, products = Sums(), list(start), list[Operation]()
-        while waiting:
-            v = waiting.pop()
-            if v in found.values:
-                continue
-            found.values.add(v)
-            if v in self.escaping:
-                return None
-            if turning is not None and v in turning.results:
-                found.carried |= {i for i, result in enumerate(turning.results) if result == v}
-            left = turning.operation.outputs if turning is not None and v in turning.results else ()
-            waiting += (after for after in self.targets.get(v, ()) if after not in left)
-            for x in self.uses.get(v, ()):
-                if x.op in OF_SHAPES:
-                    continue
-                if x.op in WRITES and v not in x.inputs[:1]:
-                    handle = self.variable(x)
-                    if handle is None:
-                        return None
-                    found.variables.add(handle)
-                    found.added |= x.op != "AssignVariableOp"
-                elif (outputs := self.kept(x, v)) is not None:
-                    found.added |= x.op in SUMS
-                    products += [x] * (x.op in ("Mul", "MulNoNan"))
-                    waiting += outputs
-                else:
-                    return None
-        if any(all(v in found.values for v in x.inputs) for x in products):
-            return None
-        return found
-
-    def parts(self, x: Operation) -> list[Value]:
-        """The arrays that a strategy has joined into a collective, end to end."""
-        v = x.outputs[0]
-        while len(users := self.uses.get(v, ())) == 1 and not self.targets.get(v):
-            (user,) = users
-            if user.op in ("Split", "SplitV"):
-                return user.outputs
-            if user.op not in MOVES or len(user.outputs) != 1:
-                break
-            (v,) = user.outputs
-        return x.outputs
-
-    def sums_of(self, v: Value) -> list[Operation]:
-        """The additions that a value goes through, as long as it is used for nothing else."""
-        found, seen = list[Operation](), set[Value]()
-        while v not in seen and v not in self.escaping:
-            seen.add(v)
-            users, after = [x for x in self.uses.get(v, ()) if not self._is_dead(x)], self.targets.get(v, ())
-            if len(users) + len(after) != 1:
-                break
-            outputs = self.kept(users[0], v) if users else after
-            if outputs is None or len(outputs) != 1 or (users and users[0].op in ("Mul", "MulNoNan")):
-                break
-            found += [x for x in users if x.op in SUMS]
-            (v,) = outputs
-        return found
-
-    def _is_dead(self, x: Operation) -> bool:
-        return x.op in MOVES and not any(v in self.uses or v in self.targets or v in self.escaping for v in x.outputs)
-
-    def kept(self, x: Operation, v: Value) -> list[Value] | None:
-        """The outputs of an operation that are linear in an input; None if it is not linear in it."""
-        at = [i for i, given in enumerate(x.inputs) if given == v]
-        if x.op == "IdentityN":
-            return [x.outputs[i] for i in at]
-        if x.op in MOVES or x.op in OF_FIRST:
-            return x.outputs if at == [MOVES.get(x.op, 0)] else None
-        if x.op in JOINS:
-            return x.outputs if max(at) < len(x.inputs) - JOINS[x.op] else None
-        if x.op in SELECTS:
-            return x.outputs if 0 not in at else None
-        if x.op in LINEAR:
-            return x.outputs
-        if COLLECTIVES.get(x.op) in REDUCING:
-            merged = x.node.attr["merge_op"].s if "merge_op" in x.node.attr else b"Add"
-            return x.outputs if v in self.given(x) and merged in (b"Add", b"") else None
-        return None
-
-    def moved_from(self, start: Iterable[Value], linear: bool = False) -> set[Value]:
-        """Where values were before they were moved; with ``linear``, before sums, products and collectives too."""
-        seen, waiting = set[Value](), list(start)
-        while waiting:
-            v = waiting.pop()
-            if v in seen:
-                continue
-            seen.add(v)
-            waiting += self.sources.get(v, ())
-            x = self.producers.get(v)
-            if x is None:
-                continue
-            if x.op == "IdentityN":
-                waiting.append(x.inputs[x.outputs.index(v)])
-            elif x.op in MOVES:
-                waiting.append(x.inputs[MOVES[x.op]])
-            elif x.op in JOINS:
-                waiting += x.inputs[: len(x.inputs) - JOINS[x.op]]
-            elif linear and (x.op in LINEAR or x.op in OF_FIRST):
-                waiting += x.inputs if x.op in LINEAR else x.inputs[:1]
-            elif linear and COLLECTIVES.get(x.op) in REDUCING:
-                waiting += self.given(x)
-        return seen
-
-    def closure(self, start: Iterable[Value]) -> set[Value]:
-        """All that values depend on, without what variables held."""
-        seen, waiting = set[Value](), list(start)
-        while waiting:
-            v = waiting.pop()
-            if v not in seen:
-                seen.add(v)
-                waiting += self.sources.get(v, ())
-                waiting += self.producers[v].inputs if v in self.producers else ()
-                if v in self.chosen:
-                    waiting.append(self.chosen[v][0])
-        return seen
-
-    def equal_on_all(self, x: Operation, exchanged: set[Value]) -> bool:
-        """Whether all devices give a collective the same: what is made of exchanged values and constants alone.
-
-        Each device of a graph may have constants of its own, so that what they compute is compared.
-        """
-        numbers = dict[tuple[object, ...], int]()
-        recipes = {tuple(self._recipe(v, exchanged, {}, numbers) for v in self.given(y)) for y in self._beside(x)}
-        return len(recipes) == 1 and all(recipe is not None for given in recipes for recipe in given)
-
-    def made_equal(self, x: Operation) -> set[Value]:
-        """The values that collectives over the same devices have made equal on all of them."""
-        key, beside = self.key(x), self._beside(x)
-        others = (y for y in self.operations if COLLECTIVES.get(y.op) in ("all-reduce", "all-gather"))
-        return {v for y in others if y not in beside and self.key(y) == key for v in y.outputs}
-
-    def _beside(self, x: Operation) -> list[Operation]:
-        """The operations that run one collective together, one of each device."""
-        by_device = dict[str, list[Operation]]()
-        for y in self.operations:
-            if y.op == x.op and y.op in COLLECTIVES:
-                by_device.setdefault(y.device, []).append(y)
-        place = by_device[x.device].index(x) if x.op in COLLECTIVES else 0
-        return [found[place] for found in by_device.values() if len(found) > place] or [x]
-
-    def _recipe(
-        self, v: Value, known: set[Value], seen: dict[Value, int | None], numbers: dict[tuple[object, ...], int]
-    ) -> int | None:
-        """A number for how a value is computed; None for what may differ between devices, or is too deep."""
-        if v in seen:
-            return seen[v]
-        if len(seen) > DEEPEST:
-            return None
-        seen[v] = -1  # a value that comes back around a loop
-        x, parts = self.producers.get(v), tuple[object, ...]()
-        if v in known:
-            parts = ("exchanged",)
-        elif x is not None and x.op in ("Identity", "IdentityN"):
-            seen[v] = self._recipe(x.inputs[x.outputs.index(v)], known, seen, numbers)
-            return seen[v]
-        elif v in self.sources:
-            decision = [self.chosen[v][0]] if v in self.chosen else []
-            given = [self._recipe(y, known, seen, numbers) for y in (*decision, *self.sources[v])]
-            parts = (None,) if None in given else ("either", *given)
-        elif x is not None and x.op == "Const":
-            parts = (x.node.attr["value"].tensor.SerializeToString(),)
-        elif x is None or not x.inputs or self._definition(x.op).is_stateful or self._is_masked(x):
-            parts = (None,)
-        else:
-            given = [self._recipe(y, known, seen, numbers) for y in x.inputs]
-            parts = (None,) if None in given else (x.op, x.outputs.index(v), *given)
-        seen[v] = None if None in parts else numbers.setdefault(parts, len(numbers))
-        return seen[v]
-
-    def _is_masked(self, x: Operation) -> bool:
-        """Whether a constant chooses, which is the number of the replica where it is one of several."""
-        return x.op in SELECTS and constant(self, x.inputs[0], {}) is not None
+    def loops(self) -> Iterator[tuple[Turning, int]]:
+        for turning in self.turnings:
+            if turning.trips is None or turning.trips > 1:
+                yield turning, times(turning.operation.loops)
 
     @cached_property
-    def touching(self) -> dict[Value, list[Operation]]:
-        """The operations that take a variable's handle."""
-        found = dict[Value, list[Operation]]()
-        for v, users in self.uses.items():
-            if self.arrays[v].kind == "":
-                for handle in self.origins(v):
-                    found.setdefault(handle, []).extend(users)
+    def reduced(self) -> list[Reduced[Operation]]:
+        """The exchanges of gradients that a loop, or calls, only add up."""
+        found = list[Reduced[Operation]]()
+        for exchange in self._reducing():
+            parts = self.parts(exchange.x)
+            large = [v for v in parts if self.arrays[v].shape.bytes >= FEW_SCALARS or not exchange.exact]
+            for turning in (*exchange.x.loops, None):
+                if any(self._only_added([v], turning, exchange.x) for v in large):
+                    found.append(Reduced(exchange, turning, exchange.operand))
+                    break
         return found
 
+    def unrolled(self) -> list[list[Exchange[Operation]]]:
+        alike = defaultdict[tuple[object, ...], dict[Operation, Exchange[Operation]]](dict)
+        for exchange in self._reducing():
+            if self.could_join(exchange):
+                for part in self.parts(exchange.x):
+                    for last in self.sums_of(part)[-1:]:
+                        alike[self.key(exchange.x), last][exchange.x] = exchange
+        groups = {tuple(found): list(found.values()) for found in alike.values() if len(found) > 1}
+        return list(groups.values())
+
+    def kept(self) -> list[tuple[Operation, int]]:
+        """Variables that are computed anew, and keep what they held where a counter says so: of one device."""
+        found = list[tuple[Operation, int]]()
+        for x in self.operations:
+            array = self.arrays[x.inputs[1]] if x.op in WRITES else None
+            if array is None or not array.shape.is_float or (array.exact and array.shape.bytes < FEW_SCALARS):
+                continue
+            handle = self.variable(x)
+            for decision, (a, b), branches in self._choices(x.inputs[1]):
+                kept = [any(self._reads(v, handle) for v in self.moved_from([side])) for side in (a, b)]
+                made = [self._is_computed(side, handle, branches, x) for side in (a, b)]
+                if any(a and b for a, b in zip(kept, made[::-1], strict=True)) and self._counts(decision):
+                    found.append((x, times(x.loops) * array.shape.bytes))
+                    break
+        first = min((x.device for x, _ in found), default="")
+        return [(x, size) for x, size in found if x.device == first]
+
+    def could_join(self, exchange: Exchange[Operation]) -> bool:
+        return all(found.exchange is not exchange for found in self.reduced)
+
+    def unused(self, exchange: Exchange[Operation], loop: Loop[Operation]) -> bool:
+        assert isinstance(loop, Turning)
+        sums = self.sums(exchange.x.outputs, loop)
+        if sums is None or not all(self._adds_only(i, loop) for i in sums.carried):
+            return False
+        return all(self._adds_to(handle, loop) for handle in sums.variables)
+
+    def beside(self, exchange: Exchange[Operation]) -> tuple[object, ...]:
+        outputs = {v for other in self.exchanges for v in other.x.outputs}
+        return exchange.x.site, self.key(exchange.x), len(self.closure(self.given(exchange.x)) & outputs)
+
+    def converted(self, exchange: Exchange[Operation]) -> Iterator[tuple[Shape, Shape]]:
+        for v in self.moved_from(self.given(exchange.x)):
+            if (x := self.producers.get(v)) is not None and x.op == "Cast":
+                yield self.arrays[x.inputs[0]].shape, self.arrays[v].shape
+
+    def narrow_sums(self, loop: Loop[Operation] | None) -> Iterator[tuple[Shape, Operation]]:
+        turning = loop if isinstance(loop, Turning) else None
+        for i, v in enumerate(turning.carried if turning is not None else ()):
+            if turning is not None and (shape := self.arrays[v].shape).is_narrow and self._adds_only(i, turning):
+                yield shape, turning.operation
+        written = {handle: x for handle, xs in self.touching.items() for x in xs[::-1] if x.op in WRITES}
+        narrow = {h: (self.arrays[x.inputs[1]].shape, x) for h, x in written.items()}
+        first = min((x.device for shape, x in narrow.values() if shape.is_narrow), default="")
+        for handle, (shape, x) in narrow.items():
+            if shape.is_narrow and x.device == first and self._adds_to(handle, turning):
+                yield shape, x if turning is None else turning.operation
+
+    def exchanged(self, exchange: Exchange[Operation]) -> object:
+        origins = tuple(tuple(self.origins(v)) for v in self.given(exchange.x))
+        return (exchange.kind, self.key(exchange.x), origins) if all(len(found) == 1 for found in origins) else None
+
+    def is_equal(self, exchange: Exchange[Operation]) -> bool:
+        earlier = self.made_equal(exchange.x)
+        passed = self.moved_from(self.given(exchange.x), linear=True) & earlier
+        return bool(passed) and self.equal_on_all(exchange.x, earlier)
+
+    def one_turn(self, loop: Loop[Operation]) -> str:
+        inside = (x for x in self.operations if loop in x.site.turns)
+        arrays = [self.arrays[v] for x in inside for v in x.outputs]
+        made = sum(array.shape.bytes for array in arrays)
+        unknown = any(array.kind and not array.exact for array in arrays)
+        return f", {loop.operation.name}, is counted as one turn" if made >= COPIED or unknown else ""
+
+    def _reducing(self) -> Iterator[Exchange[Operation]]:
+        return (x for x in self.exchanges if x.kind in REDUCING and not x.few and x.members > 1)
+
     def _exchange(self, x: Operation) -> Exchange | None:
-        several = x.op in SUMS_OF_DEVICES
-        if not several and x.op not in COLLECTIVES:
-            return None
-        if several and not self._sums_devices(x):
+        if not x.collective or (x.op in SUMS_OF_DEVICES and not self._sums_devices(x)):
             return None
         taken = [self.arrays[v] for v in x.outputs]
         given = [self.arrays[v] for v in self.given(x)] or taken
         operand, result = (sum(array.shape.bytes for array in arrays) for arrays in (given, taken))
         exact = all(array.exact for array in (*given, *taken))
-        kind = COLLECTIVES.get(x.op, "all-reduce")
         where = x.site.function or self.name
-        return Exchange(where, instruction(x, kind, self.line(x)), x.loops, self.group(x), operand, result, exact)
+        return Exchange(where, x, x.loops, self.group(x), operand, result, exact, x.name)
 
     def _sums_devices(self, x: Operation) -> bool:
         """Whether each of an operation's inputs is made on a device of its own."""
         places = [self.places(v) - {""} for v in x.inputs]
         return len(places) > 1 and all(len(x) == 1 for x in places) and len(set.union(*places)) == len(places)
+
+    def _only_added(self, values: list[Value], turning: Turning | None, x: Operation) -> bool:
+        sums = self.sums(values, turning)
+        if sums is None or not (sums.carried or sums.variables):
+            return False
+        carried = all(turning is not None and self._adds_only(i, turning) for i in sums.carried)
+        return carried and all(self._adds_to(handle, turning, x) for handle in sums.variables)
+
+    def _adds_only(self, index: int, turning: Turning) -> bool:
+        """Whether each turn only adds to what a loop carries there."""
+        if not self.arrays[turning.carried[index]].shape.is_float:
+            return False
+        sums = self.sums([turning.carried[index]], turning)
+        return sums is not None and sums.added and sums.carried == {index} and not sums.variables
+
+    def _adds_to(self, handle: Value, turning: Turning | None, beside: Operation | None = None) -> bool:
+        """Whether each turn, or each call, only adds to a variable; what calls add to, a branch reads and clears."""
+        inside = [x for x in self.touching.get(handle, ()) if turning is None or turning in x.site.turns]
+        made = self.producers.get(handle)
+        if turning is not None and made is not None and turning in made.site.turns:
+            return False
+        around = set(beside.site.branches if beside is not None else ())
+        always = [x for x in inside if set(x.site.branches) <= around]
+        reads = [x for x in always if x.op == "ReadVariableOp" and not (turning is None and self._is_for_branches(x))]
+        cleared = (
+            [x for x in inside if x.op == "AssignVariableOp" and self._clears(x, handle)] if turning is None else []
+        )
+        if turning is None and not (cleared and self._is_read_in_branch(inside, around)):
+            return False
+        added, through = any(x.op in ("AssignAddVariableOp", "AssignSubVariableOp") for x in inside), set[Value]()
+        for x in reads:
+            sums = self.sums(x.outputs, turning)
+            if sums is None or sums.carried or sums.variables - {handle}:
+                return False
+            added, through = added or sums.added, through | sums.values
+        for x in always if turning is None else inside:
+            if x.op == "AssignVariableOp" and x.inputs[1] not in through and x not in cleared:
+                return turning is None and any(self._reads(v, handle) for v in self.closure([x.inputs[1]]))
+            if x.op not in (*WRITES, "ReadVariableOp", "VariableShape", "VarIsInitializedOp"):
+                return False
+        return added or bool(cleared)
+
+    def _is_for_branches(self, read: Operation) -> bool:
+        """Whether only branches use what is read."""
+        around = set(read.site.branches)
+
+        def beside(v: Value) -> list[Operation]:
+            return [x for x in self.uses.get(v, ()) if set(x.site.branches) <= around]
+
+        def onward(v: Value) -> Iterator[Value]:
+            yield from self.targets.get(v, ())
+            yield from (after for x in beside(v) for after in x.outputs)
+
+        used = walk(read.outputs, onward)
+        return not used & self.escaping and all(x.op == "Identity" for v in used for x in beside(v))
+
+    def _is_read_in_branch(self, touching: Iterable[Operation], around: set[tuple[int, int]]) -> bool:
+        def used(x: Operation) -> bool:
+            return any(self.uses.get(v) or self.targets.get(v) for v in x.outputs)
+
+        reads = [x for x in touching if x.op == "ReadVariableOp" and used(x)]
+        return any(not set(x.site.branches) <= around or self._is_for_branches(x) for x in reads)
+
+    def _clears(self, x: Operation, handle: Value) -> bool:
+        """Whether a variable gets, in a branch, what is not made of what it held."""
+        given = self.moved_from(x.inputs[1:2])
+        choices = [side for v in given if v in self.chosen for side in self.chosen[v][1]]
+        sides = choices or (x.inputs[1:2] if x.site.branches else [])
+        return any(not any(self._reads(v, handle) for v in self.moved_from([side], linear=True)) for side in sides)
+
+    def _reads(self, v: Value, handle: Value | None) -> bool:
+        x = self.producers.get(v)
+        return x is not None and x.op == "ReadVariableOp" and handle is not None and self.variable(x) == handle
+
+    def _choices(self, value: Value) -> Iterator[tuple[Value, list[Value], int | None]]:
+        """The selects and conditionals that a value comes from: what decides, both sides, and how deep branches are."""
+        for v in self.moved_from([value]):
+            x = self.producers.get(v)
+            if x is not None and x.op in SELECTS:
+                yield x.inputs[0], x.inputs[1:], None
+            elif v in self.chosen and len(self.chosen[v][1]) == 2:
+                decision, sides = self.chosen[v]
+                yield decision, sides, 1
+
+    def _is_computed(self, side: Value, handle: Value | None, branches: int | None, at: Operation) -> bool:
+        """Whether a side of a choice is computed whether it is chosen or not."""
+        if branches is not None:
+            # What a branch computes by itself runs only there: what it hands on is computed outside.
+            made = [self.producers.get(v) for v in self.origins(side)]
+            if any(x is None or not set(x.site.branches) <= set(at.site.branches) for x in made):
+                return False
+        computed = self.moved_from([side])
+        sums = (self.producers.get(v) for v in computed)
+        if any(x is not None and (x.op in LINEAR or x.op in OF_FIRST) for x in sums):
+            return True
+        # What the variable was before a select, and what it is after it was written.
+        written = [x for x in self.touching.get(handle or -1, ()) if x.op in WRITES and x is not at]
+        return any(self._reads(v, handle) for v in computed) and any(
+            set(x.site.branches) <= set(at.site.branches) for x in written
+        )
+
+    def _counts(self, decision: Value) -> bool:
+        """Whether integers alone decide, of which one is kept or given."""
+        closure = self.closure([decision])
+        kinds = [self.arrays[v] for v in closure]
+        held = any(x.op in ("ReadVariableOp", "Placeholder") for v in closure if (x := self.producers.get(v)))
+        return held and not any(array.shape.is_float for array in kinds)

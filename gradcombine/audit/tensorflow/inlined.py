@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from gradcombine.audit.hlo import Frame, Instruction, Loop, Loops, Shape
-from gradcombine.audit.program import own_line
+from gradcombine.audit.elements import Frame, Loop, Shape, own_line, walk
 from gradcombine.errors import GradCombineError
 
 Value = int
@@ -32,6 +30,9 @@ COLLECTIVES = {
     "CollectivePermute": "collective-permute",
 }
 """Kinds of collectives, as HLO names them, by TensorFlow's operations."""
+
+SUMS_OF_DEVICES = {"AddN", "NcclReduce"}
+"""Operations that may take one input of each device."""
 
 WHILE = {"While", "StatelessWhile", "_While", "XlaWhile", "RiscWhile"}
 BRANCHES = {"If", "StatelessIf", "_If", "XlaIf", "Case", "StatelessCase"}
@@ -76,37 +77,24 @@ class Array(NamedTuple):
     def exact(self) -> bool:
         return self.dims is not None and -1 not in self.dims
 
-    @property
-    def is_float(self) -> bool:
-        return self.kind.startswith(("f", "bf"))
-
 
 @dataclass(eq=False)
-class Turning:
+class Turning(Loop["Operation"]):
     """A loop of a graph.
 
     Attributes:
-      operation: that turns it.
       given: what it carries before the first turn.
       carried: the same at the beginning of a turn.
       results: the same at its end.
       asked: the same, as its condition takes it.
       proceed: the condition's result; None where data decide.
-      trips: how often it turns; None where that is not known.
     """
 
-    operation: Operation
-    source: str
     given: list[Value] = field(default_factory=list)
     carried: list[Value] = field(default_factory=list)
     results: list[Value] = field(default_factory=list)
     asked: list[Value] = field(default_factory=list)
     proceed: Value | None = None
-    trips: int | None = None
-
-    @cached_property
-    def loop(self) -> Loop:
-        return Loop(instruction(self.operation, "while", self.source), self.trips)
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,12 +134,22 @@ class Operation:
         return f"{self.site.function}/{self.node.name}" if self.site.function else self.node.name
 
     @property
+    def op_name(self) -> str:
+        return self.name
+
+    @property
+    def collective(self) -> str:
+        """The kind of collective that it is if it is one: sums of several devices' arrays are all-reduces."""
+        return COLLECTIVES.get(self.op, "all-reduce" if self.op in SUMS_OF_DEVICES else "")
+
+    @property
     def device(self) -> str:
         return self.node.device or self.site.device
 
     @property
-    def loops(self) -> Loops:
-        return tuple(turning.loop for turning in self.site.turns if turning.trips != 1)
+    def loops(self) -> tuple[Turning, ...]:
+        """Those of more than one turn around it, the outermost first."""
+        return tuple(turning for turning in self.site.turns if turning.trips != 1)
 
 
 class Inlined:
@@ -202,28 +200,22 @@ class Inlined:
         else:
             self.escaping.update(map(find, results))
 
-    def line(self, x: Operation) -> str:
+    def source(self, x: Operation) -> str:
         """The user's line of source of an operation of the graph."""
         return own_line(self._frames(x.site.function, x.node.name))
 
     def origins(self, value: Value, known: Container[Value] = ()) -> set[Value]:
         """Where a value is made: behind functions, loops, branches and copies; no further than what is known."""
-        found, seen, waiting = set[Value](), set[Value](), [value]
-        while waiting:
-            one = waiting.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            x = self.producers.get(one)
-            if one in known:
-                found.add(one)
-            elif one in self.sources:
-                waiting += self.sources[one]
-            elif x is not None and x.op in ("Identity", "IdentityN"):
-                waiting.append(x.inputs[x.outputs.index(one)])
-            else:
-                found.add(one)
-        return found
+
+        def before(v: Value) -> Iterable[Value]:
+            x = self.producers.get(v)
+            if v in known:
+                return ()
+            if v in self.sources:
+                return self.sources[v]
+            return [x.inputs[x.outputs.index(v)]] if x is not None and x.op in ("Identity", "IdentityN") else ()
+
+        return {v for v in walk([value], before) if not before(v)}
 
     def places(self, v: Value) -> set[str]:
         """The devices on which a value is made; what is read of a variable lies with the variable."""
@@ -244,9 +236,6 @@ class Inlined:
         called = {f for node in nodes for names in self._functions(node).values() for f in names}
         called |= {x.site.function for x in self.operations} | {node.op for node in nodes}
         return [name for name in self._library if name not in called and self._is_of_interest(name)]
-
-    def inside(self, turning: Turning) -> Iterator[Operation]:
-        return (x for x in self.operations if turning in x.site.turns)
 
     def named(self, x: Operation) -> dict[str, Value]:
         """An operation's inputs by their names."""
@@ -369,7 +358,7 @@ class Inlined:
         return [find(function.ret[result.name]) for result in function.signature.output_arg]
 
     def _turning(self, x: Operation, given: Sequence[Value], count: int) -> Turning:
-        turning = Turning(x, self.line(x), list(given[:count]))
+        turning = Turning(x, None, list(given[:count]))
         turning.carried = [self._like(v) for v in turning.given]
         self.turnings.append(turning)
         return turning
@@ -440,8 +429,3 @@ class Inlined:
             return [KINDS.get(kind, "") for kind in told(argument.type_list_attr).list.type]
         kind = argument.type or (told(argument.type_attr).type if argument.type_attr else 0)
         return [KINDS.get(kind, "")] * (told(argument.number_attr).i if argument.number_attr else 1)
-
-
-def instruction(x: Operation, opcode: str, source: str) -> Instruction:
-    """An operation, as reports and findings take it."""
-    return Instruction(x.name, (), (), opcode, (), "", f'op_name="{x.name}" source="{source}"', False)

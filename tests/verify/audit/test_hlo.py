@@ -11,7 +11,8 @@ import pytest
 
 from gradcombine.audit import parsing
 from gradcombine.audit.compiling import read
-from gradcombine.audit.hlo import Alias, Frame, Module, Shape, groups
+from gradcombine.audit.elements import Frame, Shape
+from gradcombine.audit.hlo import Alias, Module, groups
 from gradcombine.errors import GradCombineError
 
 CPU = """HloModule jit_f, is_scheduled=true, \
