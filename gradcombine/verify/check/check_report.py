@@ -42,6 +42,7 @@ REMEDIES: Mapping[Cause, str] = {
     Cause.RANDOM: "draw by the number of the example, and compare steps without randomness where that is not wanted",
     Cause.NOT_EXCHANGED: "add up numerators and weights over the devices (psum), and divide after it",
     Cause.NEIGHBOURS: "shift labels within each row, before the batch is divided or flattened",
+    Cause.SELECTION: "choose among the examples of the whole batch before it is divided",
     Cause.STATISTICS: "synchronize the statistics over the batch, or accept that they are those of a microbatch",
     Cause.SCATTER: "add rows where indices meet (`.at[i].add`), in place of setting them",
     Cause.STATE: "return what a call changes, and pass it in; reset accumulators at the beginning of a window",

@@ -87,6 +87,8 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Ca
             for kept in (1 - piece, piece):
                 if 0 < c @ kept < c.sum() and len(pieces) > 1:
                     lost = _named(standard, kept == 0)
+                    if kept is piece and piece is pieces[-1]:
+                        lost = f"all but the last microbatch: {lost}"
                     yield Cause.LOST, f"{lost}, divided by the rest", c * kept / (c @ kept)
                     yield Cause.LOST, f"{lost}, divided by all", c * kept
             more = 1 + piece
@@ -122,8 +124,11 @@ def _levels(
     """Causes that the fitted coefficients show, with the weights that they predict."""
     real = np.abs(c) > 1e-6 * np.abs(c).max()
     if np.any(np.abs(x[~real]) > SAME * np.abs(c).max()):
-        rows = _named(standard, ~real & (np.abs(x) > SAME * np.abs(c).max()))
-        yield Cause.PLACEHOLDERS, f"{rows} weigh nothing in one batch", x
+        entering = ~real & (np.abs(x) > SAME * np.abs(c).max())
+        pairs = zip(entering, standard.columns(), strict=True)
+        counts_alone = any(yes and y is not None and any(map(np.any, y.floats)) for yes, y in pairs)
+        cause = Cause.SELECTION if counts_alone else Cause.PLACEHOLDERS
+        yield cause, f"of weight 0 in one batch: {_named(standard, entering)}", x
         return
     r = np.where(real, x / np.where(real, c, 1), 1)
     kept = r[real & (np.abs(r) > SAME)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import TypeAlias
 
 import numpy as np
 
@@ -12,6 +14,10 @@ from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import WHOLE, NotWide, Rows
 from gradcombine.verify.check.standard import SAME, Floats, flat
 from gradcombine.verify.check.step_report import Cause
+
+
+Simulation: TypeAlias = Callable[[Sequence[Rows], np.ndarray, float], list[np.ndarray]]
+"""By how much the parameters move with these microbatches, their weights, and the factor of the parameters less 1."""
 
 
 def added(standard: StepStandard, case: Case) -> Iterator[Answer]:
@@ -98,13 +104,26 @@ def moved(standard: StepStandard, case: Case) -> Iterator[Answer]:
 
 
 def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """Parameters that are multiplied at each microbatch, and moved by the mean of what the microbatches give there."""
+    """Parameters that are multiplied at each microbatch, and moved by what the microbatches give.
+
+    Either by the mean of what they give there, or at each by a part of what they give where the window began.
+    """
     subject = standard.subject
     if not subject.returns_params:
         return
     start = [widened(x) for _, x in subject.param_leaves]
     made, others = case.result.floats[: len(start)], standard.best.floats[len(start) :]
     p, off = flat(start), flat(made) - flat(standard.best.floats[: len(start)])
+
+    def at_each(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
+        at = start
+        for rows, weight in zip(pieces, weights, strict=True):
+            given = standard.repeated(rows)
+            if given is None:
+                raise NotWide("a microbatch gives nothing finite")
+            moves = (weight * (u - factor * x) for u, x in zip(given.floats, start, strict=False))
+            at = [(1 + factor) * x + move for x, move in zip(at, moves, strict=True)]
+        return [x - y for x, y in zip(at, start, strict=True)]
 
     def simulated(pieces: Sequence[Rows], weights: np.ndarray, factor: float) -> list[np.ndarray]:
         run = subject.wide if case.wide else subject.run
@@ -115,18 +134,18 @@ def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:
             mean = [m + (u - factor * x) * weight for m, u, x in zip(mean, given, at, strict=False)]
         return [m + (1 + factor) * x - y for m, x, y in zip(mean, at, start, strict=True)]
 
-    def solved(pieces: Sequence[Rows], weights: np.ndarray) -> tuple[float, list[np.ndarray]]:
+    def solved(run: Simulation, pieces: Sequence[Rows], weights: np.ndarray) -> tuple[float, list[np.ndarray]]:
         factor = float(off @ p) / max(float(p @ p), 1e-300) / (len(pieces) - 1)
         for _ in range(SOLVED):
-            predicted = flat(simulated(pieces, weights, factor))
-            slope = (flat(simulated(pieces, weights, factor * 1.01)) - predicted) / (0.01 * factor or 1)
+            predicted = flat(run(pieces, weights, factor))
+            slope = (flat(run(pieces, weights, factor * 1.01)) - predicted) / (0.01 * factor or 1)
             factor += float((flat(made) - predicted) @ slope) / max(float(slope @ slope), 1e-300)
-        return factor, simulated(pieces, weights, factor)
+        return factor, run(pieces, weights, factor)
 
     for name, pieces in partitions(subject.examples, case.split).items():
-        for weights in weights_of(standard, pieces):
+        for weights, run in product(weights_of(standard, pieces), (at_each, simulated)):
             try:
-                factor, found = solved(pieces, weights)
+                factor, found = solved(run, pieces, weights)
             except (NotWide, ValueError):
                 continue
             if accounts_for(standard, case, [*found, *others], len(pieces), range(len(start))):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ class Retyped:
         jaxpr, jnp = self.program.jaxpr, sys.modules["jax"].numpy
         pairs = zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arrays], strict=True)
         entered = [jnp.asarray(x).astype(_wide(variable.aval.dtype)) for variable, x in pairs]
-        return _evaluated(jaxpr, entered[: len(consts)], entered[len(consts) :])
+        return _evaluated(jaxpr, entered[: len(consts)], entered[len(consts) :])[0]
 
 
 @contextmanager
@@ -80,25 +81,61 @@ def operations(jaxpr: Any) -> Iterator[Any]:
                     yield from operations(inner)
 
 
-def _evaluated(jaxpr: Any, consts: Arrays, arguments: Arrays) -> list[Any]:
-    """The results of a program for float64 arguments."""
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *arguments], strict=True))
+class Origin(IntEnum):
+    """What a value is made of."""
 
-    def value(x: Any) -> Any:
-        return _widened(np.asarray(x.val, x.aval.dtype)) if hasattr(x, "val") else known[x]
+    CONSTANT = 0
+    DRAWN = 1
+    """Random bits and constants: it stays what the program's own precision makes of them."""
+    COMPUTED = 2
+
+
+def _evaluated(
+    jaxpr: Any, consts: Arrays, arguments: Arrays, origins: Sequence[Origin] = ()
+) -> tuple[list[Any], list[Origin]]:
+    """The results of a program for float64 arguments, which are taken for computed ones, and their origins."""
+    entering = [*(Origin.COMPUTED for _ in consts), *(origins or (Origin.COMPUTED for _ in arguments))]
+    known = dict(
+        zip([*jaxpr.constvars, *jaxpr.invars], zip([*consts, *arguments], entering, strict=True), strict=True)
+    )
+
+    def value(x: Any) -> tuple[Any, Origin]:
+        return (_widened(np.asarray(x.val, x.aval.dtype)), Origin.CONSTANT) if hasattr(x, "val") else known[x]
 
     for operation in jaxpr.eqns:
+        name, pairs = operation.primitive.name, [value(x) for x in operation.invars]
+        given, of = [x for x, _ in pairs], [x for _, x in pairs]
+        rule = _RULES.get(name, _bound)
         with operation.ctx.manager:
-            made = _RULES.get(operation.primitive.name, _bound)(operation, [value(x) for x in operation.invars])
-        known.update(zip(operation.outvars, made, strict=True))
-    return [value(x) for x in jaxpr.outvars]
+            if rule is _called:
+                made, made_of = _inner(operation)(given, of)
+            else:
+                origin = Origin.DRAWN if name.startswith(DRAWS) else max(of, default=Origin.CONSTANT)
+                drawn = rule is _bound and origin is Origin.DRAWN and bool(operation.outvars)
+                made = (_in_its_own if drawn else rule)(operation, given)
+                made_of = [origin if rule in _OF_VALUES else Origin.COMPUTED] * len(made)
+        known.update(zip(operation.outvars, zip(made, made_of, strict=True), strict=True))
+    results = [value(x) for x in jaxpr.outvars]
+    return [x for x, _ in results], [x for _, x in results]
+
+
+DRAWS = "random_bits", "threefry", "rng_", "random_gamma"
+"""What operations that draw random numbers are called, by their first letters."""
+
+
+def _inner(operation: Any) -> Callable[[Arrays, Sequence[Origin]], tuple[list[Any], list[Origin]]]:
+    """The program that an operation calls."""
+    params = operation.params
+    program = params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"]
+    consts = [_widened(x) for x in getattr(program, "consts", ())]
+    return lambda arguments, origins: _evaluated(getattr(program, "jaxpr", program), consts, arguments, origins)
 
 
 def _closed(program: Any) -> Callable[..., list[Any]]:
     """An inner program as a function of float64 arrays."""
     consts = [_widened(x) for x in getattr(program, "consts", ())]
     jaxpr = getattr(program, "jaxpr", program)
-    return lambda *arguments: _evaluated(jaxpr, consts, arguments)
+    return lambda *arguments: _evaluated(jaxpr, consts, arguments)[0]
 
 
 def _bound(operation: Any, arguments: Arrays) -> Arrays:
@@ -143,8 +180,7 @@ def _cast(operation: Any, arguments: Arrays) -> Arrays:
 
 
 def _called(operation: Any, arguments: Arrays) -> Arrays:
-    params = operation.params
-    return _closed(params["call_jaxpr"] if "call_jaxpr" in params else params["jaxpr"])(*arguments)
+    return _inner(operation)(arguments, ())[0]
 
 
 def _scan(operation: Any, arguments: Arrays) -> Arrays:
@@ -223,6 +259,9 @@ _RULES: dict[str, Callable[[Any, Arrays], Arrays]] = {
         _called,
     ),
 }
+
+_OF_VALUES = _bound, _cast, _in_its_own
+"""The rules whose results are made of their arguments alone."""
 
 
 def _kind(dtype: Any) -> str:

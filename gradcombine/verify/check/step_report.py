@@ -39,6 +39,7 @@ class Cause(StrEnum):
     NOT_EXCHANGED = "the devices' gradients are not added up, as where a psum or pmean is missing"
     NEIGHBOURS = "examples depend on those beside them, as where labels are rolled over a flattened microbatch"
     STATISTICS = "examples of a microbatch depend on each other, as by the statistics of batch normalization"
+    SELECTION = "examples are chosen within each microbatch, as by a top-k, a quantile or a filter over the batch"
     SCATTER = "rows are overwritten where they should be added, as by a scatter that sets"
     STATE = "the same call gives something else the second time: a hidden state, or a side effect"
     NOT_FINITE = "a result that is not finite, though one batch's is, as a mean over no tokens of a microbatch"
