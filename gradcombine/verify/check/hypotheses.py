@@ -193,7 +193,7 @@ def _divided(standard: StepStandard, case: Case) -> Iterator[Answer]:
 
 
 def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """The mean of what one batch makes of each microbatch, where it makes something else of all."""
+    """The mean, or the sum, of what one batch makes of each microbatch, where it makes something else of all."""
     if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
         return
     for name, pieces in partitions(standard.examples, case.split).items():
@@ -205,6 +205,7 @@ def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
         free = standard.nearest(case.result.floats, floats, case.wide, case.leaves)
         if free is not None and abs(free.sum() - 1) < SAME:
             weighed.append(free / free.sum())
+        weighed.append(np.ones(len(pieces)))
         for weights in weighed:
             if not accounts_for(standard, case, combined(weights, floats), float(weights.sum())):
                 continue
@@ -217,6 +218,9 @@ def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
             norm = _one_norm([standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)])
             if norm is not None:
                 yield Cause.CHANGED_BEFORE, f"several microbatches or examples have {norm}{split_by(name)}"
+            elif weights.sum() > 1 + SAME:
+                cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
+                yield cause, f"it is the sum of what each microbatch gives by itself{split_by(name)}"
             elif standard.excluded:
                 text = f"it is the mean of what each microbatch gives by itself, as it should be{split_by(name)}"
                 yield Cause.STATISTICS, text

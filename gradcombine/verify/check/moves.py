@@ -15,7 +15,6 @@ from gradcombine.verify.check.running import WHOLE, NotWide, Rows
 from gradcombine.verify.check.standard import SAME, Floats, flat
 from gradcombine.verify.check.step_report import Cause
 
-
 Simulation: TypeAlias = Callable[[Sequence[Rows], np.ndarray, float], list[np.ndarray]]
 """By how much the parameters move with these microbatches, their weights, and the factor of the parameters less 1."""
 

@@ -95,9 +95,7 @@ def _evaluated(
 ) -> tuple[list[Any], list[Origin]]:
     """The results of a program for float64 arguments, which are taken for computed ones, and their origins."""
     entering = [*(Origin.COMPUTED for _ in consts), *(origins or (Origin.COMPUTED for _ in arguments))]
-    known = dict(
-        zip([*jaxpr.constvars, *jaxpr.invars], zip([*consts, *arguments], entering, strict=True), strict=True)
-    )
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], zip([*consts, *arguments], entering, strict=True), strict=True))
 
     def value(x: Any) -> tuple[Any, Origin]:
         return (_widened(np.asarray(x.val, x.aval.dtype)), Origin.CONSTANT) if hasattr(x, "val") else known[x]

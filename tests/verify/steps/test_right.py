@@ -1,0 +1,37 @@
+"""Right steps of many kinds: none is accused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+import pytest
+
+from gradcombine.verify import Verdict, check_step
+from tests.verify.steps import right_forms, right_losses
+
+pytestmark = [pytest.mark.full, pytest.mark.needs("jax", "optax", "flax", "equinox", "tensorflow")]
+RIGHT = right_losses.RIGHT | right_forms.RIGHT
+
+
+@pytest.fixture(autouse=True)
+def _as_users_do() -> Iterator[None]:
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_step_is_not_accused(name: str) -> None:
+    make_step, params, batch, options = RIGHT[name]
+    report = check_step(make_step, params, batch, **({"microbatches": (4,)} | options))
+    assert report.faults == (), report
+    reason = right_forms.NOT_COMPARED.get(name)
+    if reason is None:
+        assert report.passes, report
+    else:
+        assert report.verdict is Verdict.CANNOT_TELL, report
+        assert reason in report.not_checked[0]
+
+
+def test_there_are_sixty() -> None:
+    assert len(RIGHT) >= 60
