@@ -23,6 +23,7 @@ from gradcombine.audit.compiling import (
     read_program,
 )
 from gradcombine.audit.elements import Exchange
+from gradcombine.audit.parsing import parse
 from gradcombine.audit.program import Program
 from gradcombine.audit.rules import RULES, Finding, find, judged
 from gradcombine.audit.target import Bound, Target, bounds, find_target
@@ -166,11 +167,10 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
         files = texts or sorted((*folder.glob("*after_optimizations*.pb"), *folder.glob("*.hlo.pb")))
         if not files:
             raise GradCombineError("audit", "a folder with files *after_optimizations.txt or .pb", str(path))
-    return [_audited(Built(_optimized(file)), found) for file in files]
+    return [_audited(Built(_optimized(*pair)), found) for pair in zip(files, read(files), strict=True)]
 
 
-def _optimized(path: Path) -> Program:
-    text = read(path)
+def _optimized(path: Path, text: str) -> Program:
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise GradCombineError("audit", "optimized HLO, as XLA has it after all passes", f"{path}, not scheduled")
     return read_program(text, str(path))
@@ -278,7 +278,7 @@ def _of_tensorflow(step: Any, args: Sequence[Any], target: str | Target | None) 
     if isinstance(function, Graph):
         return _of_graph(function, machine)
     if machine.here:
-        built = Built(read_program(parsed(function.hlo, function.name), function.name, function.lines))
+        built = Built(read_program(parsed(lambda: parse(function.hlo), function.name), function.name, function.lines))
     else:
         machine = machine if machine.devices else find_target(machine.name)
         built = compile_hlo(function.hlo, function.name, machine, function.lines)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -101,7 +101,9 @@ def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) 
         from jax.interpreters import mlir
 
         # A copy is its operand; the dialect that all compilers read has none.
-        plain: Any = hlo_parser().hlo_module_from_text(re.sub(r" copy\(", " reshape(", parsed(hlo, name)))
+        plain: Any = hlo_parser().hlo_module_from_text(
+            re.sub(r" copy\(", " reshape(", parsed(lambda: parse(hlo), name))
+        )
         with mlir.make_ir_context():
             return ir.Module.parse(_jax.mlir.hlo_to_stablehlo(plain.as_serialized_hlo_module_proto()))
 
@@ -264,32 +266,39 @@ def _words(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def read(path: str | Path) -> str:
-    """The text of a file of HLO, text or proto, as XLA's own parser has understood it.
+def read(paths: Iterable[Path]) -> Iterator[str]:
+    """The texts of files of HLO, text or proto, as XLA's own parser has understood them.
 
     That parser, which jaxlib ships, decides whether a file is whole and of a known version. It runs in a process of its
     own, as some damaged files end the one that reads them.
 
     Raises:
-      GradCombineError: the file is damaged, cut off, or of a version that this jaxlib does not know.
+      GradCombineError: a file is damaged, cut off, or of a version that this jaxlib does not know.
     """
-    file = require_file("audit", "a file of HLO", path)
+    files = [require_file("audit", "a file of HLO", path) for path in paths]
+    texts = parse_apart(map(_content, files))
+    for file in files:
+        yield parsed(lambda: next(texts), str(file))
+
+
+def _content(file: Path) -> bytes:
     try:
-        content = file.read_bytes()
+        return file.read_bytes()
     except OSError as error:
-        raise GradCombineError("audit", "a file that can be read", f"{path}: {error.strerror}") from None
-    return parsed(content, str(path), parse_apart)
+        raise GradCombineError("audit", "a file that can be read", f"{file}: {error.strerror}") from None
 
 
 def read_program(text: str, where: str, lines: Lines = no_lines) -> Program:
     return foreign("audit", KNOWN, where, lambda: Program(text, lines))
 
 
-def parsed(content: bytes, where: str, parser: Callable[[bytes], str] = parse) -> str:
-    """The text of HLO, from its text or proto."""
+def parsed(read: Callable[[], str], where: str) -> str:
+    """The text of HLO, from a parser of its text or proto."""
     require_installed("audit", "jax")
     try:
-        return parser(content)
+        return read()
+    except GradCombineError:
+        raise
     except Exception as error:  # XLA's own class, which is no public one
         reason = " ".join(str(error).split())[:160]
         expected = "HLO that the installed jaxlib reads, text or proto"

@@ -35,11 +35,13 @@ class Shape(NamedTuple):
       kind: its element type as HLO names it, for instance "f32".
       dims: its lengths.
       layout: what stands in braces behind them; empty where nothing does.
+      exact: whether all lengths are known; one that is not is 1, and so is all where the number of lengths is not.
     """
 
     kind: str
     dims: tuple[int, ...]
     layout: str = ""
+    exact: bool = True
 
     @property
     def elements(self) -> int:

@@ -5,15 +5,13 @@ That process runs this file alone, so that it imports jaxlib and nothing else.
 
 from __future__ import annotations
 
-import atexit
 import base64
 import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -63,73 +61,39 @@ def _varint(content: bytes, at: int) -> tuple[int, int]:
     raise ValueError("the file is cut off")
 
 
-def parse_apart(content: bytes) -> str:
-    """`parse` in another process, which lives as long as this one, or until a file ends it.
+def parse_apart(contents: Iterable[bytes]) -> Iterator[str]:
+    """`parse` in another process, for one after another.
 
     Raises:
-      ValueError: says what `parse` says, or that the file has ended the process.
+      ValueError: says what `parse` says, or that a file has ended the process.
     """
-    return _parser_of(os.getpid()).parse(content)
-
-
-@lru_cache(1)
-def _parser_of(pid: int) -> _Parser:
-    """A forked process has one of its own."""
-    return _Parser()
-
-
-class _Parser:
-    """A line for each file, and a line for each answer, in base 64; whether it is a text comes before it."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        atexit.register(self._end)
-
-    def parse(self, content: bytes) -> str:
-        with self._lock:
-            try:
-                answer = self._answer(base64.b64encode(content) + b"\n")
-            except BaseException:  # interrupted: the answer to this file would be taken for that to the next one
-                self._end()
-                raise
-            if not answer:
-                raise ValueError(f"XLA's parser ended with status {self._end()}")
-        text = base64.b64decode(answer[1:]).decode()
-        if answer.startswith(b"-"):
-            raise ValueError(text)
-        return text
-
-    def _answer(self, line: bytes) -> bytes:
-        if self._process is not None and self._process.poll() is not None:  # not by a file: something else has ended it
-            self._end()
-        if self._process is None:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", __file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-        questions, answers = self._process.stdin, self._process.stdout
-        assert questions is not None and answers is not None
-        try:
-            questions.write(line)
-            questions.flush()
-        except BrokenPipeError:
-            return b""
-        return answers.readline()
-
-    def _end(self) -> int:
-        process, self._process = self._process, None
-        if process is None:
-            return 0
+    process = subprocess.Popen(
+        [sys.executable, "-P", __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    questions, answers = process.stdin, process.stdout
+    assert questions is not None and answers is not None
+    try:
+        for content in contents:
+            with suppress(BrokenPipeError):
+                questions.write(base64.b64encode(content) + b"\n")
+                questions.flush()
+            if not (answer := answers.readline()):
+                raise ValueError(f"XLA's parser ended with status {process.wait()}")
+            text = base64.b64decode(answer[1:]).decode()
+            if answer.startswith(b"-"):
+                raise ValueError(text)
+            yield text
+    finally:
         process.kill()
         process.communicate()  # closes the pipes, whatever is left in them
-        return process.returncode
 
 
 def _answer_all() -> None:
+    """Answers a line in base 64 with a line: whether it is a text comes before it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # meant for the process that asks
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever else prints

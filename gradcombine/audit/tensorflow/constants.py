@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,6 +13,9 @@ from gradcombine.audit.tensorflow.inlined import Inlined, Operation, Turning, Va
 
 TURNS = 1000
 """Of a loop that are followed one after another."""
+
+LONGEST = 2**31
+"""Turns of a loop that are counted."""
 
 LARGEST = 1024
 """Elements of a constant that is looked at."""
@@ -86,7 +90,7 @@ def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: in
         array = graph.arrays[x.inputs[0]]
         if not array.exact:
             return None
-        return np.array(array.dims if x.op == "Shape" else array.shape.elements, np.int64)
+        return np.array(array.dims if x.op == "Shape" else array.elements, np.int64)
     if x.op == "Const":
         return _told(x)
     if x.op not in COMPUTED and x.op not in ("Cast", "StridedSlice"):
@@ -141,23 +145,13 @@ def _first_refusal(
 ) -> int | None:
     """The turn before which a condition of comparisons of what grows evenly is false for the first time."""
 
-    def goes_on(n: int) -> bool:
+    def ends(n: int) -> bool:
         given = {turning.asked[i]: v + n * step[i] for i, v in state.items()}
         more = constant(graph, turning.proceed or 0, given)
-        return more is not None and bool(more)
+        return more is None or not more
 
-    if not goes_on(0):
-        return turn
-    reach = 1
-    while goes_on(reach):
-        reach *= 2
-        if reach > 2**40:
-            return None
-    low = reach // 2 if reach > 1 else 0
-    while reach - low > 1:
-        middle = (low + reach) // 2
-        low, reach = (middle, reach) if goes_on(middle) else (low, middle)
-    return turn + reach
+    found = bisect_left(range(LONGEST), True, key=ends)
+    return None if found == LONGEST else turn + found
 
 
 def _needed(graph: Inlined, turning: Turning) -> tuple[list[int], set[str]]:

@@ -62,6 +62,30 @@ class Sums:
 class Flow(Inlined):
     """A graph, and what becomes of its values."""
 
+    def places(self, v: Value) -> set[str]:
+        """The devices on which a value is made; what is read of a variable lies with the variable."""
+        found = set[str]()
+        for x in (self.producers[o] for o in self.origins(v) if o in self.producers):
+            known = x.device or ("" if x.site.function else self._devices.get(x.node.name, ""))
+            found |= {known} if known or x.op != "ReadVariableOp" else self.places(x.inputs[0])
+        return found
+
+    def variable(self, x: Operation) -> Value | None:
+        """The handle that an operation takes first; None if it may be one of several."""
+        found = self.origins(x.inputs[0])
+        return found.pop() if len(found) == 1 else None
+
+    def roots(self) -> list[str]:
+        """Functions that nothing calls, but that exchange or write."""
+        nodes = [node for function in self._library.values() for node in function.node_def]
+        called = {f for node in nodes for names in self._functions(node).values() for f in names}
+        called |= {x.site.function for x in self.operations} | {node.op for node in nodes}
+        return [name for name in self._library if name not in called and self._is_of_interest(name)]
+
+    def named(self, x: Operation) -> dict[str, Value]:
+        """An operation's inputs by their names."""
+        return dict(zip((argument.name for argument in self._definition(x.op).input_arg), x.inputs, strict=False))
+
     def group(self, x: Operation) -> list[tuple[int, ...]]:
         """The devices that exchange; empty where nothing tells how many there are."""
         if x.op in SUMS_OF_DEVICES:

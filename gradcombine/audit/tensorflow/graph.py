@@ -70,7 +70,7 @@ class Graph(Flow, Subject[Operation]):
         found = list[Reduced[Operation]]()
         for exchange in self._reducing():
             parts = self.parts(exchange.x)
-            large = [v for v in parts if self.arrays[v].shape.bytes >= FEW_SCALARS or not exchange.exact]
+            large = [v for v in parts if self.arrays[v].bytes >= FEW_SCALARS or not exchange.exact]
             for turning in (*exchange.x.loops, None):
                 if any(self._only_added([v], turning, exchange.x) for v in large):
                     found.append(Reduced(exchange, turning, exchange.operand))
@@ -92,14 +92,14 @@ class Graph(Flow, Subject[Operation]):
         found = list[tuple[Operation, int]]()
         for x in self.operations:
             array = self.arrays[x.inputs[1]] if x.op in WRITES else None
-            if array is None or not array.shape.is_float or (array.exact and array.shape.bytes < FEW_SCALARS):
+            if array is None or not array.is_float or (array.exact and array.bytes < FEW_SCALARS):
                 continue
             handle = self.variable(x)
             for decision, (a, b), branches in self._choices(x.inputs[1]):
                 kept = [any(self._reads(v, handle) for v in self.moved_from([side])) for side in (a, b)]
                 made = [self._is_computed(side, handle, branches, x) for side in (a, b)]
                 if any(a and b for a, b in zip(kept, made[::-1], strict=True)) and self._counts(decision):
-                    found.append((x, times(x.loops) * array.shape.bytes))
+                    found.append((x, times(x.loops) * array.bytes))
                     break
         first = min((x.device for x, _ in found), default="")
         return [(x, size) for x, size in found if x.device == first]
@@ -121,15 +121,15 @@ class Graph(Flow, Subject[Operation]):
     def converted(self, exchange: Exchange[Operation]) -> Iterator[tuple[Shape, Shape]]:
         for v in self.moved_from(self.given(exchange.x)):
             if (x := self.producers.get(v)) is not None and x.op == "Cast":
-                yield self.arrays[x.inputs[0]].shape, self.arrays[v].shape
+                yield self.arrays[x.inputs[0]], self.arrays[v]
 
     def narrow_sums(self, loop: Loop[Operation] | None) -> Iterator[tuple[Shape, Operation]]:
         turning = loop if isinstance(loop, Turning) else None
         for i, v in enumerate(turning.carried if turning is not None else ()):
-            if turning is not None and (shape := self.arrays[v].shape).is_narrow and self._adds_only(i, turning):
+            if turning is not None and (shape := self.arrays[v]).is_narrow and self._adds_only(i, turning):
                 yield shape, turning.operation
         written = {handle: x for handle, xs in self.touching.items() for x in xs[::-1] if x.op in WRITES}
-        narrow = {h: (self.arrays[x.inputs[1]].shape, x) for h, x in written.items()}
+        narrow = {h: (self.arrays[x.inputs[1]], x) for h, x in written.items()}
         first = min((x.device for shape, x in narrow.values() if shape.is_narrow), default="")
         for handle, (shape, x) in narrow.items():
             if shape.is_narrow and x.device == first and self._adds_to(handle, turning):
@@ -147,7 +147,7 @@ class Graph(Flow, Subject[Operation]):
     def one_turn(self, loop: Loop[Operation]) -> str:
         inside = (x for x in self.operations if loop in x.site.turns)
         arrays = [self.arrays[v] for x in inside for v in x.outputs]
-        made = sum(array.shape.bytes for array in arrays)
+        made = sum(array.bytes for array in arrays)
         unknown = any(array.kind and not array.exact for array in arrays)
         return f", {loop.operation.name}, is counted as one turn" if made >= COPIED or unknown else ""
 
@@ -159,7 +159,7 @@ class Graph(Flow, Subject[Operation]):
             return None
         taken = [self.arrays[v] for v in x.outputs]
         given = [self.arrays[v] for v in self.given(x)] or taken
-        operand, result = (sum(array.shape.bytes for array in arrays) for arrays in (given, taken))
+        operand, result = (sum(array.bytes for array in arrays) for arrays in (given, taken))
         exact = all(array.exact for array in (*given, *taken))
         where = x.site.function or self.name
         return Exchange(where, x, x.loops, self.group(x), operand, result, exact, x.name)
@@ -178,7 +178,7 @@ class Graph(Flow, Subject[Operation]):
 
     def _adds_only(self, index: int, turning: Turning) -> bool:
         """Whether each turn only adds to what a loop carries there."""
-        if not self.arrays[turning.carried[index]].shape.is_float:
+        if not self.arrays[turning.carried[index]].is_float:
             return False
         sums = self.sums([turning.carried[index]], turning)
         return sums is not None and sums.added and sums.carried == {index} and not sums.variables
@@ -274,4 +274,4 @@ class Graph(Flow, Subject[Operation]):
         closure = self.closure([decision])
         kinds = [self.arrays[v] for v in closure]
         held = any(x.op in ("ReadVariableOp", "Placeholder") for v in closure if (x := self.producers.get(v)))
-        return held and not any(array.shape.is_float for array in kinds)
+        return held and not any(array.is_float for array in kinds)

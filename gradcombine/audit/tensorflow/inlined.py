@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradcombine.audit.elements import Frame, Loop, Shape, own_line, walk
 from gradcombine.errors import GradCombineError
@@ -48,34 +48,11 @@ BEFORE_LAYOUTS = {"Relayout", "RelayoutLike", "CopyToMesh"}
 MOST = 2_000_000
 """Operations, where each call of a function counts anew."""
 
-KINDS = {
-    **dict(enumerate(["f32", "f64", "s32", "u8", "s16", "s8"], 1)),
-    **dict(
-        zip(
-            (8, 9, 10, 14, 17, 18, 19, 22, 23),
-            ["c64", "s64", "pred", "bf16", "u16", "c128", "f16", "u32", "u64"],
-            strict=True,
-        )
-    ),
-    **dict(zip((24, 25, 29, 30), ["f8e5m2", "f8e4m3fn", "s4", "u4"], strict=True)),
-}
-"""Element types as HLO names them, by their numbers in TensorFlow. Handles and strings are none."""
-
-
-class Array(NamedTuple):
-    """Shape and dtype of a value: the lengths are None where the rank is unknown, and -1 where a length is."""
-
-    kind: str
-    dims: tuple[int, ...] | None
-
-    @property
-    def shape(self) -> Shape:
-        """With 1 for what is not known: not less than that is there."""
-        return Shape(self.kind or "token", tuple(abs(n) for n in self.dims or ()))
-
-    @property
-    def exact(self) -> bool:
-        return self.dims is not None and -1 not in self.dims
+KINDS = [
+    *("", "f32", "f64", "s32", "u8", "s16", "s8", "", "c64", "s64", "pred", "", "", "", "bf16", "", "", "u16", "c128"),
+    *("f16", "", "", "u32", "u64", "f8e5m2", "f8e4m3fn", "", "", "", "s4", "u4"),
+]
+"""Element types as HLO names them, by their numbers in TensorFlow; empty for handles, strings and other ones."""
 
 
 @dataclass(eq=False)
@@ -179,7 +156,7 @@ class Inlined:
         self._definitions = dict[str, Any]()
         self._acts = dict[str, bool]()
         self.operations = list[Operation]()
-        self.arrays = list[Array]()
+        self.arrays = list[Shape]()
         self.producers = dict[Value, Operation]()
         self.sources = dict[Value, list[Value]]()
         """Where values come from that nothing computes: arguments and results of functions, loops and branches."""
@@ -217,30 +194,6 @@ class Inlined:
 
         return {v for v in walk([value], before) if not before(v)}
 
-    def places(self, v: Value) -> set[str]:
-        """The devices on which a value is made; what is read of a variable lies with the variable."""
-        found = set[str]()
-        for x in (self.producers[o] for o in self.origins(v) if o in self.producers):
-            known = x.device or ("" if x.site.function else self._devices.get(x.node.name, ""))
-            found |= {known} if known or x.op != "ReadVariableOp" else self.places(x.inputs[0])
-        return found
-
-    def variable(self, x: Operation) -> Value | None:
-        """The handle that an operation takes first; None if it may be one of several."""
-        found = self.origins(x.inputs[0])
-        return found.pop() if len(found) == 1 else None
-
-    def roots(self) -> list[str]:
-        """Functions that nothing calls, but that exchange or write."""
-        nodes = [node for function in self._library.values() for node in function.node_def]
-        called = {f for node in nodes for names in self._functions(node).values() for f in names}
-        called |= {x.site.function for x in self.operations} | {node.op for node in nodes}
-        return [name for name in self._library if name not in called and self._is_of_interest(name)]
-
-    def named(self, x: Operation) -> dict[str, Value]:
-        """An operation's inputs by their names."""
-        return dict(zip((argument.name for argument in self._definition(x.op).input_arg), x.inputs, strict=False))
-
     def _inline(self, nodes: Iterable[Any], site: Site, arguments: dict[str, list[Value]]) -> Callable[[str], Value]:
         """Adds a function's operations; returns what finds a value by its name in it."""
         named = dict[str, tuple[Operation, dict[str, int]]]()
@@ -254,7 +207,8 @@ class Inlined:
                 for kind in self._types(argument, node):
                     shape = told[len(x.outputs)] if len(x.outputs) < len(told) else None
                     dims = None if shape is None or shape.unknown_rank else tuple(d.size for d in shape.dim)
-                    x.outputs.append(self._value(kind, dims))
+                    exact = dims is not None and -1 not in dims
+                    x.outputs.append(self._value(Shape(kind, tuple(map(abs, dims or ())), exact=exact)))
             self.producers.update(dict.fromkeys(x.outputs, x))
             self.operations.append(x)
             named[node.name] = x, starts
@@ -312,7 +266,7 @@ class Inlined:
             for name in (name for names in functions.values() for name in names if self._is_of_interest(name)):
                 turning = self._turning(x, (), 0)
                 arguments = self._library[name].signature.input_arg
-                given = [self._value(KINDS.get(a.type, ""), None) for a in arguments]
+                given = [self._argument(a) for a in arguments]
                 self.escaping.update(self._call(x, name, given, turning))
             if x.op in PYTHON:
                 self.notes[f"what Python does in {x.op}"] = None
@@ -325,7 +279,7 @@ class Inlined:
         arguments = self._library[name].signature.input_arg
         carried, captured = (len(x.node.attr[key].list.type) for key in ("Tstate", "Targuments"))
         turning = self._turning(x, x.inputs[1:], carried)
-        rest = [self._value(KINDS.get(a.type, ""), None) for a in arguments[carried : len(arguments) - captured]]
+        rest = [self._argument(a) for a in arguments[carried : len(arguments) - captured]]
         last = self._passed(x.inputs[1 + carried : 1 + carried + captured])
         results = self._call(x, name, [*turning.carried, *rest, *last], turning)
         turning.results = results[:carried]
@@ -376,15 +330,18 @@ class Inlined:
         self.producers.pop(after, None)
         for v in before:
             self.targets.setdefault(v, []).append(after)
-        if self.arrays[after].dims is None:
+        if not self.arrays[after].exact and not self.arrays[after].dims:
             self.arrays[after] = self.arrays[before[0]]
 
-    def _value(self, kind: str, dims: tuple[int, ...] | None) -> Value:
-        self.arrays.append(Array(kind, dims))
+    def _value(self, shape: Shape) -> Value:
+        self.arrays.append(shape)
         return len(self.arrays) - 1
 
+    def _argument(self, definition: Any) -> Value:
+        return self._value(Shape(_kind(definition.type), (), exact=False))
+
     def _like(self, v: Value) -> Value:
-        return self._value(*self.arrays[v])
+        return self._value(self.arrays[v])
 
     def _functions(self, node: Any) -> dict[str, list[str]]:
         """The functions that attributes name, in the order of the operation's definition."""
@@ -426,6 +383,10 @@ class Inlined:
             return next(x.default_value for x in self._definition(node.op).attr if x.name == name)
 
         if argument.type_list_attr:
-            return [KINDS.get(kind, "") for kind in told(argument.type_list_attr).list.type]
+            return [_kind(kind) for kind in told(argument.type_list_attr).list.type]
         kind = argument.type or (told(argument.type_attr).type if argument.type_attr else 0)
-        return [KINDS.get(kind, "")] * (told(argument.number_attr).i if argument.number_attr else 1)
+        return [_kind(kind)] * (told(argument.number_attr).i if argument.number_attr else 1)
+
+
+def _kind(number: int) -> str:
+    return KINDS[number] if number < len(KINDS) else ""

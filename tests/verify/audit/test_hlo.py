@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from signal import SIGINT, SIGKILL
 from typing import Any
 
 import pytest
 
-from gradcombine.audit import parsing
-from gradcombine.audit.compiling import read
+from gradcombine.audit.compiling import read as read_all
 from gradcombine.audit.elements import Frame, Shape
 from gradcombine.audit.hlo import Alias, Module, groups
 from gradcombine.errors import GradCombineError
@@ -199,6 +196,11 @@ def compiled() -> Any:
     return jax.jit(lambda x: jnp.sin(x) + 1).lower(jax.ShapeDtypeStruct((4,), jnp.float32)).compile()
 
 
+def read(path: Path) -> str:
+    (text,) = read_all([path])
+    return text
+
+
 @pytest.mark.parametrize("kind", ["text", "module", "dump"])
 def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
     """Whole ones are read alike; cut off, none passes."""
@@ -226,17 +228,3 @@ def test_a_file_that_ends_the_parser(compiled: Any, tmp_path: Path) -> None:
             read(path)
     path.write_text(whole)
     assert "sine" in read(path)
-
-
-@pytest.mark.parametrize("signal", [SIGKILL, SIGINT])
-def test_a_parser_that_something_else_ends(signal: int, compiled: Any, tmp_path: Path) -> None:
-    """A file that is whole is read, by another process where it has to be."""
-    (path := tmp_path / "x").write_text(compiled.as_text())
-    assert "sine" in read(path)
-    process = parsing._parser_of(os.getpid())._process
-    assert process is not None
-    process.send_signal(signal)
-    if signal == SIGKILL:
-        process.wait()
-    assert "sine" in read(path)
-    assert (parsing._parser_of(os.getpid())._process is process) == (signal == SIGINT)

@@ -11,6 +11,7 @@ import pytest
 from gradcombine.audit import audit
 from gradcombine.audit.flow import Flow
 from gradcombine.audit.program import Program
+from gradcombine.audit.rules import MANY, find
 
 HEADER = "HloModule m, is_scheduled=true, entry_computation_layout={()->()}, num_partitions=8\n\n"
 ADD = """%add (x: f32[], y: f32[]) -> f32[] {
@@ -246,3 +247,61 @@ def test_a_step_that_a_library_has_wrapped() -> None:
         audit(stage, *args) for step in steps for stage, args in ((step, [x]), (step.lower(x).compile(), []))
     ):
         assert report.findings == [] and report.memory is not None and report.memory.aliased == x.nbytes
+
+
+SCALED = """%fused (z: f32[64]) -> f32[64] {
+  %z = f32[64] parameter(0)
+  ROOT %scaled = f32[64] multiply(%z, %z)
+}
+
+"""
+GPU = ', backend_config={"operation_queue_id":"0"}'
+
+
+@pytest.mark.parametrize(
+    ("chained", "machine", "found"),
+    [(False, GPU, ["many-small-collectives"]), (True, GPU, []), (False, "", [])],
+    ids=["side by side", "each of what the one before gave", "side by side, for CPUs"],
+)
+def test_small_sums(chained: bool, machine: str, found: list[str]) -> None:
+    """Those that wait for each other, through a fusion, cannot be joined; those on CPUs XLA never joins."""
+    lines = ["%p = f32[64] parameter(0), sharding={devices=[8]<=[8]}"]
+    for i in range(MANY):
+        taken = f"%g{i - 1}" if chained and i else "%p"
+        lines += [
+            f"%f{i} = f32[64] fusion({taken}), kind=kLoop, calls=%fused{machine}",
+            f"%r{i} = f32[64] all-reduce(%f{i}), replica_groups=[1,8]<=[8], to_apply=%add{machine}",
+            f"%g{i} = f32[64] add(%r{i}, %p)",
+        ]
+    given = ", ".join(f"%g{i}" for i in range(MANY))
+    lines.append(f"ROOT %out = ({', '.join(['f32[64]'] * MANY)}) tuple({given})")
+    assert [x.name for x in find(program("\n".join(lines), SCALED))] == found
+
+
+@pytest.mark.parametrize(("count", "found"), [(MANY // 2, True), (MANY // 2 - 1, False)])
+def test_a_loop_of_unknown_length_turns_at_least_twice(count: int, found: bool) -> None:
+    of = "(pred[], f32[256], f32[32])"
+    gathered = "".join(
+        f"  %g{i} = f32[256] all-gather(%b), replica_groups=[1,8]<=[8], dimensions={{0}}\n"
+        f"  %s{i + 1} = f32[256] add(%s{i}, %g{i})\n"
+        for i in range(count)
+    )
+    loop = f"""%body (p: {of}) -> {of} {{
+  %p = {of} parameter(0)
+  %on = pred[] get-tuple-element(%p), index=0
+  %s0 = f32[256] get-tuple-element(%p), index=1
+  %b = f32[32] get-tuple-element(%p), index=2
+  %more = pred[] not(%on)
+{gathered}  ROOT %t = {of} tuple(%more, %s{count}, %b)
+}}
+
+%cond (q: {of}) -> pred[] {{
+  %q = {of} parameter(0)
+  ROOT %asked = pred[] get-tuple-element(%q), index=0
+}}
+
+"""
+    whole = f"""%init = {of} parameter(0)
+    %loop = {of} while(%init), condition=%cond, body=%body
+    ROOT %out = f32[256] get-tuple-element(%loop), index=1"""
+    assert ("many-small-collectives" in {x.name for x in find(program(whole, loop))}) is found
