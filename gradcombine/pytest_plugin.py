@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 def check_step() -> Callable[..., StepReport]:
     """`gradcombine.verify.check_step`, which fails the test unless the report passes.
 
+    ``allow`` names causes that are by design, as `gradcombine.verify.StepReport.allowing` takes them.
+
     ::
 
         def test_step(check_step):
@@ -23,8 +25,8 @@ def check_step() -> Callable[..., StepReport]:
     """
     from gradcombine.verify import check_step as check
 
-    def checked(*args: Any, **settings: Any) -> StepReport:
-        report = check(*args, **settings)
+    def checked(*args: Any, allow: Sequence[str] = (), **settings: Any) -> StepReport:
+        report = check(*args, **settings).allowing(*allow)
         if not report.passes:
             pytest.fail(_text(report), pytrace=False)
         return report

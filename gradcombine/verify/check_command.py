@@ -10,11 +10,12 @@ import typer
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from gradcombine.audit.auditing import callable_named
 from gradcombine.errors import GradCombineError, require_installed
 from gradcombine.reporting.sections import show
 from gradcombine.verify.check import check_report as report
 from gradcombine.verify.check.named import check_named
-from gradcombine.verify.check.step_report import Verdict
+from gradcombine.verify.check.step_report import BY_DESIGN, Verdict
 from gradcombine.verify.terminal import DRAWS, errors, label, numbers, plain
 
 
@@ -30,6 +31,12 @@ def check_command(
     devices: Annotated[str | None, typer.Option(help="Numbers of devices, as 1,8.")] = None,
     returns: Annotated[
         str | None, typer.Option(help="What the step returns: gradients (means over the examples), or params.")
+    ] = None,
+    terms: Annotated[
+        str | None, typer.Option(help="module:callable, (params, examples) -> {term: (gradient of its sum, weight)}.")
+    ] = None,
+    allow: Annotated[
+        str | None, typer.Option(help=f"Causes that are by design, of {', '.join(BY_DESIGN)}.", metavar="CAUSES")
     ] = None,
     timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.", min=0.001)] = None,
     baseline: Annotated[
@@ -55,6 +62,9 @@ def check_command(
         for name, text in (("microbatches", microbatches), ("devices", devices)):
             if text is not None:
                 others[name] = numbers("check", name, text, int)
+        if terms is not None:
+            others["terms"] = callable_named("check", terms)
+        meant = [] if allow is None else [x.strip() for x in allow.split(",")]
         columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("importing", total=None)
@@ -63,6 +73,7 @@ def check_command(
                 bar.update(task, description=label(name), completed=done, total=total)
 
             found, source = check_named(what, others, timeout, progress)
+        found = found.allowing(*meant)
         verdict, sections = report.verdict(found), report.sections(found, source and f"The step is made at {source}.")
         passes, status = report.GOOD[found.verdict], report.STATUS[found.verdict]
         show(console, verdict, passes, sections)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gradcombine.errors import GradCombineError, require_file
 from gradcombine.reporting.sections import Cells, HeatMap, Section
-from gradcombine.verify.check.step_report import Cause, StepReport, Verdict
+from gradcombine.verify.check.step_report import Cause, Fault, StepReport, Verdict
 
 VERSION = 1
 """Of the JSON."""
@@ -43,7 +43,8 @@ REMEDIES: Mapping[Cause, str] = {
     Cause.NOT_EXCHANGED: "add up numerators and weights over the devices (psum), and divide after it",
     Cause.NEIGHBOURS: "shift labels within each row, before the batch is divided or flattened",
     Cause.SELECTION: "choose among the examples of the whole batch before it is divided",
-    Cause.STATISTICS: "synchronize the statistics over the batch, or accept that they are those of a microbatch",
+    Cause.STATISTICS: "synchronize them over the batch; or, if it is meant so, `--allow statistics`, "
+    "`report.allowing('statistics')`",
     Cause.SCATTER: "add rows where indices meet (`.at[i].add`), in place of setting them",
     Cause.STATE: "return what a call changes, and pass it in; reset accumulators at the beginning of a window",
     Cause.NOT_FINITE: "guard the divisor of a microbatch without tokens: sums and counts need none",
@@ -57,7 +58,8 @@ def verdict(report: StepReport) -> str:
     """One sentence."""
     divisions = [run.name for run in report.runs[1:] if "reverse" not in run.name and "padding" not in run.name]
     if report.verdict is Verdict.PASSES:
-        return f"the same: {_listed(divisions)} give what one batch gives"
+        meant = "".join(f", but for what was allowed: {x.cause}" for x in report.allowed[:1])
+        return f"the same: {_listed(divisions)} give what one batch gives{meant}"
     if report.verdict is Verdict.CANNOT_TELL:
         return f"cannot tell: not compared: {report.not_checked[0]}"
     first = report.faults[0]
@@ -90,9 +92,10 @@ def sections(report: StepReport, source: str = "") -> list[Section]:
     note = "Distances from one batch and from the reference over what rounding allows: up to 1 they pass."
     columns = ("division", "from one batch", "worst leaf", "from the reference", "times the noise")
     parts.append(Section("Divisions", note, _charts(report), columns=columns, rows=rows, whole=True))
-    left = [*(f"not compared: {x}" for x in report.not_checked), *(f"not asked for: {x}" for x in report.not_asked)]
+    left = [f"allowed: {fault}" for fault in report.allowed]
+    left += [*(f"not compared: {x}" for x in report.not_checked), *(f"not asked for: {x}" for x in report.not_asked)]
     if left:
-        rows = [Cells((x,), x.startswith("not asked")) for x in left]
+        rows = [Cells((x,), not x.startswith("not compared")) for x in left]
         parts.append(Section("Left out", columns=("what",), rows=rows, whole=True))
     return parts
 
@@ -127,16 +130,8 @@ def as_json(report: StepReport) -> dict[str, Any]:
     return {
         "version": VERSION,
         "verdict": str(report.verdict),
-        "causes": [
-            {
-                "cause": fault.cause.name,
-                "text": str(fault.cause),
-                "run": fault.run,
-                "detail": fault.detail,
-                "instead": REMEDIES.get(fault.cause, ""),
-            }
-            for fault in report.faults
-        ],
+        "causes": [_fault(fault) for fault in report.faults],
+        "allowed": [_fault(fault) for fault in report.allowed],
         "divisions": [
             run._asdict()
             | {"invariance": _finite(run.invariance), "shares": {name: _finite(x) for name, x in run.shares.items()}}
@@ -146,6 +141,16 @@ def as_json(report: StepReport) -> dict[str, Any]:
         "reference": report.reference,
         "not_checked": list(report.not_checked),
         "not_asked": list(report.not_asked),
+    }
+
+
+def _fault(fault: Fault) -> dict[str, str]:
+    return {
+        "cause": fault.cause.name,
+        "text": str(fault.cause),
+        "run": fault.run,
+        "detail": fault.detail,
+        "instead": REMEDIES.get(fault.cause, ""),
     }
 
 

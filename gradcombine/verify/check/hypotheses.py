@@ -34,7 +34,7 @@ from gradcombine.verify.check.combinations import linear, shown
 from gradcombine.verify.check.inner import before_update
 from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import WHOLE, NotWide, Result, Split
-from gradcombine.verify.check.standard import SAME, Floats, flat
+from gradcombine.verify.check.standard import SAME, Floats, flat, over
 from gradcombine.verify.check.step_report import Cause
 
 
@@ -222,8 +222,11 @@ def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
                 cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
                 yield cause, f"it is the sum of what each microbatch gives by itself{split_by(name)}"
             elif standard.excluded:
-                text = f"it is the mean of what each microbatch gives by itself, as it should be{split_by(name)}"
-                yield Cause.STATISTICS, text
+                low, high, best = weights.min(), weights.max(), flat(standard.best.floats)
+                equal = "equal weights" if high - low < SAME else f"weights {low:.4g} to {high:.4g}"
+                part = over(float(np.linalg.norm(flat(case.result.floats) - best)), float(np.linalg.norm(best)))
+                text = f"the mean of what each gives by itself, with {equal}; {part:.2g} of one batch's norm away"
+                yield Cause.STATISTICS, text + split_by(name)
             return
 
 

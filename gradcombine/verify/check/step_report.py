@@ -7,6 +7,8 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
+from gradcombine.errors import require_one_of
+
 
 class Cause(StrEnum):
     """Why microbatches do not equal one batch."""
@@ -38,7 +40,7 @@ class Cause(StrEnum):
     RANDOM = "the result depends on the places of the examples, as random numbers do that are drawn for each microbatch"
     NOT_EXCHANGED = "the devices' gradients are not added up, as where a psum or pmean is missing"
     NEIGHBOURS = "examples depend on those beside them, as where labels are rolled over a flattened microbatch"
-    STATISTICS = "examples of a microbatch depend on each other, as by the statistics of batch normalization"
+    STATISTICS = "the examples of a microbatch act on each other, by design or not, as by batch statistics or negatives"
     SELECTION = "examples are chosen within each microbatch, as by a top-k, a quantile or a filter over the batch"
     SCATTER = "rows are overwritten where they should be added, as by a scatter that sets"
     STATE = "the same call gives something else the second time: a hidden state, or a side effect"
@@ -46,6 +48,10 @@ class Cause(StrEnum):
     INACCURATE = "one batch itself is further from float64 than its rounding noise explains"
     UNEXPLAINED = "no known cause accounts for the difference"
     UNKNOWN = "a gradient that is not the mean reaches the inner optimizer"
+
+
+BY_DESIGN = {"statistics": Cause.STATISTICS}
+"""Causes that may be meant, by the names that `StepReport.allowing` takes."""
 
 
 class Verdict(StrEnum):
@@ -119,6 +125,7 @@ class StepReport(NamedTuple):
       reference: what accuracy is measured by; empty if it was not measured.
       not_checked: what could not be compared, and why: a defect may hide there, so the report does not pass.
       not_asked: what the call left out.
+      allowed: faults that are by design, as `allowing` was told.
     """
 
     faults: tuple[Fault, ...]
@@ -126,6 +133,25 @@ class StepReport(NamedTuple):
     reference: str
     not_checked: tuple[str, ...] = ()
     not_asked: tuple[str, ...] = ()
+    allowed: tuple[Fault, ...] = ()
+
+    def allowing(self, *causes: str) -> StepReport:
+        """The report for a step that depends on its batch by design.
+
+        Args:
+          causes: ``"statistics"``: the examples of a microbatch act on each other, as by batch normalization, in-batch
+            negatives or a balance of experts by microbatch. Everything else about such a division has been compared: it
+            is the mean of what its microbatches give by themselves.
+
+        Raises:
+          GradCombineError: for another name; other causes are defects, or hide what was not compared.
+        """
+        for name in causes:
+            require_one_of("check_step", f"causes among {', '.join(BY_DESIGN)} to allow", name, tuple(BY_DESIGN))
+        meant = {BY_DESIGN[name] for name in causes}
+        allowed = tuple(fault for fault in self.faults if fault.cause in meant)
+        kept = tuple(fault for fault in self.faults if fault.cause not in meant)
+        return self._replace(faults=kept, allowed=(*self.allowed, *allowed))
 
     @property
     def verdict(self) -> Verdict:
@@ -144,6 +170,7 @@ class StepReport(NamedTuple):
     def __str__(self) -> str:
         lines = [_ANSWERS[self.verdict]]
         lines += [f"  {fault}" for fault in self.faults]
+        lines += [f"  allowed: {fault}" for fault in self.allowed]
         lines += [f"  {run}" for run in self.runs]
         lines += [f"  not checked: {text}" for text in self.not_checked]
         lines += [f"  not asked for: {text}" for text in self.not_asked]

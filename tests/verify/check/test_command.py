@@ -46,6 +46,15 @@ def pinned(k):
         return right(k)({"w": np.asarray(p["w"], np.float32)}, batch)
     return step
 
+def centred(k):
+    def step(p, batch):
+        return {"w": sum(((x - x.mean(0)) * (x @ p["w"])[:, None]).mean(0) for x, m in parts(batch, k)) / np.float32(k)}
+    return step
+
+def each_term(p, batch):
+    gradient, count = sums(p, batch["x"], batch["mask"])
+    return {"loss": ({"w": gradient}, count)}
+
 def slow(k):
     def step(p, batch):
         time.sleep(0.05)
@@ -55,12 +64,16 @@ def slow(k):
 def right_case(): return right, PARAMS, BATCH
 def wrong_case(): return {"make_step": wrong, "params": PARAMS, "batch": BATCH, "microbatches": (4,)}
 def pinned_case(): return pinned, PARAMS, BATCH
+def centred_case(): return centred, PARAMS, BATCH
 def slow_case(): return slow, PARAMS, BATCH
 def two(): return right, PARAMS
 def misspelt(): return {"make_step": right, "params": PARAMS, "batch": BATCH, "microbatch": 2}
 def raising(): raise KeyError("no data")
 def uneven(): return right, PARAMS, {"x": BATCH["x"], "mask": BATCH["mask"][:3]}
 """
+
+
+CENTRED = "act on each other, by design or not"
 
 
 @pytest.fixture
@@ -99,6 +112,24 @@ def test_a_cause_that_is_known_already_does_not_fail_again(here: Path) -> None:
     assert run("wrong_case", "--baseline", "before.json")[0] == 0
     code, output = run("wrong_case", "--baseline", "before.json", "--microbatches", "2,4")
     assert code == 1 and "causes that are new" in output
+
+
+def test_what_is_by_design_is_allowed_by_name(here: Path) -> None:
+    status, text = run("centred_case")
+    assert (status, CENTRED in text, "of one batch's norm away" in text) == (1, True, True), text
+    status, text = run("centred_case", "--allow", "statistics", "--json", here / "found.json")
+    assert (status, "the same: 2 microbatches and 4 microbatches" in text, "allowed:" in text) == (0, True, True), text
+    found = json.loads((here / "found.json").read_text())
+    assert (found["verdict"], found["causes"], found["allowed"][0]["cause"]) == ("passes", [], "STATISTICS")
+    assert run("wrong_case", "--allow", "statistics")[0] == 1
+    status, text = run("wrong_case", "--allow", "sum")
+    assert (status, "causes among statistics to allow, received 'sum'" in text) == (2, True), text
+
+
+def test_terms_are_named_on_the_command_line(here: Path) -> None:
+    status, text = run("wrong_case", "--terms", "steps_to_check:each_term")
+    assert (status, "is divided by what does not count it" in text) == (1, True), text
+    assert run("wrong_case", "--terms", "steps_to_check:no_term")[0] == 2
 
 
 def test_what_cannot_be_compared_has_a_status_of_its_own(here: Path) -> None:

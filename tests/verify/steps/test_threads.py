@@ -197,7 +197,7 @@ CASES: dict[str, Case] = {
         beside_words(lambda params, parts: sum(balance_of_all(params, x) for x in parts) / len(parts)),
         beside_words(lambda params, parts: balance_of_all(params, joined(parts))),
         Cause.STATISTICS,
-        "as it should be",
+        "equal weights",
         batch=FULL,
     ),
     # Counts of experts that go on over microbatches advance with each pass.
