@@ -175,19 +175,13 @@ def read_baseline(path: Path) -> Baseline:
     file = require_file("audit", expected, path)
     try:
         content: Any = json.loads(file.read_text(), object_pairs_hook=partial(distinct, "audit"))
-    except GradCombineError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:  # not to be read, no text, no JSON, or one without an end
-        raise GradCombineError("audit", expected, f"{path}: {error}") from None
-    try:
         if content["version"] != VERSION:
             raise GradCombineError("audit", f"a baseline of version {VERSION}", content["version"])
         return _measured(content["programs"])
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
-        if isinstance(error, GradCombineError):
-            raise
-        received = f"{path}, in which something is missing or of another type ({type(error).__name__}: {error})"
-        raise GradCombineError("audit", expected, received) from None
+    except GradCombineError:
+        raise
+    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise GradCombineError("audit", expected, f"{path}: {type(error).__name__}: {error}") from None
 
 
 def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) -> list[str]:

@@ -1,11 +1,12 @@
-"""Arrays, lines of source, loops and exchanges, as the readers of HLO and of TensorFlow's graphs both give them."""
+"""A program under audit, as its readers give it to the rules: arrays, lines of source, loops and exchanges."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -16,15 +17,9 @@ REDUCING = {"all-reduce", "reduce-scatter"}
 FEW_SCALARS = 256
 """Bytes below which an array is a number or a few: what it costs is not its size."""
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-)
+COPIED = 1024
+"""Bytes of an array from which on its copy counts."""
+
 _BITS = {"pred": 8, "bf16": 16, "token": 0, "opaque": 0}
 
 
@@ -92,65 +87,6 @@ class Frame(NamedTuple):
     file: str
     line: int
     function: str
-
-
-class Instruction(NamedTuple):
-    """One operation of a computation.
-
-    Attributes:
-      name: unique in its computation.
-      shapes: of its result; all arrays of a tuple, in order.
-      starts: where in them the elements of the outermost tuple begin.
-      opcode: as HLO names it.
-      operands: names of instructions of the same computation.
-      inside: what stands in the parentheses behind the opcode of a constant or a parameter.
-      attributes: what stands behind them.
-      root: whether it gives the computation's result.
-    """
-
-    name: str
-    shapes: tuple[Shape, ...]
-    starts: tuple[int, ...]
-    opcode: str
-    operands: tuple[str, ...]
-    inside: str
-    attributes: str
-    root: bool
-
-    @property
-    def bytes(self) -> int:
-        return sum(shape.bytes for shape in self.shapes)
-
-    def leaf(self, index: int) -> int:
-        """The first array of a tuple's element."""
-        return self.starts[index] if index < len(self.starts) else index
-
-    def called(self, *names: str) -> list[str]:
-        """The computations that these attributes name."""
-        found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
-        return [name for group in found for name in re.findall(r"[\w.\-]+", group)]
-
-    def number(self, name: str) -> int | None:
-        """The attribute of this name."""
-        found = re.search(rf"\b{name}=(\d+)", self.attributes)
-        return int(found[1]) if found else None
-
-    def lists(self, name: str) -> tuple[int, ...]:
-        """The attribute of this name, numbers in braces; empty where there is none."""
-        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
-        return tuple(int(n) for n in found[1].split(",") if n) if found else ()
-
-    @property
-    def op_name(self) -> str:
-        """The framework's name of the operation, with the functions around it."""
-        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1].replace("\\'", "'") if found else ""
-
-    @property
-    def collective(self) -> str:
-        """The kind of collective that begins here; empty for anything else."""
-        kind = self.opcode.removesuffix("-start")
-        return kind if kind in COLLECTIVES else ""
 
 
 class Operation(Protocol):
@@ -314,3 +250,87 @@ def short(source: str) -> str:
         return source
     file = Path(path)
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file.name}:{line}"
+
+
+class Reduced(NamedTuple, Generic[X]):
+    """An exchange of gradients of which nothing is made but sums.
+
+    Attributes:
+      exchange: which.
+      loop: whose iterations add it up; None where calls do.
+      size: bytes of the exchange's operands of which this holds.
+    """
+
+    exchange: Exchange[X]
+    loop: Loop[X] | None
+    size: float
+
+
+class Subject(Protocol[X]):
+    """A program, and what rules ask of it.
+
+    Attributes:
+      noun: its arrays that last from call to call.
+      joins_sums: whether sums that do not wait for one another are exchanged together on its machine.
+    """
+
+    noun: str
+    joins_sums: bool
+
+    @cached_property
+    def exchanges(self) -> list[Exchange[X]]:
+        """All collectives, in the program's order."""
+        ...
+
+    @cached_property
+    def reduced(self) -> list[Reduced[X]]:
+        """The exchanges of gradients that a loop, or calls, only add up."""
+        ...
+
+    def source(self, x: X) -> str:
+        """The line that an operation came from, "file:line"; empty where the program does not tell."""
+        ...
+
+    def loops(self) -> Iterable[tuple[Loop[X], int]]:
+        """The loops of more than one iteration, and how often each is begun in a call."""
+        ...
+
+    def unrolled(self) -> Iterable[Sequence[Exchange[X]]]:
+        """Groups of several exchanges that are only added to each other."""
+        return ()
+
+    def kept(self) -> Sequence[tuple[X, int]]:
+        """Operations whose result a counter keeps or throws away although it is computed anew, and their bytes."""
+        ...
+
+    def could_join(self, exchange: Exchange[X]) -> bool:
+        """Whether an exchange may be one with others beside it."""
+        ...
+
+    def unused(self, exchange: Exchange[X], loop: Loop[X]) -> bool:
+        """Whether the iterations of a loop only add up or stack what is exchanged."""
+        ...
+
+    def beside(self, exchange: Exchange[X]) -> tuple[Hashable, ...]:
+        """The place and devices of an exchange, and how many it waits for: equal for those that could be one."""
+        ...
+
+    def converted(self, exchange: Exchange[X]) -> Iterator[tuple[Shape, Shape]]:
+        """Conversions right before an exchange: arrays before and after each."""
+        ...
+
+    def narrow_sums(self, loop: Loop[X] | None) -> Iterator[tuple[Shape, X]]:
+        """Arrays of less than 32 bits that the iterations of a loop, or calls, only add to, and where they do."""
+        ...
+
+    def exchanged(self, exchange: Exchange[X]) -> Hashable:
+        """The operands of an exchange and how they are exchanged; None where it is not known."""
+        ...
+
+    def is_equal(self, exchange: Exchange[X]) -> bool:
+        """Whether an earlier exchange has made the operands of an exchange equal on its devices."""
+        ...
+
+    def one_turn(self, loop: Loop[X]) -> str:
+        """How a loop of unknown length is counted; empty if nothing in it costs anything."""
+        ...

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.audit.elements import Instruction, Shape, walk
+from gradcombine.audit.elements import Shape, walk
+from gradcombine.audit.hlo import Instruction
 from gradcombine.audit.program import Program
 
 MOVING = {

@@ -8,24 +8,87 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.audit.elements import Frame, Instruction, Loop, Shape
+from gradcombine.audit.elements import Frame, Shape
 from gradcombine.errors import GradCombineError
 
 Device = tuple[int, ...]
 """Numbers of devices."""
 
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
 MOST_DEVICES = 2**20
 """That a list of groups may name."""
 
 
-Loops = tuple[Loop[Instruction], ...]
-"""Those around an operation, the outermost first."""
+class Instruction(NamedTuple):
+    """One operation of a computation.
+
+    Attributes:
+      name: unique in its computation.
+      shapes: of its result; all arrays of a tuple, in order.
+      starts: where in them the elements of the outermost tuple begin.
+      opcode: as HLO names it.
+      operands: names of instructions of the same computation.
+      inside: what stands in the parentheses behind the opcode of a constant or a parameter.
+      attributes: what stands behind them.
+      root: whether it gives the computation's result.
+    """
+
+    name: str
+    shapes: tuple[Shape, ...]
+    starts: tuple[int, ...]
+    opcode: str
+    operands: tuple[str, ...]
+    inside: str
+    attributes: str
+    root: bool
+
+    @property
+    def bytes(self) -> int:
+        return sum(shape.bytes for shape in self.shapes)
+
+    def leaf(self, index: int) -> int:
+        """The first array of a tuple's element."""
+        return self.starts[index] if index < len(self.starts) else index
+
+    def called(self, *names: str) -> list[str]:
+        """The computations that these attributes name."""
+        found = re.findall(rf"\b(?:{'|'.join(names)})=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
+        return [name for group in found for name in re.findall(r"[\w.\-]+", group)]
+
+    def number(self, name: str) -> int | None:
+        """The attribute of this name."""
+        found = re.search(rf"\b{name}=(\d+)", self.attributes)
+        return int(found[1]) if found else None
+
+    def lists(self, name: str) -> tuple[int, ...]:
+        """The attribute of this name, numbers in braces; empty where there is none."""
+        found = re.search(rf"\b{name}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(int(n) for n in found[1].split(",") if n) if found else ()
+
+    @property
+    def op_name(self) -> str:
+        """The framework's name of the operation, with the functions around it."""
+        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def collective(self) -> str:
+        """The kind of collective that begins here; empty for anything else."""
+        kind = self.opcode.removesuffix("-start")
+        return kind if kind in COLLECTIVES else ""
 
 
 class Alias(NamedTuple):
@@ -154,103 +217,6 @@ class Module:
         """The devices that a collective joins; without a list, all of them."""
         return groups(x.attributes) or [tuple(range(self.devices))]
 
-    def trips(self, computation: str, x: Instruction) -> int | None:
-        """How often a loop turns; None where it is not known while compiling."""
-        if known := re.search(r'known_trip_count":\s*\{"n":\s*"(\d+)"', x.attributes):
-            return int(known[1])
-        return self._counted(computation, x)
-
-    def turns_at_most_once(self, x: Instruction) -> bool:
-        """Whether a loop is a branch: its condition is a flag that its body takes away."""
-        condition, body = (self.computations[x.called(name)[0]] for name in ("condition", "body"))
-        flag = condition[self.roots[x.called("condition")[0]]]
-        root = body[self.roots[x.called("body")[0]]]
-        if flag.opcode != "get-tuple-element" or root.opcode != "tuple":
-            return False
-        after = self.origin(body, root.operands[flag.number("index") or 0])
-        return after.opcode == "constant" and after.inside == "false"
-
-    def repeats(self, computation: str, x: Instruction) -> bool:
-        """Whether this is a loop that turns more than once, as far as that is known."""
-        if x.opcode != "while":
-            return False
-        trips = self.trips(computation, x)
-        return trips > 1 if trips is not None else not self.turns_at_most_once(x)
-
-    def executed(self, name: str = "", loops: Loops = ()) -> Iterator[tuple[str, Instruction, Loops]]:
-        """All operations, their computations and the loops that repeat them; what a fusion holds is one operation."""
-        name = name or self.entry
-        for x in self.computations[name].values():
-            yield name, x, loops
-            if x.opcode == "while":
-                inner = (*loops, Loop(x, self.trips(name, x))) if self.repeats(name, x) else loops
-                for body in x.called("body"):
-                    yield from self.executed(body, inner)
-            elif x.opcode in ("conditional", "call", "async-start"):
-                for body in self.bodies(x):
-                    yield from self.executed(body, loops)
-
-    @staticmethod
-    def bodies(x: Instruction) -> list[str]:
-        """The computations that an operation other than a loop runs, or may run; a false branch before a true one."""
-        return x.called("branch_computations") or [
-            *x.called("false_computation"),
-            *x.called("true_computation"),
-            *x.called("to_apply", "calls"),
-        ]
-
-    def origin(self, of: dict[str, Instruction], name: str) -> Instruction:
-        """The instruction whose value an operation copies, reshapes or converts."""
-        x = of[name]
-        while x.opcode in ("copy", "bitcast", "convert", "reshape") or x.opcode.endswith("-done"):
-            x = of[x.operands[0]]
-        return x
-
-    def _counted(self, computation: str, loop: Instruction) -> int | None:
-        """Of a loop whose index is compared to a constant, and grows by one: TPU programs do not say how often."""
-        outside = self.computations[computation]
-        condition, body = (self.computations[loop.called(name)[0]] for name in ("condition", "body"))
-        asked, root = (of[self.roots[loop.called(name)[0]]] for of, name in ((condition, "condition"), (body, "body")))
-        start = outside[loop.operands[0]]
-        if start.opcode != "tuple" or root.opcode != "tuple":
-            return None
-
-        def began(place: int) -> int | None:
-            return _integer(self.origin(outside, start.operands[place]))
-
-        def value(x: Instruction) -> int | None:
-            """Of a constant, or of what the loop carries unchanged."""
-            if x.opcode != "get-tuple-element":
-                return _integer(x)
-            place = x.number("index") or 0
-            kept = self.origin(body, root.operands[place])
-            return began(place) if kept.opcode == x.opcode and kept.number("index") == place else None
-
-        compared, ends = self._of_two(condition, asked)
-        if compared.opcode != "compare" or "direction=LT" not in compared.attributes or len(ends) != 2:
-            return None
-        place = ends[0].number("index")
-        if place is None:
-            return None
-        grown, terms = self._of_two(body, self.origin(body, root.operands[place]))
-        by_one = sorted((x.number("index") == place, value(x) == 1) for x in terms) == [(False, True), (True, False)]
-        first, limit = began(place), value(ends[1])
-        if grown.opcode != "add" or not by_one or first is None or limit is None:
-            return None
-        return max(0, limit - first)
-
-    def _of_two(self, of: dict[str, Instruction], x: Instruction) -> tuple[Instruction, list[Instruction]]:
-        """An operation, or that which a fusion holds, and where its operands come from."""
-        if x.opcode != "fusion":
-            return x, [self.origin(of, name) for name in x.operands]
-        fused = x.called("calls")[0]
-        body = self.computations[fused]
-        inner = body[self.roots[fused]]
-        while inner.opcode == "and" and len(set(inner.operands)) == 1:  # a condition and the limit that it equals
-            inner = body[inner.operands[0]]
-        ends = (self.origin(body, name) for name in inner.operands)
-        return inner, [self.origin(of, x.operands[int(y.inside)]) if y.opcode == "parameter" else y for y in ends]
-
 
 def groups(attributes: str) -> list[Device]:
     """The devices that exchange with each other, from any of the forms in which XLA writes them.
@@ -340,10 +306,6 @@ def _balanced(text: str) -> tuple[str, str]:
 
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
-
-
-def _integer(x: Instruction) -> int | None:
-    return int(x.inside) if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.inside) else None
 
 
 def _iota(dims: tuple[int, ...], axes: str | None = None) -> np.ndarray:

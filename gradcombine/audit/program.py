@@ -1,4 +1,4 @@
-"""The work of a compiled program in one call: bytes moved, copies, products and exchanges."""
+"""The work of a compiled program in one call: loops, bytes moved, copies, products and exchanges."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from gradcombine.audit.elements import Exchange, Frame, Shape, own_line, times
-from gradcombine.audit.hlo import Instruction, Loops, Module
+from gradcombine.audit.elements import Exchange, Frame, Loop, Shape, own_line, times
+from gradcombine.audit.hlo import Instruction, Module
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 """Operations that move nothing."""
@@ -27,6 +27,10 @@ Lines = Callable[[str], Sequence[Frame]]
 
 def no_lines(name: str) -> Sequence[Frame]:
     return ()
+
+
+Loops = tuple[Loop[Instruction], ...]
+"""Those around an operation, the outermost first."""
 
 
 class Program(Module):
@@ -55,6 +59,103 @@ class Program(Module):
     def source(self, x: Instruction) -> str:
         """The line that an operation came from, "file:line": the innermost one that is no library's."""
         return own_line(self.frames(x)) or self._of_joined.get(x.name, "")
+
+    def trips(self, computation: str, x: Instruction) -> int | None:
+        """How often a loop turns; None where it is not known while compiling."""
+        if known := re.search(r'known_trip_count":\s*\{"n":\s*"(\d+)"', x.attributes):
+            return int(known[1])
+        return self._counted(computation, x)
+
+    def turns_at_most_once(self, x: Instruction) -> bool:
+        """Whether a loop is a branch: its condition is a flag that its body takes away."""
+        condition, body = (self.computations[x.called(name)[0]] for name in ("condition", "body"))
+        flag = condition[self.roots[x.called("condition")[0]]]
+        root = body[self.roots[x.called("body")[0]]]
+        if flag.opcode != "get-tuple-element" or root.opcode != "tuple":
+            return False
+        after = self.origin(body, root.operands[flag.number("index") or 0])
+        return after.opcode == "constant" and after.inside == "false"
+
+    def repeats(self, computation: str, x: Instruction) -> bool:
+        """Whether this is a loop that turns more than once, as far as that is known."""
+        if x.opcode != "while":
+            return False
+        trips = self.trips(computation, x)
+        return trips > 1 if trips is not None else not self.turns_at_most_once(x)
+
+    def executed(self, name: str = "", loops: Loops = ()) -> Iterator[tuple[str, Instruction, Loops]]:
+        """All operations, their computations and the loops that repeat them; what a fusion holds is one operation."""
+        name = name or self.entry
+        for x in self.computations[name].values():
+            yield name, x, loops
+            if x.opcode == "while":
+                inner = (*loops, Loop(x, self.trips(name, x))) if self.repeats(name, x) else loops
+                for body in x.called("body"):
+                    yield from self.executed(body, inner)
+            elif x.opcode in ("conditional", "call", "async-start"):
+                for body in self.bodies(x):
+                    yield from self.executed(body, loops)
+
+    @staticmethod
+    def bodies(x: Instruction) -> list[str]:
+        """The computations that an operation other than a loop runs, or may run; a false branch before a true one."""
+        return x.called("branch_computations") or [
+            *x.called("false_computation"),
+            *x.called("true_computation"),
+            *x.called("to_apply", "calls"),
+        ]
+
+    def origin(self, of: dict[str, Instruction], name: str) -> Instruction:
+        """The instruction whose value an operation copies, reshapes or converts."""
+        x = of[name]
+        while x.opcode in ("copy", "bitcast", "convert", "reshape") or x.opcode.endswith("-done"):
+            x = of[x.operands[0]]
+        return x
+
+    def _counted(self, computation: str, loop: Instruction) -> int | None:
+        """Of a loop whose index is compared to a constant, and grows by one: TPU programs do not say how often."""
+        outside = self.computations[computation]
+        condition, body = (self.computations[loop.called(name)[0]] for name in ("condition", "body"))
+        asked, root = (of[self.roots[loop.called(name)[0]]] for of, name in ((condition, "condition"), (body, "body")))
+        start = outside[loop.operands[0]]
+        if start.opcode != "tuple" or root.opcode != "tuple":
+            return None
+
+        def began(place: int) -> int | None:
+            return _integer(self.origin(outside, start.operands[place]))
+
+        def value(x: Instruction) -> int | None:
+            """Of a constant, or of what the loop carries unchanged."""
+            if x.opcode != "get-tuple-element":
+                return _integer(x)
+            place = x.number("index") or 0
+            kept = self.origin(body, root.operands[place])
+            return began(place) if kept.opcode == x.opcode and kept.number("index") == place else None
+
+        compared, ends = self._of_two(condition, asked)
+        if compared.opcode != "compare" or "direction=LT" not in compared.attributes or len(ends) != 2:
+            return None
+        place = ends[0].number("index")
+        if place is None:
+            return None
+        grown, terms = self._of_two(body, self.origin(body, root.operands[place]))
+        by_one = sorted((x.number("index") == place, value(x) == 1) for x in terms) == [(False, True), (True, False)]
+        first, limit = began(place), value(ends[1])
+        if grown.opcode != "add" or not by_one or first is None or limit is None:
+            return None
+        return max(0, limit - first)
+
+    def _of_two(self, of: dict[str, Instruction], x: Instruction) -> tuple[Instruction, list[Instruction]]:
+        """An operation, or that which a fusion holds, and where its operands come from."""
+        if x.opcode != "fusion":
+            return x, [self.origin(of, name) for name in x.operands]
+        fused = x.called("calls")[0]
+        body = self.computations[fused]
+        inner = body[self.roots[fused]]
+        while inner.opcode == "and" and len(set(inner.operands)) == 1:  # a condition and the limit that it equals
+            inner = body[inner.operands[0]]
+        ends = (self.origin(body, name) for name in inner.operands)
+        return inner, [self.origin(of, x.operands[int(y.inside)]) if y.opcode == "parameter" else y for y in ends]
 
     @cached_property
     def _of_joined(self) -> dict[str, str]:
@@ -132,7 +233,7 @@ class Program(Module):
         if len(operands) < 2:
             return None
         left, right = operands
-        width = max(_bits(left), _bits(right))
+        width = max(left.bits, right.bits)
         if x.opcode == "dot":
             return 2.0 * x.shapes[0].elements * math.prod(left.dims[i] for i in x.lists("lhs_contracting_dims")), width
         if x.opcode == "custom-call" and (
@@ -195,5 +296,5 @@ def _main(x: Instruction) -> int:
     return _bytes(x.shapes)
 
 
-def _bits(shape: Shape) -> int:
-    return 8 * shape.bytes // shape.elements if shape.elements else 0
+def _integer(x: Instruction) -> int | None:
+    return int(x.inside) if x.opcode == "constant" and re.fullmatch(r"-?\d+", x.inside) else None

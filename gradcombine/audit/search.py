@@ -6,10 +6,21 @@ from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from gradcombine.audit.elements import FEW_SCALARS, REDUCING, Exchange, Instruction, Loop, Shape, size_text, times
+from gradcombine.audit.elements import (
+    COPIED,
+    FEW_SCALARS,
+    REDUCING,
+    Exchange,
+    Loop,
+    Reduced,
+    Shape,
+    Subject,
+    size_text,
+    times,
+)
 from gradcombine.audit.flow import LINEAR, MOVING, Flow, Node
+from gradcombine.audit.hlo import Instruction
 from gradcombine.audit.program import Program
-from gradcombine.audit.subject import COPIED, Reduced, Subject
 
 SUMS = {"add", "subtract"}
 SCALES = {"multiply", "divide"}

@@ -9,8 +9,7 @@ import numpy as np
 
 from gradcombine.audit.auditing import Audit
 from gradcombine.audit.elements import short, size_text
-from gradcombine.audit.hlo import Loops
-from gradcombine.audit.program import Program
+from gradcombine.audit.program import Loops, Program
 from gradcombine.audit.target import bounds
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.reporting.sections import Band, Mark, Timeline

@@ -230,8 +230,7 @@ class Flow(Inlined):
 
         Each device of a graph may have constants of its own, so that what they compute is compared.
         """
-        numbers = dict[tuple[object, ...], int]()
-        recipes = {tuple(self._recipe(v, exchanged, {}, numbers) for v in self.given(y)) for y in self._beside(x)}
+        recipes = {tuple(self._recipe(v, exchanged, {}) for v in self.given(y)) for y in self._beside(x)}
         return len(recipes) == 1 and all(recipe is not None for given in recipes for recipe in given)
 
     def made_equal(self, x: Operation) -> set[Value]:
@@ -249,10 +248,8 @@ class Flow(Inlined):
         place = by_device[x.device].index(x) if x.op in COLLECTIVES else 0
         return [found[place] for found in by_device.values() if len(found) > place] or [x]
 
-    def _recipe(
-        self, v: Value, known: set[Value], seen: dict[Value, int | None], numbers: dict[tuple[object, ...], int]
-    ) -> int | None:
-        """A number for how a value is computed; None for what may differ between devices, or is too deep."""
+    def _recipe(self, v: Value, known: set[Value], seen: dict[Value, int | None]) -> int | None:
+        """A hash of how a value is computed; None for what may differ between devices, or is too deep."""
         if v in seen:
             return seen[v]
         if len(seen) > DEEPEST:
@@ -262,20 +259,20 @@ class Flow(Inlined):
         if v in known:
             parts = ("exchanged",)
         elif x is not None and x.op in ("Identity", "IdentityN"):
-            seen[v] = self._recipe(x.inputs[x.outputs.index(v)], known, seen, numbers)
+            seen[v] = self._recipe(x.inputs[x.outputs.index(v)], known, seen)
             return seen[v]
         elif v in self.sources:
             decision = [self.chosen[v][0]] if v in self.chosen else []
-            given = [self._recipe(y, known, seen, numbers) for y in (*decision, *self.sources[v])]
+            given = [self._recipe(y, known, seen) for y in (*decision, *self.sources[v])]
             parts = (None,) if None in given else ("either", *given)
         elif x is not None and x.op == "Const":
             parts = (x.node.attr["value"].tensor.SerializeToString(),)
         elif x is None or not x.inputs or self._definition(x.op).is_stateful or self._is_masked(x):
             parts = (None,)
         else:
-            given = [self._recipe(y, known, seen, numbers) for y in x.inputs]
+            given = [self._recipe(y, known, seen) for y in x.inputs]
             parts = (None,) if None in given else (x.op, x.outputs.index(v), *given)
-        seen[v] = None if None in parts else numbers.setdefault(parts, len(numbers))
+        seen[v] = None if None in parts else hash(parts)
         return seen[v]
 
     def _is_masked(self, x: Operation) -> bool:

@@ -7,8 +7,18 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from gradcombine.audit.elements import FEW_SCALARS, REDUCING, Exchange, Loop, Shape, times, walk
-from gradcombine.audit.subject import COPIED, Reduced, Subject
+from gradcombine.audit.elements import (
+    COPIED,
+    FEW_SCALARS,
+    REDUCING,
+    Exchange,
+    Loop,
+    Reduced,
+    Shape,
+    Subject,
+    times,
+    walk,
+)
 from gradcombine.audit.tensorflow.constants import turns
 from gradcombine.audit.tensorflow.flow import LINEAR, OF_FIRST, SELECTS, Flow
 from gradcombine.audit.tensorflow.inlined import SUMS_OF_DEVICES, WRITES, Operation, Turning, Value

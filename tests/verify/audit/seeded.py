@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -388,33 +389,24 @@ def reshaped_and_constrained(devices: Devices, defect: bool) -> Case:
     return window(step, mesh)
 
 
-def example_of_optax(devices: Devices, defect: bool) -> Case:
-    """As its documentation accumulates: MultiSteps around the optimizer of an ordinary step, for each microbatch."""
-    mesh, tx = data(devices), optax.adam(1e-3)
-    chosen: Any = optax.MultiSteps(tx, every_k_schedule=K) if defect else tx
-
-    def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = jax.value_and_grad(loss)(params, batch)
-        updates, state = chosen.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    state = jax.tree.map(lambda x: spec(mesh, P(), *x.shape, dtype=x.dtype), jax.eval_shape(chosen.init, params(mesh)))
-    return Case(jax.jit(step, donate_argnums=(0, 1)), (params(mesh), state, spec(mesh, P("data"), ROWS, WIDTH)))
-
-
-def reduced_in_each_call(devices: Devices, defect: bool) -> Case:
-    """A call is a microbatch, whose gradients are averaged before they are accumulated; or a step of its own."""
+def in_each_call(devices: Devices, defect: bool, by_compiler: bool) -> Case:
+    """A call is a microbatch, as in optax' documentation, or a step; the compiler or pmean averages its gradients."""
     mesh, adam = data(devices), optax.adam(1e-3)
     chosen: Any = optax.MultiSteps(adam, K) if defect else adam
 
     def step(params: Any, state: Any, batch: Any) -> Any:
-        value, grads = mean(jax.value_and_grad(loss)(params, batch))
+        found = jax.value_and_grad(loss)(params, batch)
+        value, grads = found if by_compiler else mean(found)
         updates, state = chosen.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
     state = jax.tree.map(lambda x: spec(mesh, P(), *x.shape, dtype=x.dtype), jax.eval_shape(chosen.init, params(mesh)))
     own = jax.shard_map(step, mesh=mesh, in_specs=(P(), P(), P("data")), out_specs=P(), check_vma=False)
-    return Case(jax.jit(own, donate_argnums=(0, 1)), (params(mesh), state, spec(mesh, P("data"), ROWS, WIDTH)))
+    function = step if by_compiler else own
+    return Case(jax.jit(function, donate_argnums=(0, 1)), (params(mesh), state, spec(mesh, P("data"), ROWS, WIDTH)))
+
+
+IN_EACH_CALL = {"optimizer-every-microbatch", "reduced-in-loop"}
 
 
 def clip(grads: Any) -> Any:
@@ -472,8 +464,11 @@ CASES: dict[str, tuple[Callable[[Devices, bool], Case], set[str]]] = {
     "until converged": (until_converged, {"unknown-trip-count"}),
     "optax.MultiSteps": (accumulated_by_optax, {"optimizer-every-microbatch"}),
     "reshaped and constrained": (reshaped_and_constrained, {"reduced-in-loop"}),
-    "an example of optax": (example_of_optax, {"optimizer-every-microbatch", "reduced-in-loop"}),
-    "reduced in each call": (reduced_in_each_call, {"optimizer-every-microbatch", "reduced-in-loop"}),
+    "an example of optax": (partial(in_each_call, by_compiler=True), IN_EACH_CALL),
+    "reduced in each call": (
+        partial(in_each_call, by_compiler=False),
+        {"optimizer-every-microbatch", "reduced-in-loop"},
+    ),
     "read after the loop": (read_after_the_loop, {"copies-at-boundary"}),
     "decided by select": (decided_by_select, {"optimizer-every-microbatch"}),
     "decided, or cleared": (decided_or_cleared, {"optimizer-every-microbatch"}),

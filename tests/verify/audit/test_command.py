@@ -208,7 +208,7 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
         (("steps:clean", "--html", "no/such/page.html"), "a path in an existing folder for --html"),
         (("steps:clean", "--baseline", "steps.py"), "a baseline that --json has written"),
         (("steps:clean", "--baseline", "missing.json"), "missing.json"),
-        (("steps:fails", "--baseline", "list.json"), "list.json, in which something is missing"),
+        (("steps:fails", "--baseline", "list.json"), "list.json: TypeError"),
         (("steps:fails", "--baseline", "part.json"), "KeyError: 'moved'"),
         (("steps:fails", "--baseline", "old.json"), "a baseline of version 1, received 0"),
         (("steps:clean", "--target", "steps.py:0x8"), "a target: h100:8"),

@@ -9,7 +9,8 @@ import pytest
 
 from gradcombine.audit.compiling import read as read_all
 from gradcombine.audit.elements import Frame, Shape
-from gradcombine.audit.hlo import Alias, Module, groups
+from gradcombine.audit.hlo import Alias, groups
+from gradcombine.audit.program import Program
 from gradcombine.errors import GradCombineError
 
 CPU = """HloModule jit_f, is_scheduled=true, \
@@ -74,8 +75,8 @@ ENTRY %main (a: f32[4], b: f32[4], c: f32[4]) -> (f32[4], (f32[4])) {
 """A loop whose trip count has to be derived, unless ``WITH`` says it."""
 
 
-def module(known: str = "") -> Module:
-    return Module(CPU.replace("WITH", known))
+def module(known: str = "") -> Program:
+    return Program(CPU.replace("WITH", known))
 
 
 def test_the_header() -> None:
@@ -122,7 +123,7 @@ def test_a_loop_of_known_length(known: str, trips: int) -> None:
 )
 def test_a_loop_of_unknown_length(line: str, instead: str) -> None:
     assert line in CPU
-    found = Module(CPU.replace(line, instead).replace("WITH", ""))
+    found = Program(CPU.replace(line, instead).replace("WITH", ""))
     loop = found.computations["main"]["loop"]
     assert found.trips("main", loop) is None
     assert found.repeats("main", loop)
@@ -157,7 +158,7 @@ ENTRY %main (f: pred[], x: bf16[8,128]) -> bf16[8,128] {
 
 
 def test_a_loop_that_is_a_branch() -> None:
-    found = Module(ONCE)
+    found = Program(ONCE)
     loop = found.computations["main"]["loop"]
     assert found.turns_at_most_once(loop) and not found.repeats("main", loop)
     assert found.trips("main", loop) is None
@@ -185,7 +186,7 @@ def test_groups_that_are_not_understood_are_refused(text: str) -> None:
 @pytest.mark.parametrize("text", ["", "module @jit_f {", "HloModule x\n", CPU[: CPU.index("ROOT %all")]])
 def test_what_is_no_whole_program_is_refused(text: str) -> None:
     with pytest.raises(GradCombineError, match="audit: expected"):
-        Module(text)
+        Program(text)
 
 
 @pytest.fixture(scope="module")
@@ -211,12 +212,12 @@ def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
     content = {"text": compiled.as_text().encode(), "module": proto, "dump": prefix + bytes([size]) + proto}[kind]
     path = tmp_path / "x"
     path.write_bytes(content)
-    assert [str(shape) for shape in Module(read(path)).results] == ["f32[4]"]
+    assert [str(shape) for shape in Program(read(path)).results] == ["f32[4]"]
     # What ends with a whole field of a proto cannot be told from a whole one: the last field takes two bytes or more.
     for length in (0, 3, len(content) // 2, len(content) - (5 if kind == "text" else 1)):
         path.write_bytes(content[:length])
         with pytest.raises(GradCombineError, match="audit: expected HLO that the installed jaxlib reads"):
-            Module(read(path))
+            Program(read(path))
 
 
 def test_a_file_that_ends_the_parser(compiled: Any, tmp_path: Path) -> None:
