@@ -126,10 +126,36 @@ NOTHING = None
 """
 
 
+GRAPHS = """
+import tensorflow as tf
+
+X = tf.TensorSpec([8, 8])
+
+def clean():
+    return tf.function(lambda x: x + 1), (X,)
+
+def until():
+    def step(x):
+        for _ in tf.range(tf.cast(x[0, 0], tf.int32)):
+            x = x @ x @ x @ x @ x @ x
+        return x
+    return tf.function(step).get_concrete_function(X)
+
+def traced():
+    return tf.function(lambda x: x).get_concrete_function(X), (X,)
+
+def fails():
+    return tf.function(lambda x: x @ tf.zeros([3, 3])), (X,)
+
+step = tf.function(lambda: tf.print("it runs"))
+"""
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a module of steps, as the working directory."""
     (tmp_path / "steps.py").write_text(STEPS)
+    (tmp_path / "graphs.py").write_text(GRAPHS)
     (tmp_path / "broken.py").write_text("import nothing_of_this_name")
     (tmp_path / "binary").write_bytes(bytes(range(256)))
     (tmp_path / "list.json").write_text("[]")
@@ -139,7 +165,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("COLUMNS", "80")
-    for name in ("steps", "broken"):
+    for name in ("steps", "graphs", "broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield tmp_path
     sys.modules.pop("steps", None)
@@ -330,3 +356,27 @@ def test_every_finding_has_a_section_of_the_documentation() -> None:
     assert list(report.explanations()) == list(RULES)
     text = (Path(__file__).parents[3] / "docs" / "audit.md").read_text()
     assert re.findall(r"findings\.md#([\w-]+)", text) == list(RULES)
+
+
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [
+        ("clean", 0, "clean; 7 of 11 defects looked for"),
+        ("until", 1, "unknown-trip-count"),
+        ("traced", 2, "a ConcreteFunction without arguments"),
+        ("fails", 2, "a tf.function that is traced"),
+        ("step", 2, "a callable step in graphs"),
+    ],
+)
+def test_the_command_of_a_graph(here: Path, name: str, status: int, words: str) -> None:
+    done = run(f"graphs:{name}", "--json", "found.json")
+    assert done.exit_code == status, done.output
+    assert words in " ".join(done.output.split()) and "it runs" not in done.output
+    if status < 2:
+        (one,) = json.loads((here / "found.json").read_text())["programs"]
+        assert (one["moved"], one["flops"], one["temporary"]) == (None, None, None)
+        assert len(one["looked_for"]) == 7 and one["unread"]
+        # The name is the same however often the function was traced.
+        again = run(f"graphs:{name}", "--baseline", "found.json")
+        assert again.exit_code == 0, again.output

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,12 +9,10 @@ from typing import Any
 
 import pytest
 import tensorflow as tf
-from typer.testing import CliRunner
 
 from gradcombine.audit import RULES, audit, audit_file
 from gradcombine.audit import audit_report as report
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.command import app
 
 ROWS, WIDTH = 8, 64
 X = tf.TensorSpec([ROWS, WIDTH])
@@ -414,62 +410,3 @@ def test_a_function_of_a_graph_with_control_flow_of_version_1() -> None:
             tf.compat.v1.enable_control_flow_v2()
     with pytest.raises(GradCombineError, match="whose loops and branches are functions"):
         Graph("old", graph.as_graph_def(add_shapes=True))
-
-
-STEPS = """
-import tensorflow as tf
-
-X = tf.TensorSpec([8, 8])
-
-def clean():
-    return tf.function(lambda x: x + 1), (X,)
-
-def until():
-    def step(x):
-        for _ in tf.range(tf.cast(x[0, 0], tf.int32)):
-            x = x @ x @ x @ x @ x @ x
-        return x
-    return tf.function(step).get_concrete_function(X)
-
-def traced():
-    return tf.function(lambda x: x).get_concrete_function(X), (X,)
-
-def fails():
-    return tf.function(lambda x: x @ tf.zeros([3, 3])), (X,)
-
-step = tf.function(lambda: tf.print("it runs"))
-"""
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a module of steps, as the working directory."""
-    (tmp_path / "tf_steps.py").write_text(STEPS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "tf_steps", raising=False)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("name", "status", "words"),
-    [
-        ("clean", 0, "clean; 7 of 11 defects looked for"),
-        ("until", 1, "unknown-trip-count"),
-        ("traced", 2, "a ConcreteFunction without arguments"),
-        ("fails", 2, "a tf.function that is traced"),
-        ("step", 2, "a callable step in tf_steps"),
-    ],
-)
-def test_the_command(here: Path, name: str, status: int, words: str) -> None:
-    done = CliRunner().invoke(app, ["audit", f"tf_steps:{name}", "--json", "found.json"])
-    assert done.exit_code == status, done.output
-    assert words in " ".join(done.output.split()) and "it runs" not in done.output
-    if status < 2:
-        (one,) = json.loads((here / "found.json").read_text())["programs"]
-        assert (one["moved"], one["flops"], one["temporary"]) == (None, None, None)
-        assert len(one["looked_for"]) == 7 and one["unread"]
-        # The name is the same however often the function was traced.
-        again = CliRunner().invoke(app, ["audit", f"tf_steps:{name}", "--baseline", "found.json"])
-        assert again.exit_code == 0, again.output
