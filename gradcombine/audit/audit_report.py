@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.audit.auditing import Audit
-from gradcombine.audit.elements import Loop, short, size_text, times
 from gradcombine.audit.program import Program
 from gradcombine.audit.rules import RULES, Finding
+from gradcombine.audit.subject import Loop, short, size_text, times
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.timeline import timeline
 from gradcombine.errors import GradCombineError, require_file

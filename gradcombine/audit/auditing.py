@@ -22,10 +22,10 @@ from gradcombine.audit.compiling import (
     read,
     read_program,
 )
-from gradcombine.audit.elements import Exchange
 from gradcombine.audit.parsing import parse
 from gradcombine.audit.program import Program
 from gradcombine.audit.rules import RULES, Finding, find, judged
+from gradcombine.audit.subject import Exchange
 from gradcombine.audit.target import Bound, Target, bounds, find_target
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.tensorflow.read import is_function, read_function, read_saved

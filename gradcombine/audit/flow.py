@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.audit.elements import Shape, walk
 from gradcombine.audit.hlo import Instruction
 from gradcombine.audit.program import Program
+from gradcombine.audit.subject import Shape, walk
 
 MOVING = {
     "get-tuple-element",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.audit.elements import Frame, Shape
+from gradcombine.audit.subject import Frame, Shape
 from gradcombine.errors import GradCombineError
 
 Device = tuple[int, ...]
@@ -29,7 +29,7 @@ COLLECTIVES = (
     "collective-broadcast",
 )
 MOST_DEVICES = 2**20
-"""That a list of groups may name."""
+"""Devices that a list of groups may name."""
 
 
 class Instruction(NamedTuple):

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from gradcombine.audit.elements import Exchange, Frame, Loop, Shape, own_line, times
 from gradcombine.audit.hlo import Instruction, Module
+from gradcombine.audit.subject import Exchange, Frame, Loop, Shape, own_line, times
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 """Operations that move nothing."""
@@ -30,7 +30,7 @@ def no_lines(name: str) -> Sequence[Frame]:
 
 
 Loops = tuple[Loop[Instruction], ...]
-"""Those around an operation, the outermost first."""
+"""The loops around an operation, the outermost first."""
 
 
 class Program(Module):

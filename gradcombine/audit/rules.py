@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gradcombine.audit.elements import COPIED, FEW_SCALARS, REDUCING, Exchange, Shape, Subject, X, size_text, times
 from gradcombine.audit.flow import MOVING, Node
 from gradcombine.audit.hlo import Instruction
 from gradcombine.audit.program import Program
 from gradcombine.audit.search import SHARE, Search
+from gradcombine.audit.subject import COPIED, FEW_SCALARS, REDUCING, Exchange, Shape, Subject, X, size_text, times
 from gradcombine.audit.tensorflow.graph import Graph
 
 SMALL = 256 * 2**10

@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from typing import NamedTuple
 
-from gradcombine.audit.elements import (
+from gradcombine.audit.flow import LINEAR, MOVING, Flow, Node
+from gradcombine.audit.hlo import Instruction
+from gradcombine.audit.program import Program
+from gradcombine.audit.subject import (
     COPIED,
     FEW_SCALARS,
     REDUCING,
@@ -18,9 +21,6 @@ from gradcombine.audit.elements import (
     size_text,
     times,
 )
-from gradcombine.audit.flow import LINEAR, MOVING, Flow, Node
-from gradcombine.audit.hlo import Instruction
-from gradcombine.audit.program import Program
 
 SUMS = {"add", "subtract"}
 SCALES = {"multiply", "divide"}

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.audit.elements import Exchange
+from gradcombine.audit.subject import Exchange
 from gradcombine.errors import GradCombineError, shown
 
 H100 = """
@@ -84,7 +84,7 @@ KINDS = {
     "TPU v6 lite": "v6e",
     "TPU v6e": "v6e",
 }
-"""What JAX calls the devices of which figures are known."""
+"""Devices of which figures are known, by the names that JAX has for them."""
 
 
 LENGTH = r"[1-9]\d{0,4}"

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine.audit.auditing import Audit
-from gradcombine.audit.elements import short, size_text
 from gradcombine.audit.program import Loops, Program
+from gradcombine.audit.subject import short, size_text
 from gradcombine.audit.target import bounds
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.reporting.sections import Band, Mark, Timeline

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine.audit.elements import walk
+from gradcombine.audit.subject import walk
 from gradcombine.audit.tensorflow.inlined import Inlined, Operation, Turning, Value
 
 TURNS = 1000

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
-from gradcombine.audit.elements import (
+from gradcombine.audit.subject import (
     COPIED,
     FEW_SCALARS,
     REDUCING,
@@ -20,11 +20,11 @@ from gradcombine.audit.elements import (
     walk,
 )
 from gradcombine.audit.tensorflow.constants import turns
-from gradcombine.audit.tensorflow.flow import LINEAR, OF_FIRST, SELECTS, Flow
 from gradcombine.audit.tensorflow.inlined import SUMS_OF_DEVICES, WRITES, Operation, Turning, Value
+from gradcombine.audit.tensorflow.values import LINEAR, OF_FIRST, SELECTS, Values
 
 
-class Graph(Flow, Subject[Operation]):
+class Graph(Values, Subject[Operation]):
     """A graph, and what a report and findings ask of it; see `Inlined`."""
 
     noun, joins_sums = "variables", True

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from gradcombine.audit.elements import Frame, Loop, Shape, own_line, walk
+from gradcombine.audit.subject import Frame, Loop, Shape, own_line, walk
 from gradcombine.errors import GradCombineError
 
 Value = int
@@ -125,7 +125,7 @@ class Operation:
 
     @property
     def loops(self) -> tuple[Turning, ...]:
-        """Those of more than one turn around it, the outermost first."""
+        """The loops of more than one turn around it, the outermost first."""
         return tuple(turning for turning in self.site.turns if turning.trips != 1)
 
 

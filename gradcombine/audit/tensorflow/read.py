@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.audit.elements import LIBRARIES, Frame
 from gradcombine.audit.program import Lines
+from gradcombine.audit.subject import LIBRARIES, Frame
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.errors import GradCombineError, attribute
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, cast
 
 from gradcombine.audit import Audit, OutOfMemoryError, Target, audit
-from gradcombine.audit.elements import Exchange
 from gradcombine.audit.program import Program
+from gradcombine.audit.subject import Exchange
 from gradcombine.audit.target import bounds
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.jax import run_if

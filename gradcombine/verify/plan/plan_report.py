@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradcombine.audit import audit_report
-from gradcombine.audit.elements import size_text
+from gradcombine.audit.subject import size_text
 from gradcombine.reporting.sections import Cells, Section
 from gradcombine.verify.plan.planning import Figures, Plan, Row
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from gradcombine.audit import Audit, Target, find_target
 from gradcombine.audit.auditing import made_by
-from gradcombine.audit.elements import size_text
+from gradcombine.audit.subject import size_text
 from gradcombine.audit.target import Bound
 from gradcombine.errors import GradCombineError, require_items, shown
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gradcombine.audit.compiling import read as read_all
-from gradcombine.audit.elements import Frame, Shape
 from gradcombine.audit.hlo import Alias, groups
 from gradcombine.audit.program import Program
+from gradcombine.audit.subject import Frame, Shape
 from gradcombine.errors import GradCombineError
 
 CPU = """HloModule jit_f, is_scheduled=true, \

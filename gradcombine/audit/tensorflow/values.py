@@ -1,4 +1,4 @@
-"""What is made of the values of a graph: sums, copies, collectives, and what devices compute alike."""
+"""Sums, copies and collectives of the values of a graph, and values that devices compute alike."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from gradcombine.audit.elements import REDUCING, walk
+from gradcombine.audit.subject import REDUCING, walk
 from gradcombine.audit.tensorflow.constants import constant
 from gradcombine.audit.tensorflow.inlined import (
     COLLECTIVES,
@@ -27,7 +27,7 @@ MOVES = {
 """Operations that only move values, and which of their inputs they move."""
 
 JOINS = {"Pack": 0, "ConcatV2": 1, "ParallelConcat": 0}
-"""The same of all inputs but so many at the end."""
+"""Operations that move all of their inputs but so many at the end."""
 
 SUMS = {"Add", "AddV2", "AddN", "AccumulateNV2", "Sub"}
 LINEAR = {*SUMS, "Neg", "Mul", "MulNoNan"}
@@ -59,7 +59,7 @@ class Sums:
     added: bool = False
 
 
-class Flow(Inlined):
+class Values(Inlined):
     """A graph, and what becomes of its values."""
 
     def places(self, v: Value) -> set[str]:
