@@ -8,7 +8,7 @@ with importing("gradcombine.integrations.jax"):
     from gradcombine.integrations.jax.arrays import detect_lost_peers
     from gradcombine.integrations.jax.contribution import Loss, LossOutput
     from gradcombine.integrations.jax.objective_of_terms import grads_by_denominator
-    from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
+    from gradcombine.integrations.jax.step_functions import StepMetrics, TrainState
     from gradcombine.integrations.jax.training_step import TrainStep, train_step
     from gradcombine.integrations.jax.value_and_grad import value_and_grad
 

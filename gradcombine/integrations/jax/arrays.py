@@ -16,8 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from gradcombine import tree
 from gradcombine.backends.jax_backend import has_dtype
 from gradcombine.backends.numpy_backend import NARROW
-from gradcombine.backends.registry import in_words, is_absent
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.backends.registry import in_words, is_absent, shape_of
+from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.formats.entry import first_line
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
@@ -178,6 +178,28 @@ def detect_lost_peers(operation: str) -> Iterator[None]:
             raise
         expected = f"an answer of all {jax.process_count()} processes"
         raise GradCombineError(operation, expected, str(error)) from error
+
+
+def examples(operation: str, batch: Tree) -> int:
+    """The length of the first axis, which all arrays of a batch share."""
+    found: dict[int, str] = {}
+    leaves, structure = tree.flatten(operation, batch)
+    for leaf, name in zip(leaves, structure.paths(), strict=True):
+        if leaf is None:
+            continue
+        with renamed(operation, name):
+            shape = shape_of(leaf)
+        if getattr(leaf, "dtype", None) == jax.dtypes.float0:  # gradients of integers, which jit takes
+            raise GradCombineError(operation, "a batch of numbers", "an array of float0", name)
+        if not shape:
+            raise GradCombineError(operation, "a batch argument with a first axis of examples", "a scalar", name)
+        if found and shape[0] not in found:
+            (other, where), *_ = found.items()
+            raise GradCombineError(operation, f"{other} examples, as in {where}", shape[0], name)
+        found[shape[0]] = name
+    if not found:
+        raise GradCombineError(operation, "a batch argument with an array", "none")
+    return next(iter(found))
 
 
 def _is_number(x: Any) -> bool:

@@ -19,8 +19,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.denominators import Totals
 from gradcombine.errors import MOST, GradCombineError, require_collective, require_flag, require_order, shown
-from gradcombine.integrations.jax.arrays import in_own_words
-from gradcombine.integrations.jax.microbatches import examples
+from gradcombine.integrations.jax.arrays import examples, in_own_words
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.places.replicas import LOCAL
 from gradcombine.places.window import Window

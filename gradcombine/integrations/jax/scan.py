@@ -1,24 +1,187 @@
-"""A whole window in one call: a scan over its microbatches."""
+"""A whole window in one call: a batch in microbatches, and a scan over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import gradcombine as gc
-from gradcombine.integrations.jax.arrays import as_arrays
+from gradcombine import tree
+from gradcombine.backends.registry import is_absent, load
+from gradcombine.errors import GradCombineError, require_integer
+from gradcombine.integrations.jax.arrays import as_arrays, examples
 from gradcombine.integrations.jax.contribution import Contribution, Form, Objective
-from gradcombine.integrations.jax.microbatches import divide
 from gradcombine.integrations.jax.objective_of_terms import ObjectiveOfTerms
 from gradcombine.integrations.jax.on_replicas import align, aligned, divided, mark_own
-from gradcombine.integrations.jax.scaled_loss import ScaledGradients, Turn, scales_loss, scan_turns
 from gradcombine.places.time import whole_window
-from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import AccumulateState, State, Tree
+from gradcombine.reductions.adding import Added
+from gradcombine.reductions.algebra import Reduction, Wrapper
+from gradcombine.reductions.treewise import Treewise
+from gradcombine.reductions.weights import parse
+from gradcombine.types import AccumulateState, Array, State, Tree
+
+
+class Microbatches(NamedTuple):
+    """A batch, divided.
+
+    Attributes:
+      stacked: the microbatches of full size, along a new first axis.
+      rest: the last, smaller one; None where there is none.
+      full: how many are stacked.
+    """
+
+    stacked: Tree
+    rest: Tree | None
+    full: int
+
+    @property
+    def total(self) -> int:
+        return self.full + (self.rest is not None)
+
+
+def divide(operation: str, batch: Tree, microbatches: int, interleaved: bool = False) -> Microbatches:
+    """Divides n examples into microbatches of ceil(n / microbatches), and a smaller one of what is left.
+
+    A batch that is split over devices is taken as so many blocks. Each block is divided by itself, and a microbatch is
+    made of the part that each block gives to it: so no example leaves its device.
+
+    Args:
+      operation: what error messages call the caller.
+      batch: a tree of arrays with one first axis.
+      microbatches: how many, at most.
+      interleaved: whether microbatch i gets the examples i, i + count, ... of a block in place of neighbours.
+    """
+    n = examples(operation, batch)
+    if n == 0:
+        raise GradCombineError(operation, "a batch of one example or more", "an empty one")
+    blocks = math.gcd(n, math.lcm(*(_most_blocks(x) for x in jax.tree.leaves(batch))))
+    length = n // blocks
+    size = -(-length // microbatches)
+    count, rest_size = divmod(length, size)
+
+    def stack(x: Any) -> Any:
+        full = x.reshape((blocks, length, *x.shape[1:]))[:, : count * size]
+        if interleaved:
+            parts = full.reshape((blocks, size, count, *x.shape[1:])).swapaxes(1, 2)
+        else:
+            parts = full.reshape((blocks, count, size, *x.shape[1:]))
+        return parts.swapaxes(0, 1).reshape((count, blocks * size, *x.shape[1:]))
+
+    def remaining(x: Any) -> Any:
+        left = x.reshape((blocks, length, *x.shape[1:]))[:, count * size :]
+        return left.reshape((blocks * rest_size, *x.shape[1:]))
+
+    rest = jax.tree.map(remaining, batch) if rest_size else None
+    return Microbatches(jax.tree.map(stack, batch), rest, count)
+
+
+def _most_blocks(x: Any) -> int:
+    """Over how many devices the first axis of an array may be split.
+
+    Which automatic axes of its mesh that are is not known while tracing: a block for each of their devices does for
+    any of them.
+    """
+    if not isinstance(x, jax.Array):
+        return 1
+    kind = jax.typeof(x).sharding
+    entry = kind.spec[0] if kind.spec else None
+    explicit = entry if isinstance(entry, tuple) else (entry,)
+    names = [*kind.mesh.auto_axes, *(name for name in explicit if name is not None)]
+    return math.prod(kind.mesh.shape[name] for name in names)
+
+
+def require_count(operation: str, microbatches: Any) -> int:
+    """Refuses a number of microbatches that is not an integer of 1 or more."""
+    expected = "a number of microbatches that is an integer of 1 or more"
+    return require_integer(operation, expected, microbatches)
+
+
+class Turn(NamedTuple):
+    """Result of one iteration of the scan.
+
+    Attributes:
+      number: of the microbatch, an int32 scalar. One of weight 0 is not computed, whatever it holds: another one, whose
+        weight is not 0, is computed in its place, and weighs 0.
+      weight: of the turn; scalar.
+    """
+
+    number: Array
+    weight: Array
+
+
+def scan_turns(
+    operation: str,
+    weigh: Callable[[tuple[Tree, Array]], Any],
+    update: Callable[[State, Turn], State],
+    state: State,
+    xs: tuple[Tree, Array],
+) -> State:
+    """The state after all turns of a window; as it was, where all of them weigh 0.
+
+    Args:
+      operation: what error messages call the caller.
+      weigh: ``weigh((microbatch, number)) -> weight``.
+      update: ``update(state, turn) -> state``.
+      state: before the first turn.
+      xs: the microbatches and their numbers, stacked.
+    """
+    backend, numbers = load("jax"), xs[1]
+
+    def weighed(x: tuple[Tree, Array]) -> tuple[Array, Array]:
+        weight = jnp.asarray(weigh(x))
+        return weight, jnp.asarray(parse(operation, backend, weight).is_zero(backend))
+
+    weights, zeros = jax.lax.map(weighed, xs)
+    turns = Turn(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights)
+    after, _ = jax.lax.scan(lambda state, turn: (update(state, turn), None), state, turns)
+    return jax.tree.map(lambda new, old: jnp.where(zeros.all(), old, new), after, state)
+
+
+def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -> bool:
+    """Whether the weight of a microbatch may scale its loss, and mean the same.
+
+    Only a plain sum or mean adds gradients as they come. Narrow floats would round the weight, or overflow by it. And
+    where a carry goes through the microbatches, all of them have to be computed, also those that may weigh 0.
+    """
+    known, loss = spec.known.value, objective.loss
+    if not loss.differentiate or known in (0, 1) or (known is None and loss.carry_argnum is not None):
+        return False
+    leaves = [leaf for leaf in tree.flatten(objective.operation, spec.parts["grads"])[0] if not is_absent(leaf)]
+    widest = max((jnp.finfo(leaf.dtype).bits for leaf in leaves), default=0)
+    return (
+        _adds(objective.reduction)
+        and jnp.finfo(spec.parts["value"].dtype).bits >= max(widest, 32)
+        and not any(dtype == np.float16 for dtype in _dtypes(traced.jaxpr))
+    )
+
+
+class ScaledGradients(Wrapper):
+    """A sum or mean of contributions that are multiplied by their weights already."""
+
+    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+        totals = self.of.update(state._replace(value=(), dtypes=()), (), weight)
+        return self.of.update(state, value)._replace(weight=totals.weight, count=totals.count)
+
+
+def _adds(reduction: Reduction) -> bool:
+    # Wrappers are made for gradients that are not multiplied by their weights yet.
+    return isinstance(reduction, Treewise) and isinstance(reduction.cell, Added)
+
+
+def _dtypes(jaxpr: Jaxpr) -> Iterator[Any]:
+    """Of all that is computed."""
+    for equation in jaxpr.eqns:
+        yield from (getattr(x.aval, "dtype", None) for x in equation.outvars)
+        for parameter in jax.tree.leaves(equation.params, is_leaf=lambda x: isinstance(x, (Jaxpr, ClosedJaxpr))):
+            inner = parameter.jaxpr if isinstance(parameter, ClosedJaxpr) else parameter
+            if isinstance(inner, Jaxpr):
+                yield from _dtypes(inner)
 
 
 class Scanned(NamedTuple):

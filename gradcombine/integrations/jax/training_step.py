@@ -16,11 +16,9 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.errors import importing, require_flag
 from gradcombine.integrations.jax.arrays import require_transformation, usable
 from gradcombine.integrations.jax.contribution import Loss
-from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.objective_of_terms import objective_of
-from gradcombine.integrations.jax.over_calls import over_calls
-from gradcombine.integrations.jax.train_state import StepMetrics, TrainState
-from gradcombine.integrations.jax.whole_windows import whole_windows
+from gradcombine.integrations.jax.scan import require_count
+from gradcombine.integrations.jax.step_functions import StepMetrics, TrainState, over_calls, whole_windows
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Array, Order, Tree
 

@@ -11,9 +11,8 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.errors import require_flag
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Loss, closed
-from gradcombine.integrations.jax.microbatches import require_count
 from gradcombine.integrations.jax.objective_of_terms import objective_of
-from gradcombine.integrations.jax.scan import scan_window
+from gradcombine.integrations.jax.scan import require_count, scan_window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Order, Tree
 

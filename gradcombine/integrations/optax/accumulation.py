@@ -19,7 +19,7 @@ from gradcombine.errors import GradCombineError, renamed, shown
 from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_transformation
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
-from gradcombine.integrations.jax.train_state import keep_dtypes
+from gradcombine.integrations.jax.step_functions import keep_dtypes
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.places.time import require_state
 from gradcombine.places.window import Window, require_flag, widened

@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec as P
 from gradcombine.audit import Target
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.errors import GradCombineError, attribute, renamed, require_integer, shown
-from gradcombine.integrations.jax.arrays import require_transformation, require_tree
+from gradcombine.integrations.jax.arrays import examples, require_transformation, require_tree
 from gradcombine.integrations.jax.contribution import Loss, Objective
-from gradcombine.integrations.jax.microbatches import examples
 
 
 @dataclass(frozen=True)
