@@ -103,44 +103,30 @@ def require_count(operation: str, microbatches: Any) -> int:
 
 
 class Turn(NamedTuple):
-    """Result of one iteration of the scan.
+    """An iteration of the scan.
 
     Attributes:
       number: of the microbatch, an int32 scalar. One of weight 0 is not computed, whatever it holds: another one, whose
         weight is not 0, is computed in its place, and weighs 0.
-      weight: of the turn; scalar.
+      weight: scalar, by which the loss is scaled; None where the contribution says it.
     """
 
     number: Array
-    weight: Array
+    weight: Any
 
 
-def scan_turns(
-    operation: str,
-    weigh: Callable[[tuple[Tree, Array]], Any],
-    update: Callable[[State, Turn], State],
-    state: State,
-    xs: tuple[Tree, Array],
-) -> State:
-    """The state after all turns of a window; as it was, where all of them weigh 0.
-
-    Args:
-      operation: what error messages call the caller.
-      weigh: ``weigh((microbatch, number)) -> weight``.
-      update: ``update(state, turn) -> state``.
-      state: before the first turn.
-      xs: the microbatches and their numbers, stacked.
-    """
-    backend, numbers = load("jax"), xs[1]
+def weighed_turns(
+    operation: str, weigh: Callable[[tuple[Tree, Array]], Any], examples: Tree, numbers: Array
+) -> tuple[Turn, Array]:
+    """The iterations of stacked microbatches, by ``weigh((microbatch, number))``; and whether all weigh 0."""
+    backend = load("jax")
 
     def weighed(x: tuple[Tree, Array]) -> tuple[Array, Array]:
         weight = jnp.asarray(weigh(x))
         return weight, jnp.asarray(parse(operation, backend, weight).is_zero(backend))
 
-    weights, zeros = jax.lax.map(weighed, xs)
-    turns = Turn(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights)
-    after, _ = jax.lax.scan(lambda state, turn: (update(state, turn), None), state, turns)
-    return jax.tree.map(lambda new, old: jnp.where(zeros.all(), old, new), after, state)
+    weights, zeros = jax.lax.map(weighed, (examples, numbers))
+    return Turn(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights), zeros.all()
 
 
 def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -> bool:
@@ -184,26 +170,14 @@ def _dtypes(jaxpr: Jaxpr) -> Iterator[Any]:
                 yield from _dtypes(inner)
 
 
-class Scanned(NamedTuple):
-    """A window, combined over the microbatches of one replica.
-
-    Attributes:
-      reduction: of the parts of a `Contribution`.
-      state: its partial state.
-      carry: of the last microbatch.
-      form: how the loss returned its value.
-    """
-
-    reduction: Reduction
-    state: State
-    carry: Tree
-    form: Form
-
-
 def scan_microbatches(
     objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Scanned:
-    """Combines the microbatches of a batch, one after another."""
+) -> tuple[Reduction, State, Tree, Form]:
+    """Combines the microbatches of a batch, one after another, on one replica.
+
+    Returns:
+      The reduction of the parts of a `Contribution`, its partial state, the last carry, and the form of the loss.
+    """
     positions = objective.batch_positions(args)
     whole = as_arrays(objective.operation, tuple(args[i] for i in positions))
     batch = divide(objective.operation, whole, microbatches, interleaved)
@@ -262,28 +236,27 @@ def scan_microbatches(
         within = _fold(objective, objective.combined("aux" in spec.parts, ScaledGradients), batch.total)
     scale = spec.known.value if scaled else None
 
-    def body(before: tuple[Any, Tree], number: Any) -> tuple[tuple[Any, Tree], None]:
+    def body(before: tuple[Any, Tree], turn: Turn) -> tuple[tuple[Any, Tree], None]:
         state, carry = before
-        added = contribution(example(number), number, carry, scale)
-        return (within.update(state, added.parts, added.weight), added.carry), None
+        weighs = turn.weight is not None
+        added = contribution(example(turn.number), turn.number, carry, turn.weight if weighs else scale)
+        return (within.update(state, added.parts, turn.weight if weighs else added.weight), added.carry), None
 
     def weigh(x: tuple[Tree, Any]) -> Any:
         return objective.weight_of(arguments(*x, None), kwargs, default_weight)
 
-    def update(state: Any, turn: Turn) -> Any:
-        added = contribution(example(turn.number), turn.number, None, turn.weight)
-        return within.update(state, added.parts, turn.weight)
-
     if batch.full == 1:
-        (state, carry), _ = body((state, carry), jnp.int32(0))
+        (state, carry), _ = body((state, carry), Turn(jnp.int32(0), None))
     elif scaled and scale is None:
-        state = scan_turns(objective.operation, weigh, update, state, (stacked, numbers))
+        turns, nothing = weighed_turns(objective.operation, weigh, stacked, numbers)
+        (after, _), _ = jax.lax.scan(body, (state, carry), turns)
+        state = jax.tree.map(lambda new, old: jnp.where(nothing, old, new), after, state)
     else:
-        (state, carry), _ = jax.lax.scan(body, (state, carry), numbers)
+        (state, carry), _ = jax.lax.scan(body, (state, carry), Turn(numbers, None))
     if batch.rest is not None:
         added = contribution(batch.rest, jnp.int32(batch.full), carry)
         state, carry = fold.update(state, added.parts, added.weight), added.carry
-    return Scanned(reduction, fold.total(state), carry, spec.form)
+    return reduction, fold.total(state), carry, spec.form
 
 
 class _Fold(NamedTuple):
@@ -312,24 +285,14 @@ def _fold(objective: Objective, reduction: Reduction, length: int) -> _Fold:
     return _Fold(acc.init, update, lambda state: whole_window(reduction, state))
 
 
-class Combined(NamedTuple):
-    """A window, combined over microbatches and replicas.
-
-    Attributes:
-      values: the parts of a `Contribution`, combined, as `Objective.told` has them.
-      carry: of the last microbatch.
-      form: how the loss returned its value.
-    """
-
-    values: dict[str, Tree]
-    carry: Tree
-    form: Form
-
-
 def scan_window(
     objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Any], kwargs: dict[str, Any]
-) -> Combined:
-    """Combines the microbatches of a batch, one after another, and then the replicas, by one exchange."""
+) -> tuple[dict[str, Tree], Tree, Form]:
+    """Combines the microbatches of a batch, one after another, and then the replicas, by one exchange.
+
+    Returns:
+      The parts of a `Contribution`, combined, as `Objective.told` has them; the last carry; and the form of the loss.
+    """
     reductions: list[Reduction] = []
 
     def one(args: list[Any], kwargs: dict[str, Any], whole: Tree, carry: Tree) -> tuple[Any, Tree]:
@@ -345,4 +308,4 @@ def scan_window(
         others[objective.loss.carry_argnum], carry = None, args[objective.loss.carry_argnum]
     (state, form), carry = objective.on_replicas(one, others, kwargs, own=carry)
     values = divided(objective.operation, objective.over, reductions[0], state, objective.params(args))
-    return Combined(objective.told(values), carry, form)
+    return objective.told(values), carry, form
