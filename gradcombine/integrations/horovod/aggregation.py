@@ -23,14 +23,16 @@ from gradcombine.errors import (
 )
 from gradcombine.integrations.horovod.all_reduce import HorovodError
 from gradcombine.integrations.tensorflow import indexed_slices as sparse
-from gradcombine.integrations.tensorflow.seen import WithSeen, differs, neutral
 from gradcombine.integrations.tensorflow.state import (
     Pending,
     ReplicaState,
+    WithSeen,
     branch,
     completed,
     converted,
+    differs,
     in_local_variables,
+    neutral,
     run_after,
 )
 from gradcombine.places.window import Window

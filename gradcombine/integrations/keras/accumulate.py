@@ -11,8 +11,8 @@ import keras
 
 from gradcombine.errors import GradCombineError, require_items, shown
 from gradcombine.integrations.keras import settings
+from gradcombine.integrations.keras.losses import Unweighed
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, error, reduction_of
-from gradcombine.integrations.keras.unweighed import Unweighed
 from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.places.window import Window
 from gradcombine.reductions.sums import Precision

@@ -40,7 +40,7 @@ class JaxWindow(KerasWindow):
 
     def flush(self) -> Any:
         state = self._read()
-        partial = self.is_partial(state)
+        partial = self.rules.is_partial(self.ended(state))
         self._apply_if(partial, state)
         nothing = [False] * len(self._targets)
         self.touched.assign(self.marked(nothing, partial, state.index))

@@ -12,7 +12,7 @@ import tensorflow as tf
 from gradcombine.integrations.keras.settings import Parts, error
 from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
 from gradcombine.integrations.tensorflow.accumulated_step import dense_gradient, require_synchronous
-from gradcombine.integrations.tensorflow.merged_gradients import from_first_replica, summed_over_replicas
+from gradcombine.integrations.tensorflow.boundary import from_first_replica, summed_over_replicas
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
@@ -97,7 +97,7 @@ class TensorflowWindow(KerasWindow):
     @tf.autograph.experimental.do_not_convert
     def _flush(self) -> Any:
         state = self._windows.unread()
-        partial = self.is_partial(state)
+        partial = self.rules.is_partial(self.ended(state))
         _in_cross_replica(self._apply_if, partial)
         self._mark([False] * len(self._targets), partial, state.index)
         return partial

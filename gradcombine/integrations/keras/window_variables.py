@@ -16,15 +16,13 @@ from gradcombine.errors import GradCombineError, shown
 from gradcombine.integrations.keras.settings import Parts, error
 from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, depth_of, replace_window, whole_window
-from gradcombine.places.window import UNTIL_FLUSH, Window
+from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile import resize
 from gradcombine.types import AccumulateState, BinaryCounter, State
 
 _OPERATION = "Accumulate"
-FULL = np.int32(UNTIL_FLUSH)
-"""A step that fills a window of any length."""
 _ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
 KIND = "window"
 """The entry that says what the window is of."""
@@ -147,21 +145,17 @@ class KerasWindow(ABC):
         """The arrays of a state, one for each variable of its leaves."""
         return tree.flatten_as(_OPERATION, self.structure, state)
 
-    def applied(self, state: AccumulateState) -> Any:
-        """Whether the window was full, and applied."""
-        return self.touched.value[-1] == state.index + 1
-
-    def is_partial(self, state: AccumulateState) -> Any:
-        """Whether there are contributions that have not been applied."""
-        return (state.step > 0) & ~self.applied(state)
+    def ended(self, state: AccumulateState) -> AccumulateState:
+        """The state, its window over where it was applied."""
+        return self.rules.end(state, self.touched.value[-1] == state.index + 1)
 
     def resumed(self, state: AccumulateState) -> AccumulateState:
         """The state to continue with.
 
         A window of a checkpoint that is full, and has not been applied, gets as many contributions more.
         """
-        going_on = keras.ops.where(self.rules.is_full(state), np.int32(0), state.step)
-        return state._replace(step=keras.ops.where(self.applied(state), FULL, going_on))
+        step = keras.ops.where(self.rules.is_full(state), np.int32(0), state.step)
+        return self.ended(state._replace(step=step))
 
     def marked(self, present: Sequence[bool], full: Any, index: Any) -> Any:
         """`touched` after gradients for these variables, which may have made a window full that is applied then."""

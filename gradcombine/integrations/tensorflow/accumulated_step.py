@@ -23,15 +23,17 @@ from gradcombine.integrations.tensorflow.inputs import (
     require_same_length,
     require_synchronous,
 )
-from gradcombine.integrations.tensorflow.seen import WithSeen, differs, neutral
 from gradcombine.integrations.tensorflow.several_terms import LossOfTerms, WindowMetrics
 from gradcombine.integrations.tensorflow.state import (
     Pending,
     ReplicaState,
+    WithSeen,
     converted,
+    differs,
     effects_since,
     graph_size,
     in_local_variables,
+    neutral,
     run_after,
 )
 from gradcombine.places.replicas import tf_replicas

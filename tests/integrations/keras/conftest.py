@@ -3,11 +3,8 @@
 import keras
 import pytest
 
-JAX_ONLY = ("test_distribution.py", "test_stateless.py")
-TENSORFLOW_ONLY = (
-    *("test_jax_backend.py", "test_resume_on_jax.py", "test_replicas.py", "test_replicas_saved.py"),
-    "test_merged_gradients.py",
-)
+JAX_ONLY = ("test_stateless.py",)
+TENSORFLOW_ONLY = ("test_jax_backend.py", "test_replicas.py", "test_merged_gradients.py")
 
 ON_JAX = keras.backend.backend() == "jax"
 

@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 from gradcombine.integrations.keras import Accumulate
-from gradcombine.integrations.tensorflow import AccumulatedStep, merged_gradients
+from gradcombine.integrations.tensorflow import AccumulatedStep, boundary
 
 SIZES = (3, 5, 2)
 
@@ -134,7 +134,7 @@ def test_an_optimizer_that_may_sum_elsewhere_sums(way: str, name: str) -> None:
 @pytest.mark.parametrize("renamed", ["_all_reduce_sum_gradients", "_backend_update_step"])
 def test_another_version_of_keras_sums(monkeypatch: pytest.MonkeyPatch, way: str, renamed: str) -> None:
     constant = {"_all_reduce_sum_gradients": "_SUM", "_backend_update_step": "_UPDATE"}[renamed]
-    monkeypatch.setattr(merged_gradients, constant, "of_another_version")
+    monkeypatch.setattr(boundary, constant, "of_another_version")
     received, elements = trained(way, MAKE["sgd"], 3)
     assert received == expected(MAKE["sgd"], 3)
     assert elements == 2 * sum(SIZES)

@@ -1,7 +1,8 @@
-"""The pure functions on Keras' JAX backend."""
+"""Keras on JAX alone: the optimizer as pure functions, and Keras' data and model parallelism."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 import gradcombine as gc
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate
-from tests.integrations.keras.cases import Replace, matrix_and_vector, microbatches
+from tests.integrations.keras.cases import Replace, bits, matrix_and_vector, microbatches
 
 
 def built(every: int) -> tuple[Any, list[Any], list[Any]]:
@@ -76,3 +77,44 @@ def test_accumulators_that_jax_has_not_are_refused() -> None:
         pytest.raises(GradCombineError, match="accumulators of float64, which JAX has with jax_enable_x64"),
     ):
         Accumulate(Replace(), 2, dtype="float64").build(matrix_and_vector())
+
+
+X = np.arange(16, dtype=np.float32).reshape(8, 2)
+Y = np.ones((8, 1), np.float32)
+
+
+def data_parallel() -> Any:
+    return keras.distribution.DataParallel(devices=keras.distribution.list_devices()[:4])
+
+
+def model_parallel() -> Any:
+    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], keras.distribution.list_devices()[:4])
+    layouts = keras.distribution.LayoutMap(mesh)
+    layouts["wide/kernel"] = (None, "model")
+    return keras.distribution.ModelParallel(layout_map=layouts, batch_dim_name="batch")
+
+
+@pytest.fixture
+def undistributed() -> Iterator[None]:
+    yield
+    keras.distribution.set_distribution(None)
+
+
+def fitted(optimizer: Any, batch_size: int) -> Any:
+    x = keras.Input((2,))
+    wide = keras.layers.Dense(4, kernel_initializer="ones", name="wide")(x)
+    model = keras.Model(x, keras.layers.Dense(1, kernel_initializer="ones", name="narrow")(wide))
+    model.compile(optimizer, "mse")
+    model.fit(X, Y, batch_size=batch_size, shuffle=False, verbose=0)
+    return model
+
+
+@pytest.mark.usefixtures("undistributed")
+@pytest.mark.parametrize(("make", "spec"), [(data_parallel, (None, None)), (model_parallel, (None, "model"))])
+def test_it_trains_as_one_batch_on_one_device(make: Any, spec: tuple[Any, ...]) -> None:
+    alone = fitted(keras.optimizers.SGD(2.0**-9), 8)
+    keras.distribution.set_distribution(make())
+    model = fitted(Accumulate(keras.optimizers.SGD(2.0**-9), 2), 4)
+    assert bits(model.weights) == bits(alone.weights)
+    (window,) = (x for x in model.optimizer.variables if "wide_kernel_window" in x.path)
+    assert tuple(window.value.sharding.spec) == spec
