@@ -34,7 +34,8 @@ from gradcombine.verify.diff.dumps import Dump, open_dump
 from gradcombine.verify.diff.mapping import Rules, read_rules
 from gradcombine.verify.diff.recurrent import says_gradients
 from gradcombine.verify.explain.origin import explain
-from gradcombine.verify.plan import plan_named, plan_report
+from gradcombine.verify.plan import plan_named
+from gradcombine.verify.plan import report as plan_report
 from gradcombine.verify.record import flight_diff
 from gradcombine.verify.record.flight import is_log, read_log
 from gradcombine.verify.suite import outcomes as findings

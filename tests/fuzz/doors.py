@@ -28,7 +28,7 @@ from gradcombine.integrations import optax as for_optax
 from gradcombine.integrations import tensorflow as for_tensorflow
 from gradcombine.integrations.jax.arrays import require_levels
 from gradcombine.verify import audit, check_microbatches, check_step, plan
-from gradcombine.verify.plan.planning import plan_named
+from gradcombine.verify.plan import plan_named
 from tests.fuzz.files import HLO
 from tests.fuzz.functions import FOLDER, KINDS, Kind, Target, const
 from tests.fuzz.values import Drawn, OwnError

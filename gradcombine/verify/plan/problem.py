@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -170,3 +170,40 @@ def _mesh(target: Target, mesh: Any, axis: str, values: Any) -> Any:
 def plain(values: Any) -> Any:
     """Shapes and dtypes alone."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
+
+
+ELEMENTWISE = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota", "copy", "random_bits"}
+"""Operations that change a shape without reading one element for another."""
+
+
+def across_elements(problem: Problem) -> str | None:
+    """The first operation by which the optimizer makes one element's update of other elements; None without one."""
+    like = plain(problem.params)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        tx = optax.with_extra_args_support(problem.optimizer)
+        value = jax.ShapeDtypeStruct((), "float32")
+        return tx.update(grads, state, params, value=jax.numpy.zeros(value.shape, value.dtype))
+
+    traced = jax.make_jaxpr(update)(like, jax.eval_shape(problem.optimizer.init, like), like)
+    return next(_crossing(traced.jaxpr), None)
+
+
+def _crossing(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        inner = [sub for value in equation.params.values() for sub in _jaxprs(value)]
+        for sub in inner:
+            yield from _crossing(sub)
+        if inner or equation.primitive.name in ELEMENTWISE:
+            continue
+        taken, made = (
+            max((math.prod(x.aval.shape) for x in side if hasattr(x.aval, "shape")), default=1)
+            for side in (equation.invars, equation.outvars)
+        )
+        if equation.primitive.name in ("dot_general", "sort", "conv_general_dilated") or taken > made:
+            yield equation.primitive.name
+
+
+def _jaxprs(value: Any) -> Sequence[Any]:
+    values = value if isinstance(value, tuple | list) else [value]
+    return [getattr(x, "jaxpr", x) for x in values if hasattr(getattr(x, "jaxpr", x), "eqns")]

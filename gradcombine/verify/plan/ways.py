@@ -1,44 +1,28 @@
-"""The ways to run a window of microbatches: the programs of each, and the code that makes them."""
+"""The ways to run a window of microbatches: the code of each, which is printed and compiled."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+import inspect
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
 import optax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine import reductions
+from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError, shown
-from gradcombine.integrations.jax import UNTIL_FLUSH, LossOutput, TrainStep, train_step, value_and_grad, zero
-from gradcombine.integrations.optax import accumulate_and_apply, map_replicas
-from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.sums import Precision
-from gradcombine.verify.plan import recipes
-from gradcombine.verify.plan.problem import Problem, plain
+from gradcombine.integrations.jax import TrainState, zero
+from gradcombine.types import AccumulateState
+from gradcombine.verify.plan.problem import Problem, across_elements, plain
 
-CALLS = {
-    "window": "the whole window in one call",
-    "every": "a call for each microbatch, of which every k-th ends the window",
-    "flush": "the same, and the host calls another program at the end",
-    "accumulate": "optax transformation in two programs, with and without the end, of which the host knows which",
-}
-PLACES = {
-    "replicated": "parameters and optimizer whole on each device",
-    "zero1": "the optimizer's state split over the replicas",
-    "zero2": "the accumulators as well: a reduce-scatter in each microbatch",
-    "fsdp": "parameters and the optimizer's state split, and gathered for the loss",
-}
-NUMBERS = {
-    "bfloat16": "sums exchanged in bfloat16",
-    "compensated": "sums with an error as of twice the precision",
-    "exact": "correctly rounded sums: the same bits in any order",
-    "tree": "the canonical order: the same bits for powers of two of replicas",
-}
+CALLS = ("window", "every", "flush", "accumulate")
+PLACES = ("replicated", "zero1", "zero2", "fsdp")
+NUMBERS = ("bfloat16", "compensated", "exact", "tree")
+"""The words of names, as in the table of docs/plan.md."""
 
 
 class Way(NamedTuple):
@@ -53,6 +37,12 @@ class Way(NamedTuple):
     calls: str
     place: str
     numbers: tuple[str, ...] = ()
+
+    @property
+    def mean(self) -> dict[str, Any]:
+        """The keyword arguments of the reduction of the gradients."""
+        kinds = {"compensated": "precision", "exact": "precision", "bfloat16": "wire_dtype"}
+        return {kinds[name]: name for name in self.numbers if name in kinds}
 
     @property
     def name(self) -> str:
@@ -90,6 +80,248 @@ def way_of(name: str) -> Way:
     return Way("".join(calls) or "window", "".join(places) or "replicated", tuple(numbers))
 
 
+def split(values: Any, mesh: Mesh, axis: str) -> Any:
+    """Shardings that split each array over one more axis, along the largest dimension that it divides."""
+
+    def one(x: Any) -> NamedSharding:
+        own = x.sharding.spec if isinstance(x.sharding, NamedSharding) else P()
+        entries = [*own, *[None] * (x.ndim - len(own))]
+        free = [i for i, n in enumerate(x.shape) if entries[i] is None and n and n % mesh.shape[axis] == 0]
+        if free:
+            entries[max(free, key=lambda i: x.shape[i])] = axis
+        return NamedSharding(mesh, P(*entries))
+
+    return jax.tree.map(one, values)
+
+
+def shardings(values: Any) -> Any:
+    """The shardings of arrays, for the results that replace them."""
+    return jax.tree.map(lambda x: x.sharding, values)
+
+
+def gathered(optimizer: optax.GradientTransformation, where: Any) -> optax.GradientTransformationExtraArgs:
+    """An optimizer whose state is split, and whose updates lie as the parameters do."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def lies(x: Any, sharding: NamedSharding) -> Any:
+        explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+        return (jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint)(x, sharding)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        updates, state = inner.update(updates, state, params, **extra)
+        return jax.tree.map(lies, updates, where), state
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def on_shards(optimizer: optax.GradientTransformation, over: Collective) -> optax.GradientTransformationExtraArgs:
+    """An elementwise optimizer of shards, which gathers its updates."""
+    inner = optax.with_extra_args_support(optimizer)
+
+    def init(params: Any) -> Any:
+        return inner.init(zero.shard(params, over))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        updates, state = inner.update(updates, state, zero.shard(params, over), **extra)
+        return zero.gather(updates, params, over), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def specs_of_shards(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh, axis: str) -> TrainState:
+    """How the state of a step is split whose optimizer is `on_shards`."""
+    sizes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((-(-x.size // mesh.shape[axis]),), x.dtype), params)
+    inner = jax.tree.map(lambda x: P(axis) if x.ndim else P(), jax.eval_shape(optimizer.init, sizes))
+    window: Any = AccumulateState(P(axis), P(), P())  # pyright: ignore[reportArgumentType]
+    return TrainState(window, inner, P())
+
+
+def on_each(function: Callable[..., Any], mesh: Mesh, axis: str, specs: TrainState, rows: tuple[P, ...]) -> Any:
+    """A step's function on each replica; what of a window is its own has a first axis outside, and so have metrics."""
+
+    def change(state: Any, levels: Callable[[Any], Any]) -> Any:
+        return state._replace(window=state.window._replace(levels=jax.tree.map(levels, state.window.levels)))
+
+    def one(params: Any, state: Any, *batch: Any) -> Any:
+        params, state, told = function(params, change(state, lambda x: x[0]), *batch)
+        return params, change(state, lambda x: x[None]), jax.tree.map(lambda x: x[None], told)
+
+    returned = (P(), specs, P(axis))
+    return jax.shard_map(
+        one, mesh=mesh, in_specs=(P(), specs, *rows), out_specs=returned, axis_names={axis}, check_vma=False
+    )
+
+
+def begun(init: Callable[..., Any], mesh: Mesh, axis: str, specs: TrainState, rows: tuple[P, ...]) -> Any:
+    """A step's init(params, *example) on each replica."""
+
+    def one(params: Any, *example: Any) -> Any:
+        state = init(params, *example)
+        levels = jax.tree.map(lambda x: x[None], state.window.levels)
+        return state._replace(window=state.window._replace(levels=levels))
+
+    return jax.shard_map(one, mesh=mesh, in_specs=(P(), *rows), out_specs=specs, axis_names={axis}, check_vma=False)
+
+
+def own_key(function: Callable[..., Any], at: int, axis: str) -> Callable[..., Any]:
+    """A function whose random key, an argument, is made each replica's own."""
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        own = jax.random.fold_in(args[at], jax.lax.axis_index(axis))
+        return function(*args[:at], own, *args[at + 1 :], **kwargs)
+
+    return called
+
+
+HELPERS = {f.__name__: f for f in (split, shardings, gathered, on_shards, specs_of_shards, on_each, begun, own_key)}
+"""Functions that the code of a way may need beside the library's."""
+
+IMPORTS = {
+    "collections.abc": "Callable",
+    "functools": "partial",
+    "typing": "Any",
+    "": "jax, optax, gradcombine as gc",
+    "jax.sharding": "Mesh, NamedSharding, PartitionSpec as P",
+    "gradcombine.backends.protocol": "Collective",
+    "gradcombine.integrations.jax": "UNTIL_FLUSH, LossOutput, TrainState, train_step, value_and_grad, zero",
+    "gradcombine.integrations.optax": "accumulate_and_apply, map_replicas",
+    "gradcombine.types": "AccumulateState",
+}
+
+SPLIT = """
+opt_state = jax.device_put(state.opt_state, split(state.opt_state, mesh, {axis!r}))
+state = state._replace(opt_state=opt_state)
+"""
+
+JITTED = """
+options = {'donate_argnums': (0, 1), 'out_shardings': (shardings(params), shardings(state), None)}
+call = jax.jit(step.function, **options)
+flush = jax.jit(step.flush_function, **options)
+"""
+
+SCATTERED = """
+step = train_step(loss, on_shards(optimizer, over), {settings})
+specs = specs_of_shards(optimizer, params, mesh, {axis!r})
+rows = {rows}
+init = begun(step.init, mesh, {axis!r}, specs, {example})
+call = on_each({function}, mesh, {axis!r}, specs, rows)
+call = jax.jit(call, donate_argnums=(0, 1))
+flush = jax.jit(on_each(step.flush_function, mesh, {axis!r}, specs, ()), donate_argnums=(0, 1))
+"""
+
+ACCUMULATED = """
+tx = accumulate_and_apply(optimizer, {settings})
+gradient = {gradient}
+
+
+def step(params, state, *batch, flush):
+    value, grads = gradient(params, *batch)
+    # Of a loss that is a mean over another number of examples than the others', the number: as LossOutput has it.
+    weight = value.weight if isinstance(value, LossOutput) else 1.0
+    return tx.apply(grads, state, params, weight=weight, flush=flush)
+
+
+step = map_replicas(step, over, batch_argnums={batch})
+call, flush = (jax.jit(partial(step, flush=ends), donate_argnums=(0, 1)) for ends in (False, True))
+"""
+
+
+class Recipe(NamedTuple):
+    """The code of a way, in the order in which it runs.
+
+    Attributes:
+      step: makes ``step``, or ``tx``, of ``loss``, ``optimizer``, ``weight``, ``params``, ``mesh`` and ``over``.
+      state: makes the state of arrays, in place of which a plan has specs.
+      programs: makes ``call`` and ``flush``; empty where they are the step's own.
+      loop: runs a window of ``batch``, or of ``microbatches``.
+    """
+
+    step: str
+    state: str
+    programs: str
+    loop: str
+
+
+def recipe(problem: Problem, way: Way) -> Recipe:
+    axis, at, k = problem.axis, problem.loss.rng_argnum, problem.microbatches
+    weight = "" if problem.weight is None else ", weight=weight"
+    own, whole = way.place == "replicated", way.calls == "window"
+    example = "" if whole else ", *microbatches[0]"
+    settings = _settings(way, k)
+    if way.calls == "accumulate":
+        gradient = f"value_and_grad(loss, 1{weight})"
+        step = ACCUMULATED.format(
+            settings=f"{settings}, over=over",
+            gradient=gradient if at is None else f"own_key({gradient}, {at}, {axis!r})",
+            batch=[2 + i for i, divided in enumerate(problem.rows) if divided],
+        )
+        loop = f"    params, state = (flush if i == {k - 1} else call)(params, state, *part)"
+        return Recipe(
+            step, "state = map_replicas(tx.init, over)(params)", "", f"for i, part in enumerate(microbatches):\n{loop}"
+        )
+    if way.place == "zero2":
+        step = SCATTERED.format(
+            settings=settings + weight,
+            axis=axis,
+            example="()" if whole else "rows",
+            function="step.function" if at is None else f"own_key(step.function, {at + 1}, {axis!r})",
+            rows=f"({', '.join(f'P({axis!r})' if divided else 'P()' for divided in problem.rows)},)",
+        )
+        state, programs = f"state = jax.jit(init)(params{example})", ""
+    else:
+        optimizer = "gathered(optimizer, shardings(params))" if way.place == "zero1" else "optimizer"
+        step = f"step = train_step(loss, {optimizer}, {settings}, over=over{weight})"
+        state = f"state = step.init(params{example})"
+        if way.place == "fsdp":
+            state += f"\nparams = jax.device_put(params, split(params, mesh, {axis!r}))"
+        state, programs = (state, "") if own else (state + SPLIT.format(axis=axis), JITTED)
+    call, flush = ("step", "step.flush") if own else ("call", "flush")
+    loop = f"for part in microbatches:\n    params, state, metrics = {call}(params, state, *part)"
+    if way.calls == "flush":
+        loop += f"\nparams, state, metrics = {flush}(params, state)"
+    else:
+        step, programs = (re.sub("flush = .*\n", "", text) for text in (step, programs))
+    return Recipe(step, state, programs, f"params, state, metrics = {call}(params, state, *batch)" if whole else loop)
+
+
+def _settings(way: Way, k: int) -> str:
+    """Keyword arguments of the way's step, its replicas and weight aside."""
+    made = f"gc.reductions.mean({', '.join(f'{name}={value!r}' for name, value in way.mean.items())})"
+    found = [f"microbatches={k}" if way.calls == "window" else f"every={k if way.calls == 'every' else 'UNTIL_FLUSH'}"]
+    if way.place == "zero2":
+        found.append(f"reduction=zero.scattered({made}, over)")
+    elif way.mean:
+        found.append(f"reduction={made}")
+    if "tree" in way.numbers:
+        found.append("order='tree'" + f", max_every={k}" * (found[0] == "every=UNTIL_FLUSH"))
+    return ", ".join(found)
+
+
+def code(problem: Problem, way: Way) -> str:
+    """The source code that makes the way's programs and runs a window.
+
+    Its user has ``loss``, ``optimizer``, ``params``, ``mesh`` and ``batch``, a tuple of arrays on the mesh; or, where
+    a call brings a microbatch, ``microbatches``, a list of such tuples.
+    """
+    parts = [f"over = gc.jax_axis({problem.axis!r})", *recipe(problem, way)]
+    body = "\n".join(part.strip() for part in parts if part)
+    used = [function for name, function in HELPERS.items() if f"{name}(" in body]
+    functions = "".join(re.sub(r"  # pyright: .*", "", inspect.getsource(x)) + "\n\n" for x in used)
+    text = functions + body
+    return "\n".join(_imports(text)) + "\n\n" + "\n" * bool(functions) + text + "\n"
+
+
+def _imports(text: str) -> Iterator[str]:
+    """The lines that import the names of a text."""
+    words = set(re.findall(r"\w+", text))
+    for module, names in IMPORTS.items():
+        used = [name for name in names.split(", ") if name.split()[-1] in words]
+        if not module:
+            yield from (f"import {name}" for name in used)
+        elif used:
+            yield f"from {module} import {', '.join(used)}"
+
+
 class Part(NamedTuple):
     """A program of a way.
 
@@ -105,224 +337,65 @@ class Part(NamedTuple):
 
 
 def programs(problem: Problem, way: Way) -> list[Part]:
-    """The programs that a window of this way calls.
+    """The programs that a window of this way calls, made by its code.
 
     Raises:
-      GradCombineError: a combination that the library has no door for.
+      GradCombineError: a combination for which the library has no integration.
     """
-    if way.calls == "accumulate":
-        return _accumulated(problem, way)
-    if way.place == "zero2":
-        return _sharded(problem, way)
-    params, state, k = problem.params, _state(problem, way), problem.microbatches
-    optimizer = problem.optimizer
-    if way.place == "zero1":
-        optimizer = recipes.gathered(optimizer, recipes.shardings(params))
-    step = _step(problem, way, optimizer)
-    if way.place == "fsdp":
-        params = _placed(params, recipes.split(params, problem.mesh, problem.axis))
-    if way.place in ("fsdp", "zero1"):
-        split = recipes.split(state.opt_state, problem.mesh, problem.axis)
-        state = state._replace(opt_state=_placed(state.opt_state, split))
-    flush = step.flush_function
-    if way.place == "replicated" and problem.here:
-        call, end = step.compiled, step.compiled_flush
-    else:
-        options: dict[str, Any] = {"donate_argnums": (0, 1)}
-        if way.place != "replicated":
-            options["out_shardings"] = (recipes.shardings(params), recipes.shardings(state), None)
-        call, end = jax.jit(step.function, **options), jax.jit(flush, **options)
-    if way.calls == "window":
-        return [Part(call, (params, state, *problem.batch), 1)]
-    one = Part(call, (params, state, *problem.part(k)), k)
-    return [one] if way.calls == "every" else [one, Part(end, (params, state), 1)]
-
-
-def microbatch(problem: Problem) -> Part:
-    """The gradients of one microbatch of each replica, and nothing else."""
-    gradient = value_and_grad(problem.loss, 1, weight=problem.weight)
-
-    def one(params: Any, *batch: Any) -> Any:
-        return jax.tree.map(lambda x: x[None], gradient(params, *batch)[1])
-
-    mapped = jax.shard_map(
-        one,
-        mesh=problem.mesh,
-        in_specs=(P(), *_rows(problem)),
-        out_specs=P(problem.axis),
-        axis_names={problem.axis},
-        check_vma=False,
-    )
-    return Part(jax.jit(mapped), (problem.params, *problem.part(problem.microbatches)), problem.microbatches)
-
-
-def reduction_of(way: Way) -> Reduction:
-    """Of the gradients."""
-    wire = "bfloat16" if "bfloat16" in way.numbers else None
-    return reductions.mean(precision_of(way), wire_dtype=wire)
-
-
-def _written_reduction(way: Way) -> str:
-    written = [repr(precision_of(way))] * (precision_of(way) != "fast")
-    written += ["wire_dtype='bfloat16'"] * ("bfloat16" in way.numbers)
-    return f"gc.reductions.mean({', '.join(written)})"
-
-
-def precision_of(way: Way) -> Precision:
-    return "compensated" if "compensated" in way.numbers else "exact" if "exact" in way.numbers else "fast"
-
-
-def settings_of(problem: Problem, way: Way) -> tuple[dict[str, Any], dict[str, str]]:
-    """Keyword arguments of the way's step, its replicas aside, and how they are written."""
-    k, found = problem.microbatches, dict[str, Any]()
-    found["microbatches" if way.calls == "window" else "every"] = k if way.calls in ("window", "every") else UNTIL_FLUSH
-    if set(way.numbers) - {"tree"}:
-        found["reduction"] = reduction_of(way)
-    if "tree" in way.numbers:
-        found["order"] = "tree"
-        if found.get("every") == UNTIL_FLUSH:
-            found["max_every"] = k
-    texts = {name: repr(value) for name, value in found.items()}
-    if found.get("every") == UNTIL_FLUSH:
-        texts["every"] = "UNTIL_FLUSH"
-    if "reduction" in texts:
-        texts["reduction"] = _written_reduction(way)
-    return found, texts
-
-
-def weight_of(problem: Problem) -> dict[str, str]:
-    """The caller's own weight as an argument, if there is one."""
-    return {} if problem.weight is None else {"weight": "weight"}
-
-
-def _step(problem: Problem, way: Way, optimizer: Any, over: Any = None) -> TrainStep:
-    settings, _ = settings_of(problem, way)
-    over = gc.jax_axis(problem.axis) if over is None else over
-    return train_step(problem.loss, optimizer, over=over, weight=problem.weight, **settings)
-
-
-def _example(problem: Problem) -> tuple[Any, ...]:
-    """The arguments of one microbatch of one replica."""
-    return plain(problem.part(problem.microbatches * problem.replicas))
-
-
-def _state(problem: Problem, way: Way) -> Any:
-    """Specs of the state of a step on the mesh."""
-    init = _step(problem, way, problem.optimizer, gc.LOCAL).init
-    example = () if way.calls == "window" else _example(problem)
-    state = jax.eval_shape(lambda params: init(params, *example), plain(problem.params))
-    return _with_window(problem, state)
-
-
-def _with_window(problem: Problem, state: Any) -> Any:
-    levels = problem.beside(state.window.levels, first=True)
-    placed = problem.beside(state._replace(window=state.window._replace(levels=())))
-    return placed._replace(window=placed.window._replace(levels=levels))
-
-
-def _placed(values: Any, where: Any) -> Any:
-    return jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), values, where)
-
-
-def _rows(problem: Problem) -> tuple[P, ...]:
-    return tuple(P(problem.axis) if divided else P() for divided in problem.rows)
-
-
-def _sharded(problem: Problem, way: Way) -> list[Part]:
-    """ZeRO-2: a step in a shard_map, whose reduction and optimizer work on shards."""
-    if "bfloat16" in way.numbers:
-        raise GradCombineError(
-            "plan", "another type than bfloat16 with zero2, whose accumulators are exchanged", way.name
-        )
-    over, mesh, axis = gc.jax_axis(problem.axis), problem.mesh, problem.axis
-    settings, _ = settings_of(problem, way)
-    reduction = zero.scattered(settings.pop("reduction", reductions.mean()), over)
-    if across := across_elements(problem):
-        expected = "an elementwise optimizer for zero2, which sees shards of the parameters"
-        raise GradCombineError("plan", expected, f"one with {across}")
-    optimizer = recipes.on_shards(problem.optimizer, over)
-    step = train_step(problem.loss, optimizer, reduction=reduction, weight=problem.weight, **settings)
-    example = () if way.calls == "window" else _example(problem)
-    specs = recipes.specs_of_shards(problem.optimizer, problem.params, mesh, axis)
-    init = recipes.begun(lambda params: step.init(params, *example), mesh, axis, specs)
-    state = jax.eval_shape(init, problem.params)
-    state = jax.tree.map(
-        lambda where, values: jax.tree.map(lambda x: problem.spec(x, where), values),
-        specs,
-        state,
-        is_leaf=lambda x: isinstance(x, P),
-    )
-    rows, function = _rows(problem), step.function
-    if (at := problem.loss.rng_argnum) is not None:
-        function = recipes.own_key(function, at + 1, axis)
-    call = jax.jit(recipes.on_each(function, mesh, axis, specs, rows), donate_argnums=(0, 1))
-    if way.calls == "window":
-        return [Part(call, (problem.params, state, *problem.batch), 1)]
-    one = Part(call, (problem.params, state, *problem.part(problem.microbatches)), problem.microbatches)
-    if way.calls == "every":
-        return [one]
-    end = jax.jit(recipes.on_each(step.flush_function, mesh, axis, specs, ()), donate_argnums=(0, 1))
-    return [one, Part(end, (problem.params, state), 1)]
-
-
-def _accumulated(problem: Problem, way: Way) -> list[Part]:
-    """A transformation, in a step of the caller's."""
-    if way.place != "replicated":
+    accumulates, k = way.calls == "accumulate", problem.microbatches
+    if accumulates and way.place != "replicated":
         expected = "replicated parameters with accumulate, which maps the optimizer over the replicas"
         raise GradCombineError("plan", expected, way.name)
-    over, k, axis = gc.jax_axis(problem.axis), problem.microbatches, problem.axis
-    settings, _ = settings_of(problem, way)
-    every = settings.pop("every")
-    tx = accumulate_and_apply(problem.optimizer, every, over=over, **settings)
-    gradient = value_and_grad(problem.loss, 1, weight=problem.weight)
-    if (at := problem.loss.rng_argnum) is not None:
-        gradient = recipes.own_key(gradient, at, axis)
-
-    def step(params: Any, state: Any, *batch: Any, flush: bool) -> Any:
-        value, grads = gradient(params, *batch)
-        weight = value.weight if isinstance(value, LossOutput) else 1.0
-        return tx.apply(grads, state, params, weight=weight, flush=flush)
-
-    mapped = map_replicas(step, over, batch_argnums=[2 + i for i, divided in enumerate(problem.rows) if divided])
-    local = accumulate_and_apply(problem.optimizer, every, **settings)
-    state = _with_window(problem, jax.eval_shape(local.init, plain(problem.params)))
-    args = (problem.params, state, *problem.part(k))
-    within, end = (jax.jit(partial(mapped, flush=flush), donate_argnums=(0, 1)) for flush in (False, True))
-    return [*[Part(within, args, k - 1)] * (k > 1), Part(end, args, 1)]
-
-
-ELEMENTWISE = {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "iota", "copy", "random_bits"}
-"""Operations that change a shape without reading one element for another."""
-
-
-def across_elements(problem: Problem) -> str | None:
-    """The first operation by which the optimizer makes one element's update of other elements; None without one."""
-    like = plain(problem.params)
-
-    def update(grads: Any, state: Any, params: Any) -> Any:
-        tx = optax.with_extra_args_support(problem.optimizer)
-        value = jax.ShapeDtypeStruct((), "float32")
-        return tx.update(grads, state, params, value=jax.numpy.zeros(value.shape, value.dtype))
-
-    traced = jax.make_jaxpr(update)(like, jax.eval_shape(problem.optimizer.init, like), like)
-    return next(_crossing(traced.jaxpr), None)
-
-
-def _crossing(jaxpr: Any) -> Iterator[str]:
-    for equation in jaxpr.eqns:
-        inner = [sub for value in equation.params.values() for sub in _jaxprs(value)]
-        for sub in inner:
-            yield from _crossing(sub)
-        if inner or equation.primitive.name in ELEMENTWISE:
-            continue
-        taken, made = (
-            max((math.prod(x.aval.shape) for x in side if hasattr(x.aval, "shape")), default=1)
-            for side in (equation.invars, equation.outvars)
+    if way.place == "zero2" and "bfloat16" in way.numbers:
+        expected = "another type than bfloat16 with zero2, whose accumulators are exchanged"
+        raise GradCombineError("plan", expected, way.name)
+    steps, params = recipe(problem, way), problem.params
+    names: dict[str, Any] = vars(problem) | HELPERS
+    exec("\n".join(_imports("\n".join(steps))), names)
+    local: dict[str, Any] = names | {"over": gc.LOCAL}
+    names["over"] = gc.jax_axis(problem.axis)
+    exec(steps.step, names)
+    example: Any = () if accumulates or way.calls == "window" else problem.part(k)
+    if way.place == "zero2":
+        if across := across_elements(problem):
+            expected = "an elementwise optimizer for zero2, which sees shards of the parameters"
+            raise GradCombineError("plan", expected, f"one with {across}")
+        state = jax.tree.map(
+            lambda where, values: jax.tree.map(lambda x: problem.spec(x, where), values),
+            names["specs"],
+            jax.eval_shape(names["init"], params, *example),
+            is_leaf=lambda x: isinstance(x, P),
         )
-        if equation.primitive.name in ("dot_general", "sort", "conv_general_dilated") or taken > made:
-            yield equation.primitive.name
+    else:
+        exec(steps.step, local)
+        example = plain(problem.part(k * problem.replicas)) if example else ()
+        init = local["tx" if accumulates else "step"].init
+        state = jax.eval_shape(lambda params: init(params, *example), plain(params))
+        # Outside of a step, each replica has its own sums of a window, along a first axis.
+        levels = problem.beside(state.window.levels, first=True)
+        state = problem.beside(state._replace(window=state.window._replace(levels=())))
+        state = state._replace(window=state.window._replace(levels=levels))
+    if way.place == "fsdp":
+        params = split_specs(problem, params)
+    if way.place in ("fsdp", "zero1"):
+        state = state._replace(opt_state=split_specs(problem, state.opt_state))
+    names |= {"params": params, "state": state}
+    exec(steps.programs, names)
+    if accumulates or way.place != "replicated":
+        call, end = names["call"], names.get("flush")
+    elif problem.here:
+        call, end = names["step"].compiled, names["step"].compiled_flush
+    else:
+        call, end = (jax.jit(f, donate_argnums=(0, 1)) for f in (names["step"].function, names["step"].flush_function))
+    if way.calls == "window":
+        return [Part(call, (params, state, *problem.batch), 1)]
+    args = (params, state, *problem.part(k))
+    if accumulates:
+        return [*[Part(call, args, k - 1)] * (k > 1), Part(end, args, 1)]
+    return [Part(call, args, k)] + [Part(end, args[:2], 1)] * (way.calls == "flush")
 
 
-def _jaxprs(value: Any) -> Sequence[Any]:
-    values = value if isinstance(value, tuple | list) else [value]
-    return [getattr(x, "jaxpr", x) for x in values if hasattr(getattr(x, "jaxpr", x), "eqns")]
+def split_specs(problem: Problem, values: Any) -> Any:
+    """Specs of arrays that are split over the replicas too."""
+    where = split(values, problem.mesh, problem.axis)
+    return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), values, where)

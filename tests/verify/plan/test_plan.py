@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from typer.testing import CliRunner
 
@@ -51,9 +51,8 @@ def planned(names: list[str], **changed: Any) -> Plan:
     return plan(**arguments | {"names": names} | changed)
 
 
-def run(code: str, loss: Callable[..., Any], window: np.ndarray, *others: Any) -> Any:
+def run(code: str, loss: Callable[..., Any] | Loss, window: np.ndarray, mesh: Mesh, *others: Any) -> Any:
     """The parameters after one window, by the code that a plan shows."""
-    mesh = jax.make_mesh((N,), ("data",))
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     params = jax.device_put({"w": jnp.zeros((WIDTH, 2)), "b": jnp.zeros(())}, whole)
     # Each replica's rows together, as they lie on it; a microbatch has a part of each replica's.
@@ -79,9 +78,10 @@ QUICK = ("flush+zero2", "every+zero1", "accumulate")
 def test_the_code_of_a_way_computes_the_step_of_the_whole_batch(name: str) -> None:
     """Sums of small integers and powers of two are exact in every type and order."""
     window = np.random.default_rng(0).integers(-4, 5, (K * N * ROWS, WIDTH)).astype(np.float32)
-    (row,) = planned([name], mesh=jax.make_mesh((N,), ("data",))).rows
+    mesh = jax.make_mesh((N,), ("data",))
+    (row,) = planned([name], mesh=mesh).rows
     assert row.compiled is not None, row.refused
-    got = run(row.code, linear, window)
+    got = run(row.code, linear, window, mesh)
     np.testing.assert_array_equal(got["w"][:, 0], -0.5 * window.mean(0))
     assert (got["w"][:, 1] == 0).all() and got["b"] == -0.5
 
@@ -117,7 +117,7 @@ def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
     """ZeRO-2 is not expressible with an optimizer that clips by the norm of all, nor with another type on the wire."""
     clipping = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
     small = Target("a small card", tuple(jax.devices()), N, Published({32: 1e12}, 1e12, 1000, 1e11))
-    names = ["window", "zero2", "zero2+bfloat16", "accumulate+zero1", "zero2+exact"]
+    names = ["window", "zero2", "zero2+bfloat16", "accumulate+zero1", "zero2+exact", "exact+bfloat16"]
     found = planned(names, optimizer=clipping, target=small)
     assert found.best is None
     first, *others = found.rows
@@ -129,27 +129,37 @@ def test_what_does_not_fit_and_what_is_refused_has_a_row() -> None:
         "window+zero2+bfloat16": "another type than bfloat16",
         "accumulate+zero1": "replicated parameters with accumulate",
         "window+zero2+exact": "precision 'fast'",
+        "window+bfloat16+exact": "no wire_dtype for precision 'exact'",
     }
     assert {row.name for row in others} == set(words)
     assert all(words[row.name] in row.refused and row.compiled is None for row in others)
 
 
-@pytest.mark.full
-def test_a_loss_with_weights_metrics_and_random_numbers() -> None:
-    def loss(params: Any, key: Any, x: Any) -> Any:
+@pytest.mark.parametrize(
+    "name",
+    ["flush+zero2", *(pytest.param(x, marks=pytest.mark.full) for x in ("window", "every", "zero2", "accumulate"))],
+)
+def test_the_code_of_a_loss_with_weights_metrics_and_random_numbers(name: str) -> None:
+    """Weights of 0, 1 and 2 that add up to a power of two; without the parts' weights, the mean is another."""
+
+    def loss(params: Any, x: Any, key: Any) -> Any:
         kept = jnp.sum(x[:, 0] > 0).astype(jnp.float32)
         noise = jax.random.uniform(key, ())
         return LossOutput(linear(params, x) + 0 * noise, weight=kept, aux={"kept": kept})
 
-    x = jax.ShapeDtypeStruct((K * N * ROWS, WIDTH), jnp.float32)
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    names = ["window", "every", "zero2", "accumulate"]
-    found = planned(names, loss=Loss(loss, rng_argnum=1), batch=(key, x))
-    assert {row.name: row.refused for row in found.rows} == dict.fromkeys(
-        ("window", "every", "window+zero2", "accumulate"), ""
-    )
-    # The functions that give each replica random numbers of its own are part of what is shown.
-    assert {row.name for row in found.rows if "def own_key(" in row.code} == {"window+zero2", "accumulate"}
+    window = np.random.default_rng(0).integers(-4, 5, (N, K, ROWS, WIDTH)).astype(np.float32)
+    weights = np.array([[(0, 1, 1, 2)[(i + j) % 4] for j in range(K)] for i in range(N)])
+    window[..., 0] = np.arange(ROWS) < weights[..., None]
+    batch = jax.ShapeDtypeStruct((K * N * ROWS, WIDTH), jnp.float32), jax.eval_shape(lambda: jax.random.key(0))
+    mesh, seen = jax.make_mesh((N,), ("data",), (AxisType.Auto,)), Loss(loss, rng_argnum=2)
+    (row,) = planned([name], loss=seen, batch=batch, mesh=mesh).rows
+    assert row.compiled is not None, row.refused
+    # The function that gives each replica random numbers of its own is part of what is shown.
+    assert ("def own_key(" in row.code) == (name in ("zero2", "flush+zero2", "accumulate"))
+    got = run(row.code, seen, window.reshape(-1, WIDTH), mesh, jax.random.key(0))
+    mean = (window.mean(2) * weights[..., None]).sum((0, 1)) / weights.sum()
+    np.testing.assert_array_equal(got["w"][:, 0], -0.5 * mean)
+    assert got["b"] == -0.5
 
 
 def test_ways_have_names() -> None:

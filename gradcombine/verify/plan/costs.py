@@ -1,0 +1,232 @@
+"""Cost of a window of each way: of its programs, as compiled, and as predicted by the formulas of docs/plan.md."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from gradcombine import reductions
+from gradcombine.audit import Audit, OutOfMemoryError, Target, audit
+from gradcombine.audit.program import Program
+from gradcombine.audit.subject import Exchange
+from gradcombine.audit.target import bounds
+from gradcombine.errors import GradCombineError
+from gradcombine.integrations.jax import run_if, value_and_grad
+from gradcombine.verify.plan.problem import Problem, plain
+from gradcombine.verify.plan.rows import Figures, Row
+from gradcombine.verify.plan.ways import Part, Way, code, programs, split_specs
+
+
+class Microbatch(NamedTuple):
+    """Cost of the gradients of one microbatch on each device, in bytes.
+
+    Attributes:
+      moved: in main memory, the gradients' writing included.
+      sent: to other devices, along other axes than the replicas'.
+      temporary: beside arguments and results.
+    """
+
+    moved: float
+    sent: float
+    temporary: float
+
+
+def microbatch_of(problem: Problem, target: Target) -> Microbatch | None:
+    """None where not even that fits."""
+    try:
+        window = _compiled([_microbatch(problem)], target)
+    except OutOfMemoryError:
+        return None
+    except Exception as error:  # of the loss, which is not ours
+        raise GradCombineError("plan", "a loss whose gradients compile", _reason(error)) from None
+    ((report, calls),) = window.audits
+    memory = report.memory
+    return Microbatch(
+        window.figures.moved / calls, window.figures.sent / calls, 0 if memory is None else memory.temporary
+    )
+
+
+def _microbatch(problem: Problem) -> Part:
+    """The gradients of one microbatch of each replica, and nothing else."""
+    gradient = value_and_grad(problem.loss, 1, weight=problem.weight)
+
+    def one(params: Any, *batch: Any) -> Any:
+        return jax.tree.map(lambda x: x[None], gradient(params, *batch)[1])
+
+    rows = [P(problem.axis) if divided else P() for divided in problem.rows]
+    mapped = jax.shard_map(
+        one,
+        mesh=problem.mesh,
+        in_specs=(P(), *rows),
+        out_specs=P(problem.axis),
+        axis_names={problem.axis},
+        check_vma=False,
+    )
+    return Part(jax.jit(mapped), (problem.params, *problem.part(problem.microbatches)), problem.microbatches)
+
+
+def row_of(problem: Problem, way: Way, target: Target, base: Microbatch | None) -> Row:
+    row = Row(way.name, code(problem, way), [], None, None, {}, None, "")
+    try:
+        parts = programs(problem, way)
+        row = row._replace(predicted=base and predict(problem, way, base))
+        window = _compiled(parts, target)
+    except OutOfMemoryError as error:  # the compiler's
+        return row._replace(lacking=_exceeded(str(error)), refused=_reason(error))
+    except Exception as error:  # of a framework, a compiler or the loss: the other ways may do without it
+        return row._replace(refused=_reason(error))
+    most = math.inf if target.figures is None else target.figures.memory
+    return row._replace(
+        calls=window.audits,
+        compiled=window.figures,
+        bounds=bounds(target, window.flops, window.figures.moved, window.exchanges),
+        lacking=int(max(0, window.figures.memory - most)),
+    )
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, GradCombineError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _exceeded(message: str) -> int | None:
+    """Bytes, as far as the compiler's words tell.
+
+    >>> _exceeded("Used 17.50G of 15.75G hbm. Exceeded hbm capacity by 1.75G.") == 7 * 2**28
+    True
+    >>> _exceeded("required for HLO temporaries (29.75G) exceeds available HBM (15.75G).") == 14 * 2**30
+    True
+    """
+    size = r"([\d.]+)([KMGT]?)"
+    if found := re.search(rf"xceeded \w+ capacity by {size}", message):
+        return _bytes(*found.groups())
+    found = re.search(rf"\({size}\) exceeds available \w+ \({size}\)", message)
+    return None if found is None else _bytes(*found.groups()[:2]) - _bytes(*found.groups()[2:])
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number) * 1024 ** " KMGT".index(unit or " "))
+
+
+RUN_IF = run_if.__file__
+"""Where the branches come from that the library's steps have."""
+
+
+class _Window(NamedTuple):
+    """Cost of a window of compiled programs on each device."""
+
+    audits: list[tuple[Audit, int]]
+    figures: Figures
+    flops: dict[int, float]
+    exchanges: list[Exchange]
+
+
+def _compiled(parts: Sequence[Part], target: Target) -> _Window:
+    # What does not fit is a row too, with its figures.
+    figures = target.figures
+    roomy = target._replace(figures=figures and figures._replace(memory=2**62))
+    audits = [(audit(part.step, *part.args, target=roomy)._replace(target=target), part.calls) for part in parts]
+    flops, moved, exchanges = dict[int, float](), 0, list[Exchange]()
+    for report, calls in audits:
+        program = cast("Program", report.program)  # of a function of JAX
+        rare = set(_ends(program))
+        for name, _, size, products in program.work():
+            often = 1 if name in rare else calls
+            moved += often * size
+            for width, count in products.items():
+                flops[width] = flops.get(width, 0.0) + often * count
+        for exchange in report.exchanges:
+            exchanges += [exchange] * (1 if exchange.computation in rare else calls)
+    peaks = [report.memory.peak for report, _ in audits if report.memory is not None]
+    sent = sum(x.times * x.sent() for x in exchanges)
+    return _Window(audits, Figures(moved, sent, max(peaks, default=0)), flops, exchanges)
+
+
+def _ends(program: Program) -> Iterator[str]:
+    """The computations of the branch that ends a window, which one call of a window takes."""
+    for _, x, _ in program.executed():
+        if x.opcode in ("while", "conditional") and any(frame.file == RUN_IF for frame in program.frames(x)):
+            heads = x.called("body") if x.opcode == "while" else program.bodies(x)
+            for head in heads:
+                yield from {inner for inner, _, _ in program.executed(head)}
+
+
+class _Exchange(NamedTuple):
+    """Of the sums of a window.
+
+    Attributes:
+      sent, moved: in a window.
+      room: that it needs at a time.
+    """
+
+    sent: float
+    moved: float
+    room: float
+
+
+def predict(problem: Problem, way: Way, one: Microbatch) -> Figures:
+    """Predicts the cost of a window, where nothing is fused and nothing copied without need."""
+    n, k = problem.replicas, problem.microbatches
+    calls = 1 if way.calls == "window" else k
+    split, sharded = way.place != "replicated", way.place == "zero2"
+    optimizer = problem.beside(jax.eval_shape(problem.optimizer.init, plain(problem.params)))
+    state = problem.beside(jax.eval_shape(reductions.mean(**way.mean).init, plain(problem.params)))
+    p, p_part, a = held(problem.params), held(split_specs(problem, problem.params)), held(state)
+    o = held(split_specs(problem, optimizer) if split else optimizer)
+    own = a / n if sharded else a
+    sums = _exchange(way, n, k, a, held(_narrowed(state)) if "bfloat16" in way.numbers else a)
+    gathers = {"replicated": 0, "zero1": 1, "zero2": 1, "fsdp": calls}[way.place] * (n > 1)
+
+    # The counter of the canonical tree holds a sum on each level, and adds on two of them on average.
+    levels = k.bit_length() if "tree" in way.numbers else 1
+    passes = 2 * (levels + 1) if levels > 1 else 2
+    within = k * (one.moved + (own if sharded else p) + passes * own)
+    end = (a / n if split else a) + {"replicated": 2 * p, "fsdp": 2 * p_part}.get(way.place, p_part + 3 * p) + 2 * o
+    moved = within + sums.moved + end + gathers * (p_part + p)
+
+    batch = problem.batch if calls == 1 else problem.part(k)
+    fsdp = way.place == "fsdp"
+    kept = (p_part if fsdp else p) + o + held(batch) + levels * own
+    working = one.temporary + p + (p if fsdp and n > 1 else 0)
+    return Figures(moved, k * one.sent + sums.sent + gathers * (n - 1) / n * p, kept + max(working, sums.room))
+
+
+def held(values: Any) -> int:
+    """Bytes of specs on each device."""
+    leaves = jax.tree.leaves(values)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
+
+
+def _exchange(way: Way, n: int, k: int, a: float, wire: float) -> _Exchange:
+    """Of accumulators of a bytes, wire bytes as they are sent."""
+    ring = (n - 1) / n
+    if n == 1:
+        return _Exchange(0, 0, 0)
+    if way.place == "zero2":
+        return _Exchange(k * ring * a, k * (a + a / n), a)
+    if "exact" in way.numbers:
+        # A byte of the level for each element, whose words have 12 or more.
+        both = 13 / 12 * a
+        return _Exchange(2 * ring * both, 2 * both, both)
+    if {"compensated", "tree"} & set(way.numbers):
+        return _Exchange((n - 1) * wire, (1 + 2 * n) * wire, n * wire)
+    if way.place == "replicated":
+        return _Exchange(2 * ring * wire, 2 * wire, wire)
+    return _Exchange(ring * wire, wire + wire / n, wire)
+
+
+def _narrowed(values: Any) -> Any:
+    """Floats as bfloat16."""
+
+    def one(x: Any) -> Any:
+        narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 2
+        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if narrow else x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(one, values)
