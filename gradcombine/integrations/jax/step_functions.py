@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -60,18 +60,12 @@ class StepMetrics(NamedTuple):
     aux: Tree
 
 
-class StepFunctions(NamedTuple):
-    """A training step as pure functions, not compiled.
-
-    Attributes:
-      init: ``init(params, *example, carry=None) -> state``.
-      function: ``function(params, state, *args, **kwargs) -> params, state, metrics``.
-      flush: ``flush(params, state) -> params, state, metrics``.
-    """
-
-    init: Callable[..., TrainState]
-    function: Callable[..., tuple[Tree, TrainState, StepMetrics]]
-    flush: Callable[[Tree, TrainState], tuple[Tree, TrainState, StepMetrics]]
+StepFunctions: TypeAlias = tuple[
+    Callable[..., TrainState],
+    Callable[..., tuple[Tree, TrainState, StepMetrics]],
+    Callable[[Tree, TrainState], tuple[Tree, TrainState, StepMetrics]],
+]
+"""``init``, ``function`` and ``flush`` of a training step: pure, and not compiled."""
 
 
 def optimize(
@@ -254,7 +248,7 @@ def over_calls(
         value = added.parts["value"].astype(dtypes.of_weights(leaf.dtype for leaf in jax.tree.leaves(params)))
         return added._replace(parts=added.parts | {"grads": grads, "value": value})
 
-    return StepFunctions(init, function, flush)
+    return init, function, flush
 
 
 def _has_aux(window: AccumulateState) -> bool:
@@ -300,4 +294,4 @@ def whole_windows(
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         raise objective.error("flush of a step with every: a call with microbatches leaves no partial window", "one")
 
-    return StepFunctions(init, function, flush)
+    return init, function, flush

@@ -134,10 +134,7 @@ class KerasWindow(ABC):
         if not counted and len(arrays) != len(leaves):
             raise error(f"{len(leaves)} arrays, or a counter of them", len(arrays))
         skipped = 1 if self._is_counter else 0
-        filling = [
-            _cast(x, tuple(x.shape)[skipped:], array, levels=int(counted))
-            for x, array in zip(leaves, arrays, strict=False)
-        ]
+        filling = [_cast(x, array, int(counted), skipped) for x, array in zip(leaves, arrays, strict=False)]
         part = tree.unflatten(self.structure.children[0].children[0], filling)
         return BinaryCounter(part, np.asarray(arrays[-1], np.int32)) if counted else (part,)
 
@@ -213,15 +210,9 @@ def as_array(value: Any) -> np.ndarray:
 
 def values_of(variables: Sequence[Any], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The arrays in the variables' dtypes; refuses what is no value of one, so that all are assigned or none."""
-    values = list[np.ndarray]()
     if len(arrays) != len(variables):
         raise error(f"{len(variables)} arrays", len(arrays))
-    for variable, array in zip(variables, arrays, strict=True):
-        dtype, shape = np.dtype(dtypes.parse(_dtype(variable))), tuple(variable.shape)
-        if array.shape != shape or not np.can_cast(array.dtype, dtype, "same_kind"):
-            raise error(f"{dtype} of shape {shape}", in_words(array), variable.path)
-        values.append(array.astype(dtype))
-    return values
+    return [_cast(x, array, casting="same_kind") for x, array in zip(variables, arrays, strict=True)]
 
 
 def require_window(arrays: Sequence[np.ndarray]) -> None:
@@ -304,12 +295,12 @@ def _divided(reduction: Reduction, states: Sequence[AccumulateState], replicas: 
     return [replace_window(reduction, states[0], window) for window in merged]
 
 
-def _cast(variable: keras.Variable, shape: tuple[int, ...], array: np.ndarray, levels: int) -> np.ndarray:
-    dtype = np.dtype(dtypes.parse(variable.dtype))
-    expected, received = (dtype, shape), (array.dtype, array.shape[levels:])
-    if array.ndim < levels or received[1] != expected[1] or not np.can_cast(array.dtype, dtype):
-        names = ["{} of shape {}".format(*x) for x in (expected, received)]
-        raise error(*names, path=variable.path)
+def _cast(variable: Any, array: np.ndarray, levels: int = 0, skipped: int = 0, casting: Any = "safe") -> np.ndarray:
+    """The array in the variable's dtype; its first ``levels`` axes, and ``skipped`` of the variable's, are any."""
+    dtype, shape = np.dtype(dtypes.parse(_dtype(variable))), tuple(variable.shape)[skipped:]
+    received = array.shape[levels:]
+    if array.ndim < levels or received != shape or not np.can_cast(array.dtype, dtype, casting):
+        raise error(f"{dtype} of shape {shape}", f"{array.dtype} of shape {received}", variable.path)
     return array.astype(dtype)
 
 
