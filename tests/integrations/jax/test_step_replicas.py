@@ -10,17 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.integrations.jax import Loss, LossOutput, TrainState, on_replicas, train_step
+from tests.integrations.jax.test_value_and_grad_replicas import MESH, MODES, R
 from tests.spec.selection import cases
 
 pytestmark = pytest.mark.needs("jax")
 
-R = 4
-MESH = jax.make_mesh((R,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:R])
 NEGATE = optax.sgd(1.0)
 
 X = np.float32([[1, 5, 9, -4], [3, -7, 2, 8], [6, 4, 4, 2], [-1, 3, 8, 16]])
@@ -47,60 +46,30 @@ EVERY = train_step(loss, NEGATE, every=2, over=gc.jax_axis("d"))
 WHOLE = train_step(loss, NEGATE, microbatches=2, over=gc.jax_axis("d"))
 
 
-def every(x: Any, tokens: Any) -> Any:
+def every(params: Any, x: Any, tokens: Any) -> Any:
     """One replica's calls of one microbatch each; the parameters after each."""
 
     def body(carry: Any, batch: Any) -> Any:
         params, state, metrics = EVERY.function(*carry, *jax.tree.map(lambda leaf: leaf[None], batch))
         return (params, state), (params["w"], metrics)
 
-    return jax.lax.scan(body, (PARAMS, EVERY.init(PARAMS)), (x, tokens))[1]
+    return jax.lax.scan(body, (params, EVERY.init(params)), (x, tokens))[1]
 
 
-def whole(x: Any, tokens: Any) -> Any:
+def whole(params: Any, x: Any, tokens: Any) -> Any:
     """One replica's calls of a whole window each; the parameters after each."""
 
     def body(carry: Any, batch: Any) -> Any:
         params, state, metrics = WHOLE.function(*carry, *batch)
         return (params, state), (params["w"], metrics)
 
-    return jax.lax.scan(body, (PARAMS, WHOLE.init(PARAMS)), (x.reshape(2, 2), tokens.reshape(2, 2)))[1]
+    return jax.lax.scan(body, (params, WHOLE.init(params)), (x.reshape(2, 2), tokens.reshape(2, 2)))[1]
 
 
-def by_pmap(program: Callable[..., Any]) -> Any:
-    return jax.pmap(program, axis_name="d", devices=jax.devices()[:R])(X, TOKENS)
-
-
-def by_vmap(program: Callable[..., Any]) -> Any:
-    return jax.jit(jax.vmap(program, axis_name="d"))(X, TOKENS)
-
-
-def by_shard_map(check_vma: bool) -> Callable[..., Any]:
-    def mapped(program: Callable[..., Any]) -> Any:
-        def one(x: Any, tokens: Any) -> Any:
-            # Under check_vma, the specs P() below are a proof that all replicas have the same.
-            out = program(x[0], tokens[0])
-            return out if check_vma else jax.tree.map(lambda leaf: leaf[None], out)
-
-        specs = P() if check_vma else P("d")
-        out = jax.jit(jax.shard_map(one, mesh=MESH, in_specs=P("d"), out_specs=specs, check_vma=check_vma))(X, TOKENS)
-        return jax.tree.map(lambda leaf: jnp.stack([leaf] * R), out) if check_vma else out
-
-    return mapped
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [
-        pytest.param(by_pmap, id="pmap", marks=pytest.mark.full),
-        pytest.param(by_vmap, id="vmap", marks=pytest.mark.full),
-        pytest.param(by_shard_map(True), id="shard_map-check_vma"),
-        pytest.param(by_shard_map(False), id="shard_map", marks=pytest.mark.full),
-    ],
-)
+@MODES
 @pytest.mark.parametrize("program", [every, whole])
 def test_an_update_is_the_mean_over_all_tokens_of_all_replicas(mode: Any, program: Any) -> None:
-    params, metrics = mode(program)
+    params, metrics = mode(program, PARAMS, X, TOKENS)
     ends = [-MEANS[0], -MEANS[0] - MEANS[1]]
     expected = [0, ends[0], ends[0], ends[1]] if program is every else ends
     applied = [False, True] * 2 if program is every else [True, True]
