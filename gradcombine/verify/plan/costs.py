@@ -23,22 +23,10 @@ from gradcombine.verify.plan.rows import Figures, Row
 from gradcombine.verify.plan.ways import Part, Way, code, programs, split_specs
 
 
-class Microbatch(NamedTuple):
-    """Cost of the gradients of one microbatch on each device, in bytes.
-
-    Attributes:
-      moved: in main memory, the gradients' writing included.
-      sent: to other devices, along other axes than the replicas'.
-      temporary: beside arguments and results.
+def microbatch_of(problem: Problem, target: Target) -> Figures | None:
+    """Cost of the gradients of one microbatch: bytes that they move, send along other axes than the replicas', and need
+    beside arguments and results; None where not even that fits.
     """
-
-    moved: float
-    sent: float
-    temporary: float
-
-
-def microbatch_of(problem: Problem, target: Target) -> Microbatch | None:
-    """None where not even that fits."""
     try:
         window = _compiled([_microbatch(problem)], target)
     except OutOfMemoryError:
@@ -47,9 +35,7 @@ def microbatch_of(problem: Problem, target: Target) -> Microbatch | None:
         raise GradCombineError("plan", "a loss whose gradients compile", _reason(error)) from None
     ((report, calls),) = window.audits
     memory = report.memory
-    return Microbatch(
-        window.figures.moved / calls, window.figures.sent / calls, 0 if memory is None else memory.temporary
-    )
+    return Figures(window.figures.moved / calls, window.figures.sent / calls, 0 if memory is None else memory.temporary)
 
 
 def _microbatch(problem: Problem) -> Part:
@@ -68,10 +54,10 @@ def _microbatch(problem: Problem) -> Part:
         axis_names={problem.axis},
         check_vma=False,
     )
-    return Part(jax.jit(mapped), (problem.params, *problem.part(problem.microbatches)), problem.microbatches)
+    return jax.jit(mapped), (problem.params, *problem.part(problem.microbatches)), problem.microbatches
 
 
-def row_of(problem: Problem, way: Way, target: Target, base: Microbatch | None) -> Row:
+def row_of(problem: Problem, way: Way, target: Target, base: Figures | None) -> Row:
     row = Row(way.name, code(problem, way), [], None, None, {}, None, "")
     try:
         parts = programs(problem, way)
@@ -132,7 +118,7 @@ def _compiled(parts: Sequence[Part], target: Target) -> _Window:
     # What does not fit is a row too, with its figures.
     figures = target.figures
     roomy = target._replace(figures=figures and figures._replace(memory=2**62))
-    audits = [(audit(part.step, *part.args, target=roomy)._replace(target=target), part.calls) for part in parts]
+    audits = [(audit(step, *args, target=roomy)._replace(target=target), calls) for step, args, calls in parts]
     flops, moved, exchanges = dict[int, float](), 0, list[Exchange]()
     for report, calls in audits:
         program = cast("Program", report.program)  # of a function of JAX
@@ -158,20 +144,7 @@ def _ends(program: Program) -> Iterator[str]:
                 yield from {inner for inner, _, _ in program.executed(head)}
 
 
-class _Exchange(NamedTuple):
-    """Of the sums of a window.
-
-    Attributes:
-      sent, moved: in a window.
-      room: that it needs at a time.
-    """
-
-    sent: float
-    moved: float
-    room: float
-
-
-def predict(problem: Problem, way: Way, one: Microbatch) -> Figures:
+def predict(problem: Problem, way: Way, one: Figures) -> Figures:
     """Predicts the cost of a window, where nothing is fused and nothing copied without need."""
     n, k = problem.replicas, problem.microbatches
     calls = 1 if way.calls == "window" else k
@@ -194,8 +167,8 @@ def predict(problem: Problem, way: Way, one: Microbatch) -> Figures:
     batch = problem.batch if calls == 1 else problem.part(k)
     fsdp = way.place == "fsdp"
     kept = (p_part if fsdp else p) + o + held(batch) + levels * own
-    working = one.temporary + p + (p if fsdp and n > 1 else 0)
-    return Figures(moved, k * one.sent + sums.sent + gathers * (n - 1) / n * p, kept + max(working, sums.room))
+    working = one.memory + p + (p if fsdp and n > 1 else 0)
+    return Figures(moved, k * one.sent + sums.sent + gathers * (n - 1) / n * p, kept + max(working, sums.memory))
 
 
 def held(values: Any) -> int:
@@ -204,22 +177,20 @@ def held(values: Any) -> int:
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def _exchange(way: Way, n: int, k: int, a: float, wire: float) -> _Exchange:
-    """Of accumulators of a bytes, wire bytes as they are sent."""
-    ring = (n - 1) / n
+def _exchange(way: Way, n: int, k: int, a: float, wire: float) -> Figures:
+    """Cost of the exchange of accumulators of a bytes, wire bytes as they are sent, and the memory that it needs."""
+    ring, both = (n - 1) / n, 13 / 12 * a
     if n == 1:
-        return _Exchange(0, 0, 0)
+        return Figures(0, 0, 0)
     if way.place == "zero2":
-        return _Exchange(k * ring * a, k * (a + a / n), a)
-    if "exact" in way.numbers:
-        # A byte of the level for each element, whose words have 12 or more.
-        both = 13 / 12 * a
-        return _Exchange(2 * ring * both, 2 * both, both)
+        return Figures(k * (a + a / n), k * ring * a, a)
+    if "exact" in way.numbers:  # a byte of the level for each element, whose words have 12 or more
+        return Figures(2 * both, 2 * ring * both, both)
     if {"compensated", "tree"} & set(way.numbers):
-        return _Exchange((n - 1) * wire, (1 + 2 * n) * wire, n * wire)
+        return Figures((1 + 2 * n) * wire, (n - 1) * wire, n * wire)
     if way.place == "replicated":
-        return _Exchange(2 * ring * wire, 2 * wire, wire)
-    return _Exchange(ring * wire, wire + wire / n, wire)
+        return Figures(2 * wire, 2 * ring * wire, wire)
+    return Figures(wire + wire / n, ring * wire, wire)
 
 
 def _narrowed(values: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 from gradcombine.audit import audit_report
 from gradcombine.audit.subject import size_text
 from gradcombine.reporting.sections import Cells, Section
-from gradcombine.verify.plan.rows import Figures, Plan, Row
+from gradcombine.verify.plan.rows import Figures, Plan
 
 VERSION = 1
 """Of the JSON."""
@@ -15,20 +15,47 @@ VERSION = 1
 
 def sections(plan: Plan) -> list[Section]:
     """All that a plan tells of each way, the best first; its code is last, for a reader of a terminal to take."""
-    compiled = [row for row in plan.rows if row.compiled is not None]
+    compiled = [(row, row.compiled) for row in plan.rows if row.compiled is not None]
     found = list[Section]()
     if compiled:
-        columns = ("way", "bound, s", "by", "sent", "moved", "memory")
-        rows = [_compared(row, row.compiled) for row in compiled if row.compiled is not None]
-        found.append(Section(f"A window on {_where(plan)}", _note(plan), columns=columns, rows=rows, whole=True))
-        rows = [_predicted(row, row.compiled, row.predicted) for row in compiled if row.compiled and row.predicted]
+        axes = " x ".join(f"{name} {size}" for name, size in plan.axes.items())
+        where = f"{plan.target.name}: {plan.microbatches} microbatches, {axes}, replicas along {plan.axis}"
+        note = "of each device; the bound if all overlaps"
+        if plan.target.figures is None:
+            note = f"nothing is published of {plan.target.name}: by the bytes moved and sent"
+        columns, rows = ("way", "bound, s", "by", "sent", "moved", "memory"), list[Cells]()
+        for row, figures in compiled:
+            seconds = "" if row.seconds is None else f"{row.seconds:.3g}"
+            rows.append(Cells((row.name, seconds, row.by, *map(size_text, _sizes(figures))), row.fits))
+        found.append(Section(f"A window on {where}", note, columns=columns, rows=rows, whole=True))
+        rows = [
+            Cells((row.name, *map(_difference, _sizes(row.predicted), _sizes(figures))))
+            for row, figures in compiled
+            if row.predicted
+        ]
         note = "and by how much what was compiled differs"
-        columns = ("way", "sent", "moved", "memory")
-        found.append(Section("Predicted", note, columns=columns, rows=rows, whole=True))
-        found.append(_listed("Why", [(row, row.why) for row in compiled]))
-    refused = [(row, row.refused) for row in plan.rows if row.refused]
-    findings = [(row, ", ".join(row.findings)) for row in plan.rows if row.findings]
-    return [*found, *[_listed("Refused", refused)] * bool(refused), *[_listed("Findings", findings)] * bool(findings)]
+        found.append(Section("Predicted", note, columns=("way", "sent", "moved", "memory"), rows=rows, whole=True))
+    words = {
+        "Why": [(row, row.why) for row, _ in compiled],
+        "Refused": [(row, row.refused) for row in plan.rows if row.refused],
+        "Findings": [(row, ", ".join(row.findings)) for row in plan.rows if row.findings],
+    }
+    for title, said in words.items():
+        if said:
+            rows = [Cells((f"{row.name}: {text}",), row.fits) for row, text in said]
+            found.append(Section(title, columns=("way",), rows=rows, whole=True))
+    return found
+
+
+def _sizes(figures: Figures) -> tuple[float, float, float]:
+    """In the order of the columns."""
+    return figures.sent, figures.moved, figures.memory
+
+
+def _difference(predicted: float, compiled: float) -> str:
+    if not predicted:
+        return f"{size_text(predicted)} " + (f"(+{size_text(compiled)})" if compiled else "")
+    return f"{size_text(predicted)} ({compiled / predicted - 1:+.0%})"
 
 
 def verdict(plan: Plan) -> str:
@@ -79,43 +106,3 @@ def as_json(plan: Plan) -> dict[str, Any]:
             for row in plan.rows
         ],
     }
-
-
-def _listed(title: str, rows: list[tuple[Row, str]]) -> Section:
-    return Section(
-        title, columns=("way",), rows=[Cells((f"{row.name}: {text}",), row.fits) for row, text in rows], whole=True
-    )
-
-
-def _where(plan: Plan) -> str:
-    axes = " x ".join(f"{name} {size}" for name, size in plan.axes.items())
-    return f"{plan.target.name}: {plan.microbatches} microbatches, {axes}, replicas along {plan.axis}"
-
-
-def _note(plan: Plan) -> str:
-    if plan.target.figures is None:
-        return f"nothing is published of {plan.target.name}: by the bytes moved and sent"
-    return "of each device; the bound if all overlaps"
-
-
-def _compared(row: Row, compiled: Figures) -> Cells:
-    seconds = "" if row.seconds is None else f"{row.seconds:.3g}"
-    return Cells(
-        (row.name, seconds, row.by, size_text(compiled.sent), size_text(compiled.moved), size_text(compiled.memory)),
-        row.fits,
-    )
-
-
-def _predicted(row: Row, compiled: Figures, predicted: Figures) -> Cells:
-    pairs = zip(
-        (predicted.sent, predicted.moved, predicted.memory),
-        (compiled.sent, compiled.moved, compiled.memory),
-        strict=True,
-    )
-    return Cells((row.name, *(f"{size_text(a)} {_difference(a, b)}" for a, b in pairs)))
-
-
-def _difference(predicted: float, compiled: float) -> str:
-    if not predicted:
-        return "" if not compiled else f"(+{size_text(compiled)})"
-    return f"({compiled / predicted - 1:+.0%})"

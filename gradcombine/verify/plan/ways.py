@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -322,18 +322,8 @@ def _imports(text: str) -> Iterator[str]:
             yield f"from {module} import {', '.join(used)}"
 
 
-class Part(NamedTuple):
-    """A program of a way.
-
-    Attributes:
-      step: jitted.
-      args: specs, with their shardings.
-      calls: how often a window calls it.
-    """
-
-    step: Any
-    args: tuple[Any, ...]
-    calls: int
+Part: TypeAlias = tuple[Any, tuple[Any, ...], int]
+"""A jitted step, its arguments as specs with their shardings, and how often a window calls it."""
 
 
 def programs(problem: Problem, way: Way) -> list[Part]:
@@ -388,11 +378,11 @@ def programs(problem: Problem, way: Way) -> list[Part]:
     else:
         call, end = (jax.jit(f, donate_argnums=(0, 1)) for f in (names["step"].function, names["step"].flush_function))
     if way.calls == "window":
-        return [Part(call, (params, state, *problem.batch), 1)]
+        return [(call, (params, state, *problem.batch), 1)]
     args = (params, state, *problem.part(k))
     if accumulates:
-        return [*[Part(call, args, k - 1)] * (k > 1), Part(end, args, 1)]
-    return [Part(call, args, k)] + [Part(end, args[:2], 1)] * (way.calls == "flush")
+        return [*[(call, args, k - 1)] * (k > 1), (end, args, 1)]
+    return [(call, args, k)] + [(end, args[:2], 1)] * (way.calls == "flush")
 
 
 def split_specs(problem: Problem, values: Any) -> Any:
