@@ -1,8 +1,8 @@
 """Environments of their own, made by uv: the suites on other versions, each extra alone, and the distributions.
 
 ``nox -l`` lists the sessions; ``nox -s versions`` runs the quick suite on the lowest, the default and the newest
-versions, ``nox -s distributions`` builds, checks and installs what is released, ``nox -s ratios`` measures benchmarks
-again. What follows ``--`` goes to pytest, or to the gate.
+versions, ``nox -s distributions`` builds, checks and installs what is released, ``nox -s field`` checks
+released packages, ``nox -s ratios`` measures benchmarks again. What follows ``--`` goes to pytest, or to the gate.
 """
 
 from __future__ import annotations
@@ -90,6 +90,32 @@ PROGRAMS = {
     """,
 }
 
+TUNIX = "flax optax google-metrax jaxtyping tqdm huggingface_hub sentencepiece pillow perfetto pandas orbax-checkpoint"
+MAXTEXT = """
+    flax optax jinja2 packaging fastapi requests uvicorn immutabledict xprof jaxtyping einshape tqdm omegaconf grain
+    drjax huggingface_hub transformers pillow tiktoken sentencepiece sympy google-cloud-logging google-cloud-monitoring
+    google-cloud-aiplatform tensorboardX orbax-checkpoint
+"""
+ACCELERATED = "aqtp qwix pathwaysutils tokamax ml-goodput-measurement"
+
+FIELD = {
+    "jax": ("3.11", "optax==0.2.8 flax==0.12.8 equinox==0.13.8", ""),
+    "keras": ("3.11", "keras==3.15.1 tensorflow==2.21.0 jax", ""),
+    "privacy": ("3.11", "jax-privacy==2.0.0 flax", ""),
+    "tunix": ("3.11", TUNIX, "google-tunix==0.1.7"),
+    **{f"maxtext {x}": ("3.12", MAXTEXT, f"maxtext=={x} {ACCELERATED}") for x in ("0.2.4", "0.2.5")},
+}
+"""By name: the Python, what is installed, and what is installed without its requirements (accelerators' packages)."""
+
+HARNESSES = {
+    "jax": ("optax_multi_steps", "optax_apply_every", "optax_micro_grad", "flax_nnx_optimizer", "equinox_loop"),
+    "keras": ("keras_optimizer",),
+    "privacy": ("jax_privacy_clipped",),
+    "tunix": ("tunix_sft",),
+    "maxtext 0.2.4": ("maxtext_balance",),
+    "maxtext 0.2.5": ("maxtext_balance",),
+}
+
 LACKING = """
 import importlib, importlib.util, os, sys
 import gradcombine as gc
@@ -120,6 +146,25 @@ def versions(session: nox.Session, name: str) -> None:
 def ratios(session: nox.Session) -> None:
     """Fails if a ratio of benchmarks/ratios.json became worse, in the active environment; takes minutes."""
     session.run("python", "benchmarks/gate.py", *session.posargs)
+
+
+@nox.session(python=False)
+def field(session: nox.Session) -> None:
+    """Checks steps of released packages, each in an environment of its own, and writes the table of docs/field.md."""
+    rows: list[str] = []
+    for name, (python, packages, alone) in FIELD.items():
+        environment = Path(session.create_tmp()).absolute() / name.replace(" ", "-")
+        interpreter = str(environment / "bin" / "python")
+        session.run("uv", "venv", "-q", "--clear", "--python", python, str(environment), external=True)
+        install = ("uv", "pip", "install", "-q", "--python", interpreter)
+        session.run(*install, "-e", ".", *packages.split(), external=True)
+        if alone:
+            session.run(*install, "--no-deps", *alone.split(), external=True)
+        made = session.run(interpreter, "-m", "tests.field.run", *HARNESSES[name], external=True, silent=True)
+        rows += [line for line in str(made).splitlines() if line.startswith("{")]
+    found = Path(session.create_tmp()) / "rows.json"
+    found.write_text("\n".join(rows))
+    session.run("python", "-m", "tests.field.table", str(found))
 
 
 @nox.session(python="3.11")

@@ -92,6 +92,12 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
         for other in names:
             text = f"{name} by the weight of {name} in each microbatch, added up, and by the weight of {other}"
             yield Divided(text, summed(name, [part.weights[name] * total(other) for part in parts]))
+        for other in names:
+            if other != name:
+                text = f"{name} by the weight of {name} in each microbatch, which weighs as {other} does"
+                shares = [part.weights[other] / total(other) for part in parts]
+                divisors = [part.weights[name] / x if x else np.inf for part, x in zip(parts, shares, strict=True)]
+                yield Divided(text, summed(name, divisors))
         yield Divided(f"{name} by the number of microbatches too", summed(name, [k * total(name)] * k))
         yield Divided(f"{name} by the number of microbatches", summed(name, [float(k)] * k))
         yield Divided(f"{name} by nothing", summed(name, [1.0] * k))

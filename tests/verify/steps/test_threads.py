@@ -222,6 +222,19 @@ CASES: dict[str, Case] = {
         Cause.SCATTER,
         "rows keep one contribution",
     ),
+    # A mean of each microbatch, weighed by its tokens: right where all have as many.
+    "a balance weighed by tokens": loss_case(
+        beside_words(
+            lambda params, parts: (
+                sum(balance(params, x)[0] / balance(params, x)[1] * ahead(params, x)[1] for x in parts)
+                / sum(ahead(params, x)[1] for x in parts)
+            )
+        ),
+        right(ahead, balance),
+        Cause.DENOMINATOR,
+        "balance by the weight of balance in each microbatch, which weighs as words does",
+        terms=WITH_EXPERTS,
+    ),
     # All is divided by the tokens of the window, the balance of the experts too.
     "a balance by tokens": loss_case(
         beside_words(lambda params, parts: ratio(balance, params, parts, by=ahead)),

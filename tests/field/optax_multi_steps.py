@@ -1,0 +1,27 @@
+"""optax.MultiSteps around SGD, given each microbatch' mean."""
+
+import jax
+import optax
+
+from tests.field.problem import BATCH, TABLE, mean, part
+
+PACKAGE, USES = "optax", "MultiSteps"
+
+
+def make_step(k):
+    tx = optax.MultiSteps(optax.sgd(1.0), k)
+
+    @jax.jit
+    def step(table, batch):
+        state = tx.init(table)
+        for i in range(k):
+            grads = jax.grad(mean)(table, **part(batch, k, i))
+            updates, state = tx.update(grads, state, table)
+            table = optax.apply_updates(table, updates)
+        return table
+
+    return step
+
+
+def make_case():
+    return {"make_step": make_step, "params": TABLE, "batch": BATCH, "returns": "params"}

@@ -1,0 +1,55 @@
+"""The problem of every harness: the mean cross entropy over a batch's real words, of a table of logits.
+
+Its gradient is written down in float64 here, without any of the packages under test.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+WORDS, ROWS, LENGTH = 12, 8, 10
+_RNG = np.random.default_rng(0)
+TABLE = _RNG.normal(size=(WORDS, WORDS)).astype(np.float32)
+LENGTHS = np.array([9, 3, 10, 5, 2, 8, 6, 4])
+TOKENS = _RNG.integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32)
+MASK = (np.arange(LENGTH) < LENGTHS[:, None]).astype(np.float32)
+BATCH = {"tokens": TOKENS, "mask": MASK}
+
+
+def truth() -> np.ndarray:
+    """The gradient by the table, from its closed form."""
+    x, y, real = TOKENS[:, :-1].ravel(), TOKENS[:, 1:].ravel(), MASK[:, 1:].ravel().astype(np.float64)
+    logits = TABLE.astype(np.float64)[x]
+    likely = np.exp(logits - logits.max(-1, keepdims=True))
+    likely /= likely.sum(-1, keepdims=True)
+    likely[np.arange(len(y)), y] -= 1
+    gradient = np.zeros((WORDS, WORDS))
+    np.add.at(gradient, x, likely * (real / real.sum())[:, None])
+    return gradient
+
+
+def squares() -> np.ndarray:
+    """The gradient of the mean square of the logits of all words but the last of each row."""
+    counts = np.bincount(TOKENS[:, :-1].ravel(), minlength=WORDS)[:, None]
+    return 2 * TABLE.astype(np.float64) * counts / (ROWS * (LENGTH - 1) * WORDS)
+
+
+def loss(table: Any, tokens: Any, mask: Any) -> tuple[Any, Any]:
+    """The sum over real words, in JAX, and their number."""
+    import jax
+    import jax.numpy as jnp
+
+    likely = jax.nn.log_softmax(table[tokens[:, :-1]])
+    found = jnp.take_along_axis(likely, tokens[:, 1:, None], axis=-1)[..., 0]
+    return -(found * mask[:, 1:]).sum(), mask[:, 1:].sum()
+
+
+def mean(table: Any, tokens: Any, mask: Any) -> Any:
+    total, count = loss(table, tokens, mask)
+    return total / count
+
+
+def part(batch: Any, k: int, i: int) -> Any:
+    return {name: x[i * ROWS // k : (i + 1) * ROWS // k] for name, x in batch.items()}
