@@ -82,7 +82,7 @@ def operations(jaxpr: Any) -> Iterator[Any]:
 
 
 class Origin(IntEnum):
-    """What a value is made of."""
+    """The origin of a value: constants, random bits, or the arguments."""
 
     CONSTANT = 0
     DRAWN = 1
