@@ -54,6 +54,7 @@ class Cell(ABC):
       additive: whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce.
       adds_terms: whether ``update`` adds one array, `term`, to an accumulator that is one.
       takes_lists: whether it takes several contributions at once, by `update_many`.
+      joins: whether all but `idle` is elementwise, so that small leaves may be handled as one.
       most_replicas: how many may merge their states by `all_merge`, without gathering them.
     """
 
@@ -64,6 +65,7 @@ class Cell(ABC):
     additive: bool = False
     adds_terms: bool = False
     takes_lists: bool = False
+    joins: bool = False
     most_replicas: int = 0
 
     @abstractmethod

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine import tree
+from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, resolve, shape_of
 from gradcombine.errors import GradCombineError, at
@@ -16,6 +17,7 @@ from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described, of_each_rank
 from gradcombine.reductions.cell import Cell, Totals, parts, refilled, where
+from gradcombine.reductions.small import Small
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
@@ -124,20 +126,26 @@ class Treewise(Reduction):
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
         factor = w if multiplies else parse(self.cell.name, backend, 1)
 
+        def masked(old: Any, new: Any) -> Any:
+            # Masked by where: a contribution of weight 0 may hold NaN.
+            return new if new is old or isinstance(zero, bool) else self.cell.masked(backend, zero, old, new)
+
+        def added(_: None, a: Any, x: Any) -> Any:
+            return masked(a, self.cell.update(backend, a, x, factor, totals))
+
+        apply = self._elementwise(backend, added)
+
         def update(a: Any, kind: Any, leaf: Any) -> Any:
             if leaf is None or backend.absent(leaf):
-                return None if a is None else self.cell.idle(backend, a, [w], totals)
-            return self.cell.update(backend, a, self._entering(backend, a, kind, leaf), factor, totals)
+                return None if a is None else masked(a, self.cell.idle(backend, a, [w], totals))
+            return apply(None, a, self._entering(backend, a, kind, leaf))
 
-        updated = self._each(flat.structure, update, flat.values, flat.made_for, leaves)
+        updated = self._each(flat.structure, update, flat.values, flat.made_for, leaves, small=apply)
         if zero is True:
             return state
         total = self.cell.link(backend, self.cell.add_weight(backend, state.weight, w), leaves)
         count = state.count + 1
         if zero is not False:
-            # Masked by where: a contribution of weight 0 may hold NaN.
-            pairs = zip(flat.values, updated, strict=True)
-            updated = [new if new is old else self.cell.masked(backend, zero, old, new) for old, new in pairs]
             total = where(backend, zero, state.weight, total)
             count = backend.where(zero, state.count, count)
         return flat.closed(state, updated, total, count)
@@ -177,15 +185,22 @@ class Treewise(Reduction):
             raise GradCombineError(self.cell.name, "no gradient, as where the state was made", "an array")
         return self.cell.entering(backend, a, kind.dtype, leaf)
 
-    def _each(self, structure: tree.Structure, function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
-        """Applies a function leaf by leaf; errors name the leaf."""
+    def _elementwise(self, backend: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, or where it takes small leaves together, its calls, for `_each`."""
+        # A compiler writes what it fuses with a slice once for every slice.
+        return Small(function) if self.cell.joins and backend is NUMPY else function
+
+    def _each(
+        self, structure: tree.Structure, function: Callable[..., Any], *columns: Iterable[Any], small: Any = None
+    ) -> list[Any]:
+        """Applies a function leaf by leaf, with what it has put off in ``small``; errors name the leaf."""
         results: list[Any] = []
         for row in zip(*columns, strict=True):
             try:
                 results.append(function(*row))
             except GradCombineError as error:
                 raise at(error, self.cell.name, structure.path(len(results))) from None
-        return results
+        return small.results(results) if isinstance(small, Small) else results
 
     @no_autograph
     def update_many(
@@ -210,19 +225,24 @@ class Treewise(Reduction):
         totals = Totals(whole.weight, whole.count)
         zeros = [w.known == 0 if w.known is not None else w.is_zero(backend) for w in parsed]
 
+        def added(_: None, a: Any, *xs: Any) -> Any:
+            pairs = zip(xs, zeros, strict=True)
+            present = [x if x is None or zero is False else _masked(backend, zero, x) for x, zero in pairs]
+            return cell.update_many(backend, a, present, parsed, totals, order)
+
+        apply = self._elementwise(backend, added)
+
         def update(a: Any, kind: Any, *xs: Any) -> Any:
             present: list[Array | None] = [None] * len(xs)
-            some = False
             for i, (leaf, zero) in enumerate(zip(xs, zeros, strict=True)):
                 if leaf is not None and not backend.absent(leaf):
                     x = self._entering(backend, a, kind, leaf)
-                    if zero is not True:
-                        some, present[i] = True, x if zero is False else _masked(backend, zero, x)
-            if not some:
+                    present[i] = None if zero is True else x
+            if all(x is None for x in present):
                 return None if a is None else cell.idle(backend, a, parsed, totals)
-            return cell.update_many(backend, a, present, parsed, totals, order)
+            return apply(None, a, *present)
 
-        accumulators = self._each(flat.structure, update, flat.values, flat.made_for, *rows)
+        accumulators = self._each(flat.structure, update, flat.values, flat.made_for, *rows, small=apply)
         known = [w for w in parsed if w.known is not None]
         total, count = whole.weight, _plus(backend, whole.count, len([w for w in known if w.known != 0]))
         if known:
@@ -241,13 +261,18 @@ class Treewise(Reduction):
         backend = resolve(name, [*left.arrays(), *right.arrays(), a.count, b.count])
         totals = Totals(a.weight, a.count), Totals(b.weight, b.count)
 
+        def merged(_: None, x: Any, y: Any) -> Any:
+            return self.cell.merge(backend, x, y, *totals)
+
+        apply = self._elementwise(backend, merged)
+
         def merge(x: Any, y: Any) -> Any:
             expected, received = _summary(x), _summary(y)
             if expected != received:
                 raise GradCombineError(name, f"a state of {expected}", received)
-            return None if x is None else self.cell.merge(backend, x, y, *totals)
+            return None if x is None else apply(None, x, y)
 
-        values = self._each(left.structure, merge, left.values, right.values)
+        values = self._each(left.structure, merge, left.values, right.values, small=apply)
         return left.closed(a, values, self.cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
 
     @no_autograph
@@ -256,14 +281,20 @@ class Treewise(Reduction):
         backend = resolve(self.cell.name, [*flat.arrays(), state.count])
         totals = Totals(state.weight, state.count)
 
+        def finished(output: np.dtype, a: Any) -> Any:
+            return self.cell.finish(backend, a, totals, output)
+
+        apply = self._elementwise(backend, finished)
+
         def finish(a: Any, kind: Any) -> Any:
             if kind.dtype is None:
                 return _absent(backend, kind)
             if a is None:
                 raise GradCombineError(self.cell.name, f"an accumulator for contributions of {kind}", "none")
-            return self.cell.finish(backend, a, totals, self.cell.output(kind.dtype))
+            return apply(self.cell.output(kind.dtype), a)
 
-        return tree.unflatten(flat.structure, self._each(flat.structure, finish, flat.values, flat.made_for))
+        results = self._each(flat.structure, finish, flat.values, flat.made_for, small=apply)
+        return tree.unflatten(flat.structure, results)
 
     @no_autograph
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:

@@ -311,3 +311,48 @@ def test_compensated_sums_keep_to_their_bound(name: str, data: Any) -> None:
             terms = [exact.term("sum", x, w)[0] for x, w in zip(column, data["weights"], strict=True)]
             total, size = sum(terms, Fraction(0)), sum(map(abs, terms), Fraction(0))
             assert abs(Fraction(float(received)) - total) <= u * abs(total) + gamma**2 * size
+
+
+@pytest.mark.parametrize("max_terms", [None, 1 << 20])
+@pytest.mark.parametrize("make", [reductions.sum, reductions.mean])
+def test_many_small_leaves_have_the_bits_and_states_of_each_alone(make: Any, max_terms: int | None) -> None:
+    rng, special = np.random.default_rng(7), [np.inf, -np.inf, np.nan, -0.0, 0.0, 1e-45, -3e-39, 3e38]
+    dtypes = [np.dtype(x) for x in (np.float32, ml_dtypes.bfloat16, np.float16, np.float64, ">f4")]
+    shapes = [(), (1,), (0,), (2, 0), (3, 5), (17,), (4097,)]
+
+    def leaf(i: int) -> np.ndarray | None:
+        if i % 19 == 18:
+            return None
+        x = np.asarray(rng.normal(size=shapes[i % 7]) * 2.0 ** rng.integers(-40, 40))
+        if i % 3 == 0 and x.size:
+            x.flat[0] = special[i // 3 % 8]
+        with np.errstate(over="ignore"):
+            return x.astype(dtypes[i % 5])
+
+    def grads(seed: int) -> list[Any]:
+        made = [leaf(i) for i in range(200)]
+        # A leaf that has a gradient may lack one at a time.
+        return [None if i and i % 23 == seed else x for i, x in enumerate(made)]
+
+    red = make("exact") if max_terms is None else make("exact", max_terms=max_terms)
+    like, terms, weights = [leaf(i) for i in range(200)], [grads(seed) for seed in range(5)], [1, 3, 0.5, 0, 1]
+
+    def states(like: Any, terms: Any) -> list[Any]:
+        one = red.update(red.update(red.init({"x": like, "empty": ()}), terms[0], weights[0]), terms[1], weights[1])
+        many = red.update_many(one, terms[2:], weights[2:], "sequential")
+        return [one, many, red.merge(one, many), red.clear(many)]
+
+    together = states(like, [{"x": x, "empty": ()} for x in terms])
+    for i, x in enumerate(like):
+        if x is None:
+            continue
+        alone = states(x, [{"x": term[i], "empty": ()} for term in terms])
+        for a, b in zip(together, alone, strict=True):
+            assert type(a.value["x"][i]) is type(b.value["x"])
+            for result in ((a.value["x"][i], b.value["x"]), (red.finalize(a)["x"][i], red.finalize(b)["x"])):
+                for got, expected in zip(*map(_arrays, result), strict=True):
+                    assert (got.shape, got.dtype, got.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
+
+
+def _arrays(result: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in parts(result)]

@@ -54,6 +54,7 @@ class Exact(Cell):
     many: bool
     kinds: tuple[str, ...] = (dtypes.FLOAT_OF_BITS,)
     takes_lists: bool = True
+    joins: bool = True
     most_replicas: int = exchange.MOST_REPLICAS
 
     def running(self, dtype: np.dtype) -> np.dtype:
