@@ -139,6 +139,24 @@ def find_mesh(operation: str, over: JaxAxis, values: Tree) -> Mesh | AbstractMes
     return first
 
 
+def on_their_mesh(specs: Tree, values: Tree) -> Tree:
+    """The specs of an abstract evaluation with the devices of the arrays that it was made of.
+
+    Of arrays on explicit axes it gives shardings without devices, which nothing can be made like outside of
+    ``jax.set_mesh``.
+    """
+    found = (_mesh(x) for _, x in _arrays(values))
+    meshes = {mesh.abstract_mesh: mesh for mesh in found if isinstance(mesh, Mesh)}
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        kind = x.sharding
+        if not isinstance(kind, NamedSharding) or kind.mesh not in meshes:
+            return x
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(meshes[kind.mesh], kind.spec))
+
+    return jax.tree.map(placed, specs)
+
+
 def own_state(operation: str, over: Collective, own: Tree, beside: Tree) -> Tree:
     """The initial state of each replica for `on_replicas`: typed as varying, or stacked along the mesh axis."""
     if not isinstance(over, JaxAxis) or over.is_bound():

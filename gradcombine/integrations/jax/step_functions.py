@@ -15,7 +15,7 @@ from gradcombine.backends.registry import require_count
 from gradcombine.errors import GradCombineError, attribute, renamed
 from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_tree
 from gradcombine.integrations.jax.contribution import Contribution, Objective
-from gradcombine.integrations.jax.on_replicas import on_replicas, own_state
+from gradcombine.integrations.jax.on_replicas import on_replicas, on_their_mesh, own_state
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.places.time import require_state
@@ -179,7 +179,7 @@ def over_calls(
             alone = objective if is_bound(objective) else dataclasses.replace(objective, over=gc.LOCAL)
             called = loss_arguments(objective, params, carry, example)
             parts = jax.eval_shape(lambda *args, **kw: alone.contribution(args, kw).parts, *called, **kwargs)
-            specs |= {"aux": parts["aux"]} if "aux" in parts else {}
+            specs |= {"aux": on_their_mesh(parts["aux"], (called, kwargs))} if "aux" in parts else {}
         window = with_aux if "aux" in specs else of_gradients
         return begun(objective, optimizer, params, window.init(specs), carry)
 

@@ -140,6 +140,28 @@ def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: p
     np.testing.assert_allclose(params, first - np.float32(means[1] + 0.5 * means[0])[:, None], 1e-5)
 
 
+@pytest.mark.parametrize("over", [gc.LOCAL, OVER], ids=["local", "data"])
+@pytest.mark.parametrize("every", [2, UNTIL_FLUSH], ids=["two", "until flush"])
+def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None:
+    """They begin as zeros that are made outside of any program, and of jax.set_mesh."""
+    on = mesh(EXPLICIT, 4, 1)
+
+    def measured(w: Any, x: Any) -> Any:
+        made = jnp.tanh(x @ w)
+        return made.mean(), {"mean": made.mean(), "column": made.mean(0)}
+
+    step = train_step(Loss(measured, has_aux=True), optax.sgd(0.0), every=every, over=over)
+    w = put(on, P(), W)
+    state = step.init(w, put(on, P("data"), X))
+    for _ in range(2):
+        w, state, metrics = step(w, state, put(on, P("data"), X))
+    if every == UNTIL_FLUSH:
+        w, state, metrics = step.flush(w, state)
+    expected = np.tanh(X.astype(np.float64) @ W).mean(0)
+    np.testing.assert_allclose(metrics.aux["column"], expected, atol=1e-6)
+    np.testing.assert_allclose(metrics.aux["mean"], expected.mean(), atol=1e-6)
+
+
 def test_the_mesh_may_be_the_one_in_scope() -> None:
     on = mesh(AxisType.Auto)
     gradient = value_and_grad(loss, 3, over=OVER)
