@@ -1,3 +1,4 @@
+# pyright: standard
 """Gradient trees: taken apart into leaves with paths, compared, and put together again.
 
 Containers are dicts, lists, tuples, NamedTuples and whatever node types a loaded framework registers. A leaf is an

@@ -1,3 +1,4 @@
+# pyright: standard
 """Compiles a step and tells what it does."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Compiles a step for a machine, and takes in what other tools have compiled, without running either."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The machines that a program is compiled for, whether they are here or not, and their published figures."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """A timeline of one call: the operations in order, with their computation, bytes and exchanges."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """JAX: the primitives, eager and under jit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The replicas along the named axes of pmap, vmap and shard_map."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Compatibility shims for JAX 0.9, whose private names no longer change."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """NumPy: the backend that is always there."""
 
 from __future__ import annotations

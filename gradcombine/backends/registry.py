@@ -1,3 +1,4 @@
+# pyright: standard
 """Finds the backend of a leaf, and loads a backend only where its framework is loaded already."""
 
 from __future__ import annotations

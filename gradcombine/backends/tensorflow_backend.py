@@ -1,3 +1,4 @@
+# pyright: standard
 """TensorFlow: eager, tf.function, XLA, and the replicas of tf.distribute."""
 
 from __future__ import annotations

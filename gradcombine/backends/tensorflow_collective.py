@@ -1,3 +1,4 @@
+# pyright: standard
 """The replicas of tf.distribute."""
 
 from __future__ import annotations

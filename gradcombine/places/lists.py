@@ -1,3 +1,4 @@
+# pyright: standard
 """Lists: combining trees that are all available at once."""
 
 from __future__ import annotations

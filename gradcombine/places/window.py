@@ -1,3 +1,4 @@
+# pyright: standard
 """A window of training: microbatches over time and replicas, up to the boundary where they are combined.
 
 What an optimizer wrapper or a training step has to know about windows is here, for every framework alike. A host, as

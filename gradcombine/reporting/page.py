@@ -1,3 +1,4 @@
+# pyright: standard
 """A report as one HTML file that needs nothing beside it, to be attached to a pull request."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Detection of faults of a replica, equal on all replicas, and their handling.
 
 Replicas that do not agree wait for one another for ever. So each says in a few integers how it is, all get what all

@@ -1,3 +1,4 @@
+# pyright: standard
 """The microbatches that a window holds; how those of lost replicas are dealt again and come together."""
 
 from __future__ import annotations

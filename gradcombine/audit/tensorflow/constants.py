@@ -1,3 +1,4 @@
+# pyright: standard
 """Values that a TensorFlow graph fixes before it runs: constants, and the iterations of its loops."""
 
 from __future__ import annotations

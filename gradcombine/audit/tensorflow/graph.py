@@ -1,3 +1,4 @@
+# pyright: standard
 """A graph of TensorFlow as rules and reports ask of it: its collectives, loops and branches, sums and variables."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Reads a graph of TensorFlow that is not compiled, with the functions that it calls, without running it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Takes a graph from a tf.function, a ConcreteFunction or a SavedModel; the compiled program where XLA compiles it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Horovod's local gradient aggregation: an all-reduce once in several backward passes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The arrays of a step: made of numbers, placed beside each other, donated, and lost with a process."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """JAX's BCOO to and from the row-sparse leaf, and gradients of embeddings as rows."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The contribution of one microbatch: its gradient, loss, weight, and the other results of the loss."""
 
 from __future__ import annotations

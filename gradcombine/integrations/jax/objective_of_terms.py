@@ -1,3 +1,4 @@
+# pyright: standard
 """A loss of several terms: its gradient for each denominator, or one where the totals are known."""
 
 from __future__ import annotations

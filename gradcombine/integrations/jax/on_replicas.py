@@ -1,3 +1,4 @@
+# pyright: standard
 """Runs a part of a program once on each replica of a mesh axis, whether or not something around it has bound it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The end of a window, in place on every machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """A whole window in one call: a batch in microbatches, and a scan over them."""
 
 from __future__ import annotations

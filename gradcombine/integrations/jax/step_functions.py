@@ -1,3 +1,4 @@
+# pyright: standard
 """A training step as pure functions: windows over several calls, or a window in each call."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """A compiled training step: gradients, accumulation, exchange and optimizer in one function."""
 
 from __future__ import annotations

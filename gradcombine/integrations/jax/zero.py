@@ -1,3 +1,4 @@
+# pyright: standard
 """Sharded accumulation (ZeRO stage 2): every microbatch is reduce-scattered into accumulators of 1/N of the size."""
 
 from __future__ import annotations

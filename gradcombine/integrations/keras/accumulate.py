@@ -1,3 +1,4 @@
+# pyright: standard
 """Accumulation around any Keras optimizer."""
 
 from __future__ import annotations

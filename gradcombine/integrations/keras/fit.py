@@ -1,3 +1,4 @@
+# pyright: standard
 """Weights of microbatches in fit, and the end of the data."""
 
 from __future__ import annotations

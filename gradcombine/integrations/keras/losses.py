@@ -1,3 +1,4 @@
+# pyright: standard
 """Losses over the examples of a batch: their weight, and a warning where ``fit`` gives different sizes none.
 
 An optimizer gets gradients, not batches. While Keras' own train step runs or is traced, its batch is on the stack. That

@@ -1,3 +1,4 @@
+# pyright: standard
 """Windows on Keras' JAX backend: pure functions between reading and assigning variables."""
 
 from __future__ import annotations

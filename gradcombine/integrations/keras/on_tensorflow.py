@@ -1,3 +1,4 @@
+# pyright: standard
 """Windows on Keras' TensorFlow backend: one per replica, in variables that are written in place."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The arguments of an accumulating optimizer: an inner optimizer, a reduction, weights."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """A window in Keras variables, and in ``.keras`` files."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """An optimizer around another one: what it delegates to that one, and how its window is saved."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Accumulation over microbatches and replicas, around an optax transformation."""
 
 from __future__ import annotations

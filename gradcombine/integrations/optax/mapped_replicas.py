@@ -1,3 +1,4 @@
+# pyright: standard
 """The replicas around optax transformations: their updates combined, and functions run on each of them."""
 
 from __future__ import annotations

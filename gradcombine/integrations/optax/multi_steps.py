@@ -1,3 +1,4 @@
+# pyright: standard
 """A drop-in for optax.MultiSteps."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Microbatches that are left out: not finite, or too large."""
 
 from __future__ import annotations

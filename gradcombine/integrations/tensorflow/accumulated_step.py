@@ -1,3 +1,4 @@
+# pyright: standard
 """A training step over variables that accumulates, all-reduces and applies at the boundary."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The optimizer's run at the boundary, on merged gradients, for the variables that have had one and no others."""
 
 from __future__ import annotations

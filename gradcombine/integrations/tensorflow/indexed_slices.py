@@ -1,3 +1,4 @@
+# pyright: standard
 """tf.IndexedSlices: to and from the row-sparse leaf, made dense, or gathered from all ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Validation of a step's arguments and of the results of its function."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """A loss of several terms over variables: what a microbatch contributes, and what is told of a window."""
 
 from __future__ import annotations

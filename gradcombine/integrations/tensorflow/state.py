@@ -1,3 +1,4 @@
+# pyright: standard
 """Each replica's own window in variables, the variables that have had a gradient, and the order of reads and writes."""
 
 from __future__ import annotations

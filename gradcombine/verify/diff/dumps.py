@@ -1,3 +1,4 @@
+# pyright: standard
 """Files and checkpoints of arrays. Each format's library is imported when such a file is opened."""
 
 from __future__ import annotations

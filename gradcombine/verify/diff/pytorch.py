@@ -1,3 +1,4 @@
+# pyright: standard
 """PyTorch's files and tensors as NumPy arrays."""
 
 from __future__ import annotations

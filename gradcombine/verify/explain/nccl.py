@@ -1,3 +1,4 @@
+# pyright: standard
 """The orders in which PyTorch's processes add gradients, as far as their sources say so: DDP, and NCCL's all-reduces.
 
 - **Accumulation.** ``.grad`` is a left chain over the backward passes, in the parameter's dtype (autograd's

@@ -1,3 +1,4 @@
+# pyright: standard
 """The ways to run a window of microbatches side by side, compiled for the machine that it will run on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Cost of a window of each way: of its programs, as compiled, and as predicted by the formulas of docs/plan.md."""
 
 from __future__ import annotations

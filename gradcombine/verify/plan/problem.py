@@ -1,3 +1,4 @@
+# pyright: standard
 """The problem of a plan: a loss, an optimizer, and specs of parameters and batch on a mesh."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The ways to run a window of microbatches: the code of each, which is printed and compiled."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """Runs that leave a trace, and the first place where two of them diverge: the step, the stage, the leaf."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """JAX: the digits classifier, and the combine: eager, jit and scan; pmap and shard_map over virtual CPU devices."""
 
 from __future__ import annotations

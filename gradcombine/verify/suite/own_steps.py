@@ -1,3 +1,4 @@
+# pyright: standard
 """The library's own steps, compiled and traced on this machine: an audit of them has to find nothing."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """The places where gradients are combined, the same for all frameworks; what a row runs; and the devices it runs on."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# pyright: standard
 """TensorFlow: the digits classifier, and the combine: eager, tf.function, XLA; MirroredStrategy over logical CPUs."""
 
 from __future__ import annotations

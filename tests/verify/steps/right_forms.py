@@ -215,6 +215,35 @@ def callbacks_and_metrics(k: int) -> Any:
     return step
 
 
+class Engine:
+    """Gradients by requests: some calls of `forward_backward`, and one of `optim_step`."""
+
+    _grad = staticmethod(jax.jit(jax.grad(masked_sum)))
+
+    def load(self, params: Any) -> None:
+        self.params, self.total, self.count = params, jax.tree.map(jnp.zeros_like, params), 0.0
+
+    def forward_backward(self, batch: Any) -> None:
+        self.total = plus(self.total, self._grad(self.params, batch))
+        self.count = self.count + batch["mask"].sum()
+
+    def optim_step(self) -> Any:
+        return jax.tree.map(lambda p, x: p - 0.1 * x / self.count, self.params, self.total)
+
+
+@right(LINE, MASKED, returns="params")
+def requests_to_an_engine(k: int) -> Any:
+    engine = Engine()
+
+    def step(p: Any, batch: Any) -> Any:
+        engine.load(p)
+        for i in range(k):
+            engine.forward_backward(part(batch, k, i))
+        return engine.optim_step()
+
+    return step
+
+
 # --- devices ---
 
 ON_DEVICES = {"microbatches": (1, 2), "devices": (2, 4)}
