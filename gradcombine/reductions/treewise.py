@@ -3,39 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.backends.registry import dtype_of, resolve, shape_of
+from gradcombine.backends.registry import dtype_of, resolve
 from gradcombine.errors import GradCombineError, at
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described, of_each_rank
 from gradcombine.reductions.cell import Cell, Totals, parts, refilled, where
 from gradcombine.reductions.small import Small
+from gradcombine.reductions.treewise_state import Opened, TreewiseState, summary
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree, no_autograph
-
-
-class TreewiseState(NamedTuple):
-    """A partial result. Each reduction has a subclass of its own, which tells its states from those of others.
-
-    Attributes:
-      value: the tree of accumulators; a constant in the structure where the parameter has no gradient.
-      weight: the sum of weights, a real scalar (of an exact reduction, a NamedTuple of scalars).
-      count: int32 scalar, the number of contributions whose weight is not 0.
-      dtypes: constants in the structure: for each leaf the dtype of the contributions, or that there is no gradient.
-    """
-
-    value: Tree
-    weight: Any
-    count: Array
-    dtypes: Tree
 
 
 class Treewise(Reduction):
@@ -93,7 +77,7 @@ class Treewise(Reduction):
         leaves, structure = tree.flatten(self.cell.name, like, self.cell.is_leaf)
         return self._begun(structure, leaves)[1]
 
-    def _begun(self, structure: tree.Structure, leaves: Sequence[Any]) -> tuple[_Opened, State]:
+    def _begun(self, structure: tree.Structure, leaves: Sequence[Any]) -> tuple[Opened, State]:
         """The empty state for leaves like these, also as it is when opened."""
         first = [self.cell.arrays(leaf)[0] for leaf in leaves]
         backend = resolve(self.cell.name, first)
@@ -106,7 +90,7 @@ class Treewise(Reduction):
                 raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", kind.dtype)
             return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(kind.dtype), like)
 
-        opened = _Opened(structure, self._each(structure, empty, leaves, first, made_for), made_for)
+        opened = Opened(structure, self._each(structure, empty, leaves, first, made_for), made_for)
         present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
         widest = dtypes.of_weights([kind.dtype for kind in made_for if kind.dtype is not None])
         weight = self.cell.empty_weight(backend, widest, present)
@@ -172,7 +156,7 @@ class Treewise(Reduction):
             total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
         return flat.closed(state, terms, total, count)
 
-    def _entered(self, state: State, value: Tree, weight: Any) -> tuple[_Opened, list[Any], Backend, Weight]:
+    def _entered(self, state: State, value: Tree, weight: Any) -> tuple[Opened, list[Any], Backend, Weight]:
         flat = self._open(state)
         leaves = tree.flatten_as(self.cell.name, flat.structure, value, self.cell.is_leaf)
         arrays = leaves if self.cell.is_leaf is None else [x for leaf in leaves for x in self.cell.arrays(leaf)]
@@ -267,7 +251,7 @@ class Treewise(Reduction):
         apply = self._elementwise(backend, merged)
 
         def merge(x: Any, y: Any) -> Any:
-            expected, received = _summary(x), _summary(y)
+            expected, received = summary(x), summary(y)
             if expected != received:
                 raise GradCombineError(name, f"a state of {expected}", received)
             return None if x is None else apply(None, x, y)
@@ -327,7 +311,7 @@ class Treewise(Reduction):
         values = self._each(flat.structure, empty, flat.values, flat.made_for)
         return flat.closed(state, values, totals.weight, totals.count)
 
-    def _empty_totals(self, backend: Backend, flat: _Opened, state: State) -> Totals:
+    def _empty_totals(self, backend: Backend, flat: Opened, state: State) -> Totals:
         present = [kind.dtype for kind in flat.made_for if kind.dtype is not None]
         dtype = dtypes.of_weights(present) if present else dtype_of(parts(state.weight)[0])
         weight = self.cell.empty_weight(backend, dtype, parts(state.weight))
@@ -365,52 +349,13 @@ class Treewise(Reduction):
             return rebuild(collective.all_sum(bundle))
         return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
 
-    def _open(self, state: State) -> _Opened:
+    def _open(self, state: State) -> Opened:
         if type(state) is not self.state:
             raise GradCombineError(self.cell.name, f"a {self.state.__name__}", type(state).__name__)
         made_for, structure = tree.flatten(self.cell.name, state.dtypes, tree.is_static)
         accumulators = tree.split_as(self.cell.name, structure, state.value)
         values = [None if isinstance(a, tree.Static) else a for a in accumulators]
-        return _Opened(structure, values, made_for)
-
-
-@dataclass(frozen=True)
-class _Opened:
-    """A state, flattened.
-
-    Attributes:
-      structure: of its tree.
-      values: the accumulators; None where there is no gradient.
-      made_for: constants, in the same order.
-    """
-
-    structure: tree.Structure
-    values: list[Any]
-    made_for: list[Any]
-
-    def present(self) -> list[Any]:
-        return [a for a in self.values if a is not None]
-
-    def arrays(self) -> list[Array]:
-        arrays: list[Array] = []
-        for a in self.values:
-            if isinstance(a, tuple):
-                arrays.extend(parts(a))
-            elif a is not None:
-                arrays.append(a)
-        return arrays
-
-    def closed(self, state: State, values: Sequence[Any], weight: Any, count: Array) -> State:
-        """The state with other accumulators."""
-        return type(state)(self.value(values), weight, count, state.dtypes)
-
-    def value(self, values: Sequence[Any]) -> Tree:
-        """The tree of these accumulators."""
-        held = list(values)
-        for i, kind in enumerate(self.made_for):
-            if held[i] is None:
-                held[i] = kind
-        return tree.unflatten(self.structure, held)
+        return Opened(structure, values, made_for)
 
 
 def _masked(backend: Backend, zero: Array, x: Array) -> Array:
@@ -428,14 +373,6 @@ def _on_wire(backend: Backend, arrays: Sequence[Array], wire: np.dtype | None) -
     if wire is None:
         return list(arrays)
     return [backend.cast(x, wire) if dtypes.kind(dtype_of(x)) == dtypes.kind(wire) else x for x in arrays]
-
-
-def _summary(a: Any) -> str:
-    if a is None:
-        return "no gradient"
-    kept = parts(a)[0]
-    held = f"shape {shape_of(kept)} and dtype {dtype_of(kept)}"
-    return f"{held} in {getattr(a, 'in_words', type(a).__name__)}" if kept is not a else held
 
 
 def _absent(backend: Backend, kind: Any) -> Any:
