@@ -95,6 +95,8 @@ class StepStandard(Standard):
     def accuracy(self, result: Result, reference: Floats) -> tuple[np.ndarray, np.ndarray]:
         """The distance of each leaf from a reference: over what is allowed, and over the noise."""
         far = [rms(x - y) for x, y in zip(result.floats, reference, strict=True)]
+        if np.any(np.array(far) > self._accurate):
+            self.noise, self._accurate = self._with_zeros
         of_bound, noises = (
             np.array([over(*x) for x in zip(far, y, strict=True)]) for y in (self._accurate, self.noise)
         )
@@ -220,14 +222,39 @@ class StepStandard(Standard):
         except NotWide as reason:
             return None, str(reason)
 
-    def _noise(self, wide: bool) -> np.ndarray:
+    def _noise(self, wide: bool, chosen: Sequence[np.ndarray] | None = None) -> np.ndarray:
+        """How far rounding of the inputs moves each leaf, or these of its elements."""
         subject, unit, still = self.subject, 2 * self.unit, self.best if wide else self.own
-        worst = np.array([self.unit * rms(x) for x in still.floats])
+        of = chosen or [np.array(True)] * len(still.floats)
+        worst = np.array([self.unit * rms(x * y) for x, y in zip(still.floats, of, strict=True)])
         for seed in range(SAMPLES):
             of_params, of_batch = perturbation(seed, unit), perturbation(seed + SAMPLES, unit)
             moved = subject.run(WHOLE, subject.batch, wide, of_params, of_batch)
-            worst = np.maximum(worst, [rms(x - y) for x, y in zip(moved.floats, still.floats, strict=True)])
+            off = [rms((x - y) * z) for x, y, z in zip(moved.floats, still.floats, of, strict=True)]
+            worst = np.maximum(worst, off)
         return worst
+
+    @cached_property
+    def _with_zeros(self) -> tuple[np.ndarray, np.ndarray]:
+        """The noise, and the bound of accuracy, with the own noise of elements that are 0 in exact arithmetic.
+
+        Such are the biases of an attention's keys, alone or as a part of a leaf: in float64, too, they are nothing but
+        rounding, and Adam makes as large an update of it as of any gradient.
+        """
+        if self.wide is None:
+            return self.noise, self._accurate
+        unit, still = 2 * UNIT64, self.wide.floats
+        zeros = [np.zeros(x.shape, bool) for x in still]
+        for seed in range(2 * SAMPLES):
+            noises = perturbation(seed, unit), perturbation(seed + SAMPLES, unit)
+            try:
+                moved = self.subject.wide(WHOLE, self.subject.batch, noise=noises[0], batch_noise=noises[1])
+            except (NotWide, NotFiniteError):
+                return self.noise, self._accurate
+            pairs = zip(zeros, moved.floats, still, strict=True)
+            zeros = [zero | (np.abs(x - y) > 2.0**-10 * np.abs(y)) for zero, x, y in pairs]
+        own = self._noise(False, zeros)
+        return np.hypot(self.noise, own), self._accurate + TIMES * own
 
     def _largest(self) -> list[np.ndarray]:
         """The largest magnitude of each element over the units."""

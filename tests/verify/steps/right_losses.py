@@ -265,16 +265,16 @@ def bfloat16_parameters_and_float32_accumulator(k: int) -> Any:
 # --- optimizers ---
 
 
-def updated(tx: Any, after: Callable[[Any, Any], Any] = lambda new, old: new) -> Right:
+def updated(tx: Any, after: Callable[[Any, Any], Any] = lambda new, old: new, loss: Any = LM, params: Any = P) -> Right:
     def make_step(k: int) -> Any:
         @jax.jit
         def step(p: Any, batch: Any) -> Any:
-            updates, _ = tx.update(in_a_scan(LM, k, p, batch), tx.init(p), p)
+            updates, _ = tx.update(in_a_scan(loss, k, p, batch), tx.init(p), p)
             return after(optax.apply_updates(p, updates), p)
 
         return step
 
-    return Right(make_step, P, TEXT, {"returns": "params"})
+    return Right(make_step, params, TEXT, {"returns": "params"})
 
 
 FROZEN = {"t": optax.adam(1e-2), "f": optax.set_to_zero()}
@@ -518,6 +518,31 @@ def layered(p: Any, batch: Any) -> tuple[Any, Any]:
     return (optax.softmax_cross_entropy_with_integer_labels(h @ p["out"], y) * mask).sum(), mask.sum()
 
 
+FUSED = {"embed": drawn(WORDS, WIDTH), "qkv": drawn(WIDTH, 3 * WIDTH), "bias": drawn(3 * WIDTH)}
+FUSED |= {"out": drawn(WIDTH, WORDS)}
+APART = {name: FUSED[name] for name in ("embed", "out")}
+APART |= {name: FUSED["qkv"][:, i * WIDTH : (i + 1) * WIDTH] for i, name in enumerate("qkv")}
+APART |= {f"{name}_bias": FUSED["bias"][i * WIDTH : (i + 1) * WIDTH] for i, name in enumerate("qkv")}
+
+
+def attended(p: Any, batch: Any) -> tuple[Any, Any]:
+    """Attention, of which the keys' bias changes nothing: its gradient is 0 but for rounding."""
+    x, y, mask = shifted(batch)
+    h = p["embed"][x]
+    if "qkv" in p:
+        q, k, v = jnp.split(h @ p["qkv"] + p["bias"], 3, -1)
+    else:
+        q, k, v = (h @ p[name] + p[f"{name}_bias"] for name in "qkv")
+    scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), q @ k.swapaxes(1, 2) / np.sqrt(WIDTH), -1e9)
+    made = optax.softmax_cross_entropy_with_integer_labels((h + jax.nn.softmax(scores) @ v) @ p["out"], y)
+    return (made * mask).sum(), mask.sum()
+
+
+RIGHT |= {
+    f"attention with biases {where}, {name}": updated(tx, loss=attended, params=params)
+    for where, params in (("apart", APART), ("fused", FUSED))
+    for name, tx in (("adamw", optax.adamw(1e-2)), ("lion", optax.lion(1e-3)), ("sgd", optax.sgd(0.1)))
+}
 counted("packed rows", LAYERS, PACKED, packed)
 counted("packed rows, a mean of documents", LAYERS, PACKED, of_documents)
 counted("layers in a scan", LAYERS, TEXT, layered)

@@ -1,0 +1,145 @@
+"""The time of check_step beside the compilation of one training step: ``python benchmarks/check.py [NAME ...]``.
+
+Each step is a small transformer that predicts words, under AdamW, in one jitted function of four microbatches. Printed
+is the processor's time of ``check_step(..., microbatches=(2, 4))``, and how many compilations of the step that is.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from flax import nnx
+
+from gradcombine.verify import check_step
+
+WORDS, WIDTH, LENGTH, ROWS, LAYERS = 64, 32, 17, 8, 2
+TX = optax.adamw(1e-3)
+RNG = np.random.default_rng(0)
+TOKENS = RNG.integers(1, WORDS, (ROWS, LENGTH)) * (np.arange(LENGTH) < RNG.integers(5, LENGTH, ROWS)[:, None])
+BATCH = {"tokens": TOKENS.astype(np.int32)}
+
+
+class Linen(nn.Module):
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        mask, h = nn.make_causal_mask(x), nn.Embed(WORDS, WIDTH)(x)
+        for _ in range(LAYERS):
+            h = h + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(h), mask=mask)
+            h = h + nn.Dense(WIDTH)(nn.gelu(nn.Dense(4 * WIDTH)(nn.LayerNorm()(h))))
+        return nn.Dense(WORDS)(h)
+
+
+class Nnx(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.embed, self.out = nnx.Embed(WORDS, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WORDS, rngs=rngs)
+        attention = partial(nnx.MultiHeadAttention, 2, WIDTH, decode=False, rngs=rngs)
+        self.attention = nnx.List([attention() for _ in range(LAYERS)])
+        self.up = nnx.List([nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs) for _ in range(LAYERS)])
+        self.down = nnx.List([nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
+
+    def __call__(self, x: Any) -> Any:
+        mask, h = nnx.make_causal_mask(x), self.embed(x)
+        for attention, up, down in zip(self.attention, self.up, self.down, strict=True):
+            h = h + attention(h, mask=mask)
+            h = h + down(nnx.gelu(up(h)))
+        return self.out(h)
+
+
+class Equinox(eqx.Module):
+    embed: eqx.nn.Embedding
+    attention: list[eqx.nn.MultiheadAttention]
+    mlp: list[eqx.nn.MLP]
+    out: eqx.nn.Linear
+
+    def __init__(self, key: Any) -> None:
+        keys = jax.random.split(key, 2 + 2 * LAYERS)
+        self.embed, self.out = eqx.nn.Embedding(WORDS, WIDTH, key=keys[0]), eqx.nn.Linear(WIDTH, WORDS, key=keys[1])
+        self.attention = [eqx.nn.MultiheadAttention(2, WIDTH, key=key) for key in keys[2 : 2 + LAYERS]]
+        self.mlp = [eqx.nn.MLP(WIDTH, WIDTH, 4 * WIDTH, 1, key=key) for key in keys[2 + LAYERS :]]
+
+    def __call__(self, x: Any) -> Any:
+        def row(tokens: Any) -> Any:
+            h, mask = jax.vmap(self.embed)(tokens), jnp.tri(len(tokens), dtype=bool)
+            for attention, mlp in zip(self.attention, self.mlp, strict=True):
+                h = h + attention(h, h, h, mask)
+                h = h + jax.vmap(mlp)(h)
+            return jax.vmap(self.out)(h)
+
+        return jax.vmap(row)(x)
+
+
+def summed(logits: Callable[[Any], Any], batch: Any) -> tuple[Any, Any]:
+    labels = batch["tokens"][:, 1:]
+    each = optax.softmax_cross_entropy_with_integer_labels(logits(batch["tokens"][:, :-1]), labels)
+    return (each * (labels > 0)).sum(), (labels > 0).sum().astype(jnp.float32)
+
+
+def stepped(loss: Callable[[Any, Any], Any], k: int) -> Any:
+    """A jitted step of (params, optimizer's state)."""
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        params, opt = state
+
+        def body(carry: Any, part: Any) -> Any:
+            (_, count), grads = jax.value_and_grad(loss, has_aux=True)(params, part)
+            return jax.tree.map(jnp.add, carry, (grads, count)), None
+
+        parts = jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
+        (grads, count), _ = jax.lax.scan(body, (jax.tree.map(jnp.zeros_like, params), 0.0), parts)
+        updates, opt = TX.update(jax.tree.map(lambda x: x / count, grads), opt, params)
+        return optax.apply_updates(params, updates), opt
+
+    return step
+
+
+def linen() -> tuple[Any, Any]:
+    params = Linen().init(jax.random.key(0), TOKENS[:, :-1])
+    return partial(stepped, lambda p, batch: summed(partial(Linen().apply, p), batch)), params
+
+
+def of_nnx() -> tuple[Any, Any]:
+    graph, params, rest = nnx.split(Nnx(nnx.Rngs(0)), nnx.Param, ...)
+    return partial(stepped, lambda p, batch: summed(nnx.merge(graph, p, rest), batch)), params
+
+
+def equinox() -> tuple[Any, Any]:
+    params, static = eqx.partition(Equinox(jax.random.key(0)), eqx.is_array)
+    return partial(stepped, lambda p, batch: summed(eqx.combine(p, static), batch)), params
+
+
+STEPS = {"flax linen": linen, "flax nnx": of_nnx, "equinox": equinox}
+
+
+def spent(call: Callable[[], Any]) -> float:
+    began = time.process_time()
+    jax.block_until_ready(call())
+    return time.process_time() - began
+
+
+def main(names: list[str]) -> None:
+    print("step          compilation   check   compilations")
+    for name in names or list(STEPS):
+        make_step, params = STEPS[name]()
+        state = jax.tree.map(np.asarray, (params, TX.init(params)))
+        compiling = statistics.median(spent(lambda: make_step(4)(state, BATCH)) for _ in range(3))  # noqa: B023
+        began = time.process_time()
+        report = check_step(make_step, state, BATCH, returns="params")
+        checking = time.process_time() - began
+        assert report.passes, report
+        print(f"{name:12}  {compiling:9.1f} s  {checking:4.1f} s  {checking / compiling:12.1f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
