@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -74,10 +74,8 @@ def gamma(roundings: int) -> Fraction:
     return roundings * U / (1 - roundings * U)
 
 
-def fractions(array: np.ndarray) -> np.ndarray:
-    """Converts an array to an object array of Fractions."""
-    flat = [Fraction(x) for x in np.asarray(array, np.float64).ravel().tolist()]
-    return _objects(flat, np.shape(array))
+fractions = np.frompyfunc(Fraction, 1, 1)
+"""Converts an array of floats to Fractions, elementwise."""
 
 
 def weighted_mean(values: Sequence[np.ndarray], weights: Sequence[int]) -> np.ndarray:
@@ -87,10 +85,8 @@ def weighted_mean(values: Sequence[np.ndarray], weights: Sequence[int]) -> np.nd
     >>> weighted_mean([np.float32([0.5]), np.float32([2])], [1, 2])
     array([Fraction(3, 2)], dtype=object)
     """
-    total = _objects([Fraction(0)] * np.size(values[0]), np.shape(values[0]))
-    for value, weight in zip(values, weights, strict=True):
-        total = total + fractions(value) * weight
-    return total / sum(weights)
+    terms: Any = [fractions(value) * weight for value, weight in zip(values, weights, strict=True)]
+    return np.sum(terms, axis=0) / sum(weights)
 
 
 def rounding_bound(values: Sequence[np.ndarray], weights: Sequence[int], additions: int) -> np.ndarray:
@@ -116,8 +112,7 @@ def share(distance: np.ndarray, bound: np.ndarray) -> float:
     >>> share(np.array([1.0, 0.0]), np.array([4.0, 0.0]))
     0.25
     """
-    parts = [_part(d, b) for d, b in zip(np.ravel(distance).tolist(), np.ravel(bound).tolist(), strict=True)]
-    return max(parts, default=0.0)
+    return max(np.ravel(np.frompyfunc(_part, 2, 1)(distance, bound)).tolist(), default=0.0)
 
 
 def _part(distance: float | Fraction, bound: float | Fraction) -> float:
@@ -126,12 +121,6 @@ def _part(distance: float | Fraction, bound: float | Fraction) -> float:
     if distance != distance or bound == 0:
         return float("inf")
     return float(distance / bound)
-
-
-def _objects(flat: list[Fraction], shape: tuple[int, ...]) -> np.ndarray:
-    array = np.empty(len(flat), object)
-    array[:] = flat
-    return array.reshape(shape)
 
 
 _U = float(U)
@@ -183,21 +172,19 @@ def analyse(parameters: dict[str, np.ndarray], batch: Batch) -> tuple[dict[str, 
     inner_error = back_error * flat + np.abs(back) * flat_error + 2 * _U * np.abs(inner)
 
     ones = np.ones((n, 1))
-    values = {
-        "b1": (ones.T @ inner)[0],
-        "b2": (ones.T @ slope)[0],
-        "loss": losses.mean(),
-        "w1": x.T @ inner,
-        "w2": hidden.T @ slope,
+    factors = {
+        "b1": (ones, 0 * ones, inner, inner_error),
+        "b2": (ones, 0 * ones, slope, slope_error),
+        "w1": (x, 0 * x, inner, inner_error),
+        "w2": (hidden, hidden_error, slope, slope_error),
     }
-    bounds = {
-        "b1": _product_error(ones, 0 * ones, inner, inner_error)[0],
-        "b2": _product_error(ones, 0 * ones, slope, slope_error)[0],
-        "loss": row_error.mean() + _gamma(n + 1) * losses.mean(),
-        "w1": _product_error(x, 0 * x, inner, inner_error),
-        "w2": _product_error(hidden, hidden_error, slope, slope_error),
-    }
-    return values, {name: _SECOND_ORDER * bound for name, bound in bounds.items()}
+    values = {"loss": losses.mean()}
+    bounds = {"loss": _SECOND_ORDER * (row_error.mean() + _gamma(n + 1) * losses.mean())}
+    for name, (a, a_error, b, b_error) in factors.items():
+        product_error = _gamma(n) * (np.abs(a).T @ np.abs(b)) + a_error.T @ np.abs(b) + np.abs(a).T @ b_error
+        values[name] = (a.T @ b).reshape(parameters[name].shape)
+        bounds[name] = _SECOND_ORDER * product_error.reshape(parameters[name].shape)
+    return values, bounds
 
 
 def analyse_mean(
@@ -205,26 +192,18 @@ def analyse_mean(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """`analyse` of the mean over several batches, weighted by their sizes, as a float32 combine computes it."""
     weights = [len(batch.labels) for batch in batches]
-    analysed = [analyse(parameters, batch) for batch in batches]
-    roundings = _gamma(len(batches) + 1)
+    values, bounds = zip(*(analyse(parameters, batch) for batch in batches), strict=True)
+    rounding = _SECOND_ORDER * _gamma(len(batches) + 1)
 
-    def mean(trees: Sequence[dict[str, np.ndarray]], name: str) -> np.ndarray:
-        return np.average([tree[name] for tree in trees], axis=0, weights=weights)
+    def mean(leaves: list[np.ndarray]) -> np.ndarray:
+        return np.average(leaves, axis=0, weights=weights)
 
-    values = [value for value, _ in analysed]
-    sizes = [{name: np.abs(leaf) for name, leaf in value.items()} for value in values]
-    bounds = [bound for _, bound in analysed]
-    names = list(values[0])
-    return (
-        {name: mean(values, name) for name in names},
-        {name: mean(bounds, name) + _SECOND_ORDER * roundings * mean(sizes, name) for name in names},
-    )
+    means = {name: mean([value[name] for value in values]) for name in values[0]}
+    return means, {
+        name: mean([bound[name] for bound in bounds]) + rounding * mean([np.abs(value[name]) for value in values])
+        for name in means
+    }
 
 
 def _gamma(roundings: int) -> float:
     return float(gamma(roundings))
-
-
-def _product_error(a: np.ndarray, a_error: np.ndarray, b: np.ndarray, b_error: np.ndarray) -> np.ndarray:
-    """The error of ``a.T @ b``."""
-    return _gamma(len(a)) * (np.abs(a).T @ np.abs(b)) + a_error.T @ np.abs(b) + np.abs(a).T @ b_error

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple, cast
 
 from gradcombine.reporting.sections import Cells, Curves, Section
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
-from gradcombine.verify.suite import places
 
 BITS, BOUND, DIFFERS, CLEAN = "bits", "bound", "differs", "clean"
 """What a row may promise: the reference's bits; a distance within the rounding bound; as a contrast, one beyond it; no
 defect in what is compiled.
 """
+
+LIST, TIME, REPLICAS, TIME_AND_REPLICAS = "list", "time", "replicas", "time x replicas"
+"""Places of a row of the combine."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def _grid(report: Report) -> Section:
     for row in report.findings:
         if row.section == "combine":
             labels = row.labels
-            place = "both" if labels["place"] == places.TIME_AND_REPLICAS else labels["place"]
+            place = "both" if labels["place"] == TIME_AND_REPLICAS else labels["place"]
             cells.setdefault((f"{labels['framework']} {labels['mode']}", place, labels["order"]), []).append(row)
     modes, columns, orders = (list(dict.fromkeys(key[side] for key in cells)) for side in range(3))
     rows: list[Cells] = []

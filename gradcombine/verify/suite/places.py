@@ -1,5 +1,8 @@
 # pyright: standard
-"""The places where gradients are combined, the same for all frameworks; what a row runs; and the devices it runs on."""
+"""The places where gradients are combined, the promise of a row of each, a judge of it, and the devices it runs on.
+
+The combine promises bits or a rounding bound: `promised`. A fault that breaks the promise: `flip_lowest_bit`.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,12 +17,13 @@ import numpy as np
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.types import AccumulateState, Order, Tree
+from gradcombine.verify.compare.ulp import equal_bits, ulp_distance
+from gradcombine.verify.suite import digits as problem
+from gradcombine.verify.suite.outcomes import BITS, BOUND, LIST, REPLICAS, TIME_AND_REPLICAS, Finding
 
 MEAN = gc.reductions.mean()
 
 ORDERS: tuple[Order, ...] = ("sequential", "tree")
-
-LIST, TIME, REPLICAS, TIME_AND_REPLICAS = "list", "time", "replicas", "time x replicas"
 
 
 class Contributions(NamedTuple):
@@ -33,9 +36,6 @@ class Contributions(NamedTuple):
 
     values: Sequence[Tree]
     weights: Sequence[int]
-
-    def first(self, count: int) -> Contributions:
-        return Contributions(self.values[:count], self.weights[:count])
 
     def stacked(self, *shape: int) -> tuple[Tree, np.ndarray]:
         """Values and weights (float32) with these leading axes in place of the list."""
@@ -62,7 +62,8 @@ class Case(NamedTuple):
     run: Callable[[Contributions], list[Tree]]
 
     def contributions(self, contributions: Contributions) -> Contributions:
-        return contributions.first(self.replicas) if self.place == REPLICAS else contributions
+        count = self.replicas if self.place == REPLICAS else None
+        return Contributions(contributions.values[:count], contributions.weights[:count])
 
 
 def over_list(values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
@@ -70,12 +71,11 @@ def over_list(values: Sequence[Tree], weights: Sequence[Any], order: Order) -> T
 
 
 def over_time(
-    values: Sequence[Tree], weights: Sequence[Any], order: Order, compiled: Callable[..., Any] | None = None
+    values: Sequence[Tree], weights: Sequence[Any], order: Order, compiled: Callable[..., Any]
 ) -> tuple[gc.Accumulator, AccumulateState]:
     """A full window and the accumulator it belongs to; ``compiled`` is applied to the update of one contribution."""
     accumulator = gc.accumulate(MEAN, every=len(values), order=order)
-    update = accumulator.update if compiled is None else compiled(accumulator.update)
-    state = accumulator.init(values[0])
+    update, state = compiled(accumulator.update), accumulator.init(values[0])
     for value, weight in zip(values, weights, strict=True):
         state = update(value, state, weight)
     return accumulator, state
@@ -91,40 +91,104 @@ def merged(window: tuple[gc.Accumulator, AccumulateState], over: Collective, ord
     return accumulator.value(gc.merge_replicas(MEAN, state, over=over, order=order))
 
 
-def numpy_cases() -> Iterator[Case]:
-    """NumPy: the reference, which has one replica."""
-    for order in ORDERS:
-        for place, run in _PLACES.items():
-            yield Case("numpy", "eager", place, 1, order, partial(_alone, run, order))
+def promised(case: Case) -> str:
+    """`BITS` or `BOUND`.
+
+    The canonical tree gives the same bits in every mode, in every place and for every number of replicas; so does the
+    sequential order where nothing is exchanged. The sequential order over replicas is the order of the framework's own
+    all-reduce, which promises none. The list in NumPy is the reference itself, held against the exact value alone.
+    """
+    if case.framework == "numpy":
+        return BOUND if case.place == LIST else BITS
+    return BOUND if case.order == "sequential" and case.place in (REPLICAS, TIME_AND_REPLICAS) else BITS
 
 
-def _alone(run: Callable[[Contributions, Order], Tree], order: Order, contributions: Contributions) -> list[Tree]:
-    return [run(contributions, order)]
+class Expected(NamedTuple):
+    """Expected results of some contributions in some order, leaf by leaf.
+
+    Attributes:
+      reference: NumPy's list.
+      exact: the exact weighted mean, and how far rounding may lead from it, as object arrays of Fractions.
+      shares: how much of its bound each result took up that was measured already, by its bytes.
+    """
+
+    reference: Tree
+    exact: dict[str, tuple[np.ndarray, np.ndarray]]
+    shares: dict[bytes, float]
+
+    def share(self, result: Tree) -> float:
+        key = b"".join(result[name].tobytes() for name in self.exact)
+        if key not in self.shares:
+            self.shares[key] = max(
+                problem.share(_off(result[name], x), bound) for name, (x, bound) in self.exact.items()
+            )
+        return self.shares[key]
 
 
-def _over_list(contributions: Contributions, order: Order) -> Tree:
-    return over_list(contributions.values, contributions.weights, order)
+class Judge:
+    """Measures rows against NumPy's list of the same contributions in the same order, and against the exact mean.
+
+    Args:
+      contributions: all of them, uncorrupted.
+    """
+
+    def __init__(self, contributions: Contributions) -> None:
+        self._contributions = contributions
+        self._kept: dict[tuple[int, str], Expected] = {}
+
+    def finding(self, case: Case, results: list[Tree]) -> Finding:
+        """Judges the results of a row over all of its replicas: the worst counts."""
+        expected = self._expected(case)
+        pairs = [(result[name], leaf) for result in results for name, leaf in expected.reference.items()]
+        equal = all(equal_bits(a, b) for a, b in pairs)
+        share, promise = max(map(expected.share, results)), promised(case)
+        labels = {label: value for label, value in case._asdict().items() if label != "run"}
+        holds = share <= 1 and (equal or promise == BOUND)
+        return Finding("combine", labels, promise, holds, *distances(pairs), share, equal)
+
+    def _expected(self, case: Case) -> Expected:
+        values, weights = case.contributions(self._contributions)
+        count = len(weights)
+        if (count, case.order) not in self._kept:
+            additions = count - 1 if case.order == "sequential" else (count - 1).bit_length()
+            columns = {name: [value[name] for value in values] for name in values[0]}
+            exact = {
+                name: (problem.weighted_mean(x, weights), problem.rounding_bound(x, weights, additions))
+                for name, x in columns.items()
+            }
+            self._kept[count, case.order] = Expected(over_list(values, weights, case.order), exact, {})
+        return self._kept[count, case.order]
 
 
-def _over_time(contributions: Contributions, order: Order) -> Tree:
-    accumulator, state = over_time(contributions.values, contributions.weights, order)
-    return accumulator.value(state)
+def _off(result: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """The distance from the exact mean, as Fractions; infinite where the result is not finite."""
+    if not np.isfinite(result).all():
+        return np.full(np.shape(mean), np.inf)
+    return np.abs(problem.fractions(result) - mean)
 
 
-def _over_replicas(contributions: Contributions, order: Order) -> Tree:
-    return over_replicas(contributions.values[0], contributions.weights[0], gc.LOCAL, order)
+def distances(pairs: list[tuple[np.ndarray, np.ndarray]]) -> tuple[int, float]:
+    """The largest distance of any leaf from its reference: in ulp, and relative to the leaf's largest magnitude."""
+    with np.errstate(all="ignore"):
+        relative = [float(np.abs(np.float64(a) - b).max() / (np.abs(b).max() or 1)) for a, b in pairs]
+    return max(int(ulp_distance(a, b).max()) for a, b in pairs), max(relative)
 
 
-def _over_time_and_replicas(contributions: Contributions, order: Order) -> Tree:
-    return merged(over_time(contributions.values, contributions.weights, order), gc.LOCAL, order)
+def flip_lowest_bit(case: Case, contributions: Contributions) -> Contributions:
+    """The contributions of a case with the lowest mantissa bit of one element of the first one flipped.
 
-
-_PLACES = {
-    LIST: _over_list,
-    TIME: _over_time,
-    REPLICAS: _over_replicas,
-    TIME_AND_REPLICAS: _over_time_and_replicas,
-}
+    The combine rounds, and may round the flipped bit away: the element is one where it does not.
+    """
+    (first, *others), weights = contributions
+    flipped = {name: (leaf.view(np.uint32) ^ np.uint32(1)).view(np.float32) for name, leaf in first.items()}
+    before = over_list(*contributions, case.order)
+    after = over_list([flipped, *others], weights, case.order)
+    name, seen = next(
+        (name, np.argwhere(before[name] != after[name])) for name in first if (before[name] != after[name]).any()
+    )
+    corrupted = first[name].copy()
+    corrupted[tuple(seen[0])] = flipped[name][tuple(seen[0])]
+    return Contributions([first | {name: corrupted}, *others], weights)
 
 
 DEVICES = 8

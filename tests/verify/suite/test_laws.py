@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from gradcombine.verify.suite import places
-from gradcombine.verify.suite.outcomes import BITS, BOUND
-from gradcombine.verify.suite.places import LIST, REPLICAS, TIME, TIME_AND_REPLICAS, Case, Contributions
-from gradcombine.verify.suite.promises import Judge, flip_lowest_bit, promised
+from gradcombine.verify.suite.outcomes import BITS, BOUND, LIST, REPLICAS, TIME, TIME_AND_REPLICAS
+from gradcombine.verify.suite.places import Case, Contributions, Judge, flip_lowest_bit, promised
 
 RANDOM = np.random.default_rng(0)
 GIVEN = Contributions(
