@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,22 +122,16 @@ def first_divergence(
         )
     lacking: list[Divergence] = []
     for step in both:
-        divergence = _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules, lacking)
-        if divergence is not None:
-            return divergence
+        for divergence in _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules):
+            if divergence.introduced_by != UNKNOWN:
+                return divergence
+            lacking.append(divergence)
     lacking += [Divergence(step, None, None, UNKNOWN) for step in left.keys() ^ right.keys()]
     return min(lacking, key=lambda divergence: divergence.step, default=None)
 
 
-def _in_step(
-    step: int,
-    a: Dump,
-    b: Dump,
-    allowed: Mapping[str, Allowed],
-    rules: Rules,
-    lacking: list[Divergence],
-) -> Divergence | None:
-    """The first stage that differs; stages that only one run has are added to ``lacking``."""
+def _in_step(step: int, a: Dump, b: Dump, allowed: Mapping[str, Allowed], rules: Rules) -> Iterator[Divergence]:
+    """The stages that only one run has, up to the first one that differs."""
     unrecorded: list[str] = []
     for stage in STAGES:
         # A rule may say that a leaf needs no counterpart.
@@ -145,17 +139,16 @@ def _in_step(
         right = _stage(b, stage, lambda name: not rules.ignores(name))
         if not left or not right:
             if left or right:
-                lacking.append(Divergence(step, stage, None, UNKNOWN, tuple(unrecorded), (*left, *right)))
+                yield Divergence(step, stage, None, UNKNOWN, tuple(unrecorded), (*left, *right))
             unrecorded.append(stage)
             continue
         report = diff(left, right, allowed=allowed.get(stage, EQUAL_BITS), rules=rules)
         apart = [row for row in report.rows if not row.passes] or [row for row in report.rows if row.transposed]
         if apart or not report.passes:
-            unmatched = (*report.only_a, *report.only_b)
-            row = apart[0] if apart else None
-            return Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:6])
+            unmatched, row = (*report.only_a, *report.only_b), apart[0] if apart else None
+            yield Divergence(step, stage, row, CAUSES[stage], tuple(unrecorded), unmatched, *report[4:6])
+            return
         unrecorded = []
-    return None
 
 
 def _stage(dump: Dump, stage: str, counts: Callable[[str], bool]) -> Dump:

@@ -13,13 +13,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
 import zlib
 from collections import deque
 from collections.abc import Sequence
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -36,7 +34,7 @@ from gradcombine.errors import (
     shown,
 )
 from gradcombine.types import Tree, no_autograph
-from gradcombine.verify.record.trace import call_host, names, require_step, wait
+from gradcombine.verify.record.trace import Recording, names
 
 VERSION = 1
 EVERY = -1
@@ -58,7 +56,7 @@ class Leaf(NamedTuple):
     shape: tuple[int | None, ...]
 
 
-class FlightRecorder:
+class FlightRecorder(Recording):
     """Appends the digests of each step to a log.
 
     Args:
@@ -85,8 +83,11 @@ class FlightRecorder:
     (['b', 'w'], [(0, -1), (1, -1), (2, -1)])
     """
 
+    _operation = "FlightRecorder"
+
     def __init__(self, path: str | os.PathLike[str], like: Tree, *, twins: Sequence[str] = (), behind: int = 1) -> None:
-        self._leaves = leaves_of(like)
+        super().__init__()
+        self._leaves = _leaves_of(like)
         known = [leaf.name for leaf in self._leaves]
         expected = f"twins among {', '.join(known[:8])}"
         twins = require_items("FlightRecorder", expected, twins)
@@ -95,8 +96,6 @@ class FlightRecorder:
                 raise GradCombineError("FlightRecorder", expected, shown(twin))
         self._behind = require_integer("FlightRecorder", "0 steps or more that it may be behind", behind, 0)
         self._pending = deque[tuple[int, Any]]()
-        self._problem: GradCombineError | None = None
-        self._lock = threading.Lock()
         self._file, self._closed = _opened(require_path("FlightRecorder", "a path", path), self._leaves), False
         header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": twins}
         self._write(json.dumps(header).encode())
@@ -119,15 +118,14 @@ class FlightRecorder:
         Raises:
           GradCombineError: for digests of other leaves.
         """
-        require_step("FlightRecorder", step)
-        if type(digests) not in (list, tuple) and owner(digests) is not None and _traced(digests):
-            who = np.int32(EVERY) if replica is None else replica
-            call_host("FlightRecorder", [digests, who], step, self._called)
+        self._require_step(step)
+        who = np.int32(EVERY) if replica is None else replica
+        if type(digests) not in (list, tuple) and any(map(_traced, (step, digests, who))):
+            self._on_host(step, [digests, who], lambda step, arrays: self._record(step, {int(arrays[1]): arrays[0]}))
             return
-        number = replica
         if replica is not None:
-            number = require_integer("FlightRecorder", "the number of a replica", replica, 0)
-        self._pending.append((int(step), digests if number is None else {number: digests}))
+            digests = {require_integer("FlightRecorder", "the number of a replica", replica, 0): digests}
+        self._pending.append((int(step), digests))
         while len(self._pending) > self._behind:
             self._record(*self._pending.popleft())
 
@@ -135,36 +133,19 @@ class FlightRecorder:
         """Writes what is left, waits for pending callbacks, and closes the file.
 
         Raises:
-          GradCombineError: for digests of other leaves that a callback has met.
+          GradCombineError: for digests of other leaves, or a step below 0, that a callback has met.
         """
         while self._pending:
             try:
                 self._record(*self._pending.popleft())
             except GradCombineError as problem:  # the steps after it are written
-                self._problem = self._problem or problem
-        wait()
-        if not self._closed:
-            os.close(self._file)
-        self._closed = True
-        if self._problem is not None:
-            raise self._problem
-
-    def __enter__(self) -> FlightRecorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # After an error too: the last steps are those that are looked for.
-        del kind, error, trace
-        self.close()
-
-    def _called(self, step: Any, arrays: Any) -> None:
-        digests, replica = map(np.asarray, arrays)
+                self._problems.append(problem)
         try:
-            self._record(int(step), {int(replica): digests})
-        except GradCombineError as problem:  # it would not come through a callback as it is
-            self._problem = problem
+            super().close()
+        finally:
+            if not self._closed:
+                os.close(self._file)
+            self._closed = True
 
     def _record(self, step: int, digests: Any) -> None:
         rows = {replica: self._row(part) for replica, part in _by_replica(digests).items()}
@@ -186,7 +167,7 @@ class FlightRecorder:
             os.write(self._file, b"%s %08x\n" % (line, zlib.crc32(line)))
 
 
-def leaves_of(like: Tree) -> tuple[Leaf, ...]:
+def _leaves_of(like: Tree) -> tuple[Leaf, ...]:
     """The leaves that `gradcombine.digest` has digests of, in its order."""
     parts, structure = digested("FlightRecorder", like)
     known = names(structure, "")
@@ -293,7 +274,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
         trees in one file.
     """
     path = require_file("diff", "a log of digests", path)
-    header: dict[str, Any] | None = None
+    header: dict[str, Any] = {}
     rows: dict[tuple[int, int], list[int]] = {}
     damaged: list[int] = []
     offset = 0
@@ -305,21 +286,18 @@ def read_log(path: str | os.PathLike[str]) -> Log:
             content = _checked(line)
             if number == 1 and not line.startswith(_BEGIN):
                 raise GradCombineError("diff", "two logs of digests", f"{path}, which is none")
-            if content is None and header is None:
+            if content is None and not header:
                 raise GradCombineError("diff", "a log that begins with its leaves", f"{path}: line {number} is damaged")
             if content is None:
                 damaged.append(number)
             elif content.startswith(b"{"):
                 header = _header(path, content, header)
-            elif header is None:
-                raise GradCombineError("diff", "a log that begins with its leaves", str(path))
             else:
                 row = _ROW.fullmatch(content)
                 if row is None or len(row[3]) != _DIGITS * len(header["leaves"]):
                     raise GradCombineError("diff", f"{len(header['leaves'])} digests in line {number}", str(path))
                 rows.setdefault((int(row[1]), EVERY if row[2] == b"*" else int(row[2])), []).append(offset)
             offset += len(line)
-    assert header is not None  # the first line is whole
     leaves = tuple(Leaf(name, dtype, tuple(shape)) for name, dtype, shape in header["leaves"])
     twins = tuple(any(_within(leaf.name, twin) for twin in header["twins"]) for leaf in leaves)
     return Log(whole, leaves, twins, rows, tuple(damaged))
@@ -331,7 +309,7 @@ def _checked(line: bytes) -> bytes | None:
     return content if check.rstrip(b"\n") == b"%08x" % zlib.crc32(content) else None
 
 
-def _header(path: Path, content: bytes, before: dict[str, Any] | None) -> dict[str, Any]:
+def _header(path: Path, content: bytes, before: dict[str, Any]) -> dict[str, Any]:
     expected = f"a log of digests, version {VERSION}"
     try:
         header: dict[str, Any] = json.loads(content)
@@ -342,21 +320,24 @@ def _header(path: Path, content: bytes, before: dict[str, Any] | None) -> dict[s
     if not _is_whole(header.get("leaves"), header.get("twins")):
         expected = "leaves as name, dtype and shape, and twins as names"
         raise GradCombineError("diff", expected, f"{path}: {shown(header)}")
-    if before is not None and header["leaves"] != before["leaves"]:
+    if before and header["leaves"] != before["leaves"]:
         raise GradCombineError("diff", "the same leaves throughout a log", f"others from some line of {path} on")
     return header
 
 
 def _is_whole(leaves: Any, twins: Any) -> bool:
     """Whether a header's leaves have names that differ, dtypes and shapes, and its twins are names."""
-    if not isinstance(leaves, list) or not isinstance(twins, list):
-        return False
-    described, named = cast("list[Any]", leaves), cast("list[Any]", twins)
-    if not all(isinstance(twin, str) for twin in named):
-        return False
-    for leaf in described:
-        if type(leaf) is not list or [type(x) for x in cast("list[Any]", leaf)] != [str, str, list]:
+    match [leaves, twins]:
+        case [[*described], [*named]]:
+            whole = all(map(_is_leaf, described)) and all(isinstance(twin, str) for twin in named)
+            return whole and len({leaf[0] for leaf in described}) == len(described)
+        case _:
             return False
-        if not all(n is None or (type(n) is int and 0 <= n < 2**63) for n in cast("list[Any]", leaf[2])):
+
+
+def _is_leaf(leaf: Any) -> bool:
+    match leaf:
+        case [str(), str(), [*lengths]]:
+            return all(n is None or (type(n) is int and 0 <= n < 2**63) for n in lengths)
+        case _:
             return False
-    return len({leaf[0] for leaf in described}) == len(described)

@@ -73,38 +73,34 @@ def diff_logs(a: Log, b: Log, rules: Rules = NO_RULES) -> LogReport:
       rules: which leaf is which, if names cannot tell.
     """
     require_rules("diff_logs", rules)
-    problems = [*_of_leaves(a, b, rules), *_of_log("A", a), *_of_log("B", b)]
-    pairs = _pairs(a, b, rules)
-    steps = [sorted({step for step, _ in log.rows}) for log in (a, b)]
-    both = sorted(set(steps[0]) & set(steps[1]))
-    for side, mine, theirs in (("A", *steps), ("B", *reversed(steps))):
-        alone = [step for step in mine if step not in set(theirs)]
-        if alone:
+    pairs, problems = _matched(a, b, rules)
+    problems += [*_of_log("A", a), *_of_log("B", b)]
+    rows = _rows(a), _rows(b)
+    for side, mine, theirs in (("A", *rows), ("B", *reversed(rows))):
+        if alone := sorted(mine.keys() - theirs.keys()):
             problems.append(f"only {side} has steps {_ranges(alone)}")
+    both = sorted(rows[0].keys() & rows[1].keys())
     lonely: Counter[tuple[str, int]] = Counter()
-    parted: dict[int, int] = {}
+    parted: Counter[int] = Counter()
     first: Parting | None = None
     compared = 0
-    rows_of = _replicas(a), _replicas(b)
     for step in both:
-        left, right = (
-            {replica: log.digests(log.rows[step, replica][-1]) for replica in of[step]}
-            for log, of in zip((a, b), rows_of, strict=True)
-        )
-        common = _common(left, right)
-        for side, mine, theirs in (("A", left, right), ("B", right, left)):
-            lonely.update((side, n) for n in mine if n != EVERY and not {n, EVERY} & theirs.keys())
-        for replica in common:
-            x, y = (rows.get(replica, rows.get(EVERY, [])) for rows in (left, right))
+        left, right = ({n: log.digests(at) for n, at in of[step].items()} for log, of in zip((a, b), rows, strict=True))
+        found = {n: (_row(left, n), _row(right, n)) for n in sorted(left.keys() | right.keys())}
+        lonely.update(("B" if x is None else "A", n) for n, (x, y) in found.items() if n != EVERY and None in (x, y))
+        common = [(n, x, y) for n, (x, y) in found.items() if x is not None and y is not None]
+        for replica, x, y in [each for each in common if each[0] != EVERY] or common:
             compared += len(pairs)
             apart = [(i, j) for i, j in pairs if x[i] != y[j]]
             if apart:
-                parted[step] = parted.get(step, 0) + len(apart)
+                parted[step] += len(apart)
             if apart and first is None:
                 i, j = apart[0]
-                first = Parting(step, replica, _name(a, b, i, j), x[i], y[j], _twins(replica, i, j, left, right))
+                name, other = a.leaves[i].name, b.leaves[j].name
+                leaf = name if name == other else f"{name} = {other}"
+                first = Parting(step, replica, leaf, x[i], y[j], _twins(replica, i, j, left, right))
     problems += [f"only {side} has replica {replica}, in {n} steps" for (side, replica), n in sorted(lonely.items())]
-    return LogReport(compared, first, parted, len(both), tuple(problems))
+    return LogReport(compared, first, dict(parted), len(both), tuple(problems))
 
 
 def verdict(report: LogReport) -> str:
@@ -123,17 +119,11 @@ def verdict(report: LogReport) -> str:
 
 def sections(report: LogReport) -> list[Section]:
     """Sections of a report: problems first, then the steps that differ."""
+    problems = [Cells((problem,), False) for problem in report.problems]
+    steps = [Cells((str(step), str(count)), False) for step, count in report.parted.items()]
     parts = [
-        Section(
-            "Not compared, or at odds",
-            columns=("",),
-            rows=[Cells((problem,), False) for problem in report.problems],
-        ),
-        Section(
-            "Steps that differ",
-            columns=("step", "digests that differ"),
-            rows=[Cells((str(step), str(count)), False) for step, count in report.parted.items()],
-        ),
+        Section("Not compared, or at odds", columns=("",), rows=problems),
+        Section("Steps that differ", columns=("step", "digests that differ"), rows=steps),
     ]
     return [part for part in parts if part.rows]
 
@@ -144,25 +134,24 @@ def as_json(report: LogReport) -> dict[str, Any]:
     return {"passes": report.passes, **report._asdict(), "first": first, "problems": list(report.problems)}
 
 
-def _pairs(a: Log, b: Log, rules: Rules) -> list[tuple[int, int]]:
-    """The numbers of the leaves that both logs have, of one dtype and of lengths that may be the same."""
-    places = {leaf.name: i for i, leaf in enumerate(a.leaves)}, {leaf.name: i for i, leaf in enumerate(b.leaves)}
-    matched = match(_as_dump(a), _as_dump(b), rules).pairs
-    pairs = [(places[0][pair.a], places[1][pair.b]) for pair in matched]
-    return sorted((i, j) for i, j in pairs if not _unlike(a.leaves[i], b.leaves[j]))
-
-
-def _of_leaves(a: Log, b: Log, rules: Rules) -> Iterator[str]:
-    leaves = {leaf.name: leaf for leaf in a.leaves}, {leaf.name: leaf for leaf in b.leaves}
+def _matched(a: Log, b: Log, rules: Rules) -> tuple[list[tuple[int, int]], list[str]]:
+    """The numbers of the leaves that both logs have, of one dtype and of lengths that may be the same; and problems."""
     matching = match(_as_dump(a), _as_dump(b), rules)
+    problems: list[str] = []
     for side, names in (("A", matching.only_a), ("B", matching.only_b)):
         if names:
             more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            yield f"only {side} has the leaves {', '.join(names[:SHOWN])}{more}"
+            problems.append(f"only {side} has the leaves {', '.join(names[:SHOWN])}{more}")
+    places = [{leaf.name: i for i, leaf in enumerate(log.leaves)} for log in (a, b)]
+    pairs: list[tuple[int, int]] = []
     for pair in matching.pairs:
-        left, right = leaves[0][pair.a], leaves[1][pair.b]
+        i, j = places[0][pair.a], places[1][pair.b]
+        left, right = a.leaves[i], b.leaves[j]
         if _unlike(left, right):
-            yield f"{pair.a} is {left.dtype} {left.shape} in A, {right.dtype} {right.shape} in B"
+            problems.append(f"{pair.a} is {left.dtype} {left.shape} in A, {right.dtype} {right.shape} in B")
+        else:
+            pairs.append((i, j))
+    return sorted(pairs), problems
 
 
 def _of_log(side: str, log: Log) -> Iterator[str]:
@@ -184,8 +173,8 @@ def _odd(side: str, log: Log) -> Iterator[str]:
     """The first replica whose copy of what is the same on all replicas is not."""
     if not any(log.twins):
         return
-    for step, replicas in sorted(_replicas(log).items()):
-        rows = {replica: log.digests(log.rows[step, replica][-1]) for replica in replicas}
+    for step, offsets in _rows(log).items():
+        rows = {replica: log.digests(offset) for replica, offset in offsets.items()}
         for i, twin in enumerate(log.twins):
             counts = Counter(row[i] for row in rows.values())
             if twin and len(counts) > 1:
@@ -200,26 +189,24 @@ def _odd(side: str, log: Log) -> Iterator[str]:
 
 def _twins(replica: int, i: int, j: int, left: dict[int, list[str]], right: dict[int, list[str]]) -> str:
     """The side on which a replica's digest differs from all others, where those agree with the other side."""
-    x, y = (rows.get(replica, rows.get(EVERY, [])) for rows in (left, right))
-    for side, rows, k, other in (("A", left, i, y[j]), ("B", right, j, x[i])):
-        rest = [row[k] for number, row in rows.items() if number not in (replica, EVERY)]
-        if rest and all(digest == other for digest in rest):
-            against = "B" if side == "A" else "A"
-            return f"the other replicas of {side} agree with {against}, replica {replica} of {side} does not"
+    x, y = (_row(rows, replica) or [] for rows in (left, right))
+    for side, other, rows, k, digest in (("A", "B", left, i, y[j]), ("B", "A", right, j, x[i])):
+        rest = {row[k] for number, row in rows.items() if number not in (replica, EVERY)}
+        if rest == {digest}:
+            return f"the other replicas of {side} agree with {other}, replica {replica} of {side} does not"
     return ""
 
 
-def _common(left: dict[int, Any], right: dict[int, Any]) -> list[int]:
-    """The replicas whose digests both have, by number; a row for all stands for any."""
-    numbers = {n for n in left if n in right or EVERY in right} | {n for n in right if n in left or EVERY in left}
-    return sorted(numbers - {EVERY}) or sorted(numbers)
+def _row(rows: dict[int, list[str]], replica: int) -> list[str] | None:
+    """A replica's digests; a row for all stands for any."""
+    return rows.get(replica, rows.get(EVERY))
 
 
-def _replicas(log: Log) -> dict[int, list[int]]:
-    """The replicas of each step."""
-    found: dict[int, list[int]] = {}
-    for step, replica in sorted(log.rows):
-        found.setdefault(step, []).append(replica)
+def _rows(log: Log) -> dict[int, dict[int, int]]:
+    """Where the last row of each step and replica is, in order."""
+    found: dict[int, dict[int, int]] = {}
+    for (step, replica), offsets in sorted(log.rows.items()):
+        found.setdefault(step, {})[replica] = offsets[-1]
     return found
 
 
@@ -235,11 +222,6 @@ def _unlike(a: Leaf, b: Leaf) -> bool:
         return a.dtype != b.dtype or len(a.shape) != len(b.shape)
     sizes = (int(np.prod([n or 0 for n in leaf.shape], dtype=np.int64)) for leaf in (a, b))
     return a.dtype != b.dtype or len(set(sizes)) > 1
-
-
-def _name(a: Log, b: Log, i: int, j: int) -> str:
-    left, right = a.leaves[i].name, b.leaves[j].name
-    return left if left == right else f"{left} = {right}"
 
 
 def _replica(number: int) -> str:

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Runs that leave a trace, and the first place where two of them diverge: the step, the stage, the leaf."""
+"""Runs that leave a trace: a file of arrays for each step, from programs that run or are compiled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import ml_dtypes
 import numpy as np
@@ -71,14 +72,92 @@ def _among(steps: Container[int] | None, step: int) -> bool:
         raise GradCombineError("record", "steps such as range(0, 1000, 100), or None", shown(steps)) from None
 
 
-class Recorder:
-    """Writes the steps of one run; made by `record`."""
+class Recording:
+    """Steps of one run, recorded on the host: now where their values are known, else as the program runs.
 
-    def __init__(self, directory: Path, steps: Container[int] | None) -> None:
-        self._directory, self._steps = directory, steps
-        self._written: dict[int, dict[str, np.ndarray]] = {}
+    A subclass records a step under the name of its ``_operation``. Errors in a program's callback, which would not
+    come through it as they are, are raised by `close`.
+    """
+
+    _operation: str
+
+    def __init__(self) -> None:
         self._problems: list[GradCombineError] = []
         self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Waits for pending callbacks.
+
+        Raises:
+          GradCombineError: what went wrong in them.
+        """
+        jax = sys.modules.get("jax")
+        if jax is not None:
+            jax.effects_barrier()
+        if self._problems:
+            raise self._problems[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        del error, trace
+        try:  # after an error too: the last steps are those that are looked for
+            self.close()
+        except GradCombineError:
+            if kind is None:
+                raise
+
+    def _require_step(self, step: Any) -> None:
+        """Raises unless the step is an integer scalar, known to be from 0 on or traced."""
+        backend = resolve(self._operation, [step])
+        with renamed(self._operation):
+            number = backend.asarray(step)
+        shape, dtype, known = backend.shape(number), backend.dtype(number), backend.concrete(number)
+        if shape != () or dtype.kind not in "iu":
+            raise GradCombineError(self._operation, "an integer scalar as the step", f"{dtype} of shape {shape}")
+        if known is not None and known < 0:
+            raise GradCombineError(self._operation, "steps from 0 on", int(known))
+
+    def _on_host(self, step: Any, arrays: Sequence[Any], write: Callable[[int, list[np.ndarray]], None]) -> None:
+        """``write(step, arrays)``, with NumPy arrays."""
+
+        def called(number: Any, *values: Any) -> None:
+            try:
+                self._require_step(np.asarray(number))
+                write(int(number), [np.asarray(x) for x in values])
+            except GradCombineError as problem:
+                self._problems.append(problem)
+
+        backend = resolve(self._operation, [*arrays, step])
+        number, *known = (backend.concrete(backend.asarray(x)) for x in (step, *arrays))
+        if number is not None and all(x is not None for x in known):
+            write(int(number), [np.asarray(x) for x in known])
+        elif backend.name == "jax":
+            from jax.experimental import io_callback
+
+            io_callback(called, None, step, *arrays)
+        else:
+            import tensorflow as tf
+
+            tf.numpy_function(called, [step, *arrays], [])
+
+
+class Recorder(Recording):
+    """Writes the steps of one run, a file each; made by `record`.
+
+    `close` raises for a stage that was recorded twice in a step with different bits, as by replicas that differ, and
+    for a traced step below 0.
+    """
+
+    _operation = "record"
+
+    def __init__(self, directory: Path, steps: Container[int] | None) -> None:
+        super().__init__()
+        self._directory, self._steps = directory, steps
+        self._written: dict[int, dict[str, np.ndarray]] = {}
 
     @no_autograph
     def __call__(self, step: Any, **stages: Tree) -> None:
@@ -105,7 +184,7 @@ class Recorder:
         unknown = [name for name in stages if name not in STAGES]
         if unknown:
             raise GradCombineError("record", f"stages of {', '.join(STAGES)}", ", ".join(unknown))
-        require_step("record", step)
+        self._require_step(step)
         named: dict[str, Any] = {}
         for stage, value in stages.items():
             leaves, structure = tree.flatten("record", converted("record", value))
@@ -116,51 +195,23 @@ class Recorder:
                 if not is_absent(leaf):
                     _require_kept(leaf, path)
                     named[name] = leaf
-        call_host("record", list(named.values()), step, self._writer(tuple(named)))
+        self._on_host(step, list(named.values()), partial(self._write, list(named)))
 
-    def close(self) -> None:
-        """Waits for pending callbacks.
-
-        Raises:
-          GradCombineError: for a stage that was recorded twice in a step with different bits, as by replicas that
-            differ; and for a traced step below 0.
-        """
-        wait()
-        if self._problems:
-            raise self._problems[0]
-
-    def __enter__(self) -> Recorder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        del error, trace
-        if kind is None:
-            self.close()
-
-    def _writer(self, called: tuple[str, ...]) -> Callable[..., None]:
-        def write(step: Any, arrays: Any) -> None:
-            number = int(step)
-            if not _among(self._steps, number):
-                return
-            with self._lock:
-                if number < 0:
-                    self._problems.append(_negative("record", number))
-                    return
-                kept = self._kept(number)
-                for name, array in zip(called, map(np.asarray, arrays), strict=True):
-                    if name in kept and not _same(kept[name], array):
-                        where = f"{name} of step {number}"
-                        problem = GradCombineError("record", "the same values on all replicas", "different ones", where)
-                        self._problems.append(problem)
-                    # A callback's array may be the buffer of its next call.
-                    kept.setdefault(name, array.copy())
-                self._save(number, kept)
-                for done in [other for other in self._written if other < number - 1]:
-                    del self._written[done]
-
-        return write
+    def _write(self, called: list[str], step: int, arrays: list[np.ndarray]) -> None:
+        if not _among(self._steps, step):
+            return
+        with self._lock:
+            kept = self._kept(step)
+            for name, array in zip(called, arrays, strict=True):
+                if name in kept and not _same(kept[name], array):
+                    where = f"{name} of step {step}"
+                    expected = "the same values on all replicas"
+                    self._problems.append(GradCombineError("record", expected, "different ones", where))
+                # A callback's array may be the buffer of its next call.
+                kept.setdefault(name, array.copy())
+            self._save(step, kept)
+            for done in [other for other in self._written if other < step - 1]:
+                del self._written[done]
 
     def _kept(self, step: int) -> dict[str, np.ndarray]:
         """The arrays recorded of a step so far: callbacks need not come in the order of the steps."""
@@ -179,23 +230,6 @@ class Recorder:
         with open(draft, "wb") as file:
             np.savez(file, **arrays)  # pyright: ignore[reportArgumentType]
         os.replace(draft, path)
-
-
-def require_step(operation: str, step: Any) -> None:
-    """Refuses what is not an integer scalar, known to be from 0 on or traced."""
-    backend = resolve(operation, [step])
-    with renamed(operation):
-        number = backend.asarray(step)
-    shape, dtype, known = backend.shape(number), backend.dtype(number), backend.concrete(number)
-    if shape != () or dtype.kind not in "iu":
-        raise GradCombineError(operation, "an integer scalar as the step", f"{dtype} of shape {shape}")
-    if known is not None and known < 0:
-        raise _negative(operation, int(known))
-
-
-def _negative(operation: str, step: int) -> GradCombineError:
-    # The sign would be lost in a file's name.
-    return GradCombineError(operation, "steps from 0 on", step)
 
 
 def _require_kept(leaf: Any, path: str) -> None:
@@ -257,30 +291,3 @@ def _plain(key: str) -> str | None:
         return None
     legible = isinstance(word, str) and word.isprintable() and "/" not in word
     return word if legible and word and not word.startswith(("[", ".")) else None
-
-
-@no_autograph
-def call_host(operation: str, arrays: Sequence[Any], step: Any, write: Callable[[Any, Any], None]) -> None:
-    """``write(step, arrays)``, with NumPy arrays: now if the values are known, else when the program runs."""
-    backend = resolve(operation, [*arrays, step])
-    number, *known = (backend.concrete(backend.asarray(x)) for x in (step, *arrays))
-    if number is not None and all(x is not None for x in known):
-        write(number, known)
-    elif backend.name == "jax":
-        from jax.experimental import io_callback
-
-        io_callback(write, None, step, list(arrays))
-    else:
-        import tensorflow as tf
-
-        def run(number: Any, *values: Any) -> None:
-            write(number, values)
-
-        tf.numpy_function(run, [step, *arrays], [])
-
-
-def wait() -> None:
-    """Waits until the callbacks of all programs that were started have returned."""
-    jax = sys.modules.get("jax")
-    if jax is not None:
-        jax.effects_barrier()

@@ -274,3 +274,16 @@ def test_logs_of_every_kind_of_step_are_the_same(tmp_path: Path) -> None:
         recorder(0, torn)
     report = compared(tmp_path / "one.log", tmp_path / "torn.log")
     assert report.first is not None and report.first.replica == 2 and "replica 2 differs" in report.problems[0]
+
+
+@pytest.mark.needs("jax")
+def test_a_traced_step_below_zero_is_told_at_the_end_and_not_written(tmp_path: Path) -> None:
+    import jax
+
+    value, path = {"w": np.ones(2, np.float32)}, tmp_path / "a.log"
+    recorder = FlightRecorder(path, value)
+    for step in (-1, 3):
+        jax.jit(lambda step: recorder(step, gc.digest(value)))(np.int32(step))
+    with pytest.raises(GradCombineError, match="FlightRecorder: expected steps from 0 on, received -1"):
+        recorder.close()
+    assert list(read_log(path).rows) == [(3, EVERY)]
