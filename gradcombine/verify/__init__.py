@@ -1,9 +1,8 @@
 """Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework by itself."""
 
 from gradcombine.audit import Audit, audit
-from gradcombine.verify.check import StepReport, Verdict, check_step
+from gradcombine.verify.check import Cause, MicrobatchReport, StepReport, Verdict, check_microbatches, check_step
 from gradcombine.verify.check.law_search import BrokenLaw, check_reduction
-from gradcombine.verify.check.windows import Cause, MicrobatchReport, check_microbatches
 from gradcombine.verify.compare.comparison import Comparison, assert_equal_bits, assert_within_ulp, compare
 from gradcombine.verify.compare.meter import LeafDifference
 from gradcombine.verify.compare.reference import Judgement

@@ -1,7 +1,19 @@
-"""Whether a step gives the same however its batch is divided, how accurate it is, and why not."""
+"""Whether a step, or an accumulation, gives the same however its batch is divided, how accurate it is, and why not."""
 
 from gradcombine.verify.check.checking import check_step
+from gradcombine.verify.check.microbatches import MicrobatchReport, WindowResult, check_microbatches
 from gradcombine.verify.check.running import Split
-from gradcombine.verify.check.step_report import Fault, StepReport, StepRun, Verdict
+from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun, Verdict
 
-__all__ = ["Fault", "Split", "StepReport", "StepRun", "Verdict", "check_step"]
+__all__ = [
+    "Cause",
+    "Fault",
+    "MicrobatchReport",
+    "Split",
+    "StepReport",
+    "StepRun",
+    "Verdict",
+    "WindowResult",
+    "check_microbatches",
+    "check_step",
+]

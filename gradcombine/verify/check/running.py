@@ -87,11 +87,15 @@ class Subject:
         self._make, self.returns_params = make_step, returns_params
         self._params, self._params_structure = flattened(params)
         self.batch = batch
-        self.examples = examples(batch)
         self.names: tuple[str, ...] = ()
         self._structure: tree.Structure | None = None
         self._steps: dict[Split, Step] = {}
         self._programs: dict[Any, tuple[Step, Program | None]] = {}
+
+    @property
+    def examples(self) -> int:
+        """How many examples the batch has."""
+        return examples(self.batch)
 
     def on(self, batch: Tree) -> Subject:
         """This subject with another batch of as many examples."""
@@ -153,7 +157,7 @@ class Subject:
             distance from these.
           step: another one, in its place.
         """
-        made, before = self._called(step or self.step(split), batch, wide, noise, batch_noise, start)
+        made, before = self.called(step or self.step(split), batch, wide, noise, batch_noise, start)
         result = self._result(made, before)
         narrow = next((x for x in result.dtypes if rounding_unit(x) > rounding_unit(np.dtype(np.float64))), None)
         if wide and narrow is not None:
@@ -162,11 +166,11 @@ class Subject:
 
     def of(self, function: Step, batch: Tree, wide: bool) -> list[np.ndarray]:
         """The float leaves that another function of parameters and batch gives, in float64."""
-        leaves = flattened(self._called(function, batch, wide)[0])[0]
+        leaves = flattened(self.called(function, batch, wide)[0])[0]
         arrays = [array_of(x) for x in leaves if is_there(x)]
         return [as_floats(x) for x in arrays if is_float_dtype(x.dtype)]
 
-    def _called(
+    def called(
         self,
         function: Step,
         batch: Tree,

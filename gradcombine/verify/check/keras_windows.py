@@ -18,39 +18,34 @@ import tensorflow as tf
 
 from gradcombine import tree
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.check.windows.subject import OPERATION, Leaves, Loss, NotWide, Outcome, leaves
+from gradcombine.verify.check.windows import OPERATION, Leaves, Outcome
 
 Wrap = Callable[[Any], Any]
 
 
-class KerasSubject:
+class KerasTraining:
     """A loss in TensorFlow, a Keras optimizer, and the accumulation around it."""
 
-    def __init__(self, loss: Loss, inner: Any, wrap: Wrap) -> None:
+    def __init__(self, loss: Callable[[Any, Any], Any], inner: Any, wrap: Wrap) -> None:
         if keras.backend.backend() != "tensorflow":
             raise GradCombineError(OPERATION, "the TensorFlow backend of Keras", keras.backend.backend())
         self._loss, self._inner, self._wrap = loss, inner, wrap
         self._gradient = tf.function(self._differentiated, reduce_retracing=True)
 
-    def gradient(self, params: Any, microbatch: Any) -> Leaves:
-        return self._run(params, microbatch, _tensor)
+    def gradient(self, params: Any, microbatch: Any) -> list[tf.Tensor | None]:
+        return self._gradient(_tensors(params), _tensors(microbatch))
 
-    def wide_gradient(self, params: Any, microbatch: Any) -> Leaves:
+    def narrow(self, params: Any, microbatch: Any) -> str:
         try:
-            program = self._gradient.get_concrete_function(_mapped(_wide, params), _mapped(_wide, microbatch))
+            program = self._gradient.get_concrete_function(_tensors(params, True), _tensors(microbatch, True))
         except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
-            raise NotWide(f"it cannot be traced in float64: {str(error).strip().splitlines()[0]}") from None
+            return f"it cannot be traced in float64: {str(error).strip().splitlines()[0]}"
         dtypes = {x.dtype for op in program.graph.get_operations() for x in op.outputs}
-        narrow = [x.name for x in dtypes if x.is_floating and x != tf.float64]
-        if narrow:
-            raise NotWide(f"the loss computes in {narrow[0]} whatever its inputs")
-        return self._run(params, microbatch, _wide)
+        found = [x.name for x in dtypes if x.is_floating and x != tf.float64]
+        return f"the loss computes in {found[0]} whatever its inputs" if found else ""
 
     def start(self, params: Any, alone: bool) -> KerasRun:
         return KerasRun(self._wrap, None if alone else self._inner, params)
-
-    def _run(self, params: Any, microbatch: Any, convert: Callable[[Any], Any]) -> Leaves:
-        return leaves(self._gradient(_mapped(convert, params), _mapped(convert, microbatch)))
 
     def _differentiated(self, params: Any, microbatch: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -128,15 +123,7 @@ def _wrapped(wrap: Wrap, inner: Any) -> Any:
     return made
 
 
-def _mapped(convert: Callable[[Any], Any], value: Any) -> Any:
-    leaves, structure = tree.flatten(OPERATION, value)
-    return tree.unflatten(structure, [convert(x) for x in leaves])
-
-
-def _tensor(x: Any) -> tf.Tensor:
-    return tf.convert_to_tensor(x)
-
-
-def _wide(x: Any) -> tf.Tensor:
-    tensor = tf.convert_to_tensor(x)
-    return tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor
+def _tensors(value: Any, wide: bool = False) -> Any:
+    arrays, structure = tree.flatten(OPERATION, value)
+    tensors = [tf.convert_to_tensor(x) for x in arrays]
+    return tree.unflatten(structure, [tf.cast(x, tf.float64) if wide and x.dtype.is_floating else x for x in tensors])

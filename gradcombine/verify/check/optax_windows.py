@@ -15,11 +15,8 @@ import optax
 
 from gradcombine import tree
 from gradcombine.errors import GradCombineError
-from gradcombine.verify.check.retyping import Retyped, wide
-from gradcombine.verify.check.running import line
-from gradcombine.verify.check.windows.subject import OPERATION, Leaves, Loss, NotWide, Outcome, leaves
+from gradcombine.verify.check.windows import OPERATION, Leaves, Outcome, leaves
 
-Wrap = Callable[[optax.GradientTransformation], Any]
 Arguments = Callable[[float, bool], Mapping[str, Any]]
 
 
@@ -64,32 +61,17 @@ def _as(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.astype(like.dtype)
 
 
-class OptaxSubject:
+class OptaxTraining:
     """A loss in JAX, an optax transformation, and the accumulation around it."""
 
-    def __init__(self, loss: Loss, inner: optax.GradientTransformation, wrap: Wrap, arguments: Arguments) -> None:
+    def __init__(self, loss: Any, inner: optax.GradientTransformation, wrap: Any, arguments: Arguments) -> None:
         self._inner, self._wrap, self._arguments = inner, wrap, arguments
-        self._gradient = _differentiated(loss)
+        self.gradient = _differentiated(loss)
         self._made: dict[bool, tuple[Any, Any]] = {}
 
-    def gradient(self, params: Any, microbatch: Any) -> Leaves:
-        return leaves(self._gradient(params, microbatch))
-
-    def wide_gradient(self, params: Any, microbatch: Any) -> Leaves:
-        arrays, structure = jax.tree.flatten((params, microbatch))
-
-        def run(arrays: list[Any]) -> list[Any]:
-            return jax.tree.leaves(self._gradient(*jax.tree.unflatten(structure, arrays)))
-
-        try:
-            program = Retyped(run, arrays)
-        except Exception as error:  # of a foreign loss that is not traced but run
-            raise NotWide(f"it cannot be traced: {line(error)}") from None
-        if program.problem:
-            raise NotWide(program.problem)
-        with wide():
-            made = program([_widened(x) for x in arrays])
-            return leaves(jax.tree.unflatten(jax.tree.structure(params), made))
+    def narrow(self, params: Any, microbatch: Any) -> str:
+        self.gradient(params, microbatch)  # raises whatever kept JAX from tracing it
+        return "it cannot be traced"
 
     def start(self, params: Any, alone: bool) -> OptaxRun:
         # Compiled once, for all runs.
@@ -97,37 +79,39 @@ class OptaxSubject:
             made = self._wrap(probe(optax.identity() if alone else self._inner))
             if not (hasattr(made, "init") and hasattr(made, "update")):
                 raise GradCombineError(OPERATION, "accumulating to return a transformation", type(made).__name__)
-            self._made[alone] = made, jax.jit(made.update)
+            self._made[alone] = made.init, jax.jit(made.update)
         return OptaxRun(*self._made[alone], params, self._arguments, fixed=alone)
 
 
 class OptaxRun:
     """One training."""
 
-    def __init__(self, accumulating: Any, update: Any, params: Any, arguments: Arguments, fixed: bool) -> None:
+    def __init__(self, init: Any, update: Any, params: Any, arguments: Arguments, fixed: bool) -> None:
         self.params = jax.tree.map(jnp.asarray, params)
-        self._fixed, self._arguments = fixed, arguments
+        self._update, self._arguments, self._fixed = update, arguments, fixed
         self._structure = tree.flatten(OPERATION, self.params)[1]
-        self._state = accumulating.init(self.params)
-        self._update = update
-        _seen(self._state)
+        self._state = init(self.params)
+        self._calls = int(_seen(self._state).calls)
 
     def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
-        before = int(_seen(self._state).calls)
         gradients = tree.unflatten(self._structure, [None if x is None else jnp.asarray(x) for x in gradient])
         updates, self._state = self._update(gradients, self._state, self.params, **self._arguments(weight, last))
         seen, made = _seen(self._state), leaves(updates)
         if not self._fixed:
             self.params = optax.apply_updates(self.params, updates)
-        calls = int(seen.calls) - before
+        calls, self._calls = int(seen.calls) - self._calls, int(seen.calls)
         moved = any(np.any(x != 0) for x in made if x is not None)
-        changed = calls > 0 and not _equal(made, leaves(seen.updates))
+        changed = calls > 0 and any(
+            not np.array_equal(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
+            for x, y in zip(made, leaves(seen.updates), strict=True)
+            if x is not None and y is not None
+        )
         return Outcome(moved, calls, leaves(seen.gradient) if calls else None, changed)
 
 
 @lru_cache(maxsize=8)
-def _differentiated(loss: Loss) -> Any:
-    """Compiled once for all checks of a loss, in float32 and in float64."""
+def _differentiated(loss: Any) -> Any:
+    """Compiled once for all checks of a loss."""
     return jax.jit(jax.grad(loss))
 
 
@@ -137,15 +121,3 @@ def _seen(state: Any) -> ProbeState:
     if len(probes) != 1:
         raise GradCombineError(OPERATION, "accumulating to use the inner transformation once", f"{len(probes)} times")
     return probes[0]
-
-
-def _equal(a: Leaves, b: Leaves) -> bool:
-    return all(
-        x is None or y is None or np.array_equal(x.astype(np.float64), y.astype(np.float64), equal_nan=True)
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-def _widened(x: Any) -> Any:
-    array = jnp.asarray(x)
-    return array.astype(jnp.float64) if jnp.issubdtype(array.dtype, jnp.floating) else array
