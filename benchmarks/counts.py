@@ -177,7 +177,9 @@ def counts() -> list[Count]:
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef)]
     named = [node.id for node in nodes if isinstance(node, ast.Name)]
     raised = [
-        x for x in nodes if isinstance(x, ast.Call) and "GradCombineError" in ast.unparse(x)[:60].partition(")")[0]
+        x
+        for x in nodes
+        if isinstance(x, ast.Call) and ast.unparse(x.func).split(".")[-1] in ("GradCombineError", "invalid")
     ]
     longest = max(own, key=lines)
     names = [path.stem for path in own if path.stem != "__init__"]

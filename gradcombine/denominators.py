@@ -8,7 +8,7 @@ from functools import cached_property, reduce
 from typing import Any, Literal, TypeAlias, cast, get_args
 
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.errors import GradCombineError, renamed, require_one_of, shown
+from gradcombine.errors import invalid, require_one_of, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.per_leaf import per_leaf
@@ -26,27 +26,22 @@ class Terms:
     """The terms of a loss, and the denominator of each.
 
     Attributes:
-      operation: for error messages.
       over: the name of each term's denominator.
     """
 
-    operation: str
     over: Mapping[str, str]
 
     def __post_init__(self) -> None:
         if not isinstance(self.over, Mapping) or not self.over:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise self.error("terms as a dict from the name of each to that of its denominator", shown(self.over))
+            raise invalid("terms as a dict from the name of each to that of its denominator", shown(self.over))
         for term, name in self.over.items():
             if not isinstance(term, str) or not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise self.error("the name of a term's denominator", shown(name), f"[{term!r}]")
+                raise invalid("the name of a term's denominator", shown(name), f"[{term!r}]")
 
     @cached_property
     def denominators(self) -> list[str]:
         """Their names, each once, sorted."""
         return sorted(set(self.over.values()))
-
-    def error(self, expected: str, received: Any, path: str = "") -> GradCombineError:
-        return GradCombineError(self.operation, expected, received, path)
 
     @no_autograph
     def values(self, received: Any) -> dict[str, Any]:
@@ -55,20 +50,20 @@ class Terms:
         Raises:
           GradCombineError: for others, which names the term.
         """
-        values = _named(self.operation, "a value of each term", self.over, received)
+        values = _named("a value of each term", self.over, received)
         for term, value in values.items():
             backend = owner(value)
             if backend is None:
-                raise self.error("a real floating scalar", shown(value), f"[{term!r}]")
+                raise invalid("a real floating scalar", shown(value), f"[{term!r}]")
             shape, dtype = backend.shape(value), backend.dtype(value)
             if shape != () or dtypes.kind(dtype) != "float":
-                raise self.error("a real floating scalar", f"{dtype} of shape {shape}", f"[{term!r}]")
+                raise invalid("a real floating scalar", f"{dtype} of shape {shape}", f"[{term!r}]")
         return values
 
     @no_autograph
     def widened(self, values: Mapping[str, Array]) -> dict[str, Array]:
         """The values in one dtype, the widest of theirs and at least float32."""
-        backend = resolve(self.operation, values.values())
+        backend = resolve(values.values())
         widest = dtypes.of_weights(backend.dtype(x) for x in values.values())
         return {term: backend.cast(x, widest) for term, x in values.items()}
 
@@ -81,14 +76,14 @@ class Terms:
         """
         weights = self.named(what, received)
         for name, weight in weights.items():
-            with renamed(self.operation, f"[{name!r}]"):
-                parse(self.operation, resolve(self.operation, [] if owner(weight) is None else [weight]), weight)
+            with within(f"[{name!r}]"):
+                parse(resolve([] if owner(weight) is None else [weight]), weight)
         return weights
 
     @no_autograph
     def summed(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """By denominator, the sum of the terms that share it."""
-        backend = resolve(self.operation, values.values())
+        backend = resolve(values.values())
         return {
             name: reduce(backend.add, (x for term, x in values.items() if self.over[term] == name))
             for name in self.denominators
@@ -110,12 +105,12 @@ class Terms:
 
         0 where the microbatch has weight 0 there, or the window the total 0, whatever the value.
         """
-        backend = resolve(self.operation, [*values.values(), *weights.values(), *totals.values()])
+        backend = resolve([*values.values(), *weights.values(), *totals.values()])
 
         def share(term: str, value: Any) -> Array:
             name, dtype = self.over[term], dtypes.working(backend.dtype(value))
-            whole = parse(self.operation, backend, totals[name])
-            absent = parse(self.operation, backend, weights[name]).is_zero(backend) | whole.is_zero(backend)
+            whole = parse(backend, totals[name])
+            absent = parse(backend, weights[name]).is_zero(backend) | whole.is_zero(backend)
             total = whole.cast(backend, dtype)
             zero, one = (backend.full((), x, dtype) for x in (0, 1))
             # Divided by no 0, of which the derivative would be NaN.
@@ -127,14 +122,14 @@ class Terms:
     @no_autograph
     def total(self, values: Mapping[str, Any]) -> Array:
         """The whole loss, of what its terms have become."""
-        backend = resolve(self.operation, values.values())
+        backend = resolve(values.values())
         return reduce(backend.add, (values[term] for term in self.over))
 
     @no_autograph
     def present(self, weights: Mapping[str, Any]) -> Any:
         """1 for a microbatch that has a weight other than 0, else 0; known where it can be."""
-        backend = resolve(self.operation, weights.values())
-        found = [presence(self.operation, backend, weight) for weight in weights.values()]
+        backend = resolve(weights.values())
+        found = [presence(backend, weight) for weight in weights.values()]
         if any(isinstance(x, int) and x for x in found):
             return 1
         return reduce(backend.maximum, [x for x in found if not isinstance(x, int)] or [0])
@@ -145,22 +140,22 @@ class Terms:
         Raises:
           GradCombineError: for a dict of other names, or none.
         """
-        return _named(self.operation, what, self.denominators, received)
+        return _named(what, self.denominators, received)
 
 
-def _named(operation: str, what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
+def _named(what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
     expected = f"{what}, as a dict of {list(names)}"
     if not isinstance(received, Mapping):
-        raise GradCombineError(operation, expected, type(received).__name__)
+        raise invalid(expected, type(received).__name__)
     found = cast("Mapping[Any, Any]", received)
     if missing := [name for name in names if name not in found]:
-        raise GradCombineError(operation, expected, "none", f"[{missing[0]!r}]")
+        raise invalid(expected, "none", f"[{missing[0]!r}]")
     if others := [name for name in found if name not in names]:
-        raise GradCombineError(operation, f"{expected} alone", "one more", f"[{others[0]!r}]")
+        raise invalid(f"{expected} alone", "one more", f"[{others[0]!r}]")
     return {name: found[name] for name in names}
 
 
-def require_totals(operation: str, totals: Any) -> None:
+def require_totals(totals: Any) -> None:
     """Refuses what is not a way to know totals, or None."""
     if totals is not None:
-        require_one_of(operation, f"totals of {list(get_args(Totals))}, or None", totals, get_args(Totals))
+        require_one_of(f"totals of {list(get_args(Totals))}, or None", totals, get_args(Totals))

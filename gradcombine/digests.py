@@ -10,10 +10,10 @@ import numpy as np
 from gradcombine import sparse, tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.errors import invalid, operation, within
 from gradcombine.reductions import dtypes
 from gradcombine.tree import Structure
-from gradcombine.types import Array, Tree, no_autograph
+from gradcombine.types import Array, Tree
 
 WORD = np.dtype(np.uint32)
 
@@ -23,7 +23,7 @@ MULTIPLIER = np.uint32(0x9E3779B1)
 """Odd, so that a product by it has an inverse modulo 2**32; the prime next to 2**32 over the golden ratio."""
 
 
-@no_autograph
+@operation("digest")
 def digest(value: Tree) -> Array:
     """A digest of the bits of every leaf, which does not depend on the order of the elements.
 
@@ -60,11 +60,11 @@ def digest(value: Tree) -> Array:
     >>> gc.digest([np.float32([0.0])]) == gc.digest([np.float32([-0.0])])
     array([[False, False]])
     """
-    parts, structure = digested("digest", value)
-    backend = resolve("digest", [part.array for part in parts])
+    parts, structure = digested(value)
+    backend = resolve([part.array for part in parts])
     paths, rows = list(structure.paths()), list[Array]()
     for part in parts:
-        with renamed("digest", paths[part.leaf] + part.suffix):
+        with within(paths[part.leaf] + part.suffix):
             rows.append(backend.stack(backend.fused_totals(_mixed, (), [backend.asarray(part.array)])))
     return backend.stack(rows) if rows else np.zeros((0, 2), WORD)
 
@@ -77,18 +77,18 @@ class Part(NamedTuple):
     array: Any
 
 
-def digested(operation: str, value: Tree) -> tuple[list[Part], Structure]:
+def digested(value: Tree) -> tuple[list[Part], Structure]:
     """The arrays of a tree that have digests: of leaves that are not None, both parts of row-sparse ones.
 
     Raises:
       GradCombineError: for a leaf without numbers, such as a random key.
     """
-    leaves, structure = tree.flatten(operation, value, sparse.is_row_sparse)
+    leaves, structure = tree.flatten(value, sparse.is_row_sparse)
     parts: list[Part] = []
     for i, leaf in enumerate(leaves):
         if str(getattr(leaf, "dtype", None)).startswith("key<"):
             expected = "numbers (of a random key, its jax.random.key_data)"
-            raise GradCombineError(operation, expected, leaf.dtype, structure.path(i))
+            raise invalid(expected, leaf.dtype, structure.path(i))
         if is_absent(leaf):
             continue
         slices = sparse.row_slices(leaf)
@@ -96,9 +96,9 @@ def digested(operation: str, value: Tree) -> tuple[list[Part], Structure]:
         for suffix, array in arrays.items():
             dtype = dtype_of(array)
             if dtypes.kind(dtype) not in (*dtypes.NUMERIC, "bool"):
-                raise GradCombineError(operation, "numbers", dtype, structure.path(i) + suffix)
+                raise invalid("numbers", dtype, structure.path(i) + suffix)
             if dtypes.part(dtype).itemsize > 8:  # padded in memory, by a platform's own rule
-                raise GradCombineError(operation, "numbers of at most 64 bits", dtype, structure.path(i) + suffix)
+                raise invalid("numbers of at most 64 bits", dtype, structure.path(i) + suffix)
             parts.append(Part(i, suffix, array))
     return parts, structure
 

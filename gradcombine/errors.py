@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import operator
@@ -10,11 +11,11 @@ import unicodedata
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 
-from gradcombine.types import Order
+from gradcombine.types import F, Order, no_autograph
 
 _MOST_CHARACTERS = 300
 """Of what was received, in a message."""
@@ -46,13 +47,54 @@ class GradCombineError(ValueError):
     ag_pass_through = True
 
     def __init__(self, operation: str, expected: str, received: Any, path: str = "") -> None:
+        super().__init__(operation, expected, received, path)
         self.operation = operation
         self.expected = expected
         self.received = received
         self.path = path
-        where = f"leaf {_text(path, str, 150)}: " if not _is_empty(path) else ""
-        told = [_text(part, str, most) for part, most in ((operation, 150), (expected, 2 * _MOST_CHARACTERS))]
-        super().__init__(legible(_one_line(f"{told[0]}: {where}expected {told[1]}, received {_text(received, str)}")))
+        # Now: an array may have been donated by the time that the message is read.
+        self._said = f"expected {_text(expected, str, 2 * _MOST_CHARACTERS)}, received {_text(received, str)}"
+
+    def __str__(self) -> str:
+        where = f"leaf {_text(self.path, str, 150)}: " if not _is_empty(self.path) else ""
+        return legible(_one_line(f"{_text(self.operation, str, 150)}: {where}{self._said}"))
+
+    def rename(self, operation: str) -> None:
+        """Puts another name of an operation in the place of the one that the error has."""
+        self.operation = operation
+        self.args = (operation, *self.args[1:])
+
+    def within(self, path: str) -> None:
+        """Prepends the path of the node that the error's own path starts from."""
+        self.path = path + ("" if path and self.path == "(root)" else self.path)
+        self.args = (*self.args[:3], self.path)
+
+
+def invalid(expected: str, received: Any, path: str = "") -> GradCombineError:
+    """An error that `operation` names on its way out of the public function."""
+    return GradCombineError("", expected, received, path)
+
+
+def operation(name: str | None = None) -> Callable[[F], F]:
+    """Names a public function in the errors of `invalid` that it raises, and keeps AutoGraph out of it.
+
+    Args:
+      name: of the function, for users; None: the ``name`` of the object whose method it is.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def named(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except GradCombineError as error:
+                if not error.operation:
+                    error.rename(name or args[0].name)
+                raise
+
+        return no_autograph(cast(F, named))
+
+    return decorate
 
 
 class MissingPackageError(GradCombineError, ImportError):
@@ -107,18 +149,23 @@ def importing(operation: str, extra: str | None = None) -> Generator[None, None,
 
 
 @contextmanager
-def renamed(operation: str | None = None, path: str | Callable[[], str] = "") -> Generator[None, None, None]:
-    """Names this operation, if any, in an error from inside, and this path before the one that the error has."""
+def renamed(operation: str) -> Generator[None, None, None]:
+    """Puts another operation's name in the place of the one that an error from inside has."""
     try:
         yield
     except GradCombineError as error:
-        raise at(error, operation, path() if callable(path) else path) from None
+        error.rename(operation)
+        raise
 
 
-def at(error: GradCombineError, operation: str | None = None, path: str = "") -> GradCombineError:
-    """The error with this operation, if any, and with this path before its own."""
-    inner = "" if path and error.path == "(root)" else error.path
-    return GradCombineError(operation or error.operation, error.expected, error.received, path + inner)
+@contextmanager
+def within(path: str | Callable[[], str]) -> Generator[None, None, None]:
+    """Prepends a path, or what gives one, to the path of an error from inside."""
+    try:
+        yield
+    except GradCombineError as error:
+        error.within(path() if callable(path) else path)
+        raise
 
 
 def legible(text: str, most: int | None = None) -> str:
@@ -176,97 +223,95 @@ def _short(text: str, most: int) -> str:
     return f"{text[:half]} ... {text[-half:]}"
 
 
-def require_integer(operation: str, expected: str, value: Any, lowest: int = 1, highest: int = MOST) -> int:
+def require_integer(expected: str, value: Any, lowest: int = 1, highest: int = MOST) -> int:
     """The integer that a value is, of any integer type and framework; refuses a bool and what is out of range."""
     try:
         if isinstance(value, (bool, np.bool_)) or getattr(value, "dtype", None) == np.bool_:
             raise TypeError
         number = operator.index(value)
     except Exception:  # beside TypeError whatever a foreign class raises
-        raise GradCombineError(operation, expected, shown(value)) from None
+        raise invalid(expected, shown(value)) from None
     if not lowest <= number <= highest:
-        raise GradCombineError(operation, expected, shown(number))
+        raise invalid(expected, shown(number))
     return number
 
 
-def require_path(operation: str, expected: str, path: Any) -> Path:
+def require_path(expected: str, path: Any) -> Path:
     """The path that a text or an object of paths stands for; refuses what the file system cannot name or find out."""
     try:
         found = Path(path)
         if b"\0" in os.fsencode(found):
             raise ValueError
     except Exception:
-        raise GradCombineError(operation, expected, shown(path)) from None
+        raise invalid(expected, shown(path)) from None
     try:
         os.stat(found)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except OSError as error:  # a name that is too long, a link to itself, a folder that is closed
-        raise GradCombineError(operation, expected, f"{shown(str(path))}: {error.strerror}") from None
+        raise invalid(expected, f"{shown(str(path))}: {error.strerror}") from None
     return found
 
 
-def require_file(operation: str, expected: str, path: Any) -> Path:
+def require_file(expected: str, path: Any) -> Path:
     """The path of a regular file: a FIFO would be waited for without an end, and a device read without one."""
-    found = require_path(operation, expected, path)
+    found = require_path(expected, path)
     if not found.is_file():
         received = f"{found}, which {'is no regular file' if found.exists() else 'does not exist'}"
-        raise GradCombineError(operation, expected, received)
+        raise invalid(expected, received)
     return found
 
 
-def require_list(operation: str, expected: str, values: Any) -> list[Any]:
+def require_list(expected: str, values: Any) -> list[Any]:
     """The items of a list or tuple; refuses a NamedTuple, what is no list, and an empty one."""
     if not issubclass(type(values), (list, tuple)) or hasattr(values, "_fields"):
-        raise GradCombineError(operation, expected, type(values).__name__)
+        raise invalid(expected, type(values).__name__)
     if not values:
-        raise GradCombineError(operation, expected, "an empty list")
+        raise invalid(expected, "an empty list")
     return list(values)
 
 
-def require_number(operation: str, expected: str, value: Any, lowest: float) -> float:
+def require_number(expected: str, value: Any, lowest: float) -> float:
     """The finite float that a real number is, of any type and framework; refuses a bool and one below ``lowest``."""
     try:
         if isinstance(value, (bool, np.bool_, str, bytes)):
             raise TypeError
         number = float(value)
     except Exception:  # beside TypeError and OverflowError whatever a foreign class raises
-        raise GradCombineError(operation, expected, shown(value)) from None
+        raise invalid(expected, shown(value)) from None
     if not lowest <= number < math.inf:
-        raise GradCombineError(operation, expected, shown(value))
+        raise invalid(expected, shown(value))
     return number
 
 
-def require_flag(operation: str, name: str, value: Any) -> bool:
+def require_flag(name: str, value: Any) -> bool:
     """The truth of a bool, Python's or NumPy's; refuses what has one only by the way."""
     if value is not True and value is not False and not isinstance(value, np.bool_):
-        raise GradCombineError(operation, f"True or False as {name}", shown(value))
+        raise invalid(f"True or False as {name}", shown(value))
     return bool(value is True or value == np.True_)
 
 
-def require_one_of(operation: str, expected: str, value: Any, choices: Sequence[str]) -> None:
+def require_one_of(expected: str, value: Any, choices: Sequence[str]) -> None:
     """Refuses what is not one of some names."""
     if not isinstance(value, str) or value not in choices:
-        raise GradCombineError(operation, expected, shown(value))
+        raise invalid(expected, shown(value))
 
 
-def require_order(operation: str, order: Any) -> None:
+def require_order(order: Any) -> None:
     """Refuses what is not an order of combination."""
-    require_one_of(operation, "order 'sequential' or 'tree'", order, get_args(Order))
+    require_one_of("order 'sequential' or 'tree'", order, get_args(Order))
 
 
-def require_collective(
-    operation: str, over: Any, expected: str = "a collective: LOCAL, jax_axis(name) or tf_replicas()"
-) -> None:
+def require_collective(over: Any, expected: str = "a collective: LOCAL, jax_axis(name) or tf_replicas()") -> None:
     """Refuses what is not a collective."""
     if isinstance(over, type) or attribute(over, "all_gather") is None:
-        raise GradCombineError(operation, expected, shown(over))
+        raise invalid(expected, shown(over))
 
 
-def require_items(operation: str, expected: str, values: Any) -> list[Any]:
+def require_items(expected: str, values: Any) -> list[Any]:
     """The items of what can be iterated over; what a generator raises by itself comes through."""
     try:
         items = iter(values)
     except TypeError:
-        raise GradCombineError(operation, expected, shown(values)) from None
+        raise invalid(expected, shown(values)) from None
     return list(items)  # of the iterator: the length that an object claims to have may be anything

@@ -18,26 +18,27 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import (
-    GradCombineError,
-    renamed,
+    invalid,
+    operation,
     require_flag,
     require_integer,
     require_items,
     require_list,
     shown,
+    within,
 )
 from gradcombine.places.lists import mean
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.adding import two_sum
 from gradcombine.reductions.dtypes import FLOAT32
-from gradcombine.types import Array, Tree, no_autograph
+from gradcombine.types import Array, Tree
 
 __all__ = ["MEANS", "SUMS", "addn_blocks", "hierarchical_copy", "left_chain", "mean_of_means", "ring", "welford"]
 
 _BLOCK = 8
 
 
-@no_autograph
+@operation("left_chain")
 def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
     """The sum from left to right: ``((v_1 + v_2) + v_3) + ...``.
 
@@ -64,17 +65,17 @@ def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
     >>> left_chain([np.float32([1e8]), np.float32([1]), np.float32([-1e8])])
     array([0.], dtype=float32)
     """
-    running = dtypes.parse(dtype, "left_chain")
+    running = dtypes.parse(dtype)
 
     def summed(backend: Backend, terms: list[Array]) -> Array:
         result = backend.dtype(terms[0])
         cast = terms if running is None else [backend.cast(term, running) for term in terms]
         return backend.cast(chain(backend, cast), result)
 
-    return by_leaf("left_chain", values, summed)
+    return by_leaf(values, summed)
 
 
-@no_autograph
+@operation("addn_blocks")
 def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reused: int = 0) -> Tree:
     """The sum as TensorFlow's AddN kernel forms it: ``(block_1 + block_2) + ...``, each block a left chain.
 
@@ -108,19 +109,19 @@ def addn_blocks(values: Sequence[Tree], names: Sequence[str] | None = None, reus
     >>> addn_blocks(terms), left_chain(terms)
     (array([3.], dtype=float32), array([0.], dtype=float32))
     """
-    trees = require_list("addn_blocks", "a list of trees", values)
+    trees = require_list("a list of trees", values)
     if names is not None:
         named = isinstance(names, (list, tuple)) and {type(name) for name in names} <= {str}
         if not named or len(names) != len(trees):
-            raise GradCombineError("addn_blocks", f"{len(trees)} names", len(names) if named else shown(names))
+            raise invalid(f"{len(trees)} names", len(names) if named else shown(names))
         trees = [trees[i] for i in sorted(range(len(trees)), key=names.__getitem__)]
     last = len(trees) - 1
-    reused = require_integer("addn_blocks", f"a reused term from 0 to {last}", reused, 0, last)
+    reused = require_integer(f"a reused term from 0 to {last}", reused, 0, last)
     trees[0], trees[reused] = trees[reused], trees[0]
-    return by_leaf("addn_blocks", trees, blocks)
+    return by_leaf(trees, blocks)
 
 
-@no_autograph
+@operation("hierarchical_copy")
 def hierarchical_copy(values: Sequence[Tree]) -> Tree:
     """The sum of two halves, each by `addn_blocks`: ``addn(v_1 ... v_h) + addn(v_{h+1} ... v_2h)``, h = n // 2.
 
@@ -142,7 +143,7 @@ def hierarchical_copy(values: Sequence[Tree]) -> Tree:
     >>> hierarchical_copy([np.float32([x]) for x in (1e8, -1e8, 1, 1)])
     array([2.], dtype=float32)
     """
-    trees = require_list("hierarchical_copy", "a list of trees", values)
+    trees = require_list("a list of trees", values)
     half = len(trees) // 2
 
     def halves(backend: Backend, terms: list[Array]) -> Array:
@@ -150,7 +151,7 @@ def hierarchical_copy(values: Sequence[Tree]) -> Tree:
             return terms[0]
         return backend.add(blocks(backend, terms[:half]), blocks(backend, terms[half : 2 * half]))
 
-    return by_leaf("hierarchical_copy", trees, halves)
+    return by_leaf(trees, halves)
 
 
 def chain(backend: Backend, terms: Sequence[Array]) -> Array:
@@ -170,7 +171,7 @@ _RING_DTYPES = ("float16", "bfloat16", "float32", "float64", "int32", "int64")
 _ALIGNED_BYTES = 64
 
 
-@no_autograph
+@operation("ring")
 def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     """The sum as TensorFlow's ring all-reduce forms it: chunk k is ``((v_k + v_{k+1}) + ...) + v_{k-1}``, ranks from 0.
 
@@ -201,15 +202,15 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
     >>> ring(ranks)[[0, 16, 32]]
     array([0., 0., 1.], dtype=float32)
     """
-    trees = require_list("ring", "a list of trees", values)
-    kinds = require_dtypes("ring", trees[0], _RING_DTYPES)
-    if require_flag("ring", "packed", packed) and len(set(kinds)) > 1:
-        raise GradCombineError("ring", "leaves of one dtype in a pack", ", ".join(sorted({x.name for x in kinds})))
-    leaves, structure = tree.flatten("ring", trees[0])
+    trees = require_list("a list of trees", values)
+    kinds = require_dtypes(trees[0], _RING_DTYPES)
+    if require_flag("packed", packed) and len(set(kinds)) > 1:
+        raise invalid("leaves of one dtype in a pack", ", ".join(sorted({x.name for x in kinds})))
+    leaves, structure = tree.flatten(trees[0])
     shapes: list[tuple[int, ...]] = []
     for leaf, path in zip(leaves, structure.paths(), strict=True):
-        with renamed("ring", path):
-            backend = resolve("ring", [leaf])
+        with within(path):
+            backend = resolve([leaf])
             shapes += [] if is_absent(leaf) else [backend.shape(backend.asarray(leaf))]
     packs = [shapes] if packed else [[shape] for shape in shapes]
     numbers = [_chunks(pack, dtype, len(trees)) for pack, dtype in zip(packs, kinds, strict=False)]
@@ -222,7 +223,7 @@ def ring(values: Sequence[Tree], packed: bool = True) -> Tree:
             total = backend.where(chunk == k, chain(backend, terms[k:] + terms[:k]), total)
         return total
 
-    return by_leaf("ring", trees, around)
+    return by_leaf(trees, around)
 
 
 def _chunks(shapes: Sequence[tuple[int, ...]], dtype: np.dtype, ranks: int) -> list[np.ndarray]:
@@ -241,7 +242,7 @@ _WELFORD_DTYPES = ("float16", "bfloat16", "float32")
 _SPLITTER = np.float32(2**12 + 1)
 
 
-@no_autograph
+@operation("welford")
 def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT32, divided: bool = False) -> Tree:
     """The mean of optax.MultiSteps: ``acc = acc + (g - acc) / (n + 1)`` from ``acc = 0``, for n = 0, 1, ....
 
@@ -274,17 +275,17 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
     >>> welford([np.float32([1, 2]), np.float32([4, 5])])
     array([2.5, 3.5], dtype=float32)
     """
-    trees = require_list("welford", "a list of trees", values)
-    require_dtypes("welford", trees[0], _WELFORD_DTYPES)
-    require_flag("welford", "fused", fused)
-    require_flag("welford", "divided", divided)
-    kept = dtypes.parse(accumulator, "welford")
+    trees = require_list("a list of trees", values)
+    require_dtypes(trees[0], _WELFORD_DTYPES)
+    require_flag("fused", fused)
+    require_flag("divided", divided)
+    kept = dtypes.parse(accumulator)
     if kept is None or kept.name not in _WELFORD_DTYPES:
-        raise GradCombineError("welford", f"an accumulator of {', '.join(_WELFORD_DTYPES)}", accumulator)
-    return by_leaf("welford", trees, partial(_welford, fused=fused, accumulator=kept, divided=divided))
+        raise invalid(f"an accumulator of {', '.join(_WELFORD_DTYPES)}", accumulator)
+    return by_leaf(trees, partial(_welford, fused=fused, accumulator=kept, divided=divided))
 
 
-@no_autograph
+@operation("mean_of_means")
 def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | None = None) -> Tree:
     """Each rank's weighted mean, then their unweighted mean: what a program reports that forgets the ranks' weights.
 
@@ -305,13 +306,13 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | N
     >>> mean_of_means([np.float32([x]) for x in (1, 2, 3, 4)], ranks=2, weights=[1, 1, 3, 1])
     array([2.375], dtype=float32)
     """
-    trees = require_list("mean_of_means", "a list of trees", values)
-    ranks = require_integer("mean_of_means", "1 rank or more", ranks)
+    trees = require_list("a list of trees", values)
+    ranks = require_integer("1 rank or more", ranks)
     if len(trees) % ranks:
-        raise GradCombineError("mean_of_means", f"a multiple of {ranks} trees", len(trees))
-    scales = None if weights is None else require_items("mean_of_means", f"{len(trees)} weights", weights)
+        raise invalid(f"a multiple of {ranks} trees", len(trees))
+    scales = None if weights is None else require_items(f"{len(trees)} weights", weights)
     if scales is not None and len(scales) != len(trees):
-        raise GradCombineError("mean_of_means", f"{len(trees)} weights", len(scales))
+        raise invalid(f"{len(trees)} weights", len(scales))
     each = len(trees) // ranks
     blocks = [slice(i, i + each) for i in range(0, len(trees), each)]
     return mean([mean(trees[block], None if scales is None else scales[block]) for block in blocks])
@@ -375,53 +376,53 @@ def _subtract(backend: Backend, a: Array, b: Array) -> Array:
     return backend.add(a, -b)
 
 
-def by_leaf(operation: str, values: Sequence[Tree], rule: Callable[[Backend, list[Array]], Array]) -> Tree:
+def by_leaf(values: Sequence[Tree], rule: Callable[[Backend, list[Array]], Array]) -> Tree:
     """The tree of ``rule(backend, terms)``, the terms of a leaf in the order of the trees; called in `flatten`'s order.
 
     Raises:
       GradCombineError: for trees of different structures, shapes or dtypes, and for a leaf that is None in some of them
         only.
     """
-    trees = require_list(operation, "a list of trees", values)
-    _, structure = tree.flatten(operation, trees[0])
-    columns = list(zip(*(tree.flatten_as(operation, structure, value) for value in trees), strict=True))
-    backend = resolve(operation, [leaf for column in columns for leaf in column])
+    trees = require_list("a list of trees", values)
+    _, structure = tree.flatten(trees[0])
+    columns = list(zip(*(tree.flatten_as(structure, value) for value in trees), strict=True))
+    backend = resolve([leaf for column in columns for leaf in column])
     combined: list[Any] = []
     for column, path in zip(columns, structure.paths(), strict=True):
         absent = [is_absent(leaf) for leaf in column]
         if any(absent) and not all(absent):
-            raise GradCombineError(operation, "a gradient in all trees or in none", f"{sum(absent)} without one", path)
-        combined.append(column[0] if all(absent) else backend.asarray(rule(backend, _terms(operation, column, path))))
+            raise invalid("a gradient in all trees or in none", f"{sum(absent)} without one", path)
+        combined.append(column[0] if all(absent) else backend.asarray(rule(backend, _terms(column, path))))
     return tree.unflatten(structure, combined)
 
 
-def _terms(operation: str, column: Sequence[Any], path: str) -> list[Array]:
-    backend = resolve(operation, column)
-    with renamed(operation, path):
+def _terms(column: Sequence[Any], path: str) -> list[Array]:
+    backend = resolve(column)
+    with within(path):
         terms = [backend.asarray(leaf) for leaf in column]
         expected, *others = ((backend.shape(term), backend.dtype(term)) for term in terms)
     if dtypes.kind(backend.dtype(terms[0])) not in dtypes.NUMERIC:
-        raise GradCombineError(operation, "a dtype of numbers", backend.dtype(terms[0]), path)
+        raise invalid("a dtype of numbers", backend.dtype(terms[0]), path)
     for received in others:
         if received != expected:
             described = "shape {} and dtype {}".format
-            raise GradCombineError(operation, described(*expected), described(*received), path)
+            raise invalid(described(*expected), described(*received), path)
     return terms
 
 
-def require_dtypes(operation: str, value: Tree, allowed: Sequence[str]) -> list[np.dtype]:
+def require_dtypes(value: Tree, allowed: Sequence[str]) -> list[np.dtype]:
     """The dtypes of a tree's gradients, in the order of `flatten`.
 
     Raises:
       GradCombineError: for one that is not allowed.
     """
-    leaves, structure = tree.flatten(operation, value)
+    leaves, structure = tree.flatten(value)
     kinds: list[np.dtype] = []
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if not is_absent(leaf):
-            dtype = resolve(operation, [leaf]).dtype(leaf)
+            dtype = resolve([leaf]).dtype(leaf)
             if dtype.name not in allowed:
-                raise GradCombineError(operation, f"a dtype of {', '.join(allowed)}", dtype, path)
+                raise invalid(f"a dtype of {', '.join(allowed)}", dtype, path)
             kinds.append(dtype)
     return kinds
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.errors import invalid, operation, within
 from gradcombine.reductions import dtypes
-from gradcombine.types import Array, Tree, no_autograph
+from gradcombine.types import Array, Tree
 
 _FLOATING = ("float", "complex")
 
@@ -30,7 +30,7 @@ class NoiseScale(NamedTuple):
     squared_norm: Array
 
 
-@no_autograph
+@operation("squared_norm")
 def squared_norm(value: Tree) -> Array:
     """The sum of the squared magnitudes of all elements, ``|g|**2``.
 
@@ -50,16 +50,16 @@ def squared_norm(value: Tree) -> Array:
     >>> float(squared_norm({"w": np.float32([1, 2]), "b": np.float32(2), "frozen": None}))
     9.0
     """
-    leaves, structure = tree.flatten("squared_norm", value)
-    backend = resolve("squared_norm", leaves)
+    leaves, structure = tree.flatten(value)
+    backend = resolve(leaves)
     sums: list[Array] = []
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if is_absent(leaf):
             continue
-        with renamed("squared_norm", path):
+        with within(path):
             array = backend.asarray(leaf)
         if dtypes.kind(backend.dtype(array)) not in _FLOATING:
-            raise GradCombineError("squared_norm", "a dtype that is float or complex", backend.dtype(array), path)
+            raise invalid("a dtype that is float or complex", backend.dtype(array), path)
         magnitude = abs(array) if dtypes.kind(backend.dtype(array)) == "complex" else array
         magnitude = backend.cast(magnitude, dtypes.working(backend.dtype(magnitude)))
         sums.append(backend.total(backend.product(magnitude, magnitude)))
@@ -70,7 +70,7 @@ def squared_norm(value: Tree) -> Array:
     return total
 
 
-@no_autograph
+@operation("noise_scale")
 def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count: Array) -> NoiseScale:
     """The gradient noise scale ``tr(S) / |G|**2``, estimated from gradients of microbatches of any sizes.
 
@@ -120,13 +120,12 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
     (9.5, 10.875, 0.874)
     """
     scalars = {"mean_square": mean_square, "square_of_mean": square_of_mean, "weight": weight, "count": count}
-    backend = resolve("noise_scale", scalars.values())
-    with renamed("noise_scale"):
-        arrays = {name: backend.asarray(x) for name, x in scalars.items()}
+    backend = resolve(scalars.values())
+    arrays = {name: backend.asarray(x) for name, x in scalars.items()}
     for name, x in arrays.items():
         if backend.shape(x) != () or dtypes.kind(backend.dtype(x)) not in ("float", "integer"):
             received = f"shape {backend.shape(x)} and dtype {backend.dtype(x)}"
-            raise GradCombineError("noise_scale", f"a real scalar as {name}", received)
+            raise invalid(f"a real scalar as {name}", received)
     received = backend.dtype(arrays["mean_square"])
     dtype = received if received == np.float64 else dtypes.FLOAT32
     within, between, examples, n = (backend.cast(x, dtype) for x in arrays.values())

@@ -12,9 +12,9 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.errors import GradCombineError, attribute, renamed, require_flag, require_integer
+from gradcombine.errors import attribute, invalid, operation, require_flag, require_integer, within
 from gradcombine.formats.entry import holds_numbers
-from gradcombine.types import Array, Tree, no_autograph
+from gradcombine.types import Array, Tree
 
 __all__ = ["RowSparse", "add_rows", "densify", "row_sparse", "to_dense"]
 
@@ -46,7 +46,7 @@ class RowSparse(NamedTuple):
         return (self.extent.rows, *map(int, self.values.shape[1:]))
 
 
-@no_autograph
+@operation("row_sparse")
 def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
     """Makes a `RowSparse` of rows and their indices.
 
@@ -65,13 +65,12 @@ def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
            [0.],
            [4.]], dtype=float32)
     """
-    count = require_integer("row_sparse", f"a number of rows from 1 to {MOST_ROWS}", rows, highest=MOST_ROWS)
-    backend = resolve("row_sparse", [indices, values])
-    with renamed("row_sparse"):
-        indices, values = backend.asarray(indices), backend.asarray(values)
+    count = require_integer(f"a number of rows from 1 to {MOST_ROWS}", rows, highest=MOST_ROWS)
+    backend = resolve([indices, values])
+    indices, values = backend.asarray(indices), backend.asarray(values)
     made = RowSparse(indices, values, tree.static_rows(count))
-    slices = require_rows("row_sparse", backend, RowSlices(made.indices, made.values, count))
-    require_in_range("row_sparse", backend, slices.indices, count)
+    slices = require_rows(backend, RowSlices(made.indices, made.values, count))
+    require_in_range(backend, slices.indices, count)
     return made
 
 
@@ -81,7 +80,7 @@ def row_slices(leaf: Any) -> RowSlices | None:
         rows = attribute(leaf.extent, "rows")
         if rows is None or rows < 0 or owner(leaf.indices) is None or owner(leaf.values) is None:
             expected = "arrays as indices and values, and a constant as extent"
-            raise GradCombineError("RowSparse", expected, ", ".join(type(part).__name__ for part in leaf))
+            raise invalid(expected, ", ".join(type(part).__name__ for part in leaf))
         return RowSlices(leaf.indices, leaf.values, rows)
     candidates = (backend.row_slices(leaf) for backend in loaded())
     return next((slices for slices in candidates if slices is not None), None)
@@ -92,21 +91,21 @@ def is_row_sparse(leaf: Any) -> bool:
     return isinstance(leaf, RowSparse) or any(backend.row_slices(leaf) is not None for backend in loaded())
 
 
-def require_rows(operation: str, backend: Backend, slices: RowSlices, path: str = "") -> RowSlices:
+def require_rows(backend: Backend, slices: RowSlices, path: str = "") -> RowSlices:
     """The slices as arrays of this backend, whose shapes and dtypes fit one another."""
-    with renamed(operation, path):
+    with within(path):
         indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
         dtype, positions, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
     if dtype.kind not in "iu" or len(positions) != 1:
-        raise GradCombineError(operation, "integer indices of shape (n,)", f"{dtype} of shape {positions}", path)
+        raise invalid("integer indices of shape (n,)", f"{dtype} of shape {positions}", path)
     if not holds_numbers(np.dtype(backend.dtype(values))):
-        raise GradCombineError(operation, "values that are numbers", backend.dtype(values), path)
+        raise invalid("values that are numbers", backend.dtype(values), path)
     if shape[:1] != positions:
-        raise GradCombineError(operation, f"values of {positions[0]} rows, one an index", f"shape {shape}", path)
+        raise invalid(f"values of {positions[0]} rows, one an index", f"shape {shape}", path)
     return RowSlices(indices, values, slices.rows)
 
 
-def require_in_range(operation: str, backend: Backend, indices: Array, rows: int, path: str = "") -> Array:
+def require_in_range(backend: Backend, indices: Array, rows: int, path: str = "") -> Array:
     """Whether any index is out of range, a boolean scalar while tracing; an error where that is known."""
     dtype = backend.dtype(indices)
     lowest, highest = (backend.full((), bound, dtype) for bound in (0, min(rows, np.iinfo(dtype).max)))
@@ -114,7 +113,7 @@ def require_in_range(operation: str, backend: Backend, indices: Array, rows: int
     known = backend.concrete(outside)
     if known is not None and known.any():
         wrong = np.asarray(backend.concrete(indices))[known]
-        raise GradCombineError(operation, f"indices from 0 to {rows}", int(wrong[0]), path)
+        raise invalid(f"indices from 0 to {rows}", int(wrong[0]), path)
     return outside
 
 
@@ -235,7 +234,7 @@ def _at_most(backend: Backend, positions: Array, last: int) -> Array:
     return backend.where(positions > limit, limit, positions)
 
 
-@no_autograph
+@operation("to_dense")
 def to_dense(rows: Any) -> Array:
     """The whole array of a `RowSparse`, tf.IndexedSlices or BCOO leaf.
 
@@ -255,20 +254,19 @@ def to_dense(rows: Any) -> Array:
     """
     slices = row_slices(rows)
     if slices is None:
-        raise GradCombineError("to_dense", "a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
+        raise invalid("a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
     if slices.rows is None:
-        raise GradCombineError("to_dense", "a known number of rows", "a dense_shape that is not static")
-    backend = resolve("to_dense", [slices.indices, slices.values])
-    with renamed("to_dense"):
-        shape = (slices.rows, *backend.shape(slices.values)[1:])
+        raise invalid("a known number of rows", "a dense_shape that is not static")
+    backend = resolve([slices.indices, slices.values])
+    shape = (slices.rows, *backend.shape(slices.values)[1:])
     if not holds_numbers(dtype := backend.dtype(slices.values)):
-        raise GradCombineError("to_dense", "values of a dtype of numbers", dtype)
+        raise invalid("values of a dtype of numbers", dtype)
     zeros = backend.full(shape, 0, dtype)
-    once = _once("to_dense", backend, rows, slices.rows)
+    once = _once(backend, rows, slices.rows)
     return zeros if once is None else backend.put(zeros, *once)
 
 
-@no_autograph
+@operation("densify")
 def densify(values: Tree) -> Tree:
     """A tree with `to_dense` of its row-sparse leaves, and the others as they are.
 
@@ -280,11 +278,11 @@ def densify(values: Tree) -> Tree:
     >>> gc.add_n(map(sparse.densify, [rows, np.float32([1, 1])]))
     array([1., 4.], dtype=float32)
     """
-    leaves, structure = tree.flatten("densify", values, is_row_sparse)
+    leaves, structure = tree.flatten(values, is_row_sparse)
     return tree.unflatten(structure, [to_dense(leaf) if is_row_sparse(leaf) else leaf for leaf in leaves])
 
 
-@no_autograph
+@operation("add_rows")
 def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     """``table + to_dense(rows)``, reading and writing only the rows that occur.
 
@@ -308,19 +306,18 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     array([1., 5.], dtype=float32)
     """
     slices = row_slices(rows)
-    require_flag("add_rows", "unique", unique)
+    require_flag("unique", unique)
     if slices is None:
-        raise GradCombineError("add_rows", "a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
-    backend = resolve("add_rows", [table, slices.indices, slices.values])
-    with renamed("add_rows"):
-        whole = backend.asarray(table)
-        expected = backend.shape(whole)
-        received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
+        raise invalid("a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
+    backend = resolve([table, slices.indices, slices.values])
+    whole = backend.asarray(table)
+    expected = backend.shape(whole)
+    received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
     if not holds_numbers(np.dtype(backend.dtype(whole))):
-        raise GradCombineError("add_rows", "a table of numbers", backend.dtype(whole))
+        raise invalid("a table of numbers", backend.dtype(whole))
     if received != expected:
-        raise GradCombineError("add_rows", f"rows of shape {expected}", received)
-    once = _once("add_rows", backend, rows, expected[0], unique)
+        raise invalid(f"rows of shape {expected}", received)
+    once = _once(backend, rows, expected[0], unique)
     if once is None:
         return whole
     last = backend.full((), expected[0] - 1, INT32)
@@ -330,12 +327,12 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     return backend.put(whole, indices, changed)
 
 
-def _once(operation: str, backend: Backend, leaf: Any, rows: int, unique: bool = False) -> tuple[Array, Array] | None:
+def _once(backend: Backend, leaf: Any, rows: int, unique: bool = False) -> tuple[Array, Array] | None:
     """Indices and values of each row once, those out of range left out; None where there are none at all."""
     held = row_slices(leaf)
     assert held is not None
-    slices = require_rows(operation, backend, held)
-    outside = require_in_range(operation, backend, slices.indices, rows)
+    slices = require_rows(backend, held)
+    outside = require_in_range(backend, slices.indices, rows)
     n = backend.shape(slices.indices)[0]
     if n == 0:
         return None

@@ -33,7 +33,7 @@ from gradcombine.backends.registry import (
     owner,
     shape_of,
 )
-from gradcombine.errors import GradCombineError, at
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, Tree
 
 
@@ -102,7 +102,7 @@ _DIFFERENCES_NAMED = 3
 _NUMPY_LEAVES = (np.ndarray, np.generic, bool, int, float, complex)
 
 
-def flatten(operation: str, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
     """The leaves of a tree, None among them, and its structure.
 
     Raises:
@@ -110,25 +110,23 @@ def flatten(operation: str, tree: Tree, is_leaf: Callable[[Any], bool] | None = 
         and for more than `MOST_LEVELS` of containers, as in a tree that contains itself.
     """
     leaves: list[Any] = []
-    return leaves, _visit(operation, tree, leaves, is_leaf, 0)
+    return leaves, _visit(tree, leaves, is_leaf, 0)
 
 
-def _visit(
-    operation: str, node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, level: int
-) -> Structure:
+def _visit(node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, level: int) -> Structure:
     """Appends the leaves of a node, and returns its structure."""
     if node is None or type(node) in LEAF_TYPES or (is_leaf is not None and is_leaf(node)):
         leaves.append(node)
         return LEAF
-    split = _split(operation, node)
+    split = _split(node)
     if split is None:
         if owner(node) is None:
-            raise GradCombineError(operation, "an array, a number, None or a container of them", type(node).__name__)
+            raise invalid("an array, a number, None or a container of them", type(node).__name__)
         leaves.append(node)
         return LEAF
     if level == MOST_LEVELS:
         expected = f"at most {MOST_LEVELS} levels of containers"
-        raise GradCombineError(operation, expected, "more (a tree that contains itself?)")
+        raise invalid(expected, "more (a tree that contains itself?)")
     children: list[Structure] = []
     for child in split.children:
         if type(child) in LEAF_TYPES or (is_leaf is not None and is_leaf(child)):
@@ -136,9 +134,10 @@ def _visit(
             children.append(LEAF)
             continue
         try:
-            children.append(_visit(operation, child, leaves, is_leaf, level + 1))
+            children.append(_visit(child, leaves, is_leaf, level + 1))
         except GradCombineError as error:
-            raise at(error, path=split.form.format(split.names[len(children)])) from None
+            error.within(split.form.format(split.names[len(children)]))
+            raise
     return Structure(_kind(node), split.names, split.form, tuple(children), split.static, split.rebuild)
 
 
@@ -153,26 +152,22 @@ def _build(node: Structure, remaining: Iterator[Any]) -> Any:
     return node.rebuild([next(remaining) if x.rebuild is None else _build(x, remaining) for x in node.children])
 
 
-def flatten_as(
-    operation: str, structure: Structure, tree: Tree, is_leaf: Callable[[Any], bool] | None = None
-) -> list[Any]:
+def flatten_as(structure: Structure, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """The leaves of a tree that must have this structure.
 
     Raises:
       GradCombineError: where the structures part, with the path.
     """
     leaves: list[Any] = []
-    if not _fill(operation, structure, tree, leaves, is_leaf):
-        raise difference(operation, structure, flatten(operation, tree, is_leaf)[1])
+    if not _fill(structure, tree, leaves, is_leaf):
+        raise difference(structure, flatten(tree, is_leaf)[1])
     return leaves
 
 
-def _fill(
-    operation: str, expected: Structure, node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None
-) -> bool:
+def _fill(expected: Structure, node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> bool:
     """Appends the leaves of a node; whether it has this structure."""
     known = node is None or type(node) in LEAF_TYPES or (is_leaf is not None and is_leaf(node))
-    split = None if known else _split(operation, node)
+    split = None if known else _split(node)
     if split is None:
         leaves.append(node)
         return expected.rebuild is None and (known or owner(node) is not None)
@@ -181,39 +176,40 @@ def _fill(
     for child, inner in zip(split.children, expected.children, strict=True):
         if inner.rebuild is None and type(child) in LEAF_TYPES:
             leaves.append(child)
-        elif not _fill(operation, inner, child, leaves, is_leaf):
+        elif not _fill(inner, child, leaves, is_leaf):
             return False
     return True
 
 
-def split_as(operation: str, prefix: Structure, tree: Tree) -> list[Tree]:
+def split_as(prefix: Structure, tree: Tree) -> list[Tree]:
     """The subtrees that stand where a prefix structure has its leaves.
 
     Raises:
       GradCombineError: where the tree does not begin as the prefix does, with the path.
     """
     subtrees: list[Tree] = []
-    _take(operation, prefix, tree, subtrees)
+    _take(prefix, tree, subtrees)
     return subtrees
 
 
-def _take(operation: str, expected: Structure, node: Any, subtrees: list[Tree]) -> None:
+def _take(expected: Structure, node: Any, subtrees: list[Tree]) -> None:
     if expected.rebuild is None:
         subtrees.append(node)
         return
-    split = _split(operation, node)
+    split = _split(node)
     received = LEAF if split is None else _level(_kind(node), split.names, split.form, split.static)
     wanted = _level(expected.kind, expected.names, expected.form, expected.static)
     if split is None or received != wanted:
-        raise difference(operation, wanted, received)
+        raise difference(wanted, received)
     for name, child, inner in zip(expected.names, split.children, expected.children, strict=True):
         if inner.rebuild is None:
             subtrees.append(child)
             continue
         try:
-            _take(operation, inner, child, subtrees)
+            _take(inner, child, subtrees)
         except GradCombineError as error:
-            raise at(error, path=expected.form.format(name)) from None
+            error.within(expected.form.format(name))
+            raise
 
 
 def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
@@ -221,21 +217,21 @@ def select(backend: Backend, condition: Array, a: Tree, b: Tree) -> Tree:
     known = backend.concrete(condition)
     if known is not None:
         return a if known else b
-    lefts, structure = flatten("select", a)
-    rights = flatten_as("select", structure, b)
+    lefts, structure = flatten(a)
+    rights = flatten_as(structure, b)
     chosen = (x if x is None else backend.where(condition, x, y) for x, y in zip(lefts, rights, strict=True))
     return unflatten(structure, chosen)
 
 
 def require_alike(expected: Tree, received: Tree) -> None:
     """Raises unless a tree has the containers, shapes and dtypes of another one, and arrays in place of specs."""
-    leaves, structure = flatten("tree", expected)
-    for i, (x, y) in enumerate(zip(leaves, flatten_as("tree", structure, received), strict=True)):
+    leaves, structure = flatten(expected)
+    for i, (x, y) in enumerate(zip(leaves, flatten_as(structure, received), strict=True)):
         if not is_array_of(y, dtype_of(x), shape_of(x)):
-            raise GradCombineError("tree", in_words(x), in_words(y), structure.path(i))
+            raise invalid(in_words(x), in_words(y), structure.path(i))
 
 
-def difference(operation: str, expected: Structure, received: Structure, path: str = "") -> GradCombineError:
+def difference(expected: Structure, received: Structure, path: str = "") -> GradCombineError:
     """The error that names the first places where two structures differ."""
     unequal = _differences(expected, received, path)
     place, wanted, got = next(unequal, (path, "the same nodes", "others"))
@@ -243,7 +239,7 @@ def difference(operation: str, expected: Structure, received: Structure, path: s
     if also:
         more = sum(1 for _ in unequal)
         got += f"; they differ at {', '.join(also)} as well" + (f" and in {more} more places" if more else "")
-    return GradCombineError(operation, f"the structure to have {wanted} here", got, place or "(root)")
+    return invalid(f"the structure to have {wanted} here", got, place or "(root)")
 
 
 def _differences(a: Structure, b: Structure, path: str) -> Iterator[tuple[str, str, str]]:
@@ -283,9 +279,9 @@ def _kind(node: Any) -> type:
     return list if isinstance(node, list) else kind
 
 
-def _split(operation: str, node: Any) -> Split | None:
+def _split(node: Any) -> Split | None:
     if isinstance(node, dict):
-        return _split_dict(operation, node)
+        return _split_dict(node)
     if isinstance(node, (tuple, list)):
         names = getattr(node, "_fields", None) if isinstance(node, tuple) else None
         if names is not None:
@@ -308,13 +304,13 @@ def _split(operation: str, node: Any) -> Split | None:
     return None
 
 
-def _split_dict(operation: str, node: dict[Any, Any]) -> Split:
+def _split_dict(node: dict[Any, Any]) -> Split:
     kind, order = _kind(node), tuple(node)
     try:
         names = order if kind is OrderedDict else tuple(_sorted(order))
     except TypeError:
         kinds = sorted({type(name).__name__ for name in node})
-        raise GradCombineError(operation, "keys that can be sorted", f"keys of {', '.join(kinds)}") from None
+        raise invalid("keys that can be sorted", f"keys of {', '.join(kinds)}") from None
     rebuild = partial(_dict_of, kind, names, order)
     return Split(names, tuple(map(node.__getitem__, names)), rebuild, form="[{!r}]")
 
@@ -407,7 +403,7 @@ def static_of(leaf: Any, with_shape: bool = False) -> Any:
         return static_absence()
     backend = owner(leaf)
     if backend is None:
-        raise GradCombineError("static", "an array, a number or None", type(leaf).__name__)
+        raise invalid("an array, a number or None", type(leaf).__name__)
     if is_absent(leaf):
         return static_absence(backend.shape(leaf))
     return static_dtype(backend.dtype(leaf), backend.shape(leaf) if with_shape else None)

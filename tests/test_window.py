@@ -90,7 +90,7 @@ def run(window: Window, steps: Sequence[Step]) -> tuple[Host, Any]:
     return host, state
 
 
-MEAN_OF_2 = Window("test", gc.reductions.mean(), 2)
+MEAN_OF_2 = Window(gc.reductions.mean(), 2)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ class TakenOver(Window):
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_what_the_exchange_takes_over_reaches_no_later_window(order: Any) -> None:
     """Both replicas say the same: the sum of the window is twice that of one."""
-    window, host = TakenOver("test", gc.reductions.sum(), 2, Two(), order), Host()
+    window, host = TakenOver(gc.reductions.sum(), 2, Two(), order), Host()
     state = window.init(numbers(0))
     for value in (1, 3, float("inf"), 0, 5, 6):
         state, due = window.due(window.contribute(state, numbers(value)))
@@ -138,7 +138,7 @@ def test_what_the_exchange_takes_over_reaches_no_later_window(order: Any) -> Non
 
 @pytest.mark.parametrize("order", ["sequential", "tree"])
 def test_which_window_is_next(order: Any) -> None:
-    window = Window("test", gc.reductions.sum(), lambda index: index + 1, order=order, max_every=4)
+    window = Window(gc.reductions.sum(), lambda index: index + 1, order=order, max_every=4)
     state, places = window.init(numbers(0)), []
     for _ in range(6):
         places.append(tuple(map(int, window.next(state))))
@@ -185,7 +185,7 @@ def test_a_window_that_goes_on_with_another_length_loses_nothing(
     def of(every: int) -> Window:
         # A function of the index, so that the counter has the same levels whatever the length.
         length: Any = every if every == UNTIL_FLUSH or not depth else lambda index: every
-        return Window("test", gc.reductions.sum(), length, **depth)
+        return Window(gc.reductions.sum(), length, **depth)
 
     state, host = of(before).init(numbers(0)), Host()
     for value in range(begun):
@@ -199,7 +199,7 @@ def test_a_window_that_goes_on_with_another_length_loses_nothing(
 
 
 def test_a_window_that_a_flush_alone_ends_is_known_to_the_host() -> None:
-    window, known = Window("test", gc.reductions.mean(), UNTIL_FLUSH), []
+    window, known = Window(gc.reductions.mean(), UNTIL_FLUSH), []
     state = window.init(numbers(0))
     for value, flush in ((1.0, False), (3.0, True), (5.0, False), (9.0, True)):
         state, due = window.due(window.contribute(state, numbers(value)), flush=flush)
@@ -215,7 +215,7 @@ def test_a_window_that_a_flush_alone_ends_is_known_to_the_host() -> None:
 
 def test_replicas_are_merged_before_the_one_division() -> None:
     replicas = Two()
-    window = Window("test", gc.reductions.mean(), 2, replicas)
+    window = Window(gc.reductions.mean(), 2, replicas)
     state = window.contribute(window.contribute(window.init(numbers(0)), numbers(1)), numbers(3), 2)
     assert replicas.exchanges == 0
     assert take(window, state) == [np.float32(14) / np.float32(6)]
@@ -224,21 +224,21 @@ def test_replicas_are_merged_before_the_one_division() -> None:
 
 def test_the_exchange_is_inside_of_the_branch() -> None:
     replicas = Two()
-    window = Window("test", gc.reductions.sum(), 2, replicas)
+    window = Window(gc.reductions.sum(), 2, replicas)
     run(window, [Step(1), Step(3), Step(5)])
     assert replicas.exchanges == 1
 
 
 def test_known_flags_are_agreed_without_an_exchange() -> None:
     replicas = Two()
-    window = Window("test", gc.reductions.sum(), 2, replicas)
+    window = Window(gc.reductions.sum(), 2, replicas)
     assert window.agreed([True, np.False_, np.array(True)]) == [True, False, True]
     assert replicas.exchanges == 0
 
 
 def test_all_other_flags_are_agreed_by_one(traced: Callable[[bool], Any]) -> None:
     replicas = Two(others=[1, 0, 0])
-    window = Window("test", gc.reductions.sum(), 2, replicas)
+    window = Window(gc.reductions.sum(), 2, replicas)
     flags = window.agreed([traced(False), True, traced(False), traced(True)])
     assert [bool(flag) for flag in flags] == [True, True, False, True]
     assert replicas.exchanges == 1
@@ -267,19 +267,19 @@ def test_narrow_gradients_are_widened(dtype: Any, like: Any, expected: Any) -> N
 
 @pytest.mark.parametrize("flag", [1, None, "yes", np.int32(1), np.array([True])])
 def test_a_flag_is_a_boolean_scalar(flag: Any) -> None:
-    with pytest.raises(GradCombineError, match="test: expected flush as a boolean scalar"):
-        require_flag("test", "flush", flag)
+    with pytest.raises(GradCombineError, match="expected flush as a boolean scalar"):
+        require_flag("flush", flag)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"every": 0}, "expected a window length"),
-        ({"every": 2, "over": "data"}, "test: expected a collective"),
+        ({"every": 2, "over": "data"}, "expected a collective"),
         ({"every": 2, "order": "random"}, "expected order"),
         ({"every": UNTIL_FLUSH, "order": "tree"}, "expected max_every"),
     ],
 )
 def test_bad_settings_are_refused_before_there_is_a_state(options: dict[str, Any], message: str) -> None:
     with pytest.raises(GradCombineError, match=message):
-        Window("test", gc.reductions.mean(), **options)
+        Window(gc.reductions.mean(), **options)

@@ -6,7 +6,6 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from gradcombine.audit.rules import RULES, Finding
 from gradcombine.audit.subject import Loop, short, size_text, times
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.timeline import timeline
-from gradcombine.errors import GradCombineError, require_file
+from gradcombine.errors import GradCombineError, invalid, operation, require_file
 from gradcombine.formats.safetensors import distinct
 from gradcombine.reporting.sections import Cells, Section
 
@@ -132,6 +131,7 @@ def _sum_up(report: Audit) -> str:
     return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
 
 
+@operation("audit")
 def names(text: str | None) -> frozenset[str]:
     """The findings named by ``--fail-on``, separated by commas; all of them where it is not given.
 
@@ -140,7 +140,7 @@ def names(text: str | None) -> frozenset[str]:
     """
     chosen = frozenset(RULES) if text is None else frozenset(x.strip() for x in text.split(",") if x.strip())
     if unknown := sorted(chosen - set(RULES)):
-        raise GradCombineError("audit", f"names of findings: {', '.join(RULES)}", ", ".join(unknown))
+        raise invalid(f"names of findings: {', '.join(RULES)}", ", ".join(unknown))
     return chosen
 
 
@@ -165,6 +165,7 @@ Baseline = dict[tuple[str, str, int], Measured]
 """By the program's name, its target, and how many of that name come before it."""
 
 
+@operation("audit")
 def read_baseline(path: Path) -> Baseline:
     """An earlier report, from the file that ``--json`` wrote.
 
@@ -172,18 +173,19 @@ def read_baseline(path: Path) -> Baseline:
       GradCombineError: a file that cannot be read, or of another form or version.
     """
     expected = "a baseline that --json has written"
-    file = require_file("audit", expected, path)
+    file = require_file(expected, path)
     try:
-        content: Any = json.loads(file.read_text(), object_pairs_hook=partial(distinct, "audit"))
+        content: Any = json.loads(file.read_text(), object_pairs_hook=distinct)
         if content["version"] != VERSION:
-            raise GradCombineError("audit", f"a baseline of version {VERSION}", content["version"])
+            raise invalid(f"a baseline of version {VERSION}", content["version"])
         return _measured(content["programs"])
     except GradCombineError:
         raise
     except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise GradCombineError("audit", expected, f"{path}: {type(error).__name__}: {error}") from None
+        raise invalid(expected, f"{path}: {type(error).__name__}: {error}") from None
 
 
+@operation("audit")
 def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) -> list[str]:
     """Lists what has become worse since an earlier report of the same programs, one line each.
 
@@ -200,7 +202,7 @@ def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) 
         before = baseline.get((name, target, place))
         if before is None:
             known = ", ".join(dict.fromkeys(f"{name} on {target}" for name, target, _ in baseline)) or "no program"
-            raise GradCombineError("audit", f"a baseline of {name} on {target}", known)
+            raise invalid(f"a baseline of {name} on {target}", known)
         lines += [f"{name}: {line}" for line in _compared(now, before, counted)]
     return lines
 

@@ -30,7 +30,7 @@ from gradcombine.audit.subject import Exchange
 from gradcombine.audit.target import Bound, Target, bounds, find_target
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.tensorflow.read import is_function, read_function, read_saved
-from gradcombine.errors import GradCombineError, attribute, require_path, shown
+from gradcombine.errors import attribute, invalid, operation, require_path, shown
 
 
 class Audit(NamedTuple):
@@ -108,6 +108,7 @@ class Audit(NamedTuple):
         return total
 
 
+@operation("audit")
 def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     """Tells what a compiled step does: what it moves, copies, exchanges and repeats.
 
@@ -140,10 +141,11 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
         return _of_tensorflow(step, args, target)
     found = target if isinstance(target, Target) else find_target(target)
     if isinstance(target, str) and attribute(step, "lower") is None:
-        raise GradCombineError("audit", A_STEP, shown(step))
+        raise invalid(A_STEP, shown(step))
     return _audited(compile_step(step, args, found), found)
 
 
+@operation("audit")
 def audit_file(path: str | Path, target: str | Target | None = None) -> list[Audit]:
     """Tells what a program does that another tool has compiled.
 
@@ -158,25 +160,26 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
       GradCombineError: what cannot be read, or is not optimized; a folder without a program.
     """
     found = target if isinstance(target, Target) else find_target(target, compiles=False)
-    folder = require_path("audit", "a file of HLO, or a folder", path)
+    folder = require_path("a file of HLO, or a folder", path)
     if (saved := folder / "saved_model.pb" if folder.is_dir() else folder).name == "saved_model.pb" and saved.is_file():
         expected = "a SavedModel that can be read"
-        return foreign("audit", expected, str(path), lambda: [_of_graph(x, found) for x in read_saved(saved)])
+        return foreign(expected, str(path), lambda: [_of_graph(x, found) for x in read_saved(saved)])
     files = [folder]
     if folder.is_dir():
         texts = sorted(folder.glob("*after_optimizations.txt"))
         files = texts or sorted((*folder.glob("*after_optimizations*.pb"), *folder.glob("*.hlo.pb")))
         if not files:
-            raise GradCombineError("audit", "a folder with files *after_optimizations.txt or .pb", str(path))
+            raise invalid("a folder with files *after_optimizations.txt or .pb", str(path))
     return [_audited(Built(_optimized(*pair)), found) for pair in zip(files, read(files), strict=True)]
 
 
 def _optimized(path: Path, text: str) -> Program:
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise GradCombineError("audit", "optimized HLO, as XLA has it after all passes", f"{path}, not scheduled")
+        raise invalid("optimized HLO, as XLA has it after all passes", f"{path}, not scheduled")
     return read_program(text, str(path))
 
 
+@operation("audit")
 def audit_named(what: str, target: str | None = None) -> list[Audit]:
     """Audits what a command line names.
 
@@ -194,11 +197,11 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
       GradCombineError: nothing of this name, a module that does not import, a callable that returns something else.
       OutOfMemoryError: a step that needs more memory than the target has.
     """
-    if require_path("audit", _NAMED, what).exists():
+    if require_path(_NAMED, what).exists():
         return audit_file(what, target)
     made, found = made_by("audit", what, target)
     # Whatever else a foreign object does when it is asked for something.
-    return foreign("audit", "a step that can be audited", what, lambda: [_audit_made(what, made, found)])
+    return foreign("a step that can be audited", what, lambda: [_audit_made(what, made, found)])
 
 
 _NAMED = "module:callable, or a file or a folder that exists"
@@ -213,14 +216,13 @@ def _audit_made(what: str, made: Any, target: Target) -> Audit:
         return audit(made, target=target)
     received = f"({', '.join(type(x).__name__ for x in pair)})" if isinstance(made, tuple) else shown(made)
     expected = f"{what} to return a jitted function and a tuple of arguments, or one that is lowered or traced"
-    raise GradCombineError("audit", expected, received)
+    raise invalid(expected, received)
 
 
-def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]:
+def made_by(verb: str, what: str, target: str | None) -> tuple[Any, Target]:
     """Calls the callable that a command line names; returns its result, and the target that it was made for.
 
     Args:
-      operation: what error messages call the caller.
       what: "module:callable". If the callable has a parameter named devices, or one without a default, it is called
         with the target's devices.
       target: see `find_target`.
@@ -230,18 +232,17 @@ def made_by(operation: str, what: str, target: str | None) -> tuple[Any, Target]
     """
     if target is not None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")  # a compiler of GPUs is no reason to look for one
-    make = callable_named(operation, what)
+    make = callable_named(verb, what)
     found = find_target(target)
     wanted = "a callable of no argument, or of the target's devices"
-    arguments = foreign(operation, wanted, what, lambda: _devices(make, found))
-    return foreign(operation, "a callable that returns", what, lambda: make(*arguments)), found
+    arguments = foreign(wanted, what, lambda: _devices(make, found))
+    return foreign("a callable that returns", what, lambda: make(*arguments)), found
 
 
-def callable_named(operation: str, what: str) -> Callable[..., Any]:
+def callable_named(verb: str, what: str) -> Callable[..., Any]:
     """Imports the callable that a command line names.
 
     Args:
-      operation: what error messages call the caller.
       what: "module:callable".
 
     Raises:
@@ -249,14 +250,14 @@ def callable_named(operation: str, what: str) -> Callable[..., Any]:
     """
     module, _, name = what.partition(":") if isinstance(what, str) else ("", "", "")
     if not module or not name.isidentifier():
-        raise GradCombineError(operation, _NAMED if operation == "audit" else "module:callable", shown(what))
+        raise invalid(_NAMED if verb == "audit" else "module:callable", shown(what))
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    imported = foreign(operation, "a module that imports", module, lambda: import_module(module))
-    expected = f"a callable {name} in {module} that returns what to {operation}"
-    make: Any = foreign(operation, expected, what, lambda: getattr(imported, name, None))
+    imported = foreign("a module that imports", module, lambda: import_module(module))
+    expected = f"a callable {name} in {module} that returns what to {verb}"
+    make: Any = foreign(expected, what, lambda: getattr(imported, name, None))
     if not callable(make) or hasattr(make, "lower") or is_function(make):
-        raise GradCombineError(operation, expected, "none" if make is None else shown(make))
+        raise invalid(expected, "none" if make is None else shown(make))
     return make
 
 
@@ -275,7 +276,7 @@ def _of_tensorflow(step: Any, args: Sequence[Any], target: str | Target | None) 
     """A graph, which needs no compiler, or what XLA makes of it: TensorFlow's own here, the target's there."""
     machine = target if isinstance(target, Target) else find_target(target, compiles=target is None)
     expected = "a tf.function that is traced, and compiled where it asks for that, for its arguments"
-    function = foreign("audit", expected, step, lambda: read_function(step, args, optimized=machine.here))
+    function = foreign(expected, step, lambda: read_function(step, args, optimized=machine.here))
     if isinstance(function, Graph):
         return _of_graph(function, machine)
     if machine.here:
@@ -303,4 +304,4 @@ def _audited(built: Built, target: Target) -> Audit:
         findings = find(program, built.donated)
         return Audit(program.name, target, program, built.memory, findings, moved[0], moved[1], flops)
 
-    return foreign("audit", KNOWN, program.name, counted)
+    return foreign(KNOWN, program.name, counted)

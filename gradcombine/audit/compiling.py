@@ -16,7 +16,7 @@ import numpy as np
 from gradcombine.audit.parsing import hlo_parser, parse, parse_apart
 from gradcombine.audit.program import Lines, Program, no_lines
 from gradcombine.audit.target import Target
-from gradcombine.errors import GradCombineError, attribute, require_file, require_installed, shown
+from gradcombine.errors import GradCombineError, attribute, invalid, require_file, require_installed, shown
 
 KNOWN = "HLO in a form that is known"
 A_STEP = (
@@ -68,27 +68,24 @@ def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
     if attribute(step, "lower") is not None:
         from gradcombine.integrations.jax.arrays import require_levels  # only such a step needs JAX
 
-        require_levels("audit", *args)
+        require_levels(*args)
         step = _plain(_guarded(target, lambda: _lowered(step, args, target)))
     elif args:
-        raise GradCombineError("audit", A_STEP, shown(step))
+        raise invalid(A_STEP, shown(step))
     if attribute(step, "compile") is not None:
         step = _tried(target, step.compile)
     step = _plain(step)
     if attribute(step, "as_text") is None or attribute(step, "memory_analysis") is None:
-        raise GradCombineError("audit", "a jitted function, or one lowered or compiled", shown(step))
+        raise invalid("a jitted function, or one lowered or compiled", shown(step))
     if not target.here and (others := _kinds(step) - {device.device_kind for device in target.devices}):
         expected = f"a step on devices of {target.name}: one that holds a mesh is built with a mesh of these"
-        raise GradCombineError("audit", expected, f"one on {', '.join(sorted(others))}")
+        raise invalid(expected, f"one on {', '.join(sorted(others))}")
     program: Program = foreign(
-        "audit",
         "a compiled function whose HLO can be read",
         step,
         lambda: Program(step.as_text(), shardings=shardings(step)),
     )
-    memory = foreign(
-        "audit", "a compiled function that tells its memory", step, lambda: _memory(step.memory_analysis(), target)
-    )
+    memory = foreign("a compiled function that tells its memory", step, lambda: _memory(step.memory_analysis(), target))
     return Built(program, memory, _donated(step, len(program.parameters)))
 
 
@@ -114,11 +111,9 @@ def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) 
         return device.client.compile(stablehlo, _jax.DeviceList((device,)), options)
 
     device = target.devices[0]
-    stablehlo = foreign("audit", KNOWN, name, module)
+    stablehlo = foreign(KNOWN, name, module)
     made = _tried(target, compiled)
-    text, sizes = foreign(
-        "audit", KNOWN, name, lambda: (made.hlo_modules()[0].to_string(), made.get_compiled_memory_stats())
-    )
+    text, sizes = foreign(KNOWN, name, lambda: (made.hlo_modules()[0].to_string(), made.get_compiled_memory_stats()))
     return Built(read_program(text, name, lines), _memory(sizes, target))
 
 
@@ -191,14 +186,14 @@ def _placed(x: Any, target: Target) -> Any:
         if not isinstance(mesh, Mesh) or not set(mesh.devices.flat) <= set(target.devices):
             if mesh.size != len(target.devices):
                 expected = f"a mesh of the {len(target.devices)} devices of {target.name}"
-                raise GradCombineError("audit", expected, f"one of {mesh.size}")
+                raise invalid(expected, f"one of {mesh.size}")
             devices = np.array(target.devices).reshape(mesh.axis_sizes)
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
         # What the memory of other devices is called is not known on these.
         host = "pinned_host" if sharding.memory_kind == "pinned_host" else None
         sharding = NamedSharding(mesh, sharding.spec, memory_kind=host)
     elif sharding is not None and len(sharding.device_set) > 1:
-        raise GradCombineError("audit", "arguments that are split over devices by a NamedSharding", shown(sharding))
+        raise invalid("arguments that are split over devices by a NamedSharding", shown(sharding))
     else:
         sharding = None
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
@@ -249,10 +244,10 @@ def _guarded(target: Target, make: Callable[[], Any]) -> Any:
             raise OutOfMemoryError(
                 "audit", f"a step that fits a device of {target.name}", reason[at : at + 250]
             ) from None
-        raise GradCombineError("audit", f"a step that compiles for {target.name}", reason) from error
+        raise invalid(f"a step that compiles for {target.name}", reason) from error
 
 
-def foreign(operation: str, expected: str, what: Any, call: Callable[[], Any]) -> Any:
+def foreign(expected: str, what: Any, call: Callable[[], Any]) -> Any:
     """Calls a function of the user's; turns whatever it raises, an exit too, into GradCombineError."""
     try:
         return call()
@@ -260,7 +255,7 @@ def foreign(operation: str, expected: str, what: Any, call: Callable[[], Any]) -
         raise
     except BaseException as error:
         received = f"{what if isinstance(what, str) else shown(what)}: {_words(error)}"
-        raise GradCombineError(operation, expected, received) from error
+        raise invalid(expected, received) from error
 
 
 def _words(error: BaseException) -> str:
@@ -276,7 +271,7 @@ def read(paths: Iterable[Path]) -> Iterator[str]:
     Raises:
       GradCombineError: a file is damaged, cut off, or of a version that this jaxlib does not know.
     """
-    files = [require_file("audit", "a file of HLO", path) for path in paths]
+    files = [require_file("a file of HLO", path) for path in paths]
     texts = parse_apart(map(_content, files))
     for file in files:
         yield parsed(lambda: next(texts), str(file))
@@ -286,11 +281,11 @@ def _content(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise GradCombineError("audit", "a file that can be read", f"{file}: {error.strerror}") from None
+        raise invalid("a file that can be read", f"{file}: {error.strerror}") from None
 
 
 def read_program(text: str, where: str, lines: Lines = no_lines) -> Program:
-    return foreign("audit", KNOWN, where, lambda: Program(text, lines))
+    return foreign(KNOWN, where, lambda: Program(text, lines))
 
 
 def parsed(read: Callable[[], str], where: str) -> str:
@@ -303,4 +298,4 @@ def parsed(read: Callable[[], str], where: str) -> str:
     except Exception as error:  # XLA's own class, which is no public one
         reason = " ".join(str(error).split())[:160]
         expected = "HLO that the installed jaxlib reads, text or proto"
-        raise GradCombineError("audit", expected, f"{where}: {reason}") from None
+        raise invalid(expected, f"{where}: {reason}") from None

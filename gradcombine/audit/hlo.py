@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine.audit.subject import Frame, Shape
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid
 
 Device = tuple[int, ...]
 """Numbers of devices."""
@@ -114,7 +114,7 @@ class Module:
         self.entry = ""
         header, _, _ = text.partition("\n")
         if not header.startswith("HloModule"):
-            raise GradCombineError("audit", "text of HLO, which begins with HloModule", header[:80] or "nothing")
+            raise invalid("text of HLO, which begins with HloModule", header[:80] or "nothing")
         self.name = header.split(",")[0].removeprefix("HloModule ").strip()
         self._header = header
         self._queues = '"operation_queue_id"' in text
@@ -138,7 +138,7 @@ class Module:
             elif table and (row := re.match(r"(\d+) (.*)", line)):
                 self._tables.setdefault(table, {})[int(row[1])] = row[2]
         if inside or self.entry not in self.roots:
-            raise GradCombineError("audit", "HLO with a whole ENTRY computation", f"{self.name}, cut off")
+            raise invalid("HLO with a whole ENTRY computation", f"{self.name}, cut off")
 
     @cached_property
     def partitions(self) -> int:
@@ -243,7 +243,7 @@ def groups(attributes: str) -> list[Device]:
         chosen = re.findall(r"'?([\w.\-]+)'?(?:,|$)", found[3])
         ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", found[2])
         if (found[2].strip() and not ids) or not set(chosen) <= set(names):
-            raise GradCombineError("audit", "groups of whole axes of a mesh", found[0])
+            raise invalid("groups of whole axes of a mesh", found[0])
         order = _iota(_numbers(ids[1]), ids[2]) if ids else _iota(tuple(lengths))
         rest = [i for i, name in enumerate(names) if name not in chosen]
         order = order.reshape(lengths).transpose(rest + [names.index(name) for name in chosen])
@@ -301,7 +301,7 @@ def _balanced(text: str) -> tuple[str, str]:
         depth += 0 if quoted else {"(": 1, ")": -1}.get(at, 0)
         if depth == 0 and not quoted:
             return text[: found.end()], text[found.end() :]
-    raise GradCombineError("audit", "HLO with whole lines", text[:80])
+    raise invalid("HLO with whole lines", text[:80])
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -312,6 +312,6 @@ def _iota(dims: tuple[int, ...], axes: str | None = None) -> np.ndarray:
     """Numbers of devices, counted along these lengths, with their axes in this order."""
     devices = math.prod(dims)
     if devices > MOST_DEVICES:
-        raise GradCombineError("audit", f"groups of at most {MOST_DEVICES:,} devices", f"{devices:,}")
+        raise invalid(f"groups of at most {MOST_DEVICES:,} devices", f"{devices:,}")
     order = np.arange(devices).reshape(dims)
     return order.transpose(_numbers(axes)) if axes else order

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.audit.subject import Exchange
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import invalid, operation, shown
 
 H100 = """
 gpu_device_info {
@@ -115,6 +115,7 @@ class Target(NamedTuple):
         return self.name == HERE
 
 
+@operation("audit")
 def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
     """The machine of this name.
 
@@ -139,13 +140,13 @@ def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
     kind, _, shape = name.rpartition(":") if isinstance(name, str) else ("", "", "")
     if kind in PUBLISHED and kind != "h100":
         if not re.fullmatch(rf"{LENGTH}x{LENGTH}(x{LENGTH})?", shape):
-            raise GradCombineError("audit", f"a slice such as {kind}:4x4", name)
+            raise invalid(f"a slice such as {kind}:4x4", name)
         chips = math.prod(int(n) for n in shape.split("x"))
         return Target(name, tpu(name) if compiles else (), chips, PUBLISHED[kind])
     hosts, _, each = shape.rpartition("x")
     if not re.fullmatch(rf"({LENGTH}x)?{LENGTH}", shape) or (kind != "h100" and not Path(kind).is_file()):
         expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
-        raise GradCombineError("audit", expected, shown(name))
+        raise invalid(expected, shown(name))
     text = H100 if kind == "h100" else _description(kind)
     figures = PUBLISHED["h100"] if kind == "h100" else described(text)
     return Target(name, gpu(text, int(each), int(hosts or 1)) if compiles else (), int(each), figures)
@@ -155,7 +156,7 @@ def _description(path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, ValueError) as error:  # not to be read, or no text
-        raise GradCombineError("audit", "a GpuTargetConfigProto in text form", f"{path}: {error}") from None
+        raise invalid("a GpuTargetConfigProto in text form", f"{path}: {error}") from None
 
 
 @cache
@@ -183,7 +184,7 @@ def described(text: str) -> Figures:
     facts = {name: float(number) for name, number in re.findall(r"(\w+): (\d+(?:\.\d*)?)$", text, re.MULTILINE)}
     needed = ("memory_bandwidth", "device_memory_size")
     if lacking := [name for name in needed if not 0 < facts.get(name, 0) < math.inf]:
-        raise GradCombineError("audit", f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
+        raise invalid(f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
     bandwidth, memory = (facts[name] for name in needed)
     return Figures({}, bandwidth, int(memory))
 
@@ -198,7 +199,7 @@ def _require(module: str, packages: str) -> None:
     if found is None:
         command = f"pip install {packages.format(jax.__version__)}"
         expected = f"the compiler of this target, in an environment of its own: {command}"
-        raise GradCombineError("audit", expected, "none installed")
+        raise invalid(expected, "none installed")
 
 
 def _topology(platform: str, **names: str) -> tuple[Any, ...]:
@@ -208,7 +209,7 @@ def _topology(platform: str, **names: str) -> tuple[Any, ...]:
         return tuple(topologies.get_topology_desc(platform=platform, **names).devices)
     except Exception as error:  # the compiler's own class
         reason = " ".join(str(error).split())[:200]
-        raise GradCombineError("audit", "a target that its compiler knows", reason) from None
+        raise invalid("a target that its compiler knows", reason) from None
 
 
 class Bound(NamedTuple):

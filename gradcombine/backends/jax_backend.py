@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array
 
 
@@ -43,7 +43,7 @@ class JaxBackend:
         if isinstance(leaf, jax.Array):
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise GradCombineError("jax", "an array", f"the shape/dtype spec {leaf}")
+            raise invalid("an array", f"the shape/dtype spec {leaf}")
         array = NUMPY.asarray(leaf)
         return _exactly(jnp.asarray(array, _canonical(array.dtype)), array.dtype)
 
@@ -53,7 +53,7 @@ class JaxBackend:
         try:
             return np.dtype(leaf.dtype)
         except TypeError:  # of random keys, which NumPy does not know
-            raise GradCombineError("jax", "a dtype of numbers", leaf.dtype) from None
+            raise invalid("a dtype of numbers", leaf.dtype) from None
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
         return NUMPY.shape(leaf)
@@ -119,7 +119,7 @@ class JaxBackend:
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
         if array.dtype.name.startswith("float6_"):
-            raise GradCombineError("jax", "a dtype of whole bytes, or of 4 bits", array.dtype)
+            raise invalid("a dtype of whole bytes, or of 4 bits", array.dtype)
         whole = jnp.stack([array.real, array.imag], axis=-1) if jnp.iscomplexobj(array) else array
         return lax.bitcast_convert_type(whole, dtype)
 
@@ -191,7 +191,7 @@ class JaxBackend:
             return None
         if (leaf.n_batch, leaf.n_sparse) != (0, 1):
             expected = "a BCOO of rows: n_batch=0 and n_sparse=1"
-            raise GradCombineError("jax", expected, f"n_batch={leaf.n_batch} and n_sparse={leaf.n_sparse}")
+            raise invalid(expected, f"n_batch={leaf.n_batch} and n_sparse={leaf.n_sparse}")
         return RowSlices(leaf.indices[:, 0], leaf.data, leaf.shape[0])
 
     def argsort(self, keys: Array) -> Array:
@@ -320,7 +320,7 @@ def _alike(among: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
 def _canonical(dtype: np.dtype) -> np.dtype:
     """The dtype that JAX has for one of NumPy: of 32 bits for one of 64, unless jax_enable_x64 is set."""
     if not has_dtype(dtype):
-        raise GradCombineError("jax", "a dtype that JAX has", dtype)
+        raise invalid("a dtype that JAX has", dtype)
     return jax.dtypes.canonicalize_dtype(dtype)
 
 
@@ -333,7 +333,7 @@ def has_dtype(dtype: np.dtype) -> bool:
 
 def _exactly(array: Array, dtype: np.dtype) -> Array:
     if array.dtype != dtype:
-        raise GradCombineError("jax", f"{dtype} (set jax_enable_x64 for 64-bit values)", array.dtype)
+        raise invalid(f"{dtype} (set jax_enable_x64 for 64-bit values)", array.dtype)
     return array
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcombine.backends.jax_versions import all_gather, varying
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array
 
 SMALL_LEAF_BYTES = 64 * 1024
@@ -178,7 +178,7 @@ class JaxAxis:
         missing = tuple(name for name in self.names if name not in varying(array))
         return lax.pcast(array, missing, to="varying") if missing else array
 
-    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         self.size()
         if not self._tracked():
             return
@@ -189,7 +189,7 @@ class JaxAxis:
                     "gradient of a replicated parameter: apply jax.lax.pcast(params, axis, to='varying') before "
                     "differentiating, or to a value that is this replica's contribution)"
                 )
-                raise GradCombineError(operation, expected, "one that is the same on all replicas", path)
+                raise invalid(expected, "one that is the same on all replicas", path)
 
     def _tracked(self) -> bool:
         """Whether check_vma is on: then an axis index is typed as varying over its axis."""

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
-from gradcombine.errors import GradCombineError, attribute, shown
+from gradcombine.errors import GradCombineError, attribute, invalid, shown
 from gradcombine.types import Array
 
 # A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
@@ -45,9 +45,9 @@ class NumpyBackend:
         if type(leaf) is np.ndarray:
             return leaf
         if not self.owns(leaf):
-            raise GradCombineError("numpy", "an array or a number", shown(leaf))
+            raise invalid("an array or a number", shown(leaf))
         if isinstance(leaf, np.ma.MaskedArray):  # what is under the mask would count
-            raise GradCombineError("numpy", "an array without a mask", type(leaf).__name__)
+            raise invalid("an array without a mask", type(leaf).__name__)
         try:
             array = np.asarray(leaf, self.dtype(leaf))
             if array.shape != self.shape(leaf):
@@ -55,11 +55,11 @@ class NumpyBackend:
             return array
         except OverflowError:
             expected = "a Python integer of 32 bits (a wider one as an array, which has a dtype)"
-            raise GradCombineError("numpy", expected, shown(leaf)) from None
+            raise invalid(expected, shown(leaf)) from None
         except MemoryError:
             raise
         except Exception:  # of what has a shape and a dtype, but no elements that NumPy can read
-            raise GradCombineError("numpy", "an array or a number", type(leaf).__name__) from None
+            raise invalid("an array or a number", type(leaf).__name__) from None
 
     def dtype(self, leaf: Any) -> np.dtype:
         if type(leaf) is np.ndarray:
@@ -85,7 +85,7 @@ class NumpyBackend:
         try:
             return np.full(shape, fill, dtype)
         except ValueError:
-            raise GradCombineError("numpy", "a shape that an array can have", shown(shape)) from None
+            raise invalid("a shape that an array can have", shown(shape)) from None
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         array = np.asarray(array)

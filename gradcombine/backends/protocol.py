@@ -300,6 +300,6 @@ class Collective(Protocol):
         """Marks arrays as each replica's own, where the framework keeps account of that."""
         ...
 
-    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         """Raises where a leaf is known to be combined over the replicas already."""
         ...

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.errors import GradCombineError, importing, shown
+from gradcombine.errors import importing, invalid, shown
 
 FRAMEWORKS = ("jax", "tensorflow")
 _NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
@@ -78,7 +78,7 @@ def is_absent(leaf: Any) -> bool:
     return leaf is None or (backend is not None and backend.absent(leaf))
 
 
-def resolve(operation: str, leaves: Iterable[Any]) -> Backend:
+def resolve(leaves: Iterable[Any]) -> Backend:
     """The one backend of all leaves; NumPy arrays and Python numbers go along with either framework.
 
     Raises:
@@ -92,9 +92,7 @@ def resolve(operation: str, leaves: Iterable[Any]) -> Backend:
         if backend is None or backend is found or backend.name == "numpy":
             continue
         if found.name != "numpy":
-            raise GradCombineError(
-                operation, "arrays of one framework", f"arrays of {found.name} and of {backend.name}"
-            )
+            raise invalid("arrays of one framework", f"arrays of {found.name} and of {backend.name}")
         found = backend
     return found
 
@@ -103,7 +101,7 @@ def described(leaf: Any) -> Backend:
     """The backend of an array or spec that `gradcombine.tree.flatten` has let through."""
     backend = owner(leaf)
     if backend is None:
-        raise GradCombineError("array", "an array or a number", shown(leaf))
+        raise invalid("an array or a number", shown(leaf))
     return backend
 
 
@@ -125,7 +123,7 @@ def placeholder(leaf: Any) -> Any:
     try:
         return np.broadcast_to(np.zeros((), backend.dtype(leaf)), backend.shape(leaf))
     except ValueError:
-        raise GradCombineError("init", "a shape that an array can have", shown(backend.shape(leaf))) from None
+        raise invalid("a shape that an array can have", shown(backend.shape(leaf))) from None
 
 
 def holds_values(leaf: Any) -> bool:
@@ -153,15 +151,15 @@ def in_words(leaf: Any) -> str:
     return f"{backend.dtype(leaf)} of shape {backend.shape(leaf)}"
 
 
-def require_count(operation: str, leaf: Any, path: str) -> None:
+def require_count(leaf: Any, path: str) -> None:
     """Refuses what is not an int32 scalar, as states count in."""
     if not is_array_of(leaf, _INT32, ()):
-        raise GradCombineError(operation, "int32 of shape ()", in_words(leaf), path)
+        raise invalid("int32 of shape ()", in_words(leaf), path)
 
 
-def require_scalar(operation: str, expected: str, leaf: Any, kinds: str, path: str = "") -> None:
+def require_scalar(expected: str, leaf: Any, kinds: str, path: str = "") -> None:
     """Refuses what is not a scalar array or number of one of these NumPy kinds of dtype."""
     backend = owner(leaf)
     whole = backend is not None and holds_values(leaf) and backend.shape(leaf) == ()
     if backend is None or not whole or np.dtype(backend.dtype(leaf)).kind not in kinds:
-        raise GradCombineError(operation, expected, in_words(leaf), path)
+        raise invalid(expected, in_words(leaf), path)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array
 
 
@@ -33,13 +33,13 @@ class TensorflowBackend:
 
     def asarray(self, leaf: Any) -> Array:
         if isinstance(leaf, tf.TensorSpec):
-            raise GradCombineError("tensorflow", "a tensor", f"the shape/dtype spec {leaf}")
+            raise invalid("a tensor", f"the shape/dtype spec {leaf}")
         try:
             tensor = tf.convert_to_tensor(leaf if self.owns(leaf) else NUMPY.asarray(leaf))
         except GradCombineError:
             raise
         except (TypeError, ValueError):
-            raise GradCombineError("tensorflow", "a dense tensor of numbers", type(leaf).__name__) from None
+            raise invalid("a dense tensor of numbers", type(leaf).__name__) from None
         if tensor.dtype.name in _STORED:
             raise _no_kernels(tensor.dtype.name)
         return tensor
@@ -50,14 +50,14 @@ class TensorflowBackend:
         try:
             return np.dtype(leaf.dtype.as_numpy_dtype)
         except KeyError:  # of handles
-            raise GradCombineError("tensorflow", "a dtype of numbers", leaf.dtype.name) from None
+            raise invalid("a dtype of numbers", leaf.dtype.name) from None
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
         if not self.owns(leaf):
             return NUMPY.shape(leaf)
         if not leaf.shape.is_fully_defined():
             expected = "a shape that is known while tracing (tf.ensure_shape states it, and checks it)"
-            raise GradCombineError("tensorflow", expected, leaf.shape)
+            raise invalid(expected, leaf.shape)
         return tuple(leaf.shape)
 
     def concrete(self, array: Array) -> np.ndarray | None:
@@ -81,7 +81,7 @@ class TensorflowBackend:
         try:
             return tf.fill(shape, filling) if shape else filling
         except ValueError:
-            raise GradCombineError("tensorflow", "a shape that an array can have", shape) from None
+            raise invalid("a shape that an array can have", shape) from None
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         if dtype not in _COMPUTED and dtype.name not in _CAST:
@@ -130,7 +130,7 @@ class TensorflowBackend:
         if isinstance(condition, bool) and not tf.inside_function():
             # There a == b is no tensor, but whether both are one object.
             received = "a tf.Graph of TensorFlow 1, whose tensors are compared by identity"
-            raise GradCombineError("tensorflow", "eager execution or a tf.function", received)
+            raise invalid("eager execution or a tf.function", received)
         return tf.where(condition, a, b)
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
@@ -223,7 +223,7 @@ class TensorflowBackend:
             return list(call(*inputs))
         if not tf.executing_eagerly():
             expected = "a tf.autodiff.ForwardAccumulator around the tf.function"
-            raise GradCombineError("tensorflow", expected, "one inside of it, to which custom gradients are unknown")
+            raise invalid(expected, "one inside of it, to which custom gradients are unknown")
         # It finds no derivative through a tape within a custom gradient, but through the surrogate itself.
         return [_joined(x, other) for x, other in zip(value(inputs), surrogate(*replaced(inputs)), strict=True)]
 
@@ -309,7 +309,7 @@ _STORED = frozenset(dtype.name for dtype in NARROW - _COMPUTED) - _CAST
 
 
 def _no_kernels(dtype: Any) -> GradCombineError:
-    return GradCombineError("tensorflow", "a dtype that TensorFlow computes with", dtype)
+    return invalid("a dtype that TensorFlow computes with", dtype)
 
 
 _WORTH_COMPILING = 1 << 14

@@ -87,7 +87,7 @@ class TfReplicas:
     def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
 
-    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         self._context()
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 
 PIECE = 1 << 20
 """How many elements are read at a time."""
@@ -18,7 +18,6 @@ class Entry(NamedTuple):
     """An array that has a name in a file.
 
     Attributes:
-      operation: who reads it, for errors.
       name: its path, with slashes.
       shape: known without reading it.
       dtype: its NumPy or ml_dtypes one, in native byte order.
@@ -26,7 +25,6 @@ class Entry(NamedTuple):
       unread: why the array cannot be read; empty for one that can.
     """
 
-    operation: str
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -57,11 +55,9 @@ class Entry(NamedTuple):
             raise
         except Exception as error:
             # Damage shows as an error of each format's own classes, from zlib.error to tf.errors.DataLossError.
-            raise GradCombineError(self.operation, "a leaf that can be read", first_line(error), self.name) from error
+            raise invalid("a leaf that can be read", first_line(error), self.name) from error
         if missing:
-            raise GradCombineError(
-                self.operation, f"{self.size} elements", "fewer" if missing > 0 else "more", self.name
-            )
+            raise invalid(f"{self.size} elements", "fewer" if missing > 0 else "more", self.name)
 
     def whole(self) -> np.ndarray:
         """The array in memory. Errors as for `pieces`."""
@@ -75,26 +71,20 @@ class Entry(NamedTuple):
 
     def _require_numbers(self) -> None:
         if self.unread:
-            raise GradCombineError(self.operation, "an array of numbers", self.unread, self.name)
+            raise invalid("an array of numbers", self.unread, self.name)
 
 
-def from_pieces(
-    operation: str, name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], Iterator[np.ndarray]]
-) -> Entry:
+def from_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], Iterator[np.ndarray]]) -> Entry:
     """An entry of a format that is read as a stream."""
-    return Entry(operation, name, shape, dtype.newbyteorder("="), read)
+    return Entry(name, shape, dtype.newbyteorder("="), read)
 
 
-def from_array(
-    operation: str, name: str, shape: tuple[int, ...], dtype: np.dtype, load: Callable[[], np.ndarray]
-) -> Entry:
+def from_array(name: str, shape: tuple[int, ...], dtype: np.dtype, load: Callable[[], np.ndarray]) -> Entry:
     """An entry of a format that reads an array as a whole."""
-    return from_pieces(operation, name, shape, dtype, lambda: iter([load().reshape(-1)]))
+    return from_pieces(name, shape, dtype, lambda: iter([load().reshape(-1)]))
 
 
-def from_blocks(
-    operation: str, name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray]
-) -> Entry:
+def from_blocks(name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray]) -> Entry:
     """An entry of a format that can read a part of an array: ``read(index)``."""
 
     def blocks() -> Iterator[np.ndarray]:
@@ -105,12 +95,12 @@ def from_blocks(
             for start in range(0, shape[axis], rows):
                 yield read((*index, slice(start, min(start + rows, shape[axis])))).reshape(-1)
 
-    return from_pieces(operation, name, shape, dtype, blocks if shape else lambda: iter([read(()).reshape(-1)]))
+    return from_pieces(name, shape, dtype, blocks if shape else lambda: iter([read(()).reshape(-1)]))
 
 
-def unread(operation: str, name: str, reason: str, shape: tuple[int, ...] = ()) -> Entry:
+def unread(name: str, reason: str, shape: tuple[int, ...] = ()) -> Entry:
     """An entry that is there, but cannot be read: what holds no numbers, or numbers that nothing here knows."""
-    return Entry(operation, name, shape, np.dtype(object), lambda: iter(()), reason)
+    return Entry(name, shape, np.dtype(object), lambda: iter(()), reason)
 
 
 def holds_numbers(dtype: np.dtype) -> bool:

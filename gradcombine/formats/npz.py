@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 from numpy.lib import format as npy
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid
 from gradcombine.formats import entry
 from gradcombine.formats.entry import Entry
 
@@ -39,13 +39,12 @@ def write(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
                 npy.write_array(member, array, version=(1, 0), allow_pickle=False)
 
 
-def read(operation: str, path: Path, compressed: bool = True) -> dict[str, Entry]:
+def read(path: Path, compressed: bool = True) -> dict[str, Entry]:
     """The arrays of an .npz file, by name. All that is read before they are asked for is their headers.
 
     NumPy writes bfloat16 as unnamed words of two bytes, and those are read as bfloat16.
 
     Args:
-      operation: for errors.
       path: of the file. It stays open as long as an entry of it lives.
       compressed: whether entries may be; one that is not is no larger than its part of the file.
 
@@ -58,56 +57,56 @@ def read(operation: str, path: Path, compressed: bool = True) -> dict[str, Entry
     archive = zipfile.ZipFile(path)
     members = [member for member in archive.infolist() if not member.is_dir()]
     if sum(member.compress_size for member in members) > size:
-        raise GradCombineError(operation, "entries that do not overlap", path.name)
+        raise invalid("entries that do not overlap", path.name)
     entries: dict[str, Entry] = {}
     for member in members:
-        _require_plausible(operation, member, compressed)
+        _require_plausible(member, compressed)
         name = member.filename.removesuffix(_SUFFIX)
         if name in entries:
-            raise GradCombineError(operation, "entries whose names differ", f"{path.name} with two", name)
-        entries[name] = _entry(operation, archive, member, name)
+            raise invalid("entries whose names differ", f"{path.name} with two", name)
+        entries[name] = _entry(archive, member, name)
     return entries
 
 
-def _require_plausible(operation: str, member: zipfile.ZipInfo, compressed: bool) -> None:
+def _require_plausible(member: zipfile.ZipInfo, compressed: bool) -> None:
     stored = member.compress_type == zipfile.ZIP_STORED
     if not stored and not compressed:
-        raise GradCombineError(operation, "entries that are not compressed", member.filename)
+        raise invalid("entries that are not compressed", member.filename)
     if not stored and member.compress_type != zipfile.ZIP_DEFLATED:
-        raise GradCombineError(operation, "entries that are stored or deflated", member.filename)
+        raise invalid("entries that are stored or deflated", member.filename)
     most = member.compress_size * (1 if stored else _MOST_DEFLATED)
     if member.file_size > most:
         received = f"{member.file_size} in {member.compress_size} bytes of the file"
-        raise GradCombineError(operation, f"an entry of no more than {most} bytes", received, member.filename)
+        raise invalid(f"an entry of no more than {most} bytes", received, member.filename)
 
 
-def _entry(operation: str, archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Entry:
+def _entry(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Entry:
     if not member.filename.endswith(_SUFFIX):
-        return entry.unread(operation, name, "a file that is not an .npy array")
+        return entry.unread(name, "a file that is not an .npy array")
     with archive.open(member) as stream:
         version = npy.read_magic(stream)
         if version not in _HEADERS:
-            return entry.unread(operation, name, f"an .npy array of format {'.'.join(map(str, version))}")
+            return entry.unread(name, f"an .npy array of format {'.'.join(map(str, version))}")
         try:
             shape, fortran, dtype = _HEADERS[version](stream)
         except _UNPARSED as error:
             # NumPy writes what it cannot read: 8-bit floats of ml_dtypes as "<f1".
             if "dtype" in str(error):
-                return entry.unread(operation, name, str(error))
+                return entry.unread(name, str(error))
             expected = "an .npy header: a dict of descr, fortran_order and shape"
-            raise GradCombineError(operation, expected, "another text, or a nested one", name) from error
+            raise invalid(expected, "another text, or a nested one", name) from error
         start = stream.tell()
     if dtype.hasobject:
-        return entry.unread(operation, name, "Python objects", shape)
+        return entry.unread(name, "Python objects", shape)
     numbers = np.dtype(ml_dtypes.bfloat16) if dtype == np.dtype("V2") else dtype
     nbytes = math.prod(shape) * dtype.itemsize
     if any(n < 0 for n in shape) or start + nbytes != member.file_size:
         received = f"one of {member.file_size} bytes with its header of {start}"
-        raise GradCombineError(operation, f"an array of {dtype}{shape}, {nbytes} bytes", received, name)
+        raise invalid(f"an array of {dtype}{shape}, {nbytes} bytes", received, name)
     if not entry.holds_numbers(numbers):
-        return entry.unread(operation, name, f"elements of dtype {dtype}", shape)
+        return entry.unread(name, f"elements of dtype {dtype}", shape)
     contents = partial(_pieces, archive, member, start, shape, fortran, numbers)
-    return entry.from_pieces(operation, name, shape, numbers, contents)
+    return entry.from_pieces(name, shape, numbers, contents)
 
 
 def _pieces(

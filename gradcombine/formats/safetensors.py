@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.formats import entry
 from gradcombine.formats.entry import Entry
 
@@ -65,7 +65,7 @@ def write(file: IO[bytes], arrays: Mapping[str, np.ndarray], texts: Mapping[str,
         file.write(array.reshape(-1).view(np.uint8).data)
 
 
-def read(operation: str, path: Path) -> Contents:
+def read(path: Path) -> Contents:
     """The arrays of a .safetensors file; all that is read before they are asked for is the header.
 
     Raises:
@@ -77,25 +77,25 @@ def read(operation: str, path: Path) -> Contents:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if not 0 < length <= min(size - 8, _MOST_IN_HEADER):
-            raise GradCombineError(operation, f"a header of up to {size - 8} bytes in {path.name}", length)
-        fields = parsed(operation, path.name, file.read(length))
+            raise invalid(f"a header of up to {size - 8} bytes in {path.name}", length)
+        fields = parsed(path.name, file.read(length))
     texts = fields.pop("__metadata__", {})
     end, entries = 0, {}
-    described = [(*_described(operation, name, array), name) for name, array in fields.items()]
+    described = [(*_described(name, array), name) for name, array in fields.items()]
     for begin, after, shape, kind, name in sorted(described):
         dtype = DTYPES.get(kind)
         if begin != end or after < begin:
-            raise GradCombineError(operation, f"bytes that begin at {end}", f"{begin} to {after}", name)
+            raise invalid(f"bytes that begin at {end}", f"{begin} to {after}", name)
         end = after
         if dtype is None:
-            entries[name] = entry.unread(operation, name, f"elements of dtype {kind}", shape)
+            entries[name] = entry.unread(name, f"elements of dtype {kind}", shape)
             continue
         if math.prod(shape) * dtype.itemsize != after - begin:
-            raise GradCombineError(operation, f"the bytes of {dtype}{shape}", after - begin, name)
+            raise invalid(f"the bytes of {dtype}{shape}", after - begin, name)
         contents = partial(_pieces, path, 8 + length + begin, after - begin, dtype)
-        entries[name] = entry.from_pieces(operation, name, shape, dtype, contents)
+        entries[name] = entry.from_pieces(name, shape, dtype, contents)
     if 8 + length + end != size:
-        raise GradCombineError(operation, f"a file of {8 + length + end} bytes", f"{path.name} of {size}")
+        raise invalid(f"a file of {8 + length + end} bytes", f"{path.name} of {size}")
     return Contents({name: entries[name] for name in fields}, texts)
 
 
@@ -107,14 +107,14 @@ def _pieces(path: Path, start: int, nbytes: int, dtype: np.dtype) -> Iterator[np
             yield np.frombuffer(data, dtype)
 
 
-def _described(operation: str, name: str, array: Any) -> tuple[int, int, tuple[int, ...], str]:
+def _described(name: str, array: Any) -> tuple[int, int, tuple[int, ...], str]:
     """Where an array begins and ends, its shape and its dtype's name, as the header has them."""
     try:
         begin, after = map(_natural, array["data_offsets"])
         return begin, after, tuple(map(_natural, array["shape"])), str(array["dtype"])
     except (TypeError, KeyError, ValueError) as error:
         expected = "a dtype, a shape and two data_offsets of numbers from 0 on"
-        raise GradCombineError(operation, expected, "other fields", name) from error
+        raise invalid(expected, "other fields", name) from error
 
 
 def _natural(number: Any) -> int:
@@ -123,22 +123,22 @@ def _natural(number: Any) -> int:
     return number
 
 
-def parsed(operation: str, name: str, content: bytes) -> dict[str, Any]:
+def parsed(name: str, content: bytes) -> dict[str, Any]:
     """A file's object in JSON, whose names differ."""
     try:
-        found: Any = json.loads(content.decode(), object_pairs_hook=partial(distinct, operation))
+        found: Any = json.loads(content.decode(), object_pairs_hook=distinct)
     except GradCombineError:
         raise
     except (ValueError, RecursionError) as error:
-        raise GradCombineError(operation, f"JSON in {name}", "another text, or one nested without end") from error
+        raise invalid(f"JSON in {name}", "another text, or one nested without end") from error
     if not isinstance(found, dict):
-        raise GradCombineError(operation, f"an object of JSON in {name}", type(found))
+        raise invalid(f"an object of JSON in {name}", type(found))
     return cast(dict[str, Any], found)
 
 
-def distinct(operation: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object in JSON, for ``object_pairs_hook``: its names must differ, of which json keeps the last."""
     for name, times in Counter(name for name, _ in pairs).items():
         if times > 1:
-            raise GradCombineError(operation, "names that differ in an object of JSON", f"{times} that do not", name)
+            raise invalid("names that differ in an object of JSON", f"{times} that do not", name)
     return dict(pairs)

@@ -18,14 +18,14 @@ from gradcombine.types import Array, BinaryCounter, State
 
 def empty(reduction: Reduction, state: State, depth: int) -> BinaryCounter:
     """A counter of ``depth`` levels for states like an empty one; nothing is counted."""
-    backend = resolve(reduction.name, tree.flatten(reduction.name, state)[0])
+    backend = resolve(tree.flatten(state)[0])
     return of_levels(reduction, [state] * depth, backend.full((), 0, INT32))
 
 
 def of_levels(reduction: Reduction, levels: Sequence[State], filled: Array) -> BinaryCounter:
     """A counter of these levels, lowest first."""
-    _, structure, backend = _opened(reduction, levels[0])
-    columns = zip(*(tree.flatten_as(reduction.name, structure, state) for state in levels), strict=True)
+    _, structure, backend = _opened(levels[0])
+    columns = zip(*(tree.flatten_as(structure, state) for state in levels), strict=True)
     return BinaryCounter(tree.unflatten(structure, [backend.stack(column) for column in columns]), filled)
 
 
@@ -38,13 +38,13 @@ def deeper(reduction: Reduction, counter: BinaryCounter, depth: int) -> BinaryCo
 
 def depth_of(counter: BinaryCounter) -> int:
     """The number of levels."""
-    leaves, _, backend = _opened(None, counter.stacked)
+    leaves, _, backend = _opened(counter.stacked)
     return backend.shape(leaves[0])[0]
 
 
 def level(counter: BinaryCounter, i: int | Array) -> State:
     """One level, which exists."""
-    leaves, structure, backend = _opened(None, counter.stacked)
+    leaves, structure, backend = _opened(counter.stacked)
     return tree.unflatten(structure, [backend.slice_at(x, i) for x in leaves])
 
 
@@ -66,10 +66,10 @@ def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryC
     Levels are read where they lie, and one of them is written, so a contribution costs one merge on average, whatever
     the number of levels. Past the last level everything is merged there.
     """
-    leaves, structure = tree.flatten(reduction.name, counter.stacked)
-    carried = tree.flatten_as(reduction.name, structure, carry)
+    leaves, structure = tree.flatten(counter.stacked)
+    carried = tree.flatten_as(structure, carry)
     # A window that was loaded from a file may be NumPy's.
-    backend = resolve(reduction.name, [*leaves, *carried])
+    backend = resolve([*leaves, *carried])
     leaves, carried = ([backend.asarray(x) for x in arrays] for arrays in (leaves, carried))
     top = depth_of(counter) - 1
     # The bits in which n and n + 1 differ are the ones at the end of n, and one more.
@@ -81,7 +81,7 @@ def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryC
     def merged(i: Array, carried: list[Array], levels: list[Array]) -> list[Array]:
         earlier = tree.unflatten(structure, [backend.slice_at(x, i) for x in levels])
         later = tree.unflatten(structure, carried)
-        return tree.flatten_as(reduction.name, structure, reduction.merge(earlier, later))
+        return tree.flatten_as(structure, reduction.merge(earlier, later))
 
     carried = backend.repeat(turns, merged, carried, leaves, most=top + 1)
     stacked = [backend.update_at(x, place, y) for x, y in zip(leaves, carried, strict=True)]
@@ -90,7 +90,7 @@ def count(reduction: Reduction, counter: BinaryCounter, carry: State) -> BinaryC
 
 def total(reduction: Reduction, counter: BinaryCounter) -> State:
     """All that was counted, as one partial state."""
-    leaves, structure, backend = _opened(reduction, counter.stacked)
+    leaves, structure, backend = _opened(counter.stacked)
     top = depth_of(counter) - 1
     known = backend.concrete(counter.filled)
     if known is not None:
@@ -110,9 +110,9 @@ def total(reduction: Reduction, counter: BinaryCounter) -> State:
         at = _lowest_bit(backend, remaining, top)
         earlier = tree.unflatten(structure, [backend.slice_at(x, at) for x in levels])
         both = reduction.merge(earlier, tree.unflatten(structure, later))
-        return [remaining & (remaining - 1), *tree.flatten_as(reduction.name, structure, both)]
+        return [remaining & (remaining - 1), *tree.flatten_as(structure, both)]
 
-    carried = [left, *tree.flatten_as(reduction.name, structure, latest)]
+    carried = [left, *tree.flatten_as(structure, latest)]
     _, *whole = backend.repeat(turns, merged, carried, leaves, most=top)
     return tree.unflatten(structure, whole)
 
@@ -134,7 +134,6 @@ def _sum(backend: Backend, scalars: list[Array]) -> Array:
     return result
 
 
-def _opened(reduction: Reduction | None, state: State) -> tuple[list[Any], tree.Structure, Backend]:
-    operation = "accumulate" if reduction is None else reduction.name
-    leaves, structure = tree.flatten(operation, state)
-    return leaves, structure, resolve(operation, leaves)
+def _opened(state: State) -> tuple[list[Any], tree.Structure, Backend]:
+    leaves, structure = tree.flatten(state)
+    return leaves, structure, resolve(leaves)

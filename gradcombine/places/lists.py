@@ -9,11 +9,11 @@ from typing import Any
 
 from gradcombine import reductions, tree
 from gradcombine.backends.registry import owner
-from gradcombine.errors import GradCombineError, renamed, require_order, shown
+from gradcombine.errors import invalid, operation, renamed, require_order, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction, derived, require_reduction
 from gradcombine.sparse import is_row_sparse
-from gradcombine.types import Array, Order, State, Tree, no_autograph
+from gradcombine.types import Array, Order, State, Tree
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
 """The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,
@@ -23,7 +23,7 @@ _TF_AGGREGATION_METHODS = ("add_n", "tree", "accumulate_n")
 _NO_LISTS = (dict, str, bytes, bytearray, Set)
 
 
-@no_autograph
+@operation("combine")
 def combine(
     reduction: Reduction,
     values: Iterable[Tree],
@@ -55,14 +55,18 @@ def combine(
     >>> gc.combine(gc.reductions.mean(), [{"w": np.float32([1, 2])}, {"w": np.float32([3, 4])}], weights=[1, 3])
     {'w': array([2.5, 3.5], dtype=float32)}
     """
-    require_reduction("combine", reduction)
-    require_order("combine", order)
+    return _combine(reduction, values, weights, order)
+
+
+def _combine(reduction: Reduction, values: Any, weights: Any = None, order: Order = "sequential") -> Tree:
+    require_reduction(reduction)
+    require_order(order)
     trees = _list("trees", values)
     scales = [1] * len(trees) if weights is None else _weights(weights)
     if not trees:
-        raise GradCombineError("combine", "one tree or more", "an empty list")
+        raise invalid("one tree or more", "an empty list")
     if len(scales) != len(trees):
-        raise GradCombineError("combine", f"{len(trees)} weights", str(len(scales)))
+        raise invalid(f"{len(trees)} weights", str(len(scales)))
     if reduction.derivative is None:
         return _combined(reduction, trees, scales, order)
     return derived(reduction, partial(_combined, order=order), trees, scales)
@@ -73,7 +77,7 @@ def _combined(reduction: Reduction, trees: list[Tree], scales: list[Any], order:
         many = reduction.update_many(None, trees, scales, order)
         if many is not None:
             return reduction.finalize(many)
-    empty = reduction.init(_common(reduction.name, trees))
+    empty = reduction.init(_common(trees))
     if order == "tree":
         nodes = (reduction.update(empty, value, weight) for value, weight in zip(trees, scales, strict=True))
         return reduction.finalize(fold_pairwise(reduction.merge, nodes))
@@ -83,7 +87,7 @@ def _combined(reduction: Reduction, trees: list[Tree], scales: list[Any], order:
     return reduction.finalize(state)
 
 
-@no_autograph
+@operation("add_n")
 def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
     """The sum of a list of trees.
 
@@ -111,12 +115,12 @@ def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
     if isinstance(method, int) and not isinstance(method, bool) and 0 <= method < len(_TF_AGGREGATION_METHODS):
         name = _TF_AGGREGATION_METHODS[method]
     if not isinstance(name, str) or name not in METHODS:
-        raise GradCombineError("add_n", f"a method of {list(METHODS)} or a tf.AggregationMethod value", shown(method))
+        raise invalid(f"a method of {list(METHODS)} or a tf.AggregationMethod value", shown(method))
     with renamed("add_n"):
-        return combine(reductions.sum(), values, order=METHODS[name])
+        return _combine(reductions.sum(), values, order=METHODS[name])
 
 
-@no_autograph
+@operation("tree_sum")
 def tree_sum(values: Iterable[Tree]) -> Tree:
     """The sum in the canonical order: ``add_n(values, method="tree")``.
 
@@ -125,10 +129,10 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
     array([ 9., 12.], dtype=float32)
     """
     with renamed("tree_sum"):
-        return combine(reductions.sum(), values, order="tree")
+        return _combine(reductions.sum(), values, order="tree")
 
 
-@no_autograph
+@operation("mean")
 def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -> Tree:
     """The weighted mean of a list of trees: ``sum(w * g) / sum(w)``, divided once.
 
@@ -139,7 +143,7 @@ def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -
     array([1.75, 2.75], dtype=float32)
     """
     with renamed("mean"):
-        return combine(reductions.mean(), values, weights)
+        return _combine(reductions.mean(), values, weights)
 
 
 def _list(what: str, values: Any) -> list[Any]:
@@ -147,7 +151,7 @@ def _list(what: str, values: Any) -> list[Any]:
         return list(values)
     named = isinstance(values, tuple) and hasattr(values, "_fields")
     if named or isinstance(values, _NO_LISTS) or owner(values) is not None or not isinstance(values, Iterable):
-        raise GradCombineError("combine", f"a list of {what}", type(values).__name__)
+        raise invalid(f"a list of {what}", type(values).__name__)
     return list(iter(values))  # whose length is not what the object claims
 
 
@@ -160,11 +164,11 @@ def _weights(weights: Any) -> list[Any]:
     return [array[i] for i in range(backend.shape(array)[0])]
 
 
-def _common(operation: str, trees: list[Tree]) -> Tree:
+def _common(trees: list[Tree]) -> Tree:
     """The first tree, with each of its None leaves taken from the first tree that has a gradient there."""
     # What a row-sparse leaf stands for is the reduction's to say: it may take dense ones beside it.
-    leaves, structure = tree.flatten(operation, trees[0], is_row_sparse)
+    leaves, structure = tree.flatten(trees[0], is_row_sparse)
     for value in trees[1:]:
-        others = tree.flatten_as(operation, structure, value, is_row_sparse)
+        others = tree.flatten_as(structure, value, is_row_sparse)
         leaves = [other if leaf is None else leaf for leaf, other in zip(leaves, others, strict=True)]
     return tree.unflatten(structure, leaves)

@@ -10,10 +10,10 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load_collective, resolve
-from gradcombine.errors import GradCombineError, renamed, require_collective, require_order, shown
+from gradcombine.errors import invalid, operation, require_collective, require_order, shown, within
 from gradcombine.places.time import replace_window, whole_window
 from gradcombine.reductions.algebra import Reduction, derived, require_reduction
-from gradcombine.types import AccumulateState, Array, Order, State, Tree, no_autograph
+from gradcombine.types import AccumulateState, Array, Order, State, Tree
 
 
 class Local:
@@ -48,7 +48,7 @@ class Local:
     def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
 
-    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         return None
 
 
@@ -56,7 +56,7 @@ LOCAL: Collective = Local()
 """The collective of a program that runs on one replica."""
 
 
-@no_autograph
+@operation("jax_axis")
 def jax_axis(names: str | Sequence[str]) -> Collective:
     """The replicas along one or several named axes of jax.pmap, jax.vmap or jax.shard_map.
 
@@ -68,11 +68,11 @@ def jax_axis(names: str | Sequence[str]) -> Collective:
     jax_axis('replica', 'data')
     """
     if not isinstance(names, (str, tuple, list)) or not names:
-        raise GradCombineError("jax_axis", "an axis name, or several", shown(names))
+        raise invalid("an axis name, or several", shown(names))
     return load_collective("jax")(names)
 
 
-@no_autograph
+@operation("tf_replicas")
 def tf_replicas() -> Collective:
     """The replicas of the tf.distribute strategy in whose replica context the call is made; one where there is none.
 
@@ -83,7 +83,7 @@ def tf_replicas() -> Collective:
     return load_collective("tensorflow")()
 
 
-@no_autograph
+@operation("all_reduce")
 def all_reduce(
     reduction: Reduction, value: Tree, over: Collective, weight: Any = 1.0, order: Order = "sequential"
 ) -> Tree:
@@ -111,19 +111,19 @@ def all_reduce(
     >>> gc.all_reduce(gc.reductions.mean(), np.float32([1, 2]), over=gc.LOCAL)
     array([1., 2.], dtype=float32)
     """
-    require_reduction("all_reduce", reduction)
-    require_order("all_reduce", order)
-    require_collective("all_reduce", over)
+    require_reduction(reduction)
+    require_order(order)
+    require_collective(over)
     over.size()  # refuses a call from outside of the replicas
-    leaves, structure = tree.flatten(reduction.name, value)
+    leaves, structure = tree.flatten(value)
     # A value may be NumPy's; replicas exchange arrays of the rank's framework.
-    backend = resolve(reduction.name, [*leaves, over.rank()])
+    backend = resolve([*leaves, over.rank()])
     for i, path in enumerate(structure.paths()):
-        with renamed(reduction.name, path):
+        with within(path):
             leaves[i] = leaves[i] if is_absent(leaves[i]) else backend.asarray(leaves[i])
     value = tree.unflatten(structure, leaves)
     present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
-    over.require_unreduced(reduction.name, [path for path, _ in present], [leaf for _, leaf in present])
+    over.require_unreduced([path for path, _ in present], [leaf for _, leaf in present])
 
     def run(reduction: Reduction, value: Tree, weight: Any) -> Tree:
         state = reduction.update(reduction.init(value), value, weight)
@@ -132,7 +132,7 @@ def all_reduce(
     return derived(reduction, run, value, weight)
 
 
-@no_autograph
+@operation("merge_replicas")
 def merge_replicas(reduction: Reduction, state: State, over: Collective, order: Order = "sequential") -> State:
     """Merges one partial state of each replica; every replica gets the merged state.
 
@@ -157,9 +157,9 @@ def merge_replicas(reduction: Reduction, state: State, over: Collective, order: 
     >>> acc.value(gc.merge_replicas(gc.reductions.mean(), state, over=gc.LOCAL))
     array([1., 2.], dtype=float32)
     """
-    require_reduction("merge_replicas", reduction)
-    require_order("merge_replicas", order)
-    require_collective("merge_replicas", over)
+    require_reduction(reduction)
+    require_order(order)
+    require_collective(over)
     if isinstance(state, AccumulateState):
         return replace_window(reduction, state, reduction.all_merge(whole_window(reduction, state), over, order))
     return reduction.all_merge(state, over, order)

@@ -8,11 +8,20 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, require_count, resolve, shape_of
-from gradcombine.errors import MOST, GradCombineError, renamed, require_integer, require_order, shown
+from gradcombine.errors import (
+    MOST,
+    GradCombineError,
+    invalid,
+    operation,
+    require_integer,
+    require_order,
+    shown,
+    within,
+)
 from gradcombine.places import binary_counter
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.dtypes import INT32
-from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
 
 _EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (of 32 bits)"
 
@@ -36,7 +45,7 @@ class Accumulator(NamedTuple):
     restart: Callable[[AccumulateState], AccumulateState]
 
 
-@no_autograph
+@operation("accumulate")
 def accumulate(
     reduction: Reduction,
     every: int | Callable[[Array], Any],
@@ -79,35 +88,33 @@ def accumulate(
     >>> bool(acc.ready(state)), acc.value(state)
     (True, {'w': array([2.5, 3.5], dtype=float32)})
     """
-    require_reduction("accumulate", reduction)
-    require_order("accumulate", order)
+    require_reduction(reduction)
+    require_order(order)
     length = every if callable(every) else require_length(every)
     longest = None if max_every is None else require_length(max_every)
     depth = 1
     if order == "tree":
         longest = longest if callable(length) else length
         if longest is None:
-            raise GradCombineError("accumulate", "max_every, for a function with order 'tree'", "None")
+            raise invalid("max_every, for a function with order 'tree'", "None")
         depth = longest.bit_length()
 
-    @no_autograph
+    @operation("accumulate")
     def init(like: Tree) -> AccumulateState:
         part = reduction.init(like)
-        backend = resolve(
-            reduction.name, [*tree.flatten(reduction.name, like)[0], *tree.flatten(reduction.name, part)[0]]
-        )
+        backend = resolve([*tree.flatten(like)[0], *tree.flatten(part)[0]])
         levels = (part,) if depth == 1 else binary_counter.empty(reduction, part, depth)
         return AccumulateState(levels, *(backend.full((), 0, INT32) for _ in range(2)))
 
-    @no_autograph
+    @operation("accumulate")
     def ready(state: AccumulateState) -> Array:
         require_state(state)
         if (received := depth_of(state)) != depth:
             levels = "1 level" if depth == 1 else f"{depth} levels"
-            raise GradCombineError(reduction.name, f"a state of {levels}", received)
+            raise invalid(f"a state of {levels}", received)
         return state.step >= (length_at(length, state.index) if callable(length) else length)
 
-    @no_autograph
+    @operation("accumulate")
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
         full = ready(state)
         backend = _backend(state)
@@ -129,11 +136,11 @@ def accumulate(
             levels = (reduction.update(level, grads, weight),)
         return AccumulateState(levels, step + 1, index)
 
-    @no_autograph
+    @operation("accumulate")
     def value(state: AccumulateState) -> Tree:
         return reduction.finalize(whole_window(reduction, state))
 
-    @no_autograph
+    @operation("accumulate")
     def restart(state: AccumulateState) -> AccumulateState:
         require_state(state)
         backend = _backend(state)
@@ -174,10 +181,10 @@ def depth_of(state: AccumulateState) -> int:
 def require_state(state: Any) -> None:
     """Raises for what is not an `AccumulateState`."""
     if not isinstance(state, AccumulateState):
-        raise GradCombineError("accumulate", "an AccumulateState", type(state).__name__)
+        raise invalid("an AccumulateState", type(state).__name__)
 
 
-@no_autograph
+@operation("check_state")
 def check_state(reduction: Reduction, state: State) -> None:
     """Checks a state that comes from elsewhere: from a file of another library, say, or made by hand.
 
@@ -199,29 +206,33 @@ def check_state(reduction: Reduction, state: State) -> None:
         ...
     gradcombine.errors.GradCombineError: check_state: leaf .count: expected int32 of shape (), received None
     """
-    require_reduction("check_state", reduction)
+    require_state_of(reduction, state)
+
+
+def require_state_of(reduction: Reduction, state: State) -> None:
+    """`check_state`, for functions that give errors a name of their own."""
+    require_reduction(reduction)
     part, path = state, ""
     if isinstance(state, AccumulateState):
         # TensorFlow's wrappers of tuples are instances of tuple alone.
         if not isinstance(state.levels, (tuple, list)) or not state.levels:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise GradCombineError("check_state", "a state of 1 level or more", shown(state.levels), ".levels")
+            raise invalid("a state of 1 level or more", shown(state.levels), ".levels")
         counts = {"step": state.step, "index": state.index}
         if isinstance(state.levels, BinaryCounter):
             counts["levels.filled"] = state.levels.filled
         elif len(state.levels) > 1:
-            raise GradCombineError("check_state", "1 level, or a BinaryCounter", len(state.levels), ".levels")
+            raise invalid("1 level, or a BinaryCounter", len(state.levels), ".levels")
         for name, count in counts.items():
-            require_count("check_state", count, f".{name}")
-        with renamed("check_state"):
-            part, path = _first_level(state)
-    with renamed("check_state", path):
-        tree.flatten("check_state", part)  # raises for a tree without an end, and for what is no array
+            require_count(count, f".{name}")
+        part, path = _first_level(state)
+    with within(path):
+        tree.flatten(part)  # raises for a tree without an end, and for what is no array
         try:
             expected = reduction.clear(part)
         except GradCombineError:
             raise
         except (AttributeError, LookupError, TypeError, ValueError) as error:  # of parts that are no arrays
-            raise GradCombineError("check_state", f"a state of {reduction!r}", shown(error)) from None
+            raise invalid(f"a state of {reduction!r}", shown(error)) from None
         tree.require_alike(expected, part)
 
 
@@ -229,11 +240,11 @@ def _first_level(state: AccumulateState) -> tuple[State, str]:
     """A partial state of a window, and its place."""
     if not isinstance(state.levels, BinaryCounter):
         return state.levels[0], ".levels[0]"
-    leaves, _ = tree.flatten("check_state", state.levels.stacked)
+    leaves, _ = tree.flatten(state.levels.stacked)
     levels = {None if leaf is None else shape_of(leaf)[:1] for leaf in leaves}
     if len(levels) != 1 or levels & {None, (), (0,)}:
         received = shown(state.levels.stacked)
-        raise GradCombineError("check_state", "arrays with a first axis of levels", received, ".levels.stacked")
+        raise invalid("arrays with a first axis of levels", received, ".levels.stacked")
     return binary_counter.level(state.levels, 0), ".levels.stacked"
 
 
@@ -243,12 +254,12 @@ def _require_begun_here(backend: Backend, state: AccumulateState, length: int | 
     most = backend.concrete(backend.asarray(length_at(length, state.index)))
     if step is not None and most is not None and most < step < MOST:
         expected = f"a window of {int(most)} microbatches or fewer (was it begun under another every?)"
-        raise GradCombineError("accumulate", expected, int(step), ".step")
+        raise invalid(expected, int(step), ".step")
 
 
 def require_length(every: Any) -> int:
     """The integer that the length of a window is."""
-    return require_integer("accumulate", _EXPECTED_LENGTH, every)
+    return require_integer(_EXPECTED_LENGTH, every)
 
 
 def length_at(length: int | Callable[[Array], Any], index: Array) -> Array:
@@ -263,9 +274,9 @@ def length_at(length: int | Callable[[Array], Any], index: Array) -> Array:
     if known is not None:
         return require_length(known)
     if backend.dtype(every).kind not in "iu":
-        raise GradCombineError("accumulate", _EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
+        raise invalid(_EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
     return backend.maximum(every, backend.full((), 1, backend.dtype(every)))
 
 
 def _backend(state: AccumulateState) -> Backend:
-    return resolve("accumulate", [state.step, state.index])
+    return resolve([state.step, state.index])

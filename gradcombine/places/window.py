@@ -18,7 +18,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.errors import MOST, GradCombineError, require_collective, require_order, shown
+from gradcombine.errors import MOST, invalid, require_collective, require_order, shown
 from gradcombine.places.replicas import LOCAL, merge_replicas
 from gradcombine.places.time import Accumulator, accumulate, length_at, require_length, whole_window
 from gradcombine.reductions import dtypes, weights
@@ -55,14 +55,12 @@ class Window:
     under another ``every`` loses nothing: where it has as many microbatches as that, or more, it ends with the next.
 
     Attributes:
-      operation: for error messages.
       reduction: from `gradcombine.reductions`.
       every, order, max_every: as for `gradcombine.accumulate`. `UNTIL_FLUSH`: a flush alone ends windows; order
         ``"tree"`` then needs ``max_every``.
       over: the replicas. The state's levels are each replica's own, all else in it is the same on all.
     """
 
-    operation: str
     reduction: Reduction
     every: int | Callable[[Array], Any]
     over: Collective = LOCAL
@@ -70,8 +68,8 @@ class Window:
     max_every: int | None = None
 
     def __post_init__(self) -> None:
-        require_collective(self.operation, self.over)
-        require_order(self.operation, self.order)
+        require_collective(self.over)
+        require_order(self.order)
         if not callable(self.every):
             object.__setattr__(self, "every", require_length(self.every))
         _ = self.accumulator  # a bad function is refused here, before there is a state
@@ -84,7 +82,7 @@ class Window:
         if self.ends_by_flush and self.order == "tree":
             if self.max_every is None:
                 expected = "max_every, the longest window, for windows that a flush alone ends in order 'tree'"
-                raise GradCombineError(self.operation, expected, None)
+                raise invalid(expected, None)
             return accumulate(self.reduction, lambda index: UNTIL_FLUSH, order=self.order, max_every=self.max_every)
         return accumulate(self.reduction, every, order=self.order, max_every=self.max_every)
 
@@ -116,7 +114,7 @@ class Window:
     @no_autograph
     def next(self, state: AccumulateState) -> tuple[Array, Array]:
         """The number of the window that the next contribution belongs to, and its place there; both from 0."""
-        backend, over = resolve(self.operation, [state.step, state.index]), self.is_over(state)
+        backend, over = resolve([state.step, state.index]), self.is_over(state)
         step = self._going_on(state).step
         return backend.where(over, state.index + 1, state.index), backend.where(over, step * 0, step)
 
@@ -154,7 +152,7 @@ class Window:
         if self.reduction.microbatches is not None and not isinstance(gradients, Numbered):
             gradients = Numbered(gradients, self.number(state) if number is None else number)
         elif number is not None:
-            raise GradCombineError(self.operation, "no number, or a reduction that is numbered", shown(number))
+            raise invalid("no number, or a reduction that is numbered", shown(number))
         if left_out is not False:
             weight = self._weight_unless(left_out, gradients, weight)
         return self.accumulator.update(gradients, self.own(self._going_on(state)), weight)
@@ -164,7 +162,7 @@ class Window:
         """The state, its window over where the condition holds: the next contribution begins another."""
         if condition is False:
             return state
-        backend = resolve(self.operation, [state.step])
+        backend = resolve([state.step])
         over = backend.full((), int(OVER), dtypes.INT32, [state.step])
         return state._replace(step=over if condition is True else backend.where(condition, over, state.step))
 
@@ -206,7 +204,7 @@ class Window:
         merged = merge_replicas(self.reduction, whole, over=self.over, order=self.order)
         if not taken:
             return merged, []
-        arrays = tree.flatten_as(self.operation, tree.flatten(self.operation, state.levels)[1], (merged,))
+        arrays = tree.flatten_as(tree.flatten(state.levels)[1], (merged,))
         return merged, self.over.mark_varying([arrays[i] for i in taken])
 
     def exchanged(self, state: AccumulateState, taken: Sequence[int] = ()) -> tuple[Tree, list[Array]]:
@@ -246,7 +244,7 @@ class Window:
         Returns:
           The state, what is kept, and the metrics.
         """
-        arrays, structure = tree.flatten(self.operation, state.levels)
+        arrays, structure = tree.flatten(state.levels)
         # A counter's levels are no state of the reduction.
         single = [] if isinstance(state.levels, BinaryCounter) else enumerate(arrays)
         taken = [i for i, x in single if x is not None and self.is_taken_over(x)]
@@ -267,7 +265,7 @@ class Window:
     @no_autograph
     def own(self, state: AccumulateState) -> AccumulateState:
         """The state, its levels marked as this replica's own, so that a loop may carry it."""
-        arrays, structure = tree.flatten(self.operation, state.levels)
+        arrays, structure = tree.flatten(state.levels)
         return state._replace(levels=tree.unflatten(structure, self.over.mark_varying(arrays)))
 
     @no_autograph
@@ -284,7 +282,7 @@ class Window:
         unknown = [flag for flag, value in zip(flags, known, strict=True) if value is None]
         if not unknown:
             return [bool(value) for value in known]
-        backend = resolve(self.operation, unknown)
+        backend = resolve(unknown)
         (counts,) = self.over.all_sum([backend.stack([backend.cast(flag, dtypes.INT32) for flag in unknown])])
         agreed = iter([counts[i] > 0 for i in range(len(unknown))])
         return [next(agreed) if value is None else value for value in known]
@@ -295,22 +293,22 @@ class Window:
             return state
         length = self._length(state.index)
         full = (state.step >= length) & ~self.is_over(state)
-        return state._replace(step=resolve(self.operation, [state.step]).where(full, length - 1, state.step))
+        return state._replace(step=resolve([state.step]).where(full, length - 1, state.step))
 
     def _length(self, index: Array) -> Array:
         """The length of window number ``index``, an int32 scalar."""
         if not callable(self.every):
             return np.int32(self.every)
         length = length_at(self.every, index)
-        backend = resolve(self.operation, [index, length])
+        backend = resolve([index, length])
         return backend.cast(backend.asarray(length), dtypes.INT32)
 
     def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Any) -> Any:
         if left_out is True:
             return 0
-        backend, leaves = resolve(self.operation, [left_out]), tree.flatten(self.operation, gradients)[0]
+        backend, leaves = resolve([left_out]), tree.flatten(gradients)[0]
         wide = any(leaf is not None and dtypes.is_wide(backend.dtype(leaf)) for leaf in leaves)
-        return weights.where(self.operation, backend, ~left_out, weight, wide)
+        return weights.where(backend, ~left_out, weight, wide)
 
 
 def widened(gradient: Any, like: Any) -> Any:
@@ -322,25 +320,25 @@ def widened(gradient: Any, like: Any) -> Any:
     """
     if gradient is None or like is None:
         return gradient
-    backend = resolve("window", [gradient])
+    backend = resolve([gradient])
     dtype, wanted = backend.dtype(gradient), backend.dtype(like)
     is_narrower = dtype != wanted and dtypes.kind(dtype) == dtypes.kind(wanted) and np.can_cast(dtype, wanted)
     return backend.cast(gradient, wanted) if is_narrower else gradient
 
 
-def require_flag(operation: str, name: str, flag: Any) -> Array | bool:
+def require_flag(name: str, flag: Any) -> Array | bool:
     """Refuses what is not a boolean scalar."""
     backend = None if isinstance(flag, (bool, np.bool_)) else owner(flag)
     if isinstance(flag, (bool, np.bool_)):
         return bool(flag)
     if backend is None or backend.dtype(flag) != np.bool_ or backend.shape(flag) != ():
-        raise GradCombineError(operation, f"{name} as a boolean scalar", shown(flag))
+        raise invalid(f"{name} as a boolean scalar", shown(flag))
     return flag
 
 
 def _known(flag: Array | bool) -> bool | None:
     if isinstance(flag, bool):
         return flag
-    backend = resolve("window", [flag])
+    backend = resolve([flag])
     value = backend.concrete(flag)
     return None if value is None else bool(value)

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.plain import Plain
 from gradcombine.reductions.treewise import Treewise, TreewiseState
-from gradcombine.types import Array, no_autograph
+from gradcombine.types import Array
 
 _EXPONENT = {4: (np.dtype(np.int32), 0x7F800000), 8: (np.dtype(np.int64), 0x7FF0000000000000)}
 """By the size of a float: the integer that holds its bits, and where its exponent stands there."""
@@ -22,7 +22,7 @@ class AdasumState(TreewiseState):
     """Adaptive sums."""
 
 
-@no_autograph
+@operation("adasum")
 def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None) -> Reduction:
     """The adaptive sum: of two gradients, each leaf without half of its projection on the other's ::
 
@@ -60,9 +60,9 @@ def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = Non
     >>> gc.combine(gc.reductions.adasum(), [np.float32([2, 0]), np.float32([4, 0])])
     array([3., 0.], dtype=float32)
     """
-    settings = dtypes.Settings(dtype, output_dtype, "adasum")
+    settings = dtypes.Settings(dtype, output_dtype)
     if settings.running(dtypes.FLOAT32).itemsize > 8:
-        raise GradCombineError("adasum", f"an accumulator that is a {dtypes.FLOAT_OF_BITS}", dtype)
+        raise invalid(f"an accumulator that is a {dtypes.FLOAT_OF_BITS}", dtype)
     cell = Plain("adasum", (dtypes.FLOAT_OF_BITS,), _zero, _adaptive, settings=settings)
     return Treewise(cell, AdasumState, wire_dtype=wire_dtype)
 

@@ -52,7 +52,7 @@ class Added(Cell):
         """The addend of a contribution: ``w * x`` in the accumulator's dtype."""
         running = backend.dtype(a)
         if weight.known != 1:
-            x = weighted(self.name, backend, x, weight, running)
+            x = weighted(backend, x, weight, running)
         return backend.cast(x, running)
 
     def merge(self, backend: Backend, a: Array, b: Array, a_totals: Totals, b_totals: Totals) -> Array:
@@ -78,7 +78,7 @@ class Added(Cell):
         if backend.prefers_rows(shape_of(a), len(xs)):
             rows = self._rows(backend, running, xs, weights)
             return backend.traced_once(_added_rows, (order,), [a, rows])[0]
-        factors = [None if w.known == 1 else factor(self.name, backend, w, running) for w in weights]
+        factors = [None if w.known == 1 else factor(backend, w, running) for w in weights]
         pairs = list(zip(xs, factors, strict=True))
 
         def added(total: Array, part: Sequence[tuple[Array | None, Array | None]]) -> Array:
@@ -108,7 +108,7 @@ class Added(Cell):
         nothing = backend.full(shape_of(first), neutral(dtype), dtype, [first])
         rows = backend.stack([nothing if x is None else x for x in xs])
         if not all(weight.is_one for weight, x in zip(weights, xs, strict=True) if x is not None):
-            factors = [factor(self.name, load("numpy"), weight, running) for weight in weights]
+            factors = [factor(load("numpy"), weight, running) for weight in weights]
             column = np.asarray([1 if f is None else f for f in factors], dtypes.part(dtypes.working(running)))
             column = np.reshape(column, (-1, *(1 for _ in shape_of(first))))
             rows = scaled(backend, rows, backend.asarray(column), running)
@@ -251,7 +251,7 @@ class Compensated(Cell):
 
     def update(self, backend: Backend, a: Pair, x: Array, weight: Weight, totals: Totals) -> Pair:
         running = backend.dtype(a.high)
-        high, error = two_sum(backend, a.high, backend.cast(weighted(self.name, backend, x, weight, running), running))
+        high, error = two_sum(backend, a.high, backend.cast(weighted(backend, x, weight, running), running))
         return Pair(high, backend.add(a.low, error))
 
     def merge(self, backend: Backend, a: Pair, b: Pair, a_totals: Totals, b_totals: Totals) -> Pair:

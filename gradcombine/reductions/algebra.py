@@ -10,7 +10,7 @@ from typing import Any
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, attribute
+from gradcombine.errors import GradCombineError, attribute, invalid, operation
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
@@ -130,15 +130,15 @@ class Reduction(ABC):
         """Whether `update_many` may take several contributions at once."""
         return False
 
-    @no_autograph
+    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         """Merges the states of all replicas. By default they are gathered, and merged in the tree over ranks."""
-        leaves, structure = tree.flatten(self.name, state)
-        backend = resolve(self.name, [*leaves, collective.rank()])
+        leaves, structure = tree.flatten(state)
+        backend = resolve([*leaves, collective.rank()])
         ranks = of_each_rank(collective, [backend.asarray(x) for x in leaves])
         return fold_pairwise(self.merge, (tree.unflatten(structure, arrays) for arrays in ranks))
 
-    @no_autograph
+    @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
         """``finalize`` of ``all_merge``, of states that have each had one contribution, of this weight."""
         return self.finalize(self.all_merge(state, collective, order))
@@ -176,7 +176,7 @@ class Wrapper(Reduction):
     """
 
     def __init__(self, of: Reduction) -> None:
-        require_reduction(type(self).__name__.lower(), of)
+        require_reduction(of)
         self.of = of
         self.name = of.name
         self.scales_by_weight = of.scales_by_weight
@@ -248,22 +248,22 @@ class OnContributions(Wrapper):
     def takes_lists(self) -> bool:
         return self.of.takes_lists
 
-    @no_autograph
+    @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
         return self.of.update(state, *self.changed(value, weight))
 
-    @no_autograph
+    @operation()
     def update_many(
         self, state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order
     ) -> State | None:
         changed, weighing = zip(*map(self.changed, values, weights), strict=True)
         return self.of.update_many(state, changed, weighing, order)
 
-    @no_autograph
+    @operation()
     def contribution(self, state: State, value: Tree, weight: Any) -> State:
         return self.of.contribution(state, *self.changed(value, weight))
 
-    @no_autograph
+    @operation()
     def add_weighted(self, state: State, value: Tree, weight: Any) -> State:
         return self.of.add_weighted(state, *self.changed(value, weight))
 
@@ -276,12 +276,12 @@ class Weighed(OnContributions):
         self.scales_by_weight = True
 
 
-def require_reduction(operation: str, reduction: Any, path: str = "") -> None:
+def require_reduction(reduction: Any, path: str = "") -> None:
     """Raises for anything but a Reduction; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
     if not isinstance(reduction, Reduction):
         name = attribute(reduction, "__name__") if callable(reduction) else None
         received = type(reduction).__name__ if name is None else f"{name}, not called"
-        raise GradCombineError(operation, "a Reduction, for instance reductions.mean()", received, path)
+        raise invalid("a Reduction, for instance reductions.mean()", received, path)
 
 
 def described(*parts: Any, **settings: Any) -> str:
@@ -313,15 +313,15 @@ def derived(reduction: Reduction, run: Callable[..., Tree], *arguments: Tree) ->
     if derivative is None:
         return run(reduction, *arguments)
     try:
-        leaves, structure = tree.flatten(reduction.name, arguments)
+        leaves, structure = tree.flatten(arguments)
     except GradCombineError:
         return run(reduction, *arguments)  # which says better what is wrong
-    backend = resolve(reduction.name, leaves)
+    backend = resolve(leaves)
     form: list[Any] = []
 
     def arrays_of(one: Reduction) -> Callable[..., Sequence[Array]]:
         def call(*leaves: Any) -> list[Array]:
-            result, outer = tree.flatten(reduction.name, run(one, *tree.unflatten(structure, leaves)))
+            result, outer = tree.flatten(run(one, *tree.unflatten(structure, leaves)))
             missing = [(i, x) for i, x in enumerate(result) if is_absent(x)]
             form[:] = [outer, missing]
             return [x for x in result if not is_absent(x)]

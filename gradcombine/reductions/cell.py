@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import shape_of
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array, Order
@@ -102,7 +102,7 @@ class Cell(ABC):
         """
         expected, received = backend.shape(a if not isinstance(a, tuple) else parts(a)[0]), backend.shape(leaf)
         if expected != received:
-            raise GradCombineError(self.name, f"shape {expected}", received)
+            raise invalid(f"shape {expected}", received)
         dtype = backend.dtype(leaf)
         if dtype != made_for:
             self.require_dtype(made_for, dtype)
@@ -113,7 +113,7 @@ class Cell(ABC):
         running, received = self.running(made_for), self.running(dtype)
         if (received, self.output(dtype)) != (running, self.output(made_for)):
             expected = f"dtype {made_for}, accumulated in {running}"
-            raise GradCombineError(self.name, expected, f"{dtype}, accumulated in {received}")
+            raise invalid(expected, f"{dtype}, accumulated in {received}")
 
     def masked(self, backend: Backend, zero: Array, old: Accumulator, new: Accumulator) -> Accumulator:
         """The accumulator that `update` returned, or the old one where the weight turns out to be 0."""

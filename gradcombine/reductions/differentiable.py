@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid, operation
 from gradcombine.reductions.algebra import Reduction, Wrapper, derived, require_reduction
-from gradcombine.types import Order, State, Tree, no_autograph
+from gradcombine.types import Order, State, Tree
 
 
 class DifferentiableState(NamedTuple):
@@ -17,7 +17,7 @@ class DifferentiableState(NamedTuple):
     derivative: State
 
 
-@no_autograph
+@operation("differentiable")
 def differentiable(reduction: Reduction) -> Reduction:
     """Gives a reduction a derivative over time as well.
 
@@ -39,7 +39,7 @@ def differentiable(reduction: Reduction) -> Reduction:
     >>> jax.grad(loss)(jnp.float32([1, 2]))
     Array([1.5, 2.5], dtype=float32)
     """
-    require_reduction("differentiable", reduction)
+    require_reduction(reduction)
     return reduction if reduction.derivative is None else Differentiable(reduction)
 
 
@@ -55,38 +55,38 @@ class Differentiable(Wrapper):
     def derivative(self) -> Reduction | None:
         return self.of.derivative
 
-    @no_autograph
+    @operation()
     def init(self, like: Tree) -> DifferentiableState:
         return DifferentiableState(self.of.init(like), self._other.init(like))
 
-    @no_autograph
+    @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> DifferentiableState:
         a, b = self._open(state)
         return DifferentiableState(self.of.update(a, value, weight), self._other.update(b, value, weight))
 
-    @no_autograph
+    @operation()
     def merge(self, a: State, b: State) -> DifferentiableState:
         pairs = zip((self.of, self._other), self._open(a), self._open(b), strict=True)
         return DifferentiableState(*(one.merge(x, y) for one, x, y in pairs))
 
-    @no_autograph
+    @operation()
     def finalize(self, state: State) -> Tree:
         def run(one: Reduction, state: DifferentiableState) -> Tree:
             return one.finalize(state.value if one is self.of else state.derivative)
 
         return derived(self.of, run, self._open(state))
 
-    @no_autograph
+    @operation()
     def clear(self, state: State) -> DifferentiableState:
         a, b = self._open(state)
         return DifferentiableState(self.of.clear(a), self._other.clear(b))
 
-    @no_autograph
+    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> DifferentiableState:
         a, b = self._open(state)
         return DifferentiableState(self.of.all_merge(a, collective, order), self._other.all_merge(b, collective, order))
 
     def _open(self, state: State) -> DifferentiableState:
         if not isinstance(state, DifferentiableState):
-            raise GradCombineError(self.name, "a DifferentiableState", type(state).__name__)
+            raise invalid("a DifferentiableState", type(state).__name__)
         return state

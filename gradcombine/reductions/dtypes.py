@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import invalid, shown
 
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
@@ -55,8 +55,8 @@ class Settings:
       result: its dtype. None: the contributions' own; narrow integers stay as wide as their accumulator.
     """
 
-    def __init__(self, accumulator: Any = None, output: Any = None, operation: str = "dtypes") -> None:
-        self.accumulator, self.result = parse(accumulator, operation), parse(output, operation)
+    def __init__(self, accumulator: Any = None, output: Any = None) -> None:
+        self.accumulator, self.result = parse(accumulator), parse(output)
 
     def running(self, dtype: np.dtype) -> np.dtype:
         """The accumulator's dtype for contributions of ``dtype``, which is of their kind."""
@@ -105,7 +105,7 @@ def is_wide(dtype: np.dtype) -> bool:
     return part(dtype).itemsize > 4
 
 
-def parse(dtype: Any, operation: str = "dtypes") -> np.dtype | None:
+def parse(dtype: Any) -> np.dtype | None:
     """A dtype given as NumPy, ml_dtypes, JAX or TensorFlow spell it, or None.
 
     Raises:
@@ -119,7 +119,7 @@ def parse(dtype: Any, operation: str = "dtypes") -> np.dtype | None:
     except Exception:  # NumPy has several for what it cannot read
         parsed = None
     if parsed is None or kind(parsed) not in NUMERIC:
-        raise GradCombineError(operation, "a dtype of floats, complex numbers or integers", shown(dtype))
+        raise invalid("a dtype of floats, complex numbers or integers", shown(dtype))
     return parsed
 
 

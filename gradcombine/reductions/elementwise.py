@@ -12,13 +12,13 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
-from gradcombine.errors import GradCombineError, require_items, require_one_of, shown
+from gradcombine.errors import invalid, operation, require_items, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array, no_autograph
+from gradcombine.types import Array
 
 _KINDS = (*dtypes.NUMERIC, "bool")
 
@@ -27,7 +27,7 @@ class ElementwiseState(TreewiseState):
     """A partial result of `elementwise`. Each name has a subclass of its own."""
 
 
-@no_autograph
+@operation("elementwise")
 def elementwise(
     name: str,
     *,
@@ -87,21 +87,21 @@ def elementwise(
     array([3., 5.], dtype=float32)
     """
     if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise GradCombineError("elementwise", "a name", shown(name))
+        raise invalid("a name", shown(name))
     finalize = _as_it_is if finalize is None else finalize
     functions: dict[str, Callable[..., Any]] = {"update": update, "merge": merge, "finalize": finalize}
     for role, function in functions.items():
         if not callable(function):
-            raise GradCombineError("elementwise", f"a function as {role}", shown(function))
+            raise invalid(f"a function as {role}", shown(function))
     if not callable(empty) and not _are_numbers(empty):
-        raise GradCombineError("elementwise", "a number, a tuple of numbers or a function as empty", shown(empty))
+        raise invalid("a number, a tuple of numbers or a function as empty", shown(empty))
     expected = f"kinds among {list(_KINDS)}"
-    taken = [] if isinstance(kinds, str) else require_items("elementwise", expected, kinds)
+    taken = [] if isinstance(kinds, str) else require_items(expected, kinds)
     if not taken:
-        raise GradCombineError("elementwise", expected, shown(kinds))
+        raise invalid(expected, shown(kinds))
     for kind in taken:
-        require_one_of("elementwise", expected, kind, _KINDS)
-    settings = dtypes.Settings(dtype, output_dtype, name)
+        require_one_of(expected, kind, _KINDS)
+    settings = dtypes.Settings(dtype, output_dtype)
     cell = _Defined(name, tuple(taken), settings, empty, update, merge, finalize)
     return Treewise(cell, _state_of(name), scales_by_weight=scales_by_weight)
 
@@ -147,7 +147,7 @@ class _Defined(Cell):
         identity = self.identity(running) if callable(self.identity) else self.identity
         for number in parts(identity):
             if not dtypes.holds(running, number):
-                raise GradCombineError(self.name, f"a number of {running} as empty", shown(number))
+                raise invalid(f"a number of {running} as empty", shown(number))
         numbers: list[Any] = [np.asarray(number, running)[()] for number in parts(identity)]
         return refilled(identity, [backend.full(shape, number, running, [like]) for number in numbers])
 
@@ -169,14 +169,14 @@ class _Defined(Cell):
             totals = Totals(backend.cast(totals.weight, running), totals.count)
         result = self.own_finalize(backend, a, totals)
         if any(owner(x) is None for x in parts(result)):
-            raise GradCombineError(self.name, "an array, or a tuple of arrays, from finalize", shown(result))
+            raise invalid("an array, or a tuple of arrays, from finalize", shown(result))
         return refilled(result, [backend.cast(x, output) for x in parts(result)])
 
     def _alike(self, function: str, backend: Backend, expected: Accumulator, received: Accumulator) -> Accumulator:
         """Returns the accumulator that a function made; raises if its structure, shape or dtype has changed."""
         wanted, got = _kind(backend, expected), _kind(backend, received)
         if wanted != got:
-            raise GradCombineError(self.name, f"{wanted} from {function}", got)
+            raise invalid(f"{wanted} from {function}", got)
         return received
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Weighed, Wrapper, described
 from gradcombine.reductions.moments import moments
@@ -16,7 +16,7 @@ from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.plain import max as maximum
 from gradcombine.reductions.sums import sum as sum_
 from gradcombine.reductions.wrappers import global_norm, norm_dtype
-from gradcombine.types import Array, Order, State, Tree, no_autograph
+from gradcombine.types import Array, Order, State, Tree
 
 
 class Metrics(NamedTuple):
@@ -63,7 +63,7 @@ class _Entry(NamedTuple):
 _METRICS = per_leaf(_Entry(moments(), maximum(), sum_(), Weighed(sum_())))
 
 
-@no_autograph
+@operation("measured")
 def measured(reduction: Reduction) -> Reduction:
     """Adds metrics of the contributions to the value of a reduction.
 
@@ -103,48 +103,48 @@ class MeasuredReduction(Wrapper):
     def description(self) -> str:
         return described("measured", self.of.description)
 
-    @no_autograph
+    @operation()
     def init(self, like: Tree) -> MeasuredState:
         state = self.of.init(like)
-        leaves, structure = tree.flatten("measured", self._like(like))
-        dtype = norm_dtype("measured", leaves, structure)
-        backend = resolve("measured", leaves)
+        leaves, structure = tree.flatten(self._like(like))
+        dtype = norm_dtype(leaves, structure)
+        backend = resolve(leaves)
         present = [leaf for leaf in leaves if not is_absent(leaf)]
         # The weight's width is that of the reductions' own sums of weights.
         entry = (backend.full((), 0, kind, present) for kind in (dtype, dtype, dtypes.INT32, dtype))
         return MeasuredState(state, _METRICS.init(_Entry(*entry)))
 
-    @no_autograph
+    @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> MeasuredState:
         state = self._open(state)
         updated = self.of.update(state.value, value, weight)
-        leaves, structure = tree.flatten("measured", self.of.gradients(value)[0])
-        backend = resolve("measured", [*leaves, weight])
+        leaves, structure = tree.flatten(self.of.gradients(value)[0])
+        backend = resolve([*leaves, weight])
         wide = state.metrics.parts[0].dtypes.dtype
-        norm = backend.cast(global_norm("measured", backend, leaves, structure), wide)
+        norm = backend.cast(global_norm(backend, leaves, structure), wide)
         one = backend.full((), 1, dtypes.INT32), backend.full((), 1, wide)
         return MeasuredState(updated, _METRICS.update(state.metrics, _Entry(norm, norm, *one), weight))
 
-    @no_autograph
+    @operation()
     def merge(self, a: State, b: State) -> MeasuredState:
         a, b = self._open(a), self._open(b)
         return MeasuredState(self.of.merge(a.value, b.value), _METRICS.merge(a.metrics, b.metrics))
 
-    @no_autograph
+    @operation()
     def finalize(self, state: State) -> Measured:
         state = self._open(state)
         entry = _METRICS.finalize(state.metrics)
-        backend = resolve("measured", [entry.count])
+        backend = resolve([entry.count])
         largest = backend.where(entry.count == 0, backend.full((), 0, backend.dtype(entry.largest)), entry.largest)
         metrics = Metrics(entry.norm.mean, entry.norm.variance, largest, entry.count, entry.weight)
         return Measured(self.of.finalize(state.value), metrics)
 
-    @no_autograph
+    @operation()
     def clear(self, state: State) -> MeasuredState:
         state = self._open(state)
         return MeasuredState(self.of.clear(state.value), _METRICS.clear(state.metrics))
 
-    @no_autograph
+    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> MeasuredState:
         state = self._open(state)
         value = self.of.all_merge(state.value, collective, order)
@@ -158,5 +158,5 @@ class MeasuredReduction(Wrapper):
 
     def _open(self, state: State) -> MeasuredState:
         if not isinstance(state, MeasuredState):
-            raise GradCombineError(self.of.name, "a MeasuredState", type(state).__name__)
+            raise invalid("a MeasuredState", type(state).__name__)
         return state

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
+from gradcombine.errors import operation
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.adding import neutral, over_weight
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight, weighted
-from gradcombine.types import Array, no_autograph
+from gradcombine.types import Array
 
 
 class MomentsState(TreewiseState):
@@ -28,7 +29,7 @@ class Moments(NamedTuple):
     variance: Array
 
 
-@no_autograph
+@operation("moments")
 def moments(dtype: Any = None, *, output_dtype: Any = None) -> Reduction:
     """The weighted mean ``m = sum(w * g) / sum(w)`` and variance ``sum(w * (g - m)**2) / sum(w)``, elementwise.
 
@@ -67,7 +68,7 @@ def moments(dtype: Any = None, *, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.moments(), [np.float32([1, 2]), np.float32([5, 2])], weights=[3, 1])
     Moments(mean=array([2., 2.], dtype=float32), variance=array([3., 0.], dtype=float32))
     """
-    cell = _Spreading(dtypes.Settings(dtype, output_dtype, "moments"))
+    cell = _Spreading(dtypes.Settings(dtype, output_dtype))
     return Treewise(cell, MomentsState, scales_by_weight=True)
 
 
@@ -103,7 +104,7 @@ class _Spreading(Cell):
 
     def update(self, backend: Backend, a: Spread, x: Array, weight: Weight, totals: Totals) -> Spread:
         running, working = backend.dtype(a.total), backend.dtype(a.weight)
-        total = backend.cast(weighted(self.name, backend, x, weight, running), running)
+        total = backend.cast(weighted(backend, x, weight, running), running)
         # t - t is 0 for every finite t, and NaN for NaN and the infinities.
         squares = backend.add(total, -total)
         # Weight and count belong to the leaf: they vary over the replicas as it does.

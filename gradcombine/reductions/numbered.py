@@ -12,10 +12,10 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import in_words, is_absent, is_array_of, require_scalar, resolve
-from gradcombine.errors import GradCombineError, require_integer
+from gradcombine.errors import invalid, operation, require_integer
 from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
 from gradcombine.reductions.dtypes import INT32
-from gradcombine.types import Array, Order, State, Tree, no_autograph
+from gradcombine.types import Array, Order, State, Tree
 
 PLACEHOLDER = -1
 """The number of a contribution that stands in no ledger: one of weight 0 that fills a place."""
@@ -52,7 +52,7 @@ class NumberedState(NamedTuple):
     counts: Array
 
 
-@no_autograph
+@operation("numbered")
 def numbered(reduction: Reduction, microbatches: int) -> Reduction:
     """Keeps a ledger in the states of a reduction, which tells the microbatches that they hold.
 
@@ -91,10 +91,10 @@ def numbered(reduction: Reduction, microbatches: int) -> Reduction:
     >>> gc.merge_replicas(mean, state, over=gc.LOCAL).levels[0].counts
     array([1, 1, 0, 1], dtype=int32)
     """
-    require_reduction("numbered", reduction)
+    require_reduction(reduction)
     if reduction.microbatches is not None:
-        raise GradCombineError("numbered", "a reduction without a ledger", repr(reduction))
-    count = require_integer("numbered", "from 1 to 2**24 microbatches", microbatches, highest=1 << 24)
+        raise invalid("a reduction without a ledger", repr(reduction))
+    count = require_integer("from 1 to 2**24 microbatches", microbatches, highest=1 << 24)
     return NumberedReduction(reduction, count)
 
 
@@ -116,47 +116,47 @@ class NumberedReduction(Wrapper):
     def microbatches(self) -> int | None:
         return self._count
 
-    @no_autograph
+    @operation()
     def init(self, like: Tree) -> NumberedState:
         value = like.value if isinstance(like, Numbered) else like
-        leaves = [leaf for leaf in tree.flatten(self.of.name, value)[0] if not is_absent(leaf)]
-        counts = resolve(self.of.name, leaves).full((self._count,), 0, INT32, leaves)
+        leaves = [leaf for leaf in tree.flatten(value)[0] if not is_absent(leaf)]
+        counts = resolve(leaves).full((self._count,), 0, INT32, leaves)
         return NumberedState(self.of.init(value), counts)
 
-    @no_autograph
+    @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> NumberedState:
         name, held = self.of.name, self._open(state)
         if not isinstance(value, Numbered):
-            raise GradCombineError(name, "Numbered(value, number)", type(value).__name__)
-        number, backend = value.number, resolve(name, [held.counts, value.number])
+            raise invalid("Numbered(value, number)", type(value).__name__)
+        number, backend = value.number, resolve([held.counts, value.number])
         if not isinstance(number, int) or isinstance(number, bool):
-            require_scalar(name, "the number of a microbatch, an integer scalar", number, "iu", ".number")
+            require_scalar("the number of a microbatch, an integer scalar", number, "iu", ".number")
             number = backend.asarray(number)
         known = number if isinstance(number, int) else backend.concrete(number)
         if known is not None and not PLACEHOLDER <= int(known) < self._count:
             expected = f"the number of a microbatch, from 0 to {self._count - 1}, or -1"
-            raise GradCombineError(name, expected, int(known), ".number")
+            raise invalid(expected, int(known), ".number")
         number = backend.asarray(number)
         one = _one_at(backend, number, self._count)
         _require_apart(name, held.counts, one)
         return NumberedState(self.of.update(held.value, value.value, weight), backend.asarray(held.counts) + one)
 
-    @no_autograph
+    @operation()
     def merge(self, a: State, b: State) -> NumberedState:
         a, b = self._open(a), self._open(b)
         _require_apart(self.of.name, a.counts, b.counts)
         return NumberedState(self.of.merge(a.value, b.value), a.counts + b.counts)
 
-    @no_autograph
+    @operation()
     def finalize(self, state: State) -> Tree:
         return self.of.finalize(self._open(state).value)
 
-    @no_autograph
+    @operation()
     def clear(self, state: State) -> NumberedState:
         state = self._open(state)
         return NumberedState(self.of.clear(state.value), state.counts * 0)
 
-    @no_autograph
+    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> NumberedState:
         state = self._open(state)
         (counts,) = collective.all_sum([state.counts])
@@ -164,16 +164,16 @@ class NumberedReduction(Wrapper):
 
     def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
         if not isinstance(value, Numbered):
-            raise GradCombineError(self.of.name, "Numbered(value, number)", type(value).__name__)
+            raise invalid("Numbered(value, number)", type(value).__name__)
         gradients, inner = self.of.gradients(value.value)
         return gradients, lambda changed: Numbered(inner(changed), value.number)
 
     def _open(self, state: State) -> NumberedState:
         if not isinstance(state, NumberedState):
-            raise GradCombineError(self.of.name, "a NumberedState", type(state).__name__)
+            raise invalid("a NumberedState", type(state).__name__)
         if not is_array_of(state.counts, INT32, (self._count,)):
             expected = f"a ledger of {self._count} microbatches"
-            raise GradCombineError(self.of.name, expected, in_words(state.counts), ".counts")
+            raise invalid(expected, in_words(state.counts), ".counts")
         return state
 
 
@@ -207,10 +207,10 @@ def ranges(numbers: Iterable[int]) -> str:
 
 def _require_apart(name: str, a: Array, b: Array) -> None:
     """Refuses a microbatch that both of these counts have, where they are known."""
-    backend = resolve(name, [a, b])
+    backend = resolve([a, b])
     known: Sequence[Any] = [backend.concrete(backend.asarray(counts)) for counts in (a, b)]
     if any(counts is None for counts in known):
         return
     twice = np.flatnonzero(np.minimum(*known) > 0)
     if twice.size:
-        raise GradCombineError(name, "each microbatch once", f"twice: {ranges(twice.tolist())}")
+        raise invalid("each microbatch once", f"twice: {ranges(twice.tolist())}")

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.errors import invalid, operation, within
 from gradcombine.reductions.algebra import Reduction, described, require_reduction
 from gradcombine.reductions.weights import presence
-from gradcombine.types import Order, State, Tree, no_autograph
+from gradcombine.types import Order, State, Tree
 
 
 class PerLeafState(NamedTuple):
@@ -20,7 +20,7 @@ class PerLeafState(NamedTuple):
     parts: tuple[State, ...]
 
 
-@no_autograph
+@operation("per_leaf")
 def per_leaf(reductions: Tree) -> Reduction:
     """Combines each part of a tree by a reduction of its own.
 
@@ -44,9 +44,9 @@ def per_leaf(reductions: Tree) -> Reduction:
     >>> out["grads"]["w"].item(), int(out["tokens"]), float(out["amax"])
     (2.0, 4, 7.0)
     """
-    members, prefix = tree.flatten("per_leaf", reductions, is_leaf=lambda node: isinstance(node, Reduction))
+    members, prefix = tree.flatten(reductions, is_leaf=lambda node: isinstance(node, Reduction))
     for path, member in zip(prefix.paths(), members, strict=True):
-        require_reduction("per_leaf", member, path)
+        require_reduction(member, path)
     return PerLeaf(members, prefix)
 
 
@@ -75,39 +75,39 @@ class PerLeaf(Reduction):
             return None
         return PerLeaf([member.derivative or member for member in self.members], self.prefix)
 
-    @no_autograph
+    @operation()
     def init(self, like: Tree) -> PerLeafState:
-        likes = tree.split_as("per_leaf", self.prefix, like)
+        likes = tree.split_as(self.prefix, like)
         return PerLeafState(self._each(_call("init"), likes))
 
-    @no_autograph
+    @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> PerLeafState:
-        values = tree.split_as("per_leaf", self.prefix, value)
-        leaves, _ = tree.flatten("per_leaf", value)
-        present = presence("per_leaf", resolve("per_leaf", [*leaves, weight]), weight)
+        values = tree.split_as(self.prefix, value)
+        leaves, _ = tree.flatten(value)
+        present = presence(resolve([*leaves, weight]), weight)
 
         def updated(member: Reduction, part: State, value: Tree) -> State:
             return member.update(part, value, weight if member.scales_by_weight else present)
 
         return PerLeafState(self._each(updated, self._parts(state), values))
 
-    @no_autograph
+    @operation()
     def finalize(self, state: State) -> Tree:
         finished = self._each(_call("finalize"), self._parts(state))
         return tree.unflatten(self.prefix, finished)
 
-    @no_autograph
+    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> PerLeafState:
         def merged(member: Reduction, part: State) -> State:
             return member.all_merge(part, collective, order)
 
         return PerLeafState(self._each(merged, self._parts(state)))
 
-    @no_autograph
+    @operation()
     def merge(self, a: State, b: State) -> PerLeafState:
         return PerLeafState(self._each(_call("merge"), self._parts(a), self._parts(b)))
 
-    @no_autograph
+    @operation()
     def clear(self, state: State) -> PerLeafState:
         return PerLeafState(self._each(_call("clear"), self._parts(state)))
 
@@ -115,15 +115,15 @@ class PerLeaf(Reduction):
         """Applies a function to each member and its parts; errors name the member's place."""
         results: list[Any] = []
         for path, member, *row in zip(self.prefix.paths(), self.members, *columns, strict=True):
-            with renamed(path=path):
+            with within(path):
                 results.append(function(member, *row))
         return tuple(results)
 
     def _parts(self, state: Any) -> tuple[State, ...]:
         if not isinstance(state, PerLeafState):
-            raise GradCombineError("per_leaf", "a PerLeafState", type(state).__name__)
+            raise invalid("a PerLeafState", type(state).__name__)
         if len(state.parts) != len(self.members):
-            raise GradCombineError("per_leaf", f"a state of {len(self.members)} parts", len(state.parts))
+            raise invalid(f"a state of {len(self.members)} parts", len(state.parts))
         return state.parts
 
 

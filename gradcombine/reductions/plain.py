@@ -10,13 +10,14 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
+from gradcombine.errors import operation
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact.digits import grid_for
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array, no_autograph
+from gradcombine.types import Array
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ProductState(TreewiseState):
     """Products."""
 
 
-@no_autograph
+@operation("product")
 def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None) -> Reduction:
     """The product of all contributions of nonzero weight; the weight's size does not matter.
 
@@ -68,7 +69,7 @@ def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = No
     >>> gc.combine(gc.reductions.product(), [np.float32([1, 2]), np.float32([3, 4])])
     array([3., 8.], dtype=float32)
     """
-    settings = dtypes.Settings(dtype, output_dtype, "product")
+    settings = dtypes.Settings(dtype, output_dtype)
     cell = Plain("product", ("float", "integer"), _one, _multiply, settings=settings)
     return Treewise(cell, ProductState, wire_dtype=wire_dtype)
 
@@ -89,7 +90,7 @@ class MinState(TreewiseState):
     """Minima."""
 
 
-@no_autograph
+@operation("max")
 def max(*, output_dtype: Any = None) -> Reduction:
     """The elementwise maximum of all contributions of nonzero weight, as for a history of FP8 amax values.
 
@@ -108,12 +109,12 @@ def max(*, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.max(), [np.float32([1, 5]), np.float32([3, 4])])
     array([3., 5.], dtype=float32)
     """
-    settings = dtypes.Settings(None, output_dtype, "max")
+    settings = dtypes.Settings(None, output_dtype)
     cell = Plain("max", ("float", "integer"), _lowest, _larger, settings=settings)
     return Treewise(cell, MaxState)
 
 
-@no_autograph
+@operation("min")
 def min(*, output_dtype: Any = None) -> Reduction:
     """The elementwise minimum; otherwise as `max`. No contribution: +inf, or the largest integer.
 
@@ -121,7 +122,7 @@ def min(*, output_dtype: Any = None) -> Reduction:
     >>> gc.combine(gc.reductions.min(), [np.float32([1, 5]), np.float32([3, 4])])
     array([1., 4.], dtype=float32)
     """
-    settings = dtypes.Settings(None, output_dtype, "min")
+    settings = dtypes.Settings(None, output_dtype)
     cell = Plain("min", ("float", "integer"), _highest, _smaller, settings=settings)
     return Treewise(cell, MinState)
 
@@ -187,7 +188,7 @@ class LastState(TreewiseState):
     """The last contribution so far."""
 
 
-@no_autograph
+@operation("first")
 def first() -> Reduction:
     """The first contribution of nonzero weight; over replicas, the lowest rank's.
 
@@ -206,7 +207,7 @@ def first() -> Reduction:
     return Treewise(Plain("first", _KINDS, _zero, _earlier), FirstState)
 
 
-@no_autograph
+@operation("last")
 def last() -> Reduction:
     """The last contribution of nonzero weight; over replicas, the highest rank's. Otherwise as `first`.
 

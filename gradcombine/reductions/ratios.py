@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, require_items, shown
+from gradcombine.errors import invalid, operation, require_items, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
 from gradcombine.reductions.numbered import numbered, without_numbers
@@ -16,7 +16,7 @@ from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.sums import mean as mean_
 from gradcombine.reductions.weights import parse, where
 from gradcombine.sparse import is_row_sparse
-from gradcombine.types import State, Tree, no_autograph
+from gradcombine.types import State, Tree
 
 
 class Ratio(NamedTuple):
@@ -35,7 +35,7 @@ class Ratio(NamedTuple):
     denominator: Any
 
 
-@no_autograph
+@operation("ratio")
 def ratio(mean: Reduction | None = None) -> Reduction:
     """The ratio of sums ``(n_1 + n_2 + ...) / (d_1 + d_2 + ...)`` of contributions ``Ratio(n, d)``, divided once.
 
@@ -61,9 +61,13 @@ def ratio(mean: Reduction | None = None) -> Reduction:
     array([2., 2.], dtype=float32)
     """
     mean = mean_() if mean is None else mean
-    require_reduction("ratio", mean)
+    return _ratio(mean)
+
+
+def _ratio(mean: Reduction) -> Reduction:
+    require_reduction(mean)
     if not mean.divides:
-        raise GradCombineError("ratio", "a mean, as reductions.mean or reductions.row_mean makes it", mean.name)
+        raise invalid("a mean, as reductions.mean or reductions.row_mean makes it", mean.name)
     return RatioReduction(mean)
 
 
@@ -78,22 +82,22 @@ class RatioReduction(Wrapper):
     def description(self) -> str:
         return described("ratio", self.of.description)
 
-    @no_autograph
+    @operation()
     def init(self, like: Ratio) -> State:
         return self.of.init(_opened(like).numerator)
 
-    @no_autograph
+    @operation()
     def update(self, state: State, value: Ratio, weight: Any = 1) -> State:
         numerator, denominator = _opened(value)
-        backend = resolve(self.name, [*tree.flatten(self.name, numerator)[0], denominator, weight])
-        with renamed(self.name, ".denominator"):
-            parse(self.name, backend, denominator)
-        absent = parse(self.name, backend, weight).is_zero(backend)
+        backend = resolve([*tree.flatten(numerator)[0], denominator, weight])
+        with within(".denominator"):
+            parse(backend, denominator)
+        absent = parse(backend, weight).is_zero(backend)
         if absent is True:
             denominator = 0
         elif absent is not False:
             wide = any(not is_absent(x) and dtypes.is_wide(backend.dtype(x)) for x in _leaves(numerator))
-            denominator = where(self.name, backend, ~absent, denominator, wide)
+            denominator = where(backend, ~absent, denominator, wide)
         return self.of.add_weighted(state, numerator, denominator)
 
     def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
@@ -102,7 +106,7 @@ class RatioReduction(Wrapper):
         return gradients, lambda changed: Ratio(inner(changed), denominator)
 
 
-@no_autograph
+@operation("ratios")
 def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduction:
     """The sum of several ratios of sums: ``sum_j (n_1j + n_2j + ...) / (d_1j + d_2j + ...)``.
 
@@ -132,9 +136,14 @@ def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduct
     >>> gc.combine(ratios(["tokens", "sequences"]), [first, second])
     array([3.5, 3. ], dtype=float32)
     """
+    return ratios_of(denominators, mean)
+
+
+def ratios_of(denominators: Iterable[str], mean: Reduction | None = None) -> Reduction:
+    """`ratios`, for functions that give errors a name of their own."""
     own = mean_() if mean is None else mean
-    require_reduction("ratios", own)
-    combined = Ratios(per_leaf({name: ratio(without_numbers(own)) for name in _names(denominators)}))
+    require_reduction(own)
+    combined = Ratios(per_leaf({name: _ratio(without_numbers(own)) for name in _names(denominators)}))
     return combined if own.microbatches is None else numbered(combined, own.microbatches)
 
 
@@ -145,18 +154,18 @@ class Ratios(Wrapper):
         super().__init__(of)
         self.name, self.scales_by_weight = "ratios", False
 
-    @no_autograph
+    @operation()
     def finalize(self, state: State) -> Tree:
         results = self.of.finalize(state)
         first, *others = (results[name] for name in sorted(results))
-        leaves, structure = tree.flatten("ratios", first, is_row_sparse)
-        columns = [leaves, *(tree.flatten_as("ratios", structure, value, is_row_sparse) for value in others)]
+        leaves, structure = tree.flatten(first, is_row_sparse)
+        columns = [leaves, *(tree.flatten_as(structure, value, is_row_sparse) for value in others)]
         added = (_added(row, path) for row, path in zip(zip(*columns, strict=True), structure.paths(), strict=True))
         return tree.unflatten(structure, added)
 
     def gradients(self, value: Tree) -> tuple[Tree, Callable[[Tree], Tree]]:
         expected = "a contribution of one gradient (for several, wrap the mean: ratios(names, clipped(mean(), 1)))"
-        raise GradCombineError("ratios", expected, "one for each denominator")
+        raise invalid(expected, "one for each denominator")
 
 
 def _added(values: tuple[Any, ...], path: str) -> Any:
@@ -164,25 +173,25 @@ def _added(values: tuple[Any, ...], path: str) -> Any:
     if len(present) < 2:
         return present[0] if present else values[0]
     if any(map(is_row_sparse, present)):
-        raise GradCombineError("ratios", "dense leaves, or one denominator", "rows", path)
-    backend = resolve("ratios", present)
+        raise invalid("dense leaves, or one denominator", "rows", path)
+    backend = resolve(present)
     dtype = backend.dtype(present[0])
     return backend.cast(reduce(backend.add, (backend.cast(x, dtypes.working(dtype)) for x in present)), dtype)
 
 
 def _leaves(value: Tree) -> list[Any]:
-    return tree.flatten("ratio", value)[0]
+    return tree.flatten(value)[0]
 
 
 def _opened(value: Any) -> Ratio:
     if not isinstance(value, Ratio):
-        raise GradCombineError("ratio", "a Ratio(numerator, denominator)", type(value).__name__)
+        raise invalid("a Ratio(numerator, denominator)", type(value).__name__)
     return value
 
 
 def _names(denominators: Any) -> list[str]:
     expected = "names of denominators, each once"
-    names = [] if isinstance(denominators, str) else require_items("ratios", expected, denominators)
+    names = [] if isinstance(denominators, str) else require_items(expected, denominators)
     if not names or not all(isinstance(name, str) for name in names) or len(set(names)) != len(names):
-        raise GradCombineError("ratios", expected, shown(denominators))
+        raise invalid(expected, shown(denominators))
     return names

@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import dtype_of, shape_of
-from gradcombine.errors import GradCombineError, require_integer, require_one_of, shown
+from gradcombine.errors import invalid, operation, require_integer, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.adding import over_weight, zero_if_empty
 from gradcombine.reductions.algebra import Reduction
@@ -32,7 +32,7 @@ from gradcombine.sparse import (
     row_slices,
     union,
 )
-from gradcombine.types import Array, no_autograph
+from gradcombine.types import Array
 
 
 class RowTable(NamedTuple):
@@ -56,7 +56,7 @@ class RowTable(NamedTuple):
         """The shape of the whole array."""
         rows = self.extent.rows if tree.is_static(self.extent) else None
         if rows is None:
-            raise GradCombineError("rows", "a constant number of rows", shown(self.extent))
+            raise invalid("a constant number of rows", shown(self.extent))
         return (rows, *tuple(self.values.shape)[1:])
 
     @property
@@ -76,14 +76,14 @@ def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np
     )
 
 
-def single(operation: str, backend: Backend, table: RowTable, slices: RowSlices, weight: Weight) -> RowTable | None:
+def single(backend: Backend, table: RowTable, slices: RowSlices, weight: Weight) -> RowTable | None:
     """One contribution as a table: each row once, times its weight; None for one without rows.
 
     Raises:
       GradCombineError: for an index out of range, and for more different rows than the table holds, where known.
     """
     rows, size = table.extent.rows, backend.shape(table.indices)[0]
-    slices = require_rows(operation, backend, slices)
+    slices = require_rows(backend, slices)
     n, zero = backend.shape(slices.indices)[0], weight.is_zero(backend)
     if n == 0 or zero is True:
         return None
@@ -91,18 +91,18 @@ def single(operation: str, backend: Backend, table: RowTable, slices: RowSlices,
     if zero is not False:
         # Whatever a contribution of weight 0 holds, it has no rows.
         inside = backend.where(zero, backend.full((n,), 0, backend.dtype(inside)), inside)
-    outside = require_in_range(operation, backend, inside, rows)
+    outside = require_in_range(backend, inside, rows)
     left_out = outside if zero is False else outside | zero
     indices = backend.where(left_out, backend.full((n,), rows, INT32), backend.cast(inside, INT32))
     running = backend.dtype(table.values)
     once = distinct(backend, indices, backend.cast(slices.values, running), rows, min(n, size))
     wrong = backend.total(backend.cast(outside, INT32))
-    lost = backend.maximum(wrong, _too_many(operation, backend, once, size))
-    values = backend.cast(weighted(operation, backend, once.values, weight, running), running)
+    lost = backend.maximum(wrong, _too_many(backend, once, size))
+    values = backend.cast(weighted(backend, once.values, weight, running), running)
     return RowTable(values, once.indices, lost, table.extent)
 
 
-def join(operation: str, backend: Backend, a: RowTable, b: RowTable) -> RowTable:
+def join(backend: Backend, a: RowTable, b: RowTable) -> RowTable:
     """Two tables become one, of the first one's capacity: a row of both is ``a + b``.
 
     Raises:
@@ -110,16 +110,16 @@ def join(operation: str, backend: Backend, a: RowTable, b: RowTable) -> RowTable
     """
     rows, size = a.extent.rows, backend.shape(a.indices)[0]
     both = union(backend, (a.indices, a.values), (b.indices, b.values), rows, size)
-    lost = backend.maximum(backend.maximum(a.lost, b.lost), _too_many(operation, backend, both, size))
+    lost = backend.maximum(backend.maximum(a.lost, b.lost), _too_many(backend, both, size))
     return RowTable(both.values, both.indices, lost, a.extent)
 
 
-def _too_many(operation: str, backend: Backend, distinct_rows: Distinct, size: int) -> Array:
+def _too_many(backend: Backend, distinct_rows: Distinct, size: int) -> Array:
     """How many different rows there are above the capacity."""
     zero = backend.full((), 0, INT32)
     known = backend.concrete(distinct_rows.count)
     if known is not None and known > size:
-        raise GradCombineError(operation, f"at most {size} different rows (the capacity)", int(known))
+        raise invalid(f"at most {size} different rows (the capacity)", int(known))
     return backend.maximum(distinct_rows.count - size, zero)
 
 
@@ -159,9 +159,9 @@ class Rows(Cell):
     kinds: tuple[str, ...] = ("float", "complex")
 
     def __post_init__(self) -> None:
-        capacity = require_integer(self.name, "a capacity of 1 row or more", self.capacity, highest=sys.maxsize)
+        capacity = require_integer("a capacity of 1 row or more", self.capacity, highest=sys.maxsize)
         object.__setattr__(self, "capacity", capacity)
-        require_one_of(self.name, f"overflow of {list(get_args(Overflow))}", self.overflow, get_args(Overflow))
+        require_one_of(f"overflow of {list(get_args(Overflow))}", self.overflow, get_args(Overflow))
 
     is_leaf = staticmethod(is_row_sparse)
 
@@ -175,30 +175,30 @@ class Rows(Cell):
             return leaf.shape
         shape = shape_of(leaf if slices is None else slices.values)
         if not shape or (slices is not None and slices.rows is None):
-            raise GradCombineError(self.name, "a leaf with a known number of rows", f"shape {shape}")
+            raise invalid("a leaf with a known number of rows", f"shape {shape}")
         return shape if slices is None or slices.rows is None else (slices.rows, *shape[1:])
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> RowTable:
         if not 1 <= shape[0] <= MOST_ROWS:
-            raise GradCombineError(self.name, f"from 1 to {MOST_ROWS} rows", shape[0])
+            raise invalid(f"from 1 to {MOST_ROWS} rows", shape[0])
         return empty_table(backend, min(self.capacity, shape[0]), shape, running, like)
 
     def entering(self, backend: Backend, a: RowTable, made_for: np.dtype, leaf: Any) -> RowSlices:
         slices = row_slices(leaf)
         if slices is None:
             expected = "a RowSparse, tf.IndexedSlices or BCOO (for dense ones as well: sparse_as_dense)"
-            raise GradCombineError(self.name, expected, "a dense array")
+            raise invalid(expected, "a dense array")
         # Slices that do not know the number of rows are taken for rows of the whole array that the state was made for.
         rows = a.extent.rows if slices.rows is None else slices.rows
         received = (rows, *shape_of(slices.values)[1:])
         if received != a.shape:
-            raise GradCombineError(self.name, f"rows of shape {a.shape}", received)
+            raise invalid(f"rows of shape {a.shape}", received)
         if (dtype := dtype_of(slices.values)) != made_for:
             self.require_dtype(made_for, dtype)
         return slices
 
     def update(self, backend: Backend, a: RowTable, x: RowSlices, weight: Weight, totals: Totals) -> RowTable:
-        added = single(self.name, backend, a, x, weight)
+        added = single(backend, a, x, weight)
         return a if added is None else self._joined(backend, a, added)
 
     def masked(self, backend: Backend, zero: Array, old: RowTable, new: RowTable) -> RowTable:
@@ -209,7 +209,7 @@ class Rows(Cell):
         return self._joined(backend, a, b)
 
     def _joined(self, backend: Backend, a: RowTable, b: RowTable) -> RowTable:
-        table = join(self.name, backend, a, b)
+        table = join(backend, a, b)
         if self.overflow == "check":
             size = backend.shape(table.indices)[0]
             expected = f"at most {size} different rows, all in range"
@@ -228,7 +228,7 @@ class RowMeanState(TreewiseState):
     """Rows of sums of ``w * g``, not divided yet."""
 
 
-@no_autograph
+@operation("row_sum")
 def row_sum(
     capacity: int,
     *,
@@ -272,12 +272,12 @@ def row_sum(
     >>> out.indices.tolist(), out.values.ravel().tolist()
     ([2, 7, 1000], [52.0, 4.0, 0.0])
     """
-    settings = dtypes.Settings(dtype, output_dtype, "row_sum")
+    settings = dtypes.Settings(dtype, output_dtype)
     cell = Rows("row_sum", zero_if_empty, capacity, overflow, settings)
     return Treewise(cell, RowSumState, wire_dtype=wire_dtype, capacity=cell.capacity, overflow=overflow)
 
 
-@no_autograph
+@operation("row_mean")
 def row_mean(
     capacity: int,
     *,
@@ -310,7 +310,7 @@ def row_mean(
     >>> out.indices.tolist(), out.values.ravel().tolist()
     ([2, 7], [1.0, 6.0])
     """
-    settings = dtypes.Settings(dtype, output_dtype, "row_mean")
+    settings = dtypes.Settings(dtype, output_dtype)
     cell = Rows("row_mean", over_weight, capacity, overflow, settings)
     own = {"capacity": cell.capacity, "overflow": overflow}
     return Treewise(cell, RowMeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True, **own)

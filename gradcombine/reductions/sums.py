@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any, Literal, get_args
 
-from gradcombine.errors import GradCombineError, require_integer, require_one_of, shown
+from gradcombine.errors import invalid, operation, require_integer, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.adding import Added, Compensated, over_weight, zero_if_empty
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY
 from gradcombine.reductions.treewise import Treewise, TreewiseState
-from gradcombine.types import no_autograph
 
 Precision = Literal["fast", "compensated", "exact"]
 
@@ -40,7 +39,7 @@ class ExactMeanState(TreewiseState):
     """Digits of sums of ``w * g``, not divided yet."""
 
 
-@no_autograph
+@operation("sum")
 def sum(
     precision: Precision = "fast",
     dtype: Any = None,
@@ -75,21 +74,21 @@ def sum(
     >>> gc.combine(gc.reductions.sum(), [np.float32([1, 2]), np.float32([3, 4])], weights=[1, 10])
     array([31., 42.], dtype=float32)
     """
-    _require_precision("sum", precision)
-    settings = dtypes.Settings(dtype, output_dtype, "sum")
+    _require_precision(precision)
+    settings = dtypes.Settings(dtype, output_dtype)
     if precision == "compensated":
         cell = Compensated("sum", settings, divides=False)
         return Treewise(cell, CompensatedSumState, wire_dtype=wire_dtype, precision=precision)
     if precision == "exact":
-        _require_no_accumulator_dtype("sum", dtype, wire_dtype)
-        cell = Exact("sum", settings, divides=False, many=_needs_room("sum", max_terms))
+        _require_no_accumulator_dtype(dtype, wire_dtype)
+        cell = Exact("sum", settings, divides=False, many=_needs_room(max_terms))
         derivative = sum(output_dtype=output_dtype)
         return Treewise(cell, ExactSumState, derivative=derivative, precision=precision, max_terms=cell.room)
     cell = Added("sum", ("float", "complex", "integer"), zero_if_empty, settings)
     return Treewise(cell, SumState, wire_dtype=wire_dtype)
 
 
-@no_autograph
+@operation("mean")
 def mean(
     precision: Precision = "fast",
     dtype: Any = None,
@@ -118,16 +117,16 @@ def mean(
     >>> gc.combine(gc.reductions.mean(), [np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
     array([1.75, 2.75], dtype=float32)
     """
-    _require_precision("mean", precision)
-    settings = dtypes.Settings(dtype, output_dtype, "mean")
+    _require_precision(precision)
+    settings = dtypes.Settings(dtype, output_dtype)
     if precision == "compensated":
         cell = Compensated("mean", settings, divides=True)
         return Treewise(
             cell, CompensatedMeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True, precision=precision
         )
     if precision == "exact":
-        _require_no_accumulator_dtype("mean", dtype, wire_dtype)
-        cell = Exact("mean", settings, divides=True, many=_needs_room("mean", max_terms))
+        _require_no_accumulator_dtype(dtype, wire_dtype)
+        cell = Exact("mean", settings, divides=True, many=_needs_room(max_terms))
         derivative = mean(output_dtype=output_dtype)
         own = {"precision": precision, "max_terms": cell.room}
         return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **own)
@@ -135,23 +134,23 @@ def mean(
     return Treewise(cell, MeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True)
 
 
-def _require_precision(operation: str, precision: str) -> None:
+def _require_precision(precision: str) -> None:
     """Refuses a precision that no algorithm here has."""
-    require_one_of(operation, f"a precision of {list(get_args(Precision))}", precision, get_args(Precision))
+    require_one_of(f"a precision of {list(get_args(Precision))}", precision, get_args(Precision))
 
 
-def _needs_room(operation: str, max_terms: int) -> bool:
+def _needs_room(max_terms: int) -> bool:
     """Whether exact sums of float32 need room for more terms than words of digits hold.
 
     Raises:
       GradCombineError: for what is not an integer from 1 to 2**26.
     """
     expected = f"max_terms from 1 to {SPILLED_CAPACITY}"
-    return require_integer(operation, expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity
+    return require_integer(expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity
 
 
-def _require_no_accumulator_dtype(operation: str, dtype: Any, wire_dtype: Any) -> None:
+def _require_no_accumulator_dtype(dtype: Any, wire_dtype: Any) -> None:
     """Refuses settings that precision "exact" has no use for: its accumulators are integers."""
     if dtype is not None or wire_dtype is not None:
         received = wire_dtype if dtype is None else dtype
-        raise GradCombineError(operation, "no dtype and no wire_dtype for precision 'exact'", shown(received))
+        raise invalid("no dtype and no wire_dtype for precision 'exact'", shown(received))

@@ -11,7 +11,7 @@ from gradcombine import tree
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, resolve
-from gradcombine.errors import GradCombineError, at
+from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described, of_each_rank
@@ -19,7 +19,7 @@ from gradcombine.reductions.cell import Cell, Totals, parts, refilled, where
 from gradcombine.reductions.small import Small
 from gradcombine.reductions.treewise_state import Opened, TreewiseState, summary
 from gradcombine.reductions.weights import Weight, parse
-from gradcombine.types import Array, Order, State, Tree, no_autograph
+from gradcombine.types import Array, Order, State, Tree
 
 
 class Treewise(Reduction):
@@ -47,7 +47,7 @@ class Treewise(Reduction):
         **settings: Any,
     ) -> None:
         self.cell, self.state, self.name = cell, state, cell.name
-        self.wire_dtype = dtypes.parse(wire_dtype, cell.name)
+        self.wire_dtype = dtypes.parse(wire_dtype)
         self.scales_by_weight = scales_by_weight
         self._settings, self._derivative, self._divides = settings, derivative, divides
 
@@ -72,22 +72,22 @@ class Treewise(Reduction):
     def takes_lists(self) -> bool:
         return self.cell.takes_lists
 
-    @no_autograph
+    @operation()
     def init(self, like: Tree) -> State:
-        leaves, structure = tree.flatten(self.cell.name, like, self.cell.is_leaf)
+        leaves, structure = tree.flatten(like, self.cell.is_leaf)
         return self._begun(structure, leaves)[1]
 
     def _begun(self, structure: tree.Structure, leaves: Sequence[Any]) -> tuple[Opened, State]:
         """The empty state for leaves like these, also as it is when opened."""
         first = [self.cell.arrays(leaf)[0] for leaf in leaves]
-        backend = resolve(self.cell.name, first)
+        backend = resolve(first)
         made_for = [tree.static_of(x) for x in first]
 
         def empty(leaf: Any, like: Any, kind: Any) -> Any:
             if kind.dtype is None:
                 return None
             if not dtypes.is_of(kind.dtype, self.cell.kinds):
-                raise GradCombineError(self.cell.name, f"a dtype that is {' or '.join(self.cell.kinds)}", kind.dtype)
+                raise invalid(f"a dtype that is {' or '.join(self.cell.kinds)}", kind.dtype)
             return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(kind.dtype), like)
 
         opened = Opened(structure, self._each(structure, empty, leaves, first, made_for), made_for)
@@ -97,18 +97,18 @@ class Treewise(Reduction):
         count = backend.full((), 0, dtypes.INT32, present)
         return opened, self.state(opened.value(opened.values), weight, count, tree.unflatten(structure, made_for))
 
-    @no_autograph
+    @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
         return self._updated(state, value, weight, multiplies=True)
 
-    @no_autograph
+    @operation()
     def add_weighted(self, state: State, value: Tree, weight: Any) -> State:
         return self._updated(state, value, weight, multiplies=False)
 
     def _updated(self, state: State, value: Tree, weight: Any, multiplies: bool) -> State:
         flat, leaves, backend, w = self._entered(state, value, weight)
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
-        factor = w if multiplies else parse(self.cell.name, backend, 1)
+        factor = w if multiplies else parse(backend, 1)
 
         def masked(old: Any, new: Any) -> Any:
             # Masked by where: a contribution of weight 0 may hold NaN.
@@ -134,7 +134,7 @@ class Treewise(Reduction):
             count = backend.where(zero, state.count, count)
         return flat.closed(state, updated, total, count)
 
-    @no_autograph
+    @operation()
     def contribution(self, state: State, value: Tree, weight: Any) -> State:
         cell = self.cell
         flat, leaves, backend, w = self._entered(state, value, weight)
@@ -158,15 +158,15 @@ class Treewise(Reduction):
 
     def _entered(self, state: State, value: Tree, weight: Any) -> tuple[Opened, list[Any], Backend, Weight]:
         flat = self._open(state)
-        leaves = tree.flatten_as(self.cell.name, flat.structure, value, self.cell.is_leaf)
+        leaves = tree.flatten_as(flat.structure, value, self.cell.is_leaf)
         arrays = leaves if self.cell.is_leaf is None else [x for leaf in leaves for x in self.cell.arrays(leaf)]
-        backend = resolve(self.cell.name, [*flat.arrays(), *arrays, state.count, weight])
-        return flat, leaves, backend, parse(self.cell.name, backend, weight)
+        backend = resolve([*flat.arrays(), *arrays, state.count, weight])
+        return flat, leaves, backend, parse(backend, weight)
 
     def _entering(self, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any:
         """The contribution as the cell takes it; refuses one that does not match the accumulator."""
         if a is None:
-            raise GradCombineError(self.cell.name, "no gradient, as where the state was made", "an array")
+            raise invalid("no gradient, as where the state was made", "an array")
         return self.cell.entering(backend, a, kind.dtype, leaf)
 
     def _elementwise(self, backend: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,27 +183,28 @@ class Treewise(Reduction):
             try:
                 results.append(function(*row))
             except GradCombineError as error:
-                raise at(error, self.cell.name, structure.path(len(results))) from None
+                error.within(structure.path(len(results)))
+                raise
         return small.results(results) if isinstance(small, Small) else results
 
-    @no_autograph
+    @operation()
     def update_many(
         self, state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
     ) -> State | None:
         cell = self.cell
         if state is None:
-            leaves, structure = tree.flatten(cell.name, values[0])
-            rows = [leaves, *[tree.flatten_as(cell.name, structure, value) for value in values[1:]]]
+            leaves, structure = tree.flatten(values[0])
+            rows = [leaves, *[tree.flatten_as(structure, value) for value in values[1:]]]
             like = leaves
             for others in rows[1:]:
                 like = [b if a is None else a for a, b in zip(like, others, strict=True)]
             flat, whole = self._begun(structure, like)
         else:
             flat, whole = self._open(state), state
-            rows = [tree.flatten_as(cell.name, flat.structure, value) for value in values]
+            rows = [tree.flatten_as(flat.structure, value) for value in values]
         entered = [x for row in rows for x in row]
-        backend = resolve(cell.name, [*flat.arrays(), *entered, whole.count, *weights])
-        parsed = [parse(cell.name, backend, weight) for weight in weights]
+        backend = resolve([*flat.arrays(), *entered, whole.count, *weights])
+        parsed = [parse(backend, weight) for weight in weights]
         if not cell.takes_many(parsed):
             return None
         totals = Totals(whole.weight, whole.count)
@@ -237,12 +238,12 @@ class Treewise(Reduction):
                 count = backend.where(zero, count, count + 1)
         return flat.closed(whole, accumulators, cell.link(backend, total, entered), count)
 
-    @no_autograph
+    @operation()
     def merge(self, a: State, b: State) -> State:
-        name, left, right = self.cell.name, self._open(a), self._open(b)
+        left, right = self._open(a), self._open(b)
         if left.structure != right.structure:
-            raise tree.difference(name, left.structure, right.structure)
-        backend = resolve(name, [*left.arrays(), *right.arrays(), a.count, b.count])
+            raise tree.difference(left.structure, right.structure)
+        backend = resolve([*left.arrays(), *right.arrays(), a.count, b.count])
         totals = Totals(a.weight, a.count), Totals(b.weight, b.count)
 
         def merged(_: None, x: Any, y: Any) -> Any:
@@ -253,16 +254,16 @@ class Treewise(Reduction):
         def merge(x: Any, y: Any) -> Any:
             expected, received = summary(x), summary(y)
             if expected != received:
-                raise GradCombineError(name, f"a state of {expected}", received)
+                raise invalid(f"a state of {expected}", received)
             return None if x is None else apply(None, x, y)
 
         values = self._each(left.structure, merge, left.values, right.values, small=apply)
         return left.closed(a, values, self.cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
 
-    @no_autograph
+    @operation()
     def finalize(self, state: State) -> Tree:
         flat = self._open(state)
-        backend = resolve(self.cell.name, [*flat.arrays(), state.count])
+        backend = resolve([*flat.arrays(), state.count])
         totals = Totals(state.weight, state.count)
 
         def finished(output: np.dtype, a: Any) -> Any:
@@ -274,31 +275,31 @@ class Treewise(Reduction):
             if kind.dtype is None:
                 return _absent(backend, kind)
             if a is None:
-                raise GradCombineError(self.cell.name, f"an accumulator for contributions of {kind}", "none")
+                raise invalid(f"an accumulator for contributions of {kind}", "none")
             return apply(self.cell.output(kind.dtype), a)
 
         results = self._each(flat.structure, finish, flat.values, flat.made_for, small=apply)
         return tree.unflatten(flat.structure, results)
 
-    @no_autograph
+    @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
         cell = self.cell
         if not cell.most_replicas:
             return self.finalize(self.all_merge(state, collective, order))
         flat = self._open(state)
-        backend = resolve(cell.name, [*flat.arrays(), state.count, weight])
+        backend = resolve([*flat.arrays(), state.count, weight])
         outputs = [cell.output(kind.dtype) for kind in flat.made_for if kind.dtype is not None]
-        totals, w = Totals(state.weight, state.count), parse(cell.name, backend, weight)
+        totals, w = Totals(state.weight, state.count), parse(backend, weight)
         if (results := cell.all_finish(backend, collective, flat.present(), outputs, totals, w)) is None:
             return self.finalize(self.all_merge(state, collective, "sequential"))
         back = iter(results)
         finished = (_absent(backend, kind) if kind.dtype is None else next(back) for kind in flat.made_for)
         return tree.unflatten(flat.structure, finished)
 
-    @no_autograph
+    @operation()
     def clear(self, state: State) -> State:
         flat = self._open(state)
-        backend = resolve(self.cell.name, [*flat.arrays(), state.count])
+        backend = resolve([*flat.arrays(), state.count])
 
         def empty(a: Any, kind: Any) -> Any:
             return (
@@ -317,16 +318,16 @@ class Treewise(Reduction):
         weight = self.cell.empty_weight(backend, dtype, parts(state.weight))
         return Totals(weight, backend.full((), 0, dtypes.INT32, [state.count]))
 
-    @no_autograph
+    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
-        backend = resolve(self.cell.name, [*self._open(state).arrays(), state.count, collective.rank()])
-        leaves, structure = tree.flatten(self.cell.name, state)
+        backend = resolve([*self._open(state).arrays(), state.count, collective.rank()])
+        leaves, structure = tree.flatten(state)
         # Python's numbers, as some restore them, are no arrays to exchange.
         state = tree.unflatten(structure, map(backend.asarray, leaves))
         arrays = (flat := self._open(state)).arrays()
         named = zip(flat.structure.paths(), flat.values, strict=True)
         paths = [path for path, a in named if a is not None for _ in parts(a)]
-        collective.require_unreduced(self.cell.name, paths, arrays)
+        collective.require_unreduced(paths, arrays)
         if collective.size() <= self.cell.most_replicas:
             cell = self.cell
             merged, totals = cell.all_merge(backend, collective, flat.present(), Totals(state.weight, state.count))
@@ -351,9 +352,9 @@ class Treewise(Reduction):
 
     def _open(self, state: State) -> Opened:
         if type(state) is not self.state:
-            raise GradCombineError(self.cell.name, f"a {self.state.__name__}", type(state).__name__)
-        made_for, structure = tree.flatten(self.cell.name, state.dtypes, tree.is_static)
-        accumulators = tree.split_as(self.cell.name, structure, state.value)
+            raise invalid(f"a {self.state.__name__}", type(state).__name__)
+        made_for, structure = tree.flatten(state.dtypes, tree.is_static)
+        accumulators = tree.split_as(structure, state.value)
         values = [None if isinstance(a, tree.Static) else a for a in accumulators]
         return Opened(structure, values, made_for)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
-from gradcombine.errors import GradCombineError, renamed
+from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array
 
@@ -86,7 +86,7 @@ class Weight:
         return backend.where(self.refused, dtype.type(np.nan), array)
 
 
-def parse(operation: str, backend: Backend, weight: Any) -> Weight:
+def parse(backend: Backend, weight: Any) -> Weight:
     """Validates a weight as far as it is known.
 
     Raises:
@@ -98,21 +98,20 @@ def parse(operation: str, backend: Backend, weight: Any) -> Weight:
     if isinstance(weight, numbers.Real) and not isinstance(weight, np.timedelta64):
         known = int(weight) if isinstance(weight, numbers.Integral) else _float(weight)
         if not known >= 0 or known == math.inf:
-            raise GradCombineError(operation, EXPECTED, weight)
+            raise invalid(EXPECTED, weight)
         return Weight(known, None, isinstance(weight, numbers.Integral))
     if owner(weight) is None:
-        raise GradCombineError(operation, EXPECTED, type(weight).__name__)
-    with renamed(operation):
-        array = backend.asarray(weight)
-        shape, dtype = backend.shape(array), np.dtype(backend.dtype(array))
+        raise invalid(EXPECTED, type(weight).__name__)
+    array = backend.asarray(weight)
+    shape, dtype = backend.shape(array), np.dtype(backend.dtype(array))
     if shape != ():
-        raise GradCombineError(operation, "a weight of shape ()", f"one of shape {shape}")
+        raise invalid("a weight of shape ()", f"one of shape {shape}")
     if dtypes.kind(dtype) not in ("float", "integer"):
-        raise GradCombineError(operation, EXPECTED, f"a weight of dtype {dtype}")
+        raise invalid(EXPECTED, f"a weight of dtype {dtype}")
     value, whole = backend.concrete(array), dtypes.kind(dtype) == "integer"
     if value is not None:
         if not (np.isfinite(value) and value >= 0):
-            raise GradCombineError(operation, EXPECTED, value)
+            raise invalid(EXPECTED, value)
         return Weight(None, array, whole)
     if whole:
         signed = dtype.kind != "u"
@@ -150,25 +149,25 @@ def _modulo(x: float, dtype: np.dtype) -> int:
     return (int(x) - int(info.min)) % (1 << info.bits) + int(info.min)
 
 
-def presence(operation: str, backend: Backend, weight: Any) -> Any:
+def presence(backend: Backend, weight: Any) -> Any:
     """1 for a contribution that counts, 0 for one of weight 0."""
-    parsed = parse(operation, backend, weight)
+    parsed = parse(backend, weight)
     if parsed.known is not None:
         return int(parsed.known != 0)
     one, zero = (backend.full((), value, np.dtype(np.int32)) for value in (1, 0))
     return backend.where(parsed.is_zero(backend), zero, one)
 
 
-def weighted(operation: str, backend: Backend, x: Array, weight: Weight, running: np.dtype) -> Array:
+def weighted(backend: Backend, x: Array, weight: Weight, running: np.dtype) -> Array:
     """``weight * x``, rounded once in at least float32.
 
     Raises:
       GradCombineError: for an integer leaf and a weight that is not known to be a whole number.
     """
-    return scaled(backend, x, factor(operation, backend, weight, running), running)
+    return scaled(backend, x, factor(backend, weight, running), running)
 
 
-def factor(operation: str, backend: Backend, weight: Weight, running: np.dtype) -> Array | None:
+def factor(backend: Backend, weight: Weight, running: np.dtype) -> Array | None:
     """The factor of contributions; None for a weight that is known to be 1.
 
     Raises:
@@ -177,7 +176,7 @@ def factor(operation: str, backend: Backend, weight: Weight, running: np.dtype) 
     if weight.known == 1:
         return None
     if dtypes.kind(running) == "integer" and not weight.is_integral:
-        raise GradCombineError(operation, f"an integer weight for a leaf of {running}", "another one")
+        raise invalid(f"an integer weight for a leaf of {running}", "another one")
     return weight.cast(backend, dtypes.part(dtypes.working(running)))
 
 
@@ -186,7 +185,7 @@ def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) 
     return x if factor is None else backend.scale(backend.cast(x, dtypes.working(running)), factor)
 
 
-def _holding(operation: str, weight: Weight, wide: bool) -> np.dtype:
+def _holding(weight: Weight, wide: bool) -> np.dtype:
     """The dtype in which a known weight becomes an array; an integer one keeps its value."""
     known = weight.known
     assert known is not None
@@ -198,15 +197,14 @@ def _holding(operation: str, weight: Weight, wide: bool) -> np.dtype:
     dtype = np.dtype(np.float64 if wide else np.float32)
     if weight.whole and weight.number(dtype).item() != known:
         expected = f"an integer weight below 2**32, or one that {dtype} holds, where a contribution may be left out"
-        raise GradCombineError(operation, expected, known)
+        raise invalid(expected, known)
     return dtype
 
 
-def where(operation: str, backend: Backend, condition: Array, weight: Any, wide: bool) -> Array:
+def where(backend: Backend, condition: Array, weight: Any, wide: bool) -> Array:
     """The weight where the boolean scalar holds, else 0; of an integer type if it is certainly a whole number.
 
     Args:
-      operation: for error messages.
       backend: of the condition.
       condition: known or traced.
       weight: any that `parse` takes.
@@ -215,8 +213,8 @@ def where(operation: str, backend: Backend, condition: Array, weight: Any, wide:
     Raises:
       GradCombineError: as `parse`, and for an integer that no array holds.
     """
-    parsed = parse(operation, backend, weight)
+    parsed = parse(backend, weight)
     array = parsed.array
     if parsed.known is not None:
-        array = parsed.cast(backend, _holding(operation, parsed, wide))
+        array = parsed.cast(backend, _holding(parsed, wide))
     return backend.where(condition, array, backend.full((), 0, backend.dtype(array)))

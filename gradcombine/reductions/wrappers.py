@@ -10,15 +10,15 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, require_number
+from gradcombine.errors import invalid, operation, require_number
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import OnContributions, Reduction, described, require_reduction
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
 from gradcombine.sparse import densify, is_row_sparse, row_slices
-from gradcombine.types import Array, State, Tree, no_autograph
+from gradcombine.types import Array, State, Tree
 
 
-@no_autograph
+@operation("checked")
 def checked(reduction: Reduction) -> Reduction:
     """Checks weights whose value is not known while tracing, at run time.
 
@@ -44,9 +44,9 @@ class Checked(OnContributions):
     """See `checked`."""
 
     def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
-        leaves, _ = tree.flatten(self.name, value)
-        backend = resolve(self.name, [*leaves, weight])
-        parsed = parse(self.name, backend, weight)
+        leaves, _ = tree.flatten(value)
+        backend = resolve([*leaves, weight])
+        parsed = parse(backend, weight)
         if parsed.known is None:
             zero = backend.full((), 0, backend.dtype(parsed.array))
             # x - x is 0 for every finite x, and NaN for NaN and the infinities.
@@ -55,7 +55,7 @@ class Checked(OnContributions):
         return value, weight
 
 
-@no_autograph
+@operation("zeroed")
 def zeroed(reduction: Reduction) -> Reduction:
     """Gives a contribution that holds NaN or infinity anywhere the weight 0.
 
@@ -83,8 +83,8 @@ class Zeroed(OnContributions):
     """See `zeroed`."""
 
     def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
-        leaves, structure = tree.flatten(self.name, value)
-        backend = resolve(self.name, [*leaves, weight])
+        leaves, structure = tree.flatten(value)
+        backend = resolve([*leaves, weight])
         arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
 
         def is_inexact(x: Any) -> bool:
@@ -107,10 +107,10 @@ class Zeroed(OnContributions):
             return backend.where(finite, x, backend.full((), 0, backend.dtype(x))) if is_inexact(x) else x
 
         wide = any(dtypes.is_wide(backend.dtype(x)) for x in inexact)
-        return tree.unflatten(structure, map(kept, arrays)), where(self.name, backend, finite, weight, wide)
+        return tree.unflatten(structure, map(kept, arrays)), where(backend, finite, weight, wide)
 
 
-@no_autograph
+@operation("clipped")
 def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     """Clips each contribution by its global norm: ``g * min(1, max_norm / |g|)``.
 
@@ -139,8 +139,8 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     >>> gc.combine(gc.reductions.clipped(gc.reductions.mean(), 5), [np.float32([3, 4]), np.float32([30, 40])])
     array([3., 4.], dtype=float32)
     """
-    require_reduction("clipped", reduction)
-    return Clipped(reduction, require_number("clipped", "a positive and finite max_norm", max_norm, np.nextafter(0, 1)))
+    require_reduction(reduction)
+    return Clipped(reduction, require_number("a positive and finite max_norm", max_norm, np.nextafter(0, 1)))
 
 
 class Clipped(OnContributions):
@@ -157,11 +157,12 @@ class Clipped(OnContributions):
     def description(self) -> str:
         return described("clipped", self.of.description, max_norm=self.max_norm)
 
+    @operation("clipped")
     def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
         gradients, rebuild = self.gradients(value)
-        leaves, structure = tree.flatten(self.name, gradients)
-        backend = resolve(self.name, [*leaves, weight])
-        norm = global_norm("clipped", backend, leaves, structure)
+        leaves, structure = tree.flatten(gradients)
+        backend = resolve([*leaves, weight])
+        norm = global_norm(backend, leaves, structure)
         dtype = backend.dtype(norm)
         one, most = (backend.full((), x, dtype) for x in (1, self.max_norm))
         finite = backend.add(norm, -norm) == backend.full((), 0, dtype)
@@ -182,13 +183,13 @@ class Clipped(OnContributions):
         return rebuild(tree.unflatten(structure, map(short, leaves))), weight
 
 
-def global_norm(operation: str, backend: Backend, leaves: list[Any], structure: tree.Structure) -> Array:
+def global_norm(backend: Backend, leaves: list[Any], structure: tree.Structure) -> Array:
     """``sqrt(sum of x**2)`` over all leaves, in the widest of their dtypes and at least float32.
 
     Raises:
       GradCombineError: for a leaf that is not a float.
     """
-    dtype = norm_dtype(operation, leaves, structure)
+    dtype = norm_dtype(leaves, structure)
     arrays = [backend.cast(backend.asarray(leaf), dtype) for leaf in leaves if not is_absent(leaf)]
     zero, one = (backend.full((), x, dtype) for x in (0, 1))
     squares = reduce(backend.add, (backend.total(backend.product(x, x)) for x in arrays), zero)
@@ -197,7 +198,7 @@ def global_norm(operation: str, backend: Backend, leaves: list[Any], structure: 
     return backend.where(none, zero, backend.sqrt(backend.where(none, one, squares)))
 
 
-def norm_dtype(operation: str, leaves: list[Any], structure: tree.Structure) -> np.dtype:
+def norm_dtype(leaves: list[Any], structure: tree.Structure) -> np.dtype:
     """The dtype of `global_norm`, for leaves that may be specs."""
     dtype = dtypes.FLOAT32
     for leaf, path in zip(leaves, structure.paths(), strict=True):
@@ -205,12 +206,12 @@ def norm_dtype(operation: str, leaves: list[Any], structure: tree.Structure) -> 
             continue
         leaf_dtype = dtype_of(leaf)
         if dtypes.kind(leaf_dtype) != "float":
-            raise GradCombineError(operation, "float leaves, the only ones with a norm here", leaf_dtype, path)
+            raise invalid("float leaves, the only ones with a norm here", leaf_dtype, path)
         dtype = max(dtype, leaf_dtype, key=lambda dtype: dtype.itemsize)
     return dtype
 
 
-@no_autograph
+@operation("sparse_as_dense")
 def sparse_as_dense(reduction: Reduction) -> Reduction:
     """Makes row-sparse contributions dense before they are combined.
 
@@ -247,9 +248,9 @@ class SparseAsDense(OnContributions):
     def description(self) -> str:
         return described("sparse_as_dense", self.of.description)
 
-    @no_autograph
+    @operation()
     def init(self, like: Tree) -> State:
-        leaves, structure = tree.flatten(self.name, like, is_row_sparse)
+        leaves, structure = tree.flatten(like, is_row_sparse)
         return self.of.init(tree.unflatten(structure, map(_whole, leaves)))
 
     def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
@@ -262,8 +263,7 @@ def _whole(leaf: Any) -> Any:
     if slices is None:
         return leaf
     if slices.rows is None:
-        raise GradCombineError("sparse_as_dense", "a known number of rows", "a dense_shape that is not static")
-    backend = resolve("sparse_as_dense", [slices.values])
-    with renamed("sparse_as_dense"):
-        shape = (slices.rows, *backend.shape(slices.values)[1:])
+        raise invalid("a known number of rows", "a dense_shape that is not static")
+    backend = resolve([slices.values])
+    shape = (slices.rows, *backend.shape(slices.values)[1:])
     return backend.full(shape, 0, backend.dtype(slices.values), [slices.values])

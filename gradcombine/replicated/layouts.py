@@ -11,12 +11,12 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import MOST_REPLICAS, GradCombineError, require_collective, require_integer
+from gradcombine.errors import MOST_REPLICAS, GradCombineError, invalid, operation, require_collective, require_integer
 from gradcombine.places.lists import combine
 from gradcombine.places.replicas import all_reduce
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
-from gradcombine.types import Array, Order, Tree, no_autograph
+from gradcombine.types import Array, Order, Tree
 
 BOOL = np.dtype(np.bool_)
 
@@ -32,7 +32,7 @@ class Layout(Protocol):
         """The number of the replica that holds a component, int32, of a shape that broadcasts against ``like``."""
         ...
 
-    def shape(self, operation: str, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
+    def shape(self, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
         """The shape of one value, from what holds the components."""
         ...
 
@@ -70,7 +70,7 @@ class PerReplica:
     def rank(self, backend: Backend, like: Array) -> Array:
         return self.over.rank()
 
-    def shape(self, operation: str, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
+    def shape(self, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
         return backend.shape(component)
 
     def broadcast(self, backend: Backend, value: Array) -> Array:
@@ -110,12 +110,10 @@ class Stacked:
         ones = (1,) * (len(backend.shape(like)) - 1)
         return backend.asarray(np.arange(self.replicas, dtype=INT32).reshape(self.replicas, *ones))
 
-    def shape(self, operation: str, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
+    def shape(self, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
         shape = backend.shape(component)
         if shape[:1] != (self.replicas,):
-            raise GradCombineError(
-                operation, f"{self.replicas} components along the first axis", f"shape {shape}", path
-            )
+            raise invalid(f"{self.replicas} components along the first axis", f"shape {shape}", path)
         return shape[1:]
 
     def broadcast(self, backend: Backend, value: Array) -> Array:
@@ -129,7 +127,7 @@ class Stacked:
         return list(components)
 
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
-        leaves, structure = tree.flatten(reduction.name, components)
+        leaves, structure = tree.flatten(components)
 
         def of(rank: int) -> Tree:
             return tree.unflatten(structure, [leaf if is_absent(leaf) else leaf[rank] for leaf in leaves])
@@ -137,12 +135,12 @@ class Stacked:
         return combine(reduction, [of(rank) for rank in range(self.replicas)], order=self.order)
 
     def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
-        leaves, structure = tree.flatten(reduction.name, self.reduce(reduction, values))
-        backend = resolve(reduction.name, leaves)
+        leaves, structure = tree.flatten(self.reduce(reduction, values))
+        backend = resolve(leaves)
         return tree.unflatten(structure, [x if is_absent(x) else self.broadcast(backend, x) for x in leaves])
 
 
-@no_autograph
+@operation("replicated.stacked")
 def stacked(replicas: int) -> Stacked:
     """All replicas of a variable in one program: components along a new first axis, in place of a collective.
 
@@ -157,7 +155,7 @@ def stacked(replicas: int) -> Stacked:
     stacked(4)
     """
     expected = f"from 1 to {MOST_REPLICAS} replicas"
-    return Stacked(require_integer("replicated.stacked", expected, replicas, highest=MOST_REPLICAS))
+    return Stacked(require_integer(expected, replicas, highest=MOST_REPLICAS))
 
 
 def layout(over: Any, order: Order) -> Layout:
@@ -165,5 +163,5 @@ def layout(over: Any, order: Order) -> Layout:
     if isinstance(over, Stacked):
         return Stacked(over.replicas, order)
     expected = "a collective, LOCAL, jax_axis(name) or tf_replicas(), or replicated.stacked(n)"
-    require_collective("replicated.variable", over, expected)
+    require_collective(over, expected)
     return PerReplica(over, order)

@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from gradcombine import reductions
-from gradcombine.errors import GradCombineError, attribute, shown
+from gradcombine.errors import attribute, invalid, shown
 from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction
 
@@ -59,17 +59,17 @@ class Policy(NamedTuple):
         """Whether the components are parts that the value is the sum of."""
         return self.on_read and self.aggregation is Aggregation.SUM
 
-    def require_one_value(self, operation: str) -> Reduction:
+    def require_one_value(self) -> Reduction:
         """Refuses to make one value of components where none is defined; returns what makes it."""
         if self.reduction is None:
             expected = (
                 "aggregation sum, mean or only_first_replica, which say what the one value of the components is "
                 "(in replica context, each replica reads and writes its own)"
             )
-            raise GradCombineError(operation, expected, str(self))
+            raise invalid(expected, str(self))
         return self.reduction
 
-    def require_aggregation(self, operation: str, size: Callable[[], int]) -> None:
+    def require_aggregation(self, size: Callable[[], int]) -> None:
         """Refuses a write of several replicas' values to components that have to stay equal.
 
         ``size``, the number of replicas, is asked for where it matters alone: writes of ON_READ need no replicas.
@@ -79,25 +79,25 @@ class Policy(NamedTuple):
                 "aggregation sum, mean or only_first_replica, which make one value of the replicas' values, or "
                 "synchronization on_read, which keeps them apart, or cross.assign and its like for one value for all"
             )
-            raise GradCombineError(operation, expected, f"{self}, on {replicas} replicas")
+            raise invalid(expected, f"{self}, on {replicas} replicas")
 
-    def require_equal_addends(self, operation: str) -> None:
+    def require_equal_addends(self) -> None:
         """Refuses one addend for all components where the value is their sum."""
         if self.shares:
             expected = (
                 "cross.assign of the new sum, or a write of each replica's own in replica context (the same addend on "
                 "every component would count it once a replica)"
             )
-            raise GradCombineError(operation, expected, str(self))
+            raise invalid(expected, str(self))
 
-    def require_contribution(self, operation: str, size: Callable[[], int], path: str) -> None:
+    def require_contribution(self, size: Callable[[], int], path: str) -> None:
         """Refuses a Python number where the replicas' values are summed."""
         if self.aggregation is Aggregation.SUM and size() > 1:
             expected = (
                 "an array of this replica's own (a Python number says the same on every replica: give it to "
                 "cross.assign and its like, or choose aggregation mean or only_first_replica)"
             )
-            raise GradCombineError(operation, expected, f"a Python number, for {self}", path)
+            raise invalid(expected, f"a Python number, for {self}", path)
 
     def __str__(self) -> str:
         return f"aggregation {self.aggregation.value} with synchronization {self.synchronization.value}"
@@ -115,7 +115,7 @@ def decide(aggregation: Any, synchronization: Any, over: Any) -> Policy:
     how, when = _member(Aggregation, aggregation), _member(Synchronization, synchronization)
     if when is Synchronization.NONE and over is not LOCAL:
         expected = "synchronization on_write or on_read (none is for a variable of which there is one copy, over=LOCAL)"
-        raise GradCombineError("replicated.variable", expected, f"none over {over!r}")
+        raise invalid(expected, f"none over {over!r}")
     if when is Synchronization.AUTO:
         when = Synchronization.ON_WRITE
     return Policy(how, when, _REDUCTIONS[how]() if how in _REDUCTIONS else None)
@@ -129,5 +129,5 @@ def _member(kind: type[E], setting: Any) -> E:
     if not right or not isinstance(name, str) or name.upper() not in kind.__members__:
         names = ", ".join(member.value for member in kind)
         expected = f"one {kind.__name__.lower()} of {names}, or the tf.Variable{kind.__name__} of that name"
-        raise GradCombineError("replicated.variable", expected, shown(setting))
+        raise invalid(expected, shown(setting))
     return kind[name.upper()]

@@ -11,11 +11,11 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import described, is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, require_order, shown
+from gradcombine.errors import GradCombineError, invalid, operation, require_order, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.replicated.layouts import Layout, Stacked, layout
 from gradcombine.replicated.policy import Aggregation, Policy, Synchronization, decide
-from gradcombine.types import Array, Order, Tree, no_autograph
+from gradcombine.types import Array, Order, Tree
 
 
 class CrossReplica(NamedTuple):
@@ -60,7 +60,7 @@ class ReplicatedVariable(NamedTuple):
     cross: CrossReplica
 
 
-@no_autograph
+@operation("replicated.variable")
 def variable(
     aggregation: Any = Aggregation.NONE,
     synchronization: Any = Synchronization.AUTO,
@@ -113,23 +113,22 @@ def variable(
     >>> [float(y) for y in jax.vmap(step, axis_name="data")(np.float32([1, 4]))]
     [12.5, 12.5]
     """
-    require_order("replicated.variable", order)
+    require_order(order)
     place = layout(over, order)
     policy = decide(aggregation, synchronization, over)
     contexts = _Contexts(policy, place)
-    write, cross_write = contexts.write, contexts.cross_write
     return ReplicatedVariable(
         policy.aggregation,
         policy.synchronization,
         contexts.init,
-        write("replicated.assign", replace),
-        write("replicated.assign_add", add),
-        write("replicated.assign_sub", subtract),
+        operation("replicated.assign")(contexts.write(replace)),
+        operation("replicated.assign_add")(contexts.write(add)),
+        operation("replicated.assign_sub")(contexts.write(subtract)),
         contexts.read,
         CrossReplica(
-            cross_write("replicated.cross.assign", replace),
-            cross_write("replicated.cross.assign_add", add),
-            cross_write("replicated.cross.assign_sub", subtract),
+            operation("replicated.cross.assign")(contexts.cross_write(replace)),
+            operation("replicated.cross.assign_add")(contexts.cross_write(add)),
+            operation("replicated.cross.assign_sub")(contexts.cross_write(subtract)),
             contexts.cross_read,
         ),
     )
@@ -142,10 +141,10 @@ class _Contexts:
     policy: Policy
     layout: Layout
 
-    @no_autograph
+    @operation("replicated.init")
     def init(self, value: Tree) -> ReplicatedState:
-        leaves, structure = tree.flatten("replicated.init", value)
-        backend = resolve("replicated.init", leaves)
+        leaves, structure = tree.flatten(value)
+        backend = resolve(leaves)
         arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
         kinds = [None if is_absent(x) else np.empty((), backend.dtype(x)) for x in arrays]
         if self.policy.reduction is not None:
@@ -153,78 +152,73 @@ class _Contexts:
                 self.policy.reduction.init(tree.unflatten(structure, kinds))
             except GradCombineError as error:
                 expected = f"{error.expected}, for {self.policy}"
-                raise GradCombineError("replicated.init", expected, error.received, error.path) from None
+                raise invalid(expected, error.received, error.path) from None
         components = [x if is_absent(x) else self.layout.broadcast(backend, x) for x in arrays]
         if self.policy.on_read:
             components = self.layout.mark_varying(components)
         return ReplicatedState(tree.unflatten(structure, components))
 
-    @no_autograph
+    @operation("replicated.read")
     def read(self, state: ReplicatedState) -> Tree:
-        into = opened("replicated.read", state)
+        into = opened(state)
         return into.rebuild(into.leaves)
 
-    @no_autograph
+    @operation("replicated.cross.read")
     def cross_read(self, state: ReplicatedState) -> Tree:
-        operation = "replicated.cross.read"
-        into = opened(operation, state)
+        into = opened(state)
         for leaf, path in zip(into.leaves, into.paths(), strict=True):
             if not is_absent(leaf):
-                self.layout.shape(operation, into.backend, leaf, path)
+                self.layout.shape(into.backend, leaf, path)
         if not self.policy.on_read:
             return into.rebuild([x if is_absent(x) else self.layout.one(x) for x in into.leaves])
-        reduction = self.policy.require_one_value(operation)
+        reduction = self.policy.require_one_value()
         components = into.rebuild(self.layout.mark_varying(into.leaves))
-        values = tree.flatten_as(operation, into.structure, self.layout.reduce(reduction, components))
-        backend, pairs = resolve(operation, values), zip(values, into.leaves, strict=True)
+        values = tree.flatten_as(into.structure, self.layout.reduce(reduction, components))
+        backend, pairs = resolve(values), zip(values, into.leaves, strict=True)
         return into.rebuild([x if is_absent(x) else backend.cast(x, into.backend.dtype(c)) for x, c in pairs])
 
-    def write(self, operation: str, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
+    def write(self, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
         """A write in replica context: each replica's own value."""
 
-        @no_autograph
         def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
-            into = opened(operation, state, value)
-            self.policy.require_aggregation(operation, self.layout.size)
-            items = written(operation, into, value, self.layout, lambda component, path: into.backend.shape(component))
+            into = opened(state, value)
+            self.policy.require_aggregation(self.layout.size)
+            items = written(into, value, self.layout, lambda component, path: into.backend.shape(component))
             values = [self.layout.broadcast(into.backend, x.array) if x.number else x.array for x in items]
             if not self.policy.on_read:
-                values = self._combined(operation, into, items, values)
-            return applied(operation, self.policy, self.layout, write, into, values)
+                values = self._combined(into, items, values)
+            return applied(self.policy, self.layout, write, into, values)
 
         return assign
 
-    def cross_write(self, operation: str, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
+    def cross_write(self, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
         """A write in cross-replica context: one value for all replicas."""
 
-        @no_autograph
         def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
             if write is not replace:
-                self.policy.require_equal_addends(operation)
-            into = opened(operation, state, value)
+                self.policy.require_equal_addends()
+            into = opened(state, value)
             if self.policy.on_read:
-                self.policy.require_one_value(operation)
+                self.policy.require_one_value()
 
             def shape(component: Array, path: str) -> tuple[int, ...]:
-                return self.layout.shape(operation, into.backend, component, path)
+                return self.layout.shape(into.backend, component, path)
 
-            items = written(operation, into, value, self.layout, shape)
+            items = written(into, value, self.layout, shape)
             values = [None if x.array is None else self._component(into.backend, x.array) for x in items]
-            return applied(operation, self.policy, self.layout, write, into, values)
+            return applied(self.policy, self.layout, write, into, values)
 
         return assign
 
-    def _combined(
-        self, operation: str, into: Opened, items: list[Written], values: list[Array | None]
-    ) -> list[Array | None]:
+    def _combined(self, into: Opened, items: list[Written], values: list[Array | None]) -> list[Array | None]:
         """One value for every replica. A Python number is one already."""
         for item, path in zip(items, into.paths(), strict=True):
             if item.number:
-                self.policy.require_contribution(operation, self.layout.size, path)
+                self.policy.require_contribution(self.layout.size, path)
         arrays = [None if item.number else item.array for item in items]
         if self.policy.reduction is None or all(map(is_absent, arrays)):
             return values
-        combined, _ = tree.flatten(operation, self.layout.all_reduce(self.policy.reduction, into.rebuild(arrays)))
+        combined, _ = tree.flatten(self.layout.all_reduce(self.policy.reduction, into.rebuild(arrays)))
         return [x if is_absent(y) else y for x, y in zip(values, combined, strict=True)]
 
     def _component(self, backend: Backend, value: Array) -> Array:
@@ -284,19 +278,16 @@ class Written(NamedTuple):
     number: bool = False
 
 
-def opened(operation: str, state: Any, also: Tree = None) -> Opened:
+def opened(state: Any, also: Tree = None) -> Opened:
     """The components, as arrays of the framework that they and ``also`` belong to."""
     if not isinstance(state, ReplicatedState):
-        raise GradCombineError(operation, "a ReplicatedState", type(state).__name__)
-    leaves, structure = tree.flatten(operation, state.value)
-    backend = resolve(operation, [*leaves, *tree.flatten(operation, also)[0]])
-    with renamed(operation):
-        return Opened(backend, structure, [x if is_absent(x) else backend.asarray(x) for x in leaves])
+        raise invalid("a ReplicatedState", type(state).__name__)
+    leaves, structure = tree.flatten(state.value)
+    backend = resolve([*leaves, *tree.flatten(also)[0]])
+    return Opened(backend, structure, [x if is_absent(x) else backend.asarray(x) for x in leaves])
 
 
-def written(
-    operation: str, into: Opened, value: Tree, layout: Layout, shape: Callable[[Array, str], tuple[int, ...]]
-) -> list[Written]:
+def written(into: Opened, value: Tree, layout: Layout, shape: Callable[[Array, str], tuple[int, ...]]) -> list[Written]:
     """The write of ``value`` to each variable.
 
     Args:
@@ -305,31 +296,31 @@ def written(
     Raises:
       GradCombineError: for another structure, another shape or another dtype than the variables'.
     """
-    values = tree.flatten_as(operation, into.structure, value)
+    values = tree.flatten_as(into.structure, value)
     rows = zip(into.leaves, values, into.paths(), strict=True)
-    return [_leaf(operation, into.backend, component, x, path, layout, shape) for component, x, path in rows]
+    return [_leaf(into.backend, component, x, path, layout, shape) for component, x, path in rows]
 
 
-def _leaf(operation: str, backend: Backend, component: Any, x: Any, path: str, layout: Layout, shape: Any) -> Written:
+def _leaf(backend: Backend, component: Any, x: Any, path: str, layout: Layout, shape: Any) -> Written:
     if is_absent(x):
         return Written(None)
     if is_absent(component):
-        raise GradCombineError(operation, "nothing, as where the state was made", "an array", path)
-    dtype, one = backend.dtype(component), layout.shape(operation, backend, component, path)
+        raise invalid("nothing, as where the state was made", "an array", path)
+    dtype, one = backend.dtype(component), layout.shape(backend, component, path)
     if type(x) in _KINDS:
         if one:
-            raise GradCombineError(operation, f"shape {one}", f"the number {shown(x)}", path)
-        return Written(_number(operation, backend, x, dtype, path), number=True)
-    with renamed(operation, path):
+            raise invalid(f"shape {one}", f"the number {shown(x)}", path)
+        return Written(_number(backend, x, dtype, path), number=True)
+    with within(path):
         received = described(x).shape(x), described(x).dtype(x)
     expected = shape(component, path), dtype
     if expected != received:
         wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
-        raise GradCombineError(operation, wanted, got, path)
+        raise invalid(wanted, got, path)
     return Written(backend.asarray(x))
 
 
-def _number(operation: str, backend: Backend, x: Any, dtype: np.dtype, path: str) -> Array:
+def _number(backend: Backend, x: Any, dtype: np.dtype, path: str) -> Array:
     kind = dtypes.kind(dtype)
     try:
         if kind not in _KINDS[type(x)]:
@@ -337,7 +328,7 @@ def _number(operation: str, backend: Backend, x: Any, dtype: np.dtype, path: str
         with np.errstate(all="ignore"):
             return backend.asarray(np.asarray(x, dtype))
     except OverflowError:
-        raise GradCombineError(operation, f"a number that a variable of {dtype} holds", shown(x), path) from None
+        raise invalid(f"a number that a variable of {dtype} holds", shown(x), path) from None
 
 
 def replace(backend: Backend, component: Array, value: Array) -> Array:
@@ -357,17 +348,17 @@ def subtract(backend: Backend, component: Array, value: Array) -> Array:
 
 
 def applied(
-    operation: str, policy: Policy, layout: Layout, write: Write, into: Opened, values: Sequence[Array | None]
+    policy: Policy, layout: Layout, write: Write, into: Opened, values: Sequence[Array | None]
 ) -> ReplicatedState:
     """The state after a write to every component; where the value is None, nothing is written."""
-    backend = resolve(operation, [*into.leaves, *values])
+    backend = resolve([*into.leaves, *values])
 
     def leaf(component: Any, value: Array | None, path: str) -> Any:
         if is_absent(value):
             return component
         dtype = backend.dtype(component)
         if write is not replace and dtypes.kind(dtype) not in ("float", "complex", "integer"):
-            raise GradCombineError(operation, "a variable of numbers", dtype, path)
+            raise invalid("a variable of numbers", dtype, path)
         return write(backend, backend.asarray(component), backend.cast(backend.asarray(value), dtype))
 
     new = [leaf(*row) for row in zip(into.leaves, values, into.paths(), strict=True)]

@@ -28,13 +28,13 @@ from gradcombine.backends.registry import (
     shape_of,
 )
 from gradcombine.digests import digest
-from gradcombine.errors import GradCombineError, require_collective
+from gradcombine.errors import invalid, operation, require_collective
 from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, require_state
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.resilience.ledger import ledgers_in
-from gradcombine.types import AccumulateState, Array, BinaryCounter, State, Tree, no_autograph
+from gradcombine.types import AccumulateState, Array, BinaryCounter, State, Tree
 
 KINDS = ("structure", "nan", "infinity", "stale", "doubled", "differs")
 """The columns of a table of faults."""
@@ -67,7 +67,7 @@ class Faults(NamedTuple):
     step: Array
 
 
-@no_autograph
+@operation("faults.find")
 def find(over: Collective, values: Tree = None, *, window: AccumulateState | None = None, twins: Tree = None) -> Faults:
     """Looks for faults on all replicas, in two exchanges of a few integers.
 
@@ -97,13 +97,13 @@ def find(over: Collective, values: Tree = None, *, window: AccumulateState | Non
     >>> bool(found.found), found.table.tolist()
     (True, [[0, 1, 0, 0, 0, 0]])
     """
-    require_collective("faults.find", over)
+    require_collective(over)
     size, rank = over.size(), over.rank()
-    parts = [(name, *tree.flatten("faults.find", part)) for name, part in (("values", values), ("twins", twins))]
+    parts = [(name, *tree.flatten(part)) for name, part in (("values", values), ("twins", twins))]
     if window is not None:
         require_state(window)
-        parts.append(("window", *tree.flatten("faults.find", window)))
-    backend = resolve("faults.find", [*(leaf for _, leaves, _ in parts for leaf in leaves), rank])
+        parts.append(("window", *tree.flatten(window)))
+    backend = resolve([*(leaf for _, leaves, _ in parts for leaf in leaves), rank])
 
     def scalar(value: int) -> Array:
         return backend.full((), value, dtypes.INT32)
@@ -132,7 +132,7 @@ def find(over: Collective, values: Tree = None, *, window: AccumulateState | Non
     return Faults(table, backend.total(table) > 0, backend.total(own) > 0, latest, _largest(backend, furthest))
 
 
-@no_autograph
+@operation("faults")
 def require_none(faults: Faults, values: Tree = None) -> None:
     """The policy "raise": refuses faults, outside of compiled code; all replicas that ask raise the same.
 
@@ -151,11 +151,11 @@ def require_none(faults: Faults, values: Tree = None) -> None:
         ...
     gradcombine.errors.GradCombineError: faults: expected none, received replica 0: an infinity in ['w']
     """
-    backend = _require_faults("faults", faults)
+    backend = _require_faults(faults)
     table: Any = backend.concrete(backend.asarray(faults.table))
     if table is None:
-        raise GradCombineError("faults", "a table whose values are known", "a traced one")
-    paths = list(tree.flatten("faults", values)[1].paths()) if values is not None else []
+        raise invalid("a table whose values are known", "a traced one")
+    paths = list(tree.flatten(values)[1].paths()) if values is not None else []
 
     def told(kind: str, code: int) -> str:
         named = kind in ("nan", "infinity") and 0 < code <= len(paths)
@@ -167,10 +167,10 @@ def require_none(faults: Faults, values: Tree = None) -> None:
         if any(row)
     ]
     if lines:
-        raise GradCombineError("faults", "none", "; ".join(lines))
+        raise invalid("none", "; ".join(lines))
 
 
-@no_autograph
+@operation("faults.drop")
 def drop(reduction: Reduction, state: State, faults: Faults) -> State:
     """The policy "drop the replica": what a replica with a fault holds counts nothing, that of the others as ever.
 
@@ -198,29 +198,29 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
     >>> float(total.finalize(gc.faults.drop(total, state, faults)))
     0.0
     """
-    require_reduction("faults.drop", reduction)
-    _require_faults("faults.drop", faults)
+    require_reduction(reduction)
+    _require_faults(faults)
     if isinstance(state, AccumulateState):
         require_state(state)
         empty = AccumulateState(cleared(reduction, state.levels), faults.step, faults.index)
     else:
         empty = reduction.clear(state)
-    backend = resolve("faults.drop", [*tree.flatten("faults.drop", state)[0], faults.own])
+    backend = resolve([*tree.flatten(state)[0], faults.own])
     return tree.select(backend, faults.own, empty, state)
 
 
-def _require_faults(operation: str, faults: Any) -> Backend:
+def _require_faults(faults: Any) -> Backend:
     """Refuses what `find` has not made; of what it has, the backend."""
     if not isinstance(faults, Faults):
-        raise GradCombineError(operation, "Faults, as find returns them", in_words(faults))
+        raise invalid("Faults, as find returns them", in_words(faults))
     if not is_array_of(faults.table, dtypes.INT32) or shape_of(faults.table)[1:] != (len(KINDS),):
         expected = f"int32 of shape (replicas, {len(KINDS)})"
-        raise GradCombineError(operation, expected, in_words(faults.table), ".table")
+        raise invalid(expected, in_words(faults.table), ".table")
     for name in ("found", "own"):
-        require_scalar(operation, "a boolean scalar", getattr(faults, name), "b", f".{name}")
+        require_scalar("a boolean scalar", getattr(faults, name), "b", f".{name}")
     for name in ("index", "step"):
-        require_count(operation, getattr(faults, name), f".{name}")
-    return resolve(operation, list(faults))
+        require_count(getattr(faults, name), f".{name}")
+    return resolve(list(faults))
 
 
 def _not_finite(backend: Backend, leaves: Sequence[Any]) -> tuple[Array, Array]:
@@ -288,7 +288,7 @@ def _combined(backend: Backend, digests: Array) -> list[Array]:
 def _doubled(backend: Backend, over: Collective, window: AccumulateState | None) -> Array:
     """Whether this replica has counted a microbatch that has been counted before, by itself or by another."""
     twice = backend.full((), 0, dtypes.INT32)
-    for node, filled in [] if window is None else ledgers_in("faults.find", window.levels):
+    for node, filled in [] if window is None else ledgers_in(window.levels):
         counter = None if filled is None else BinaryCounter(node.counts, filled)
         own = backend.asarray(node.counts if counter is None else binary_counter.total(_COUNTS, counter))
         (everywhere,) = over.all_sum([own])

@@ -16,7 +16,8 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, resolve, shape_of
 from gradcombine.errors import (
     MOST_REPLICAS,
-    GradCombineError,
+    invalid,
+    operation,
     require_collective,
     require_integer,
     require_items,
@@ -28,7 +29,7 @@ from gradcombine.pairwise import fold_pairwise
 from gradcombine.places.time import replace_window, whole_window
 from gradcombine.reductions.algebra import Reduction, of_each_rank, require_reduction
 from gradcombine.reductions.numbered import NumberedState, ranges
-from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, no_autograph
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State
 
 Assignment = Sequence[Sequence[int]]
 """For each replica that runs, by rank, the logical replicas of which it holds the windows, from 0."""
@@ -52,7 +53,7 @@ class Ledger(NamedTuple):
         return "; ".join(f"{verb} {ranges(numbers)}" for verb, numbers in said if numbers or verb == "holds")
 
 
-@no_autograph
+@operation("ledger.read")
 def read(*states: Any) -> Ledger:
     """The ledger of states of a `gradcombine.reductions.numbered` reduction, all taken together.
 
@@ -72,18 +73,18 @@ def read(*states: Any) -> Ledger:
     >>> print(gc.ledger.read(one, other, other))
     holds 0-1; misses 2-3; doubles 1
     """
-    found = [_counts(node, filled) for state in states for node, filled in ledgers_in("ledger.read", state)]
+    found = [_counts(node, filled) for state in states for node, filled in ledgers_in(state)]
     if not found:
-        raise GradCombineError("ledger.read", "a state of reductions.numbered(...)", _kinds(states))
+        raise invalid("a state of reductions.numbered(...)", _kinds(states))
     lengths = sorted({counts.shape[-1] for counts in found})
     if len(lengths) > 1:
-        raise GradCombineError("ledger.read", "ledgers of one length", f"lengths {lengths}")
+        raise invalid("ledgers of one length", f"lengths {lengths}")
     counts: Any = np.sum([x.reshape(-1, lengths[0]).sum(0) for x in found], axis=0)
     held, missing, doubled = (np.flatnonzero(x) for x in (counts > 0, counts == 0, counts > 1))
     return Ledger(tuple(held.tolist()), tuple(missing.tolist()), tuple(doubled.tolist()))
 
 
-@no_autograph
+@operation("ledger.require_once")
 def require_once(*states: Any) -> None:
     """Refuses states that do not hold each microbatch of their window exactly once.
 
@@ -103,10 +104,10 @@ def require_once(*states: Any) -> None:
     faults = [("none of", ledger.missing), ("several of", ledger.doubled)]
     if received := ", ".join(f"{how} {ranges(numbers)}" for how, numbers in faults if numbers):
         count = len(ledger.held) + len(ledger.missing)
-        raise GradCombineError("ledger.require_once", f"each of {count} microbatches once", received)
+        raise invalid(f"each of {count} microbatches once", received)
 
 
-@no_autograph
+@operation("ledger.deal")
 def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) -> list[list[int]]:
     """Deals what is left to do to replicas: microbatches, or the logical replicas of others that are gone.
 
@@ -130,16 +131,14 @@ def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) 
     [[3], [], []]
     """
     expected = f"from 1 to {MOST_REPLICAS} replicas"
-    count = require_integer("ledger.deal", expected, replicas, highest=MOST_REPLICAS)
-    holders: list[list[int]] = (
-        [[]] * count if held is None else _numbers("ledger.deal", "what each replica holds", held)
-    )
+    count = require_integer(expected, replicas, highest=MOST_REPLICAS)
+    holders: list[list[int]] = [[]] * count if held is None else _numbers("what each replica holds", held)
     if len(holders) != count:
-        raise GradCombineError("ledger.deal", f"what each of {count} replicas holds", f"that of {len(holders)}")
-    (wanted,) = _numbers("ledger.deal", "numbers to deal", [numbers])
+        raise invalid(f"what each of {count} replicas holds", f"that of {len(holders)}")
+    (wanted,) = _numbers("numbers to deal", [numbers])
     times = Counter([*wanted, *chain.from_iterable(holders)])
     if twice := [number for number, several in times.items() if several > 1]:
-        raise GradCombineError("ledger.deal", "each number once", f"several of {ranges(twice)}")
+        raise invalid("each number once", f"several of {ranges(twice)}")
     shares, loads = [0] * count, [(len(part), rank) for rank, part in enumerate(holders)]
     heapify(loads)
     for _ in wanted:
@@ -150,7 +149,7 @@ def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) 
     return [list(islice(rest, share)) for share in shares]
 
 
-@no_autograph
+@operation("ledger.merge_held")
 def merge_held(
     reduction: Reduction,
     held: Sequence[State],
@@ -189,16 +188,15 @@ def merge_held(
     >>> float(total.finalize(merged))
     3.0
     """
-    operation = "ledger.merge_held"
-    require_reduction(operation, reduction)
-    require_order(operation, order)
-    require_collective(operation, over)
-    assignment = _numbers(operation, "an assignment, a list for each replica", assignment)
-    places = _places(operation, assignment, over.size())
-    states = require_list(operation, "a list of states, one per logical replica", held)
+    require_reduction(reduction)
+    require_order(order)
+    require_collective(over)
+    assignment = _numbers("an assignment, a list for each replica", assignment)
+    places = _places(assignment, over.size())
+    states = require_list("a list of states, one per logical replica", held)
     slots = max(1, *map(len, assignment))
     if len(states) > slots:
-        raise GradCombineError(operation, f"{slots} states or fewer, as assigned", len(states))
+        raise invalid(f"{slots} states or fewer, as assigned", len(states))
     windows = [whole_window(reduction, x) if isinstance(x, AccumulateState) else x for x in states]
     windows += [reduction.clear(windows[0])] * (slots - len(windows))
     if order == "tree":
@@ -212,16 +210,16 @@ def merge_held(
 def _in_logical_order(
     reduction: Reduction, windows: Sequence[State], places: Sequence[tuple[int, int]], over: Collective
 ) -> State:
-    columns, structures = zip(*(tree.flatten(reduction.name, window) for window in windows), strict=True)
+    columns, structures = zip(*(tree.flatten(window) for window in windows), strict=True)
     for column, structure in zip(columns, structures, strict=True):
         if structure != structures[0]:
-            raise tree.difference(reduction.name, structures[0], structure)
+            raise tree.difference(structures[0], structure)
         for first, x, path in zip(columns[0], column, structure.paths(), strict=True):
             if x is not None and (shape_of(x), dtype_of(x)) != (shape_of(first), dtype_of(first)):
                 wanted, got = (f"{dtype_of(y)} of shape {shape_of(y)}" for y in (first, x))
-                raise GradCombineError(reduction.name, wanted, got, path)
+                raise invalid(wanted, got, path)
     present = [i for i, x in enumerate(columns[0]) if x is not None]
-    backend = resolve(reduction.name, [*(column[i] for column in columns for i in present), over.rank()])
+    backend = resolve([*(column[i] for column in columns for i in present), over.rank()])
     stacks = [backend.stack([backend.asarray(column[i]) for column in columns]) for i in present]
     of_ranks = list(of_each_rank(over, stacks))
 
@@ -234,51 +232,51 @@ def _in_logical_order(
     return fold_pairwise(reduction.merge, [state(*place) for place in places])
 
 
-def _numbers(operation: str, expected: str, parts: Any) -> list[list[int]]:
+def _numbers(expected: str, parts: Any) -> list[list[int]]:
     """The numbers from 0 of several lists."""
-    listed = [require_items(operation, expected, part) for part in require_items(operation, expected, parts)]
-    return [[require_integer(operation, "numbers from 0", number, lowest=0) for number in part] for part in listed]
+    listed = [require_items(expected, part) for part in require_items(expected, parts)]
+    return [[require_integer("numbers from 0", number, lowest=0) for number in part] for part in listed]
 
 
-def _places(operation: str, parts: list[list[int]], size: int) -> list[tuple[int, int]]:
+def _places(parts: list[list[int]], size: int) -> list[tuple[int, int]]:
     """Rank and slot of each logical replica."""
     if len(parts) != size:
-        raise GradCombineError(operation, f"an assignment of {size} replicas", f"one of {len(parts)}")
+        raise invalid(f"an assignment of {size} replicas", f"one of {len(parts)}")
     numbers = [number for part in parts for number in part]
     if sorted(numbers) != list(range(len(numbers))) or not numbers:
-        raise GradCombineError(operation, "each logical replica once, from 0", shown(parts))
+        raise invalid("each logical replica once, from 0", shown(parts))
     where = {number: (rank, slot) for rank, part in enumerate(parts) for slot, number in enumerate(part)}
     return [where[number] for number in range(len(numbers))]
 
 
-def ledgers_in(operation: str, state: Any) -> list[tuple[NumberedState, Array | None]]:
+def ledgers_in(state: Any) -> list[tuple[NumberedState, Array | None]]:
     """Every ledger inside of a state, with the counter's contents where it has levels."""
     found: list[tuple[NumberedState, Array | None]] = []
 
     def note(node: Any, filled: Array | None) -> bool:
         if isinstance(node, BinaryCounter):
-            tree.flatten(operation, node.stacked, lambda inner: note(inner, node.filled))
+            tree.flatten(node.stacked, lambda inner: note(inner, node.filled))
             return True
         if isinstance(node, NumberedState):
             found.append((node, filled))
             return True
         return False
 
-    tree.flatten(operation, state, lambda node: note(node, None))
+    tree.flatten(state, lambda node: note(node, None))
     return found
 
 
 def _counts(node: NumberedState, filled: Array | None) -> Any:
-    backend = resolve("ledger.read", [node.counts])
+    backend = resolve([node.counts])
     counts: Any = backend.concrete(backend.asarray(node.counts))
     if counts is None:
-        raise GradCombineError("ledger.read", "a ledger whose values are known", "a traced one", ".counts")
+        raise invalid("a ledger whose values are known", "a traced one", ".counts")
     if counts.dtype.kind not in "iu" or counts.ndim < (1 if filled is None else 2) or 0 in counts.shape:
         received = f"{counts.dtype} of shape {counts.shape}"
-        raise GradCombineError("ledger.read", "a ledger of integers, one a microbatch", received, ".counts")
+        raise invalid("a ledger of integers, one a microbatch", received, ".counts")
     if filled is None:
         return counts
-    known: Any = resolve("ledger.read", [filled]).concrete(filled)  # as the counts are
+    known: Any = resolve([filled]).concrete(filled)  # as the counts are
     levels: Any = np.arange(counts.shape[-2])
     top = int(levels[-1])
     occupied: Any = np.where(levels == top, known[..., None] >= 2**top, known[..., None] >> levels & 1)

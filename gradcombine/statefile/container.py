@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from gradcombine import errors
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.formats import Entry, npz, safetensors
 
 _SUFFIXES = (".npz", ".safetensors")
@@ -67,17 +67,17 @@ class Contents(NamedTuple):
     arrays: dict[str, Entry]
 
 
-def require_path(operation: str, path: str | os.PathLike[str]) -> Path:
+def require_path(path: str | os.PathLike[str]) -> Path:
     """Refuses a path that names no format, and where anything else than a file has it.
 
     A FIFO would wait for ever, and nobody means to replace a device or a folder.
     """
     expected = f"a path that ends in {' or '.join(_SUFFIXES)}"
-    found = errors.require_path(operation, expected, path)
+    found = errors.require_path(expected, path)
     if found.suffix not in _SUFFIXES:
-        raise GradCombineError(operation, expected, repr(str(path)))
+        raise invalid(expected, repr(str(path)))
     if os.path.exists(found) and not os.path.isfile(found):
-        raise GradCombineError(operation, "a regular file", repr(str(path)))
+        raise invalid("a regular file", repr(str(path)))
     return found
 
 
@@ -93,14 +93,14 @@ def write(path: Path, text: str, arrays: Mapping[str, np.ndarray]) -> None:
 def read(path: Path) -> Contents:
     """Reads a file's header. It may raise anything for damaged contents: `decoding` gives that one name."""
     if path.suffix == ".npz":
-        arrays = npz.read("statefile.load", path, compressed=False)
+        arrays = npz.read(path, compressed=False)
         header = arrays.pop(_TEXT, None)
         if header is None:
             raise refused("a gradcombine state file", "an archive without a header")
         if header.dtype != np.uint8 or len(header.shape) != 1:
             raise refused("a header of bytes", f"one of {header.dtype}{header.shape}")
         return Contents(header.whole().tobytes().decode(), arrays)
-    contents = safetensors.read("statefile.load", path)
+    contents = safetensors.read(path)
     if _KEY not in contents.texts:
         raise refused("a gradcombine state file", "a .safetensors file without a header")
     return Contents(contents.texts[_KEY], contents.entries)
@@ -119,12 +119,12 @@ def decoding(path: Path) -> Generator[None, None, None]:
             raise
         # Decoders of archives raise a dozen classes, depending on where the damage is.
         received = f"{path.name}: {type(error).__name__}: {error}"
-        raise GradCombineError("statefile.load", "a whole state file", received) from error
+        raise invalid("a whole state file", received) from error
 
 
 def refused(expected: str, received: object) -> GradCombineError:
     """The error of a file whose contents are not what they should be."""
-    return GradCombineError("statefile.load", expected, received)
+    return invalid(expected, received)
 
 
 def array_name(rank: int, leaf: int) -> str:

@@ -12,18 +12,18 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import GradCombineError, renamed, require_list
+from gradcombine.errors import invalid, operation, require_list
 from gradcombine.formats import Entry
-from gradcombine.places.time import check_state, depth_of
+from gradcombine.places.time import depth_of, require_state_of
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.statefile import container
 from gradcombine.statefile import header as headers
 from gradcombine.statefile.container import array_name, decoding, refused, require_path
 from gradcombine.statefile.header import Header, Layout, Leaf, difference, layout, on_host, template
-from gradcombine.types import AccumulateState, State, Tree, no_autograph
+from gradcombine.types import AccumulateState, State, Tree
 
 
-@no_autograph
+@operation("statefile.save")
 def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> None:
     """Saves one state; `load` gives it back, in any framework.
 
@@ -52,10 +52,10 @@ def save(path: str | os.PathLike[str], reduction: Reduction, state: State) -> No
     >>> acc.value(acc.update({"w": np.float32([3, 4])}, state, weight=3))
     {'w': array([2.5, 3.5], dtype=float32)}
     """
-    _write("statefile.save", path, reduction, [state])
+    _write(path, reduction, [state])
 
 
-@no_autograph
+@operation("statefile.load")
 def load(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> State:
     """Loads the one state that `save` wrote.
 
@@ -87,11 +87,11 @@ def load(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> Stat
         ...
     gradcombine.errors.GradCombineError: statefile.load: expected states of 'mean', received states of 'sum'
     """
-    (state,) = _states("statefile.load", path, reduction, like, replicas=1)
+    (state,) = _states(path, reduction, like, replicas=1)
     return state
 
 
-@no_autograph
+@operation("statefile.save_replicas")
 def save_replicas(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
     """Saves one state per replica in one file; `load_replicas` gives them back, and `resize` makes them more or fewer.
 
@@ -116,11 +116,11 @@ def save_replicas(path: str | os.PathLike[str], reduction: Reduction, states: Se
     >>> [float(total.finalize(state)) for state in statefile.resize(total, states, 2)]
     [1.0, 5.0]
     """
-    listed = require_list("statefile.save_replicas", "a list of states, one per replica", states)
-    _write("statefile.save_replicas", path, reduction, listed)
+    listed = require_list("a list of states, one per replica", states)
+    _write(path, reduction, listed)
 
 
-@no_autograph
+@operation("statefile.load_replicas")
 def load_replicas(path: str | os.PathLike[str], reduction: Reduction, like: Tree) -> list[State]:
     """Loads the states of all replicas, by rank.
 
@@ -134,10 +134,10 @@ def load_replicas(path: str | os.PathLike[str], reduction: Reduction, like: Tree
     ...     len(statefile.load_replicas(f"{folder}/sum.npz", total, like=np.float32(0)))
     1
     """
-    return _states("statefile.load_replicas", path, reduction, like, replicas=None)
+    return _states(path, reduction, like, replicas=None)
 
 
-@no_autograph
+@operation("statefile.inspect")
 def inspect(path: str | os.PathLike[str]) -> Header:
     """Reads the header of a state file. Reads no array, and needs no ``like``.
 
@@ -156,24 +156,23 @@ def inspect(path: str | os.PathLike[str]) -> Header:
     >>> header.reduction, header.replicas, header.kinds, header.leaves[0][:3]
     ('sum', 1, {'': 'SumState', ".dtypes['w']": 'float32'}, (".value['w']", 'float32', (2,)))
     """
-    source = require_path("statefile.inspect", path)
+    source = require_path(path)
     with decoding(source):
         return headers.decode(container.read(source).text)
 
 
-def _write(operation: str, path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
+def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
     """Writes one state per replica."""
-    require_reduction(operation, reduction)
-    target = require_path(operation, path)
-    parts = [on_host(operation, state) for state in states]
-    first = layout(operation, parts[0])
+    require_reduction(reduction)
+    target = require_path(path)
+    parts = [on_host(state) for state in states]
+    first = layout(parts[0])
     for rank, part in enumerate(parts):
-        with renamed(operation):
-            check_state(reduction, part)
-        other = layout(operation, part)
+        require_state_of(reduction, part)
+        other = layout(part)
         if (other.leaves, other.kinds) != (first.leaves, first.kinds):
-            raise GradCombineError(operation, "states of one structure, shapes and dtypes", f"another at rank {rank}")
-    columns = [tree.flatten(operation, part)[0] for part in parts]
+            raise invalid("states of one structure, shapes and dtypes", f"another at rank {rank}")
+    columns = [tree.flatten(part)[0] for part in parts]
     arrays = {
         array_name(rank, i): container.to_stored(leaf)
         for rank, column in enumerate(columns)
@@ -194,23 +193,21 @@ def _write(operation: str, path: str | os.PathLike[str], reduction: Reduction, s
     container.write(target, headers.encode(header), arrays)
 
 
-def _states(
-    operation: str, path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None = None
-) -> list[State]:
+def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None = None) -> list[State]:
     """One state per replica."""
-    require_reduction(operation, reduction)
-    source = require_path(operation, path)
+    require_reduction(reduction)
+    source = require_path(path)
     with decoding(source):
         contents = container.read(source)
         header = headers.decode(contents.text)
     require_composition(source, header, reduction)
     if replicas is not None and header.replicas != replicas:
         raise refused(f"{replicas} replica (load_replicas takes several)", header.replicas)
-    wanted = layout(operation, template(operation, reduction, like, header.levels))
+    wanted = layout(template(reduction, like, header.levels))
     _require_layout(wanted, header)
     with decoding(source):
         columns = _arrays(contents.arrays, header, wanted)
-    backend = resolve(operation, tree.flatten(operation, like)[0])
+    backend = resolve(tree.flatten(like)[0])
     numpy = backend.name == "numpy"
 
     def state(column: list[Any]) -> State:
@@ -237,18 +234,18 @@ def _require_layout(wanted: Layout, header: Header) -> None:
     for path in [*wanted.kinds, *header.kinds]:
         expected, received = wanted.kinds.get(path), header.kinds.get(path)
         if expected != received and not (_marks_absence(expected) and _marks_absence(received)):
-            raise GradCombineError("statefile.load", _named(expected), _named(received), path or "(root)")
+            raise invalid(_named(expected), _named(received), path or "(root)")
     stored = {leaf.path: leaf for leaf in header.leaves}
     for path in [*wanted.leaves, *stored]:
         if path not in stored:
-            raise GradCombineError("statefile.load", "a leaf, as in like", "none in the file", path)
+            raise invalid("a leaf, as in like", "none in the file", path)
         if path not in wanted.leaves:
-            raise GradCombineError("statefile.load", "no leaf, as in like", "one in the file", path)
+            raise invalid("no leaf, as in like", "one in the file", path)
         leaf, described = stored[path], wanted.leaves[path]
         expected = (None, None) if described is None else (described[0].name, described[1])
         received = (leaf.dtype, leaf.shape)
         if expected != received:
-            raise difference("statefile.load", path, expected, received)
+            raise difference(path, expected, received)
 
 
 def _marks_absence(kind: str | None) -> bool:
@@ -275,10 +272,10 @@ def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[li
         entry = arrays[array_name(rank, number)]
         # Nothing is allocated by what a file claims: it is first compared with what ``like`` says.
         if (entry.dtype, entry.shape) != (dtype, shape):
-            raise GradCombineError("statefile.load", f"{dtype}{shape} in the file", f"{entry.dtype}{entry.shape}", path)
+            raise invalid(f"{dtype}{shape} in the file", f"{entry.dtype}{entry.shape}", path)
         stored = entry.whole()
         if container.digest(stored) != header.leaves[number].sha256[rank]:
-            raise GradCombineError("statefile.load", "bytes that match their checksum", "others: damaged", path)
+            raise invalid("bytes that match their checksum", "others: damaged", path)
         return container.from_stored(stored, *described)
 
     return [[array(rank, *leaf) for leaf in wanted.leaves.items()] for rank in range(header.replicas)]

@@ -15,7 +15,7 @@ import numpy as np
 import gradcombine
 from gradcombine import tree
 from gradcombine.backends.registry import load, owner, placeholder
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile.container import refused
 from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
@@ -147,48 +147,46 @@ class Layout(NamedTuple):
     kinds: dict[str, str]
 
 
-def layout(operation: str, state: State) -> Layout:
+def layout(state: State) -> Layout:
     """The layout of a state.
 
     Raises:
       GradCombineError: for two leaves whose paths read the same.
     """
-    leaves, structure = tree.flatten(operation, state)
+    leaves, structure = tree.flatten(state)
     described = dict(zip(structure.paths(), map(_described, leaves), strict=True))
     if len(described) != len(leaves):
-        raise GradCombineError(operation, "leaves whose paths differ", f"{len(leaves) - len(described)} that do not")
+        raise invalid("leaves whose paths differ", f"{len(leaves) - len(described)} that do not")
     return Layout(structure, described, dict(_kinds(structure, "")))
 
 
-def template(operation: str, reduction: Reduction, like: Tree, levels: int | None) -> State:
+def template(reduction: Reduction, like: Tree, levels: int | None) -> State:
     """The empty state that the reduction makes for trees like ``like``, in NumPy arrays; a window if it has levels."""
-    leaves, structure = tree.flatten(operation, like)
+    leaves, structure = tree.flatten(like)
     part = reduction.init(tree.unflatten(structure, map(placeholder, leaves)))
     if levels is None:
         return part
     zero = np.zeros((), np.int32)
     if levels == 1:
         return AccumulateState((part,), zero, zero)
-    arrays, inner = tree.flatten(operation, part)
+    arrays, inner = tree.flatten(part)
     stacked = tree.unflatten(inner, [np.broadcast_to(x, (levels, *np.shape(x))) for x in arrays])
     return AccumulateState(BinaryCounter(stacked, zero), zero, zero)
 
 
-def on_host(operation: str, state: State) -> State:
+def on_host(state: State) -> State:
     """The state in NumPy arrays.
 
     Raises:
       GradCombineError: for a value that is traced, or whose parts other processes hold.
     """
-    leaves, structure = tree.flatten(operation, state)
-    return tree.unflatten(
-        structure, [value_of(operation, x, path) for x, path in zip(leaves, structure.paths(), strict=True)]
-    )
+    leaves, structure = tree.flatten(state)
+    return tree.unflatten(structure, [value_of(x, path) for x, path in zip(leaves, structure.paths(), strict=True)])
 
 
-def difference(operation: str, path: str, expected: Any, received: Any) -> GradCombineError:
+def difference(path: str, expected: Any, received: Any) -> GradCombineError:
     """The error of a leaf with another dtype or shape."""
-    return GradCombineError(operation, _named(expected), _named(received), path or "(root)")
+    return invalid(_named(expected), _named(received), path or "(root)")
 
 
 def _named(described: tuple[Any, Any] | None) -> str:
@@ -200,7 +198,7 @@ def _described(leaf: Any) -> tuple[np.dtype, tuple[int, ...]] | None:
     return None if backend is None else (backend.dtype(leaf), backend.shape(leaf))
 
 
-def value_of(operation: str, leaf: Any, path: str) -> Any:
+def value_of(leaf: Any, path: str) -> Any:
     """A leaf as a NumPy array, None for None. Errors as for `on_host`."""
     if leaf is None:
         return None
@@ -210,12 +208,12 @@ def value_of(operation: str, leaf: Any, path: str) -> Any:
     try:
         value = backend.concrete(backend.asarray(leaf))
     except RuntimeError as error:
-        raise GradCombineError(operation, expected, str(error), path) from None
+        raise invalid(expected, str(error), path) from None
     if value is None:
-        raise GradCombineError(operation, expected, "a traced one", path)
+        raise invalid(expected, "a traced one", path)
     array = load("numpy").asarray(value)
     if array.dtype.hasobject:
-        raise GradCombineError(operation, "an array of numbers", array.dtype, path)
+        raise invalid("an array of numbers", array.dtype, path)
     return array
 
 

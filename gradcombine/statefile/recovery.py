@@ -10,13 +10,13 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.errors import GradCombineError, require_integer, require_path
+from gradcombine.errors import GradCombineError, invalid, operation, require_integer, require_path
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.plain import last
 from gradcombine.resilience import ledger
 from gradcombine.statefile.files import inspect, load, require_composition, save
 from gradcombine.statefile.header import on_host
-from gradcombine.types import State, Tree, no_autograph
+from gradcombine.types import State, Tree
 
 _KEPT = last()
 _BEGUN, _PART = "begun", re.compile(r"window-(\d{8,})\.(begun|\d+)\.npz")
@@ -40,7 +40,7 @@ class Recovered(NamedTuple):
     left_out: dict[str, str]
 
 
-@no_autograph
+@operation("statefile.begin_window")
 def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> None:
     """Saves what a window begins with: the end of the window before it, which counts from then on.
 
@@ -69,18 +69,17 @@ def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> Non
     >>> run.window, run.begun, sorted(run.parts)
     (0, {'w': array([0., 0.], dtype=float32)}, [3])
     """
-    operation = "statefile.begin_window"
-    index = require_integer(operation, "the index of a window, from 0", index, 0)
-    path = _path(operation, folder, index, _BEGUN)
+    index = require_integer("the index of a window, from 0", index, 0)
+    path = _path(folder, index, _BEGUN)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not _is_there(operation, path, begun):
+    if not _is_there(path, begun):
         save(path, _KEPT, _KEPT.update(_KEPT.init(begun), begun))
     for file, window, _ in _files(path.parent):
         if window <= index - _WINDOWS:
             file.unlink(missing_ok=True)
 
 
-@no_autograph
+@operation("statefile.save_part")
 def save_part(folder: str | os.PathLike[str], index: int, holder: int, reduction: Reduction, state: State) -> None:
     """Saves what one holder has of a window; after each microbatch, so that a failure costs one microbatch at most.
 
@@ -97,15 +96,14 @@ def save_part(folder: str | os.PathLike[str], index: int, holder: int, reduction
       GradCombineError: for a window that has not begun, a state without a ledger, and as `save`.
       OSError: where the file cannot be written. The last part is whole then, so that training may go on without it.
     """
-    operation = "statefile.save_part"
-    path = _path(operation, folder, index, str(require_integer(operation, "a holder, from 0", holder, 0)))
-    if not _path(operation, folder, index, _BEGUN).is_file():
-        raise GradCombineError(operation, "a window that begin_window has begun", index)
+    path = _path(folder, index, str(require_integer("a holder, from 0", holder, 0)))
+    if not _path(folder, index, _BEGUN).is_file():
+        raise invalid("a window that begin_window has begun", index)
     ledger.read(state)
     save(path, reduction, state)
 
 
-@no_autograph
+@operation("statefile.recover")
 def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, start: Tree) -> Recovered:
     """Reads the newest window of a run that has begun, and parts of it that hold each microbatch at most once.
 
@@ -131,8 +129,8 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
     has the bits of the unbroken run in precision ``"exact"``, and in order ``"tree"`` if the holders are logical
     replicas.
     """
-    require_reduction("statefile.recover", reduction)
-    files, left_out = _files(require_path("statefile.recover", "a folder", folder)), dict[str, str]()
+    require_reduction(reduction)
+    files, left_out = _files(require_path("a folder", folder)), dict[str, str]()
     window, begun = 0, start
     beginnings = sorted(((index, file) for file, index, holder in files if holder == _BEGUN), reverse=True)
     for index, file in beginnings:
@@ -144,7 +142,7 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
     else:
         if any(index > 0 for index, _ in beginnings):
             received = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-            raise GradCombineError("statefile.recover", "a beginning that is whole", received)
+            raise invalid("a beginning that is whole", received)
     parts = dict[int, State]()
     for file, index, holder in files:
         if index == window and holder != _BEGUN:
@@ -175,23 +173,23 @@ def _apart(parts: dict[int, State]) -> dict[int, State]:
     return dict(sorted(found.items()))
 
 
-def _is_there(operation: str, path: Path, begun: Tree) -> bool:
+def _is_there(path: Path, begun: Tree) -> bool:
     """Whether a file holds this tree. One that is damaged does not; one that holds another is refused."""
     try:
         stored = _KEPT.finalize(load(path, _KEPT, begun))
     except (GradCombineError, OSError):
         return False
-    (ours, structure), theirs = (tree.flatten(operation, on_host(operation, x)) for x in (begun, stored))
+    (ours, structure), theirs = (tree.flatten(on_host(x)) for x in (begun, stored))
     for where, x, y in zip(structure.paths(), ours, theirs[0], strict=True):
         if x is not None and np.asarray(x).tobytes() != np.asarray(y).tobytes():
             expected = f"the bits with which another process has begun this window, in {path.name}"
-            raise GradCombineError(operation, expected, "others", where)
+            raise invalid(expected, "others", where)
     return True
 
 
-def _path(operation: str, folder: str | os.PathLike[str], index: int, holder: str) -> Path:
-    number = require_integer(operation, "the index of a window, from 0", index, 0)
-    return require_path(operation, "a folder", folder) / _name(number, holder)
+def _path(folder: str | os.PathLike[str], index: int, holder: str) -> Path:
+    number = require_integer("the index of a window, from 0", index, 0)
+    return require_path("a folder", folder) / _name(number, holder)
 
 
 def _name(index: int, holder: str) -> str:

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import MOST, MOST_REPLICAS, GradCombineError, require_flag, require_integer, require_list
+from gradcombine.errors import MOST, MOST_REPLICAS, invalid, operation, require_flag, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places import binary_counter
 from gradcombine.places.time import depth_of, require_state, whole_window
 from gradcombine.reductions.algebra import Reduction, require_reduction
-from gradcombine.types import AccumulateState, Array, BinaryCounter, State, no_autograph
+from gradcombine.types import AccumulateState, Array, BinaryCounter, State
 
 _OPERATION = "statefile.resize"
 
 
-@no_autograph
+@operation("statefile.resize")
 def resize(
     reduction: Reduction, states: Sequence[State], replicas: int, *, every: int | None = None, full: bool = False
 ) -> list[State]:
@@ -70,10 +70,10 @@ def resize(
     >>> int(left.step), float(old.value(left)), float(old.value(right))
     (2, 1.0, 2.5999999046325684)
     """
-    require_reduction(_OPERATION, reduction)
-    parts = require_list(_OPERATION, "a list of states, one per replica", states)
-    count = require_integer(_OPERATION, f"from 1 to {MOST_REPLICAS} replicas", replicas, highest=MOST_REPLICAS)
-    require_flag(_OPERATION, "full", full)
+    require_reduction(reduction)
+    parts = require_list("a list of states, one per replica", states)
+    count = require_integer(f"from 1 to {MOST_REPLICAS} replicas", replicas, highest=MOST_REPLICAS)
+    require_flag("full", full)
     groups: list[list[State]] = [[] for _ in range(count)]
     for rank, part in enumerate(parts):
         groups[rank * count // len(parts)].append(part)
@@ -98,7 +98,7 @@ def resize(
 
 def _position(step: Array, old: int, new: int, full: bool) -> Array:
     """``step * old / new``, rounded down; of a full window rounded up, as its length is."""
-    backend = resolve(_OPERATION, [step])
+    backend = resolve([step])
     without_end = backend.asarray(step) == MOST  # a window that a flush alone ends, and has ended
     if backend.concrete(without_end):
         return step
@@ -132,12 +132,12 @@ def _merged(reduction: Reduction, group: list[State], like: State) -> State:
 
 def _depth(levels: int, shift: int | None, every: int | None) -> int:
     if every is not None:
-        return require_integer(_OPERATION, "a window length of 1 or more", every).bit_length()
+        return require_integer("a window length of 1 or more", every).bit_length()
     if levels == 1:
         return 1
     if shift is None or levels + shift < 1:
         expected = "every, for order 'tree' where the old window's length does not tell the new one's"
-        raise GradCombineError(_OPERATION, expected, "None")
+        raise invalid(expected, "None")
     return levels + shift
 
 
@@ -154,8 +154,8 @@ def _require_alike(states: list[Any]) -> None:
     for state in states:
         require_state(state)
         if depth_of(state) != depth_of(states[0]):
-            raise GradCombineError(_OPERATION, f"{depth_of(states[0])} levels on every replica", depth_of(state))
-    backend = resolve(_OPERATION, [position for state in states for position in (state.step, state.index)])
+            raise invalid(f"{depth_of(states[0])} levels on every replica", depth_of(state))
+    backend = resolve([position for state in states for position in (state.step, state.index)])
     for name in ("step", "index"):
         known = [backend.concrete(getattr(state, name)) for state in states]
         for value in known:
@@ -165,6 +165,6 @@ def _require_alike(states: list[Any]) -> None:
 def _require_equal(name: str, expected: Array, received: Array) -> None:
     for value in (expected, received):
         if value is not None and np.shape(value) != ():
-            raise GradCombineError(_OPERATION, "a scalar position, of one replica", f"shape {np.shape(value)}", name)
+            raise invalid("a scalar position, of one replica", f"shape {np.shape(value)}", name)
     if expected is not None and received is not None and expected != received:
-        raise GradCombineError(_OPERATION, f"{int(expected)} on every replica", int(received), f".{name}")
+        raise invalid(f"{int(expected)} on every replica", int(received), f".{name}")

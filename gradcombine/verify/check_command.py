@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gradcombine.audit.auditing import callable_named
-from gradcombine.errors import GradCombineError, require_installed
+from gradcombine.errors import invalid, require_installed
 from gradcombine.reporting.sections import show
 from gradcombine.verify.check import check_report as report
 from gradcombine.verify.check.named import check_named
@@ -51,17 +51,17 @@ def check_command(
     or run, 3 if not all could be compared.
     """
     console = Console()
-    with errors():
+    with errors("check"):
         if html is not None:
             require_installed("check", *DRAWS)
         for option, path in (("--json", json), ("--html", html)):
             if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-                raise GradCombineError("check", f"a path in an existing folder for {option}", str(path))
+                raise invalid(f"a path in an existing folder for {option}", str(path))
         before = None if baseline is None else report.read_baseline(baseline)
         others: dict[str, Any] = {} if returns is None else {"returns": returns}
         for name, text in (("microbatches", microbatches), ("devices", devices)):
             if text is not None:
-                others[name] = numbers("check", name, text, int)
+                others[name] = numbers(name, text, int)
         if terms is not None:
             others["terms"] = callable_named("check", terms)
         meant = [] if allow is None else [x.strip() for x in allow.split(",")]

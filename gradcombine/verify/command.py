@@ -24,7 +24,7 @@ from rich.progress import (
 import gradcombine
 from gradcombine.audit import audit_named
 from gradcombine.audit import audit_report as report
-from gradcombine.errors import GradCombineError, require_installed
+from gradcombine.errors import invalid, require_installed
 from gradcombine.reporting.sections import Section, show
 from gradcombine.verify.check_command import check_command
 from gradcombine.verify.diff import diff_report
@@ -103,21 +103,21 @@ def diff_command(
 
     Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what cannot be read.
     """
-    with errors():
+    with errors("diff"):
         if html is not None:
             require_installed("diff", *DRAWS)
         for option, path in (("--json", json), ("--html", html)):
             if path is not None and not path.resolve().parent.is_dir():
-                raise GradCombineError("diff", f"a path in an existing folder for {option}", str(path))
+                raise invalid(f"a path in an existing folder for {option}", str(path))
         if reference is not None and (max_ulp, rtol) != (None, None):
-            raise GradCombineError("diff", "--reference, or --max-ulp and --rtol", "both")
+            raise invalid("--reference, or --max-ulp and --rtol", "both")
         if reference is None and roundings is not None:
-            raise GradCombineError("diff", "--roundings with a --reference", "none")
+            raise invalid("--roundings with a --reference", "none")
         allowed, chosen = Allowed(max_ulp, rtol), read_rules(rules) if rules else Rules()
         if is_log(a) or is_log(b):
             if reference is not None or allowed != Allowed():
                 expected = "no --max-ulp, --rtol or --reference with logs of digests, which are equal or not"
-                raise GradCombineError("diff", expected, "one")
+                raise invalid(expected, "one")
             passes = _diffed_logs((a, b), chosen, json, html)
         else:
             if gradients is None and any(says_gradients(Path(path).name) for path in (a, b)):
@@ -202,11 +202,11 @@ def explain_command(
     cannot be read.
     """
     console = Console()
-    with errors():
+    with errors("explain"):
         dumps, wanted = [open_dump(path) for path in contributions], open_dump(result)
         trees = [_loaded(dump, path, wanted) for dump, path in zip(dumps, contributions, strict=True)]
-        scales = None if weights is None else numbers("explain", "weights", weights, float)
-        counts = None if ranks is None else numbers("explain", "ranks", ranks, int)
+        scales = None if weights is None else numbers("weights", weights, float)
+        counts = None if ranks is None else numbers("ranks", ranks, int)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             task = bar.add_task("", total=None)
             whole = {name: entry.whole() for name, entry in wanted.items()}
@@ -256,13 +256,13 @@ def audit_command(
     what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory.
     """
     console = Console()
-    with errors():
+    with errors("audit"):
         require_installed("audit", "jax")
         if html is not None:
             require_installed("audit", *DRAWS)
         for option, path in (("--json", json), ("--html", html)):
             if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-                raise GradCombineError("audit", f"a path in an existing folder for {option}", str(path))
+                raise invalid(f"a path in an existing folder for {option}", str(path))
         chosen, before = report.names(fail_on), None if baseline is None else report.read_baseline(baseline)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
             bar.add_task("compiling")
@@ -317,10 +317,10 @@ def plan_command(
     if no way fits the target's memory.
     """
     console = Console()
-    with errors():
+    with errors("plan"):
         require_installed("plan", "jax", "optax", extra="optax")
         if json is not None and not json.resolve().parent.is_dir():
-            raise GradCombineError("plan", "a path in an existing folder for --json", str(json))
+            raise invalid("a path in an existing folder for --json", str(json))
         columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True) as bar:
             task = bar.add_task("importing", total=None)
@@ -361,7 +361,7 @@ def verify(
 
     Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
     """
-    with errors():
+    with errors("verify"):
         require_installed("verify", *VERIFIES, *(() if html is None else DRAWS), extra="verify")
     for option, path in (("--json", json), ("--html", html)):
         if path is not None and not path.resolve().parent.is_dir():
@@ -399,5 +399,5 @@ def verify(
 def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:
     missing = [name for name in wanted if name not in dump]
     if missing:
-        raise GradCombineError("explain", f"the result's leaf {missing[0]} in {Path(path).name}", "none")
+        raise invalid(f"the result's leaf {missing[0]} in {Path(path).name}", "none")
     return {name: dump[name].whole() for name in wanted}

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
+from gradcombine.errors import operation
 from gradcombine.types import Array
 
 
@@ -55,14 +56,17 @@ class _Replica:
             raise _Unknown(arrays)
         return list(zip(*sent, strict=True))
 
+    @operation("all_sum")
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        return [reduce(resolve("all_sum", column).add, column) for column in self._columns(arrays)]
+        return [reduce(resolve(column).add, column) for column in self._columns(arrays)]
 
+    @operation("all_max")
     def all_max(self, arrays: Sequence[Array]) -> list[Array]:
-        return [reduce(resolve("all_max", column).maximum, column) for column in self._columns(arrays)]
+        return [reduce(resolve(column).maximum, column) for column in self._columns(arrays)]
 
+    @operation("all_gather")
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
-        return [resolve("all_gather", column).stack(column) for column in self._columns(arrays)]
+        return [resolve(column).stack(column) for column in self._columns(arrays)]
 
     def reduce_scatter_map(
         self,
@@ -75,5 +79,5 @@ class _Replica:
     def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         return list(arrays)
 
-    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Array]) -> None:
+    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         return None

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.text import Text
 
 from gradcombine.audit import OutOfMemoryError
-from gradcombine.errors import GradCombineError, legible
+from gradcombine.errors import GradCombineError, invalid, legible
 
 Number = TypeVar("Number", int, float)
 
@@ -32,16 +32,18 @@ def label(name: str) -> str:
 
 
 @contextmanager
-def errors() -> Generator[None, None, None]:
+def errors(command: str) -> Generator[None, None, None]:
     """Says in one line what cannot be read, compiled or found, and ends with status 2; 3 for a target's memory."""
     try:
         yield
     except (GradCombineError, OSError, MemoryError) as error:
+        if isinstance(error, GradCombineError) and not error.operation:
+            error.rename(command)
         Console(stderr=True).print(plain(str(error), "red"), soft_wrap=True)
         raise typer.Exit(3 if isinstance(error, OutOfMemoryError) else 2) from None
 
 
-def numbers(operation: str, option: str, text: str, kind: type[Number]) -> list[Number]:
+def numbers(option: str, text: str, kind: type[Number]) -> list[Number]:
     """Reads numbers with commas between."""
     try:
         found = [kind(x) for x in text.split(",")]
@@ -49,5 +51,5 @@ def numbers(operation: str, option: str, text: str, kind: type[Number]) -> list[
         found = []
     if not found or (kind is float and not all(map(math.isfinite, found))):
         expected = f"--{option} as {'whole' if kind is int else 'finite'} numbers, separated by commas"
-        raise GradCombineError(operation, expected, repr(text))
+        raise invalid(expected, repr(text))
     return found

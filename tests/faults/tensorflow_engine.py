@@ -71,11 +71,11 @@ class TensorFlowEngine:
 
     def _on_replicas(self, function: Callable[..., Any], value: Any) -> Any:
         local = self.strategy.experimental_local_results
-        leaves, structure = tree.flatten("merge", value)
+        leaves, structure = tree.flatten(value)
         kept: list[Any] = []
 
         def run(leaves: Any) -> Any:
-            found, after = tree.flatten("merge", function(tree.unflatten(structure, leaves)))
+            found, after = tree.flatten(function(tree.unflatten(structure, leaves)))
             kept[:] = [after]
             return found
 
@@ -84,5 +84,5 @@ class TensorFlowEngine:
 
 
 def _tensors(values: Any) -> Any:
-    leaves, structure = tree.flatten("tensors", values)
+    leaves, structure = tree.flatten(values)
     return tree.unflatten(structure, [x if x is None else tf.convert_to_tensor(x) for x in leaves])

@@ -171,7 +171,7 @@ def is_finite(values: Any) -> bool:
 
 def on_host(values: Any) -> Any:
     """In NumPy arrays, the same containers."""
-    leaves, structure = tree.flatten("on_host", values)
+    leaves, structure = tree.flatten(values)
     return tree.unflatten(structure, [x if x is None else np.asarray(x) for x in leaves])
 
 
@@ -213,5 +213,5 @@ class Log:
 
 def whole(state: Any) -> str:
     """A digest of each bit of a state."""
-    leaves = [x for x in tree.flatten("whole", state)[0] if x is not None]
+    leaves = [x for x in tree.flatten(state)[0] if x is not None]
     return hashlib.sha256(b"".join(np.asarray(x).tobytes() for x in leaves)).hexdigest()[:16]

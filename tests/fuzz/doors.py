@@ -217,7 +217,7 @@ def train_step_called(params: Any, state: Any, batch: Any) -> Any:
     jax.jit looks at the trees first: those without an end would harm what follows in JAX, and it asks whether a key is
     that of an earlier tree, which a tuple and a scalar of NumPy do not answer.
     """
-    require_levels("train_step", params, state, batch)
+    require_levels(params, state, batch)
     for path, _ in jax.tree_util.tree_leaves_with_path([params, state, batch]):
         if any(isinstance(x, jax.tree_util.DictKey) and not isinstance(x.key, str) for x in path):
             raise OwnError

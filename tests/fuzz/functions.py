@@ -18,7 +18,7 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine import digests, reductions, replicated, sparse, statefile
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, operation
 from gradcombine.reductions.algebra import require_reduction
 from gradcombine.verify import FlightRecorder, record
 from tests.fuzz.values import FUNCTIONS, Drawn, OwnError, huge, junk, mutated
@@ -46,9 +46,15 @@ def public(module: str) -> dict[str, Any]:
     """The functions and classes of a module that take arguments of users; what they are returned is left out."""
     found = importlib.import_module(module)
     names = getattr(found, "__all__", None) or [
-        name for name, x in vars(found).items() if not name.startswith("_") and getattr(x, "__module__", "") == module
+        name
+        for name, x in vars(found).items()
+        if not name.startswith("_") and name not in _INNER and getattr(x, "__module__", "") == module
     ]
     return {f"{module}.{name}": x for name in names if callable(x := getattr(found, name)) and not _is_record(x)}
+
+
+_INNER = {"digested", "ledgers_in"}
+"""Called by other modules, which name their errors."""
 
 
 def _is_record(x: Any) -> bool:
@@ -289,18 +295,21 @@ def _rows(d: Drawn) -> Any:
 # What a result is for: its functions, with arguments that fit it, or do not.
 
 
+@operation("update")
 def reduction_update(reduction: Any, state: Any, value: Any, weight: Any) -> Any:
-    require_reduction("update", reduction)
+    require_reduction(reduction)
     return reduction.update(state, value, weight)
 
 
+@operation("merge")
 def reduction_merge(reduction: Any, state: Any, other: Any) -> Any:
-    require_reduction("merge", reduction)
+    require_reduction(reduction)
     return reduction.merge(state, other)
 
 
+@operation("finalize")
 def reduction_finalize(reduction: Any, state: Any) -> Any:
-    require_reduction("finalize", reduction)
+    require_reduction(reduction)
     return reduction.clear(state), reduction.finalize(state)
 
 

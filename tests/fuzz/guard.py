@@ -66,7 +66,7 @@ def happened(
         run()
         outcome = "accepted", ""
     except GradCombineError as error:
-        outcome = "refused", ""
+        outcome = ("refused", "") if error.operation else ("defect", f"an error without an operation{error}")
         if len(str(error)) > MOST_CHARACTERS or "\n" in str(error):
             outcome = "defect", f"a message of {len(str(error))} characters, {str(error).count(chr(10))} line ends"
     except (*allowed, OwnError):

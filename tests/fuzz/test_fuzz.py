@@ -351,7 +351,7 @@ def test_a_dtype_that_ends_the_process_in_a_compiler_is_refused() -> None:
 
 @pytest.mark.parametrize("every", [np.int64(4), np.array(4)])
 def test_the_length_of_a_window_is_an_integer(every: Any) -> None:
-    assert type(Window("accumulate", reductions.mean(), every).every) is int
+    assert type(Window(reductions.mean(), every).every) is int
 
 
 @pytest.mark.parametrize("skip", [for_optax.skip_large(1.0), for_optax.skip_not_finite])

@@ -532,7 +532,7 @@ def _form(r: Random) -> Any:
 
 
 def _own_init(like: Any) -> Any:
-    leaves, structure = tree.flatten("own", like)
+    leaves, structure = tree.flatten(like)
     return tree.unflatten(structure, [np.zeros_like(x) for x in leaves])
 
 
@@ -541,8 +541,8 @@ def _own_update(state: Any, value: Any, weight: Any) -> Any:
 
 
 def _own_merge(a: Any, b: Any) -> Any:
-    lefts, structure = tree.flatten("own", a)
-    rights = tree.flatten_as("own", structure, b)
+    lefts, structure = tree.flatten(a)
+    rights = tree.flatten_as(structure, b)
     return tree.unflatten(
         structure, [x if x is None or y is None else x + y for x, y in zip(lefts, rights, strict=True)]
     )

@@ -49,7 +49,7 @@ class Mode:
           program: a hashable callable of (env, data); compiled once for each structure and shape.
           per_replica: one tree a replica.
         """
-        flat = [tree.flatten("spec", data) for data in per_replica]
+        flat = [tree.flatten(data) for data in per_replica]
         structure = flat[0][1]
         here = [i for i, leaf in enumerate(flat[0][0]) if leaf is not None]
         stacked = [np.stack([leaves[i] for leaves, _ in flat]) for i in here]
@@ -73,7 +73,7 @@ class Mode:
             leaves: list[Any] = [None] * count
             for i, array in zip(here, arrays, strict=True):
                 leaves[i] = array
-            out, out_structure = tree.flatten("spec", program(self.env, tree.unflatten(structure, leaves)))
+            out, out_structure = tree.flatten(program(self.env, tree.unflatten(structure, leaves)))
             outputs[:] = [([leaf is not None for leaf in out], out_structure)]
             return [leaf for leaf in out if leaf is not None]
 
@@ -82,7 +82,7 @@ class Mode:
 
 def python_loop(step: Callable[[Any, Any], Any], state: Any, xs: Any) -> Any:
     """One call a row."""
-    leaves, structure = tree.flatten("spec", xs)
+    leaves, structure = tree.flatten(xs)
     for i in range(next(leaf.shape[0] for leaf in leaves if leaf is not None)):
         state = step(state, tree.unflatten(structure, [None if leaf is None else leaf[i] for leaf in leaves]))
     return state

@@ -25,7 +25,7 @@ LOCAL_PLACES = ("list", "time", "merged halves")
 
 def rows(xs: Any) -> list[Any]:
     """A stacked tree as the list of its rows."""
-    leaves, structure = tree.flatten("spec", xs)
+    leaves, structure = tree.flatten(xs)
     count = next(leaf.shape[0] for leaf in leaves if leaf is not None)
     return [tree.unflatten(structure, [None if x is None else x[i] for x in leaves]) for i in range(count)]
 

@@ -128,7 +128,7 @@ def test_a_composition_without_a_meaning_is_an_error(names: tuple[str, ...]) -> 
 def test_one_norm_of_several_denominators_is_an_error(wrap: Any) -> None:
     reduction = wrap(reductions.ratios(["tokens", "rows"]))
     value = {"tokens": Ratio(GRADS[0], 2), "rows": Ratio(GRADS[0], 1)}
-    with pytest.raises(gc.GradCombineError, match=r"ratios: .*wrap the mean: ratios\(names, clipped"):
+    with pytest.raises(gc.GradCombineError, match=r"(ratios|clipped).*: .*wrap the mean: ratios\(names, clipped"):
         gc.combine(reduction, [value])
 
 

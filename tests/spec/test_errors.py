@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Callable[[Callable[[Any], Any]], Any], str]] = {
     ),
     "Python integer on a replica": (
         lambda to: gc.all_reduce(reductions.sum(), other(2**40), over=gc.LOCAL),
-        r"sum: leaf \['decoder'\]\['w'\]: expected a Python integer of 32 bits .* received 1099511627776",
+        r"all_reduce: leaf \['decoder'\]\['w'\]: expected a Python integer of 32 bits .* received 1099511627776",
     ),
     "leaf of a kind": (lambda to: gc.add_n([{"w": "text"}]), r"add_n: leaf \['w'\]: expected an array.* received str"),
     "empty list": (lambda to: gc.mean([]), "mean: expected one tree or more, received an empty list"),
@@ -98,7 +98,7 @@ CASES: dict[str, tuple[Callable[[Callable[[Any], Any]], Any], str]] = {
         lambda to: gc.accumulate(reductions.sum(), every=4).update(
             to(ONE), gc.accumulate(reductions.sum(), every=4, order="tree").init(to(ONE))
         ),
-        "sum: expected a state of 1 level, received 3",
+        "accumulate: expected a state of 1 level, received 3",
     ),
     "every zero": (lambda to: gc.accumulate(reductions.sum(), every=0), "accumulate: expected a window length .* 0"),
     "every negative": (lambda to: gc.accumulate(reductions.sum(), every=-2), "accumulate: expected .* received -2"),

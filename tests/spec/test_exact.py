@@ -247,7 +247,7 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
     state = acc.init({name: x[0] for name, x in data["values"].items()})
     for i in order:
         state = acc.update({name: x[i] for name, x in data["values"].items()}, state, data["weights"][i])
-        leaves, structure = tree.flatten("test", state)
+        leaves, structure = tree.flatten(state)
         saved = [None if x is None else (x.tobytes(), x.dtype, x.shape) for x in leaves]
         loaded = (None if x is None else np.frombuffer(x[0], x[1]).reshape(x[2]) for x in saved)
         state = tree.unflatten(structure, loaded)

@@ -139,7 +139,7 @@ STATEFUL: dict[str, gc.Reduction] = {
 
 
 def bits(state: Any) -> list[bytes]:
-    leaves, _ = tree.flatten("test", state)
+    leaves, _ = tree.flatten(state)
     return [np.asarray(leaf).tobytes() for leaf in leaves if leaf is not None]
 
 
@@ -249,7 +249,7 @@ def test_merged_replicas_take_pythons_numbers() -> None:
         gc.Reduction(np.zeros_like, lambda s, x, w: s + w * x, np.add, lambda s: s),
     ):
         state = reduction.update(reduction.init(np.float32(0)), np.float32(2))
-        leaves, structure = tree.flatten("test", state)
+        leaves, structure = tree.flatten(state)
         plain = tree.unflatten(structure, [np.asarray(x).item() for x in leaves])
         assert reduction.finalize(gc.merge_replicas(reduction, plain, over=gc.LOCAL)) == 2
 

@@ -65,7 +65,7 @@ def test_a_doubled_microbatch_is_named_and_loses_nothing() -> None:
     state = window(MEAN, [0, 1, 2])
     before = ledger.read(state)
     acc = gc.accumulate(MEAN, COUNT)
-    with pytest.raises(GradCombineError, match=r"mean: expected each microbatch once, received twice: 1$"):
+    with pytest.raises(GradCombineError, match=r"numbered\(mean\): expected each microbatch once, received twice: 1$"):
         acc.update(Numbered(GRADS[1], 1), state)
     assert ledger.read(state) == before
     others = [window(MEAN, numbers).levels[0] for numbers in ([0, 1, 4, 5], [1, 4, 5, 7])]
@@ -78,7 +78,7 @@ def test_a_doubled_microbatch_is_named_and_loses_nothing() -> None:
 @pytest.mark.parametrize(
     ("received", "message"),
     [
-        (GRADS[0], r"mean: expected Numbered\(value, number\), received ndarray"),
+        (GRADS[0], r"numbered\(mean\): expected Numbered\(value, number\), received ndarray"),
         (Numbered(GRADS[0], 8), r"leaf \.number: expected the number of a microbatch, from 0 to 7, or -1, received 8"),
         (Numbered(GRADS[0], -2), r"received -2"),
         (Numbered(GRADS[0], 1.0), r"leaf \.number: .*received float32 of shape \(\)"),

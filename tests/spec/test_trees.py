@@ -94,7 +94,7 @@ def test_containers_keep_their_kind_and_order(make: Any) -> None:
 
 
 def test_paths_of_leaves() -> None:
-    _, structure = tree.flatten("test", {"layer": [Point(1.0, None)], "bias": 2.0})
+    _, structure = tree.flatten({"layer": [Point(1.0, None)], "bias": 2.0})
     assert list(structure.paths()) == ["['bias']", "['layer'][0].x", "['layer'][0].y"]
 
 
@@ -285,7 +285,7 @@ def test_a_window_saved_in_one_framework_resumes_in_another(order: Any) -> None:
 
 
 def _saved_and_loaded(state: Any, convert: Any) -> Any:
-    leaves, structure = tree.flatten("test", state)
+    leaves, structure = tree.flatten(state)
     file = io.BytesIO()
     np.savez(file, **{str(i): np.asarray(leaf) for i, leaf in enumerate(leaves) if leaf is not None})
     file.seek(0)
@@ -299,6 +299,6 @@ def test_a_node_without_children_is_no_leaf() -> None:
     import equinox as eqx
 
     nodes = [eqx.nn.Identity(), np.float32(1)]
-    leaves, structure = tree.flatten("test", nodes)
+    leaves, structure = tree.flatten(nodes)
     assert leaves == [1]
     assert isinstance(tree.unflatten(structure, leaves)[0], eqx.nn.Identity)

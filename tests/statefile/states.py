@@ -69,7 +69,7 @@ CASES = {
 def contribution(like: Any, seed: int) -> Any:
     """A tree like this one: numbers whose sums round, and now and then NaN, an infinity or -0."""
     rng = np.random.default_rng(seed)
-    leaves, structure = tree.flatten("test", like)
+    leaves, structure = tree.flatten(like)
 
     def fill(leaf: Any) -> Any:
         if leaf is None:
@@ -95,7 +95,7 @@ def accumulated(case: Case, order: Any, contributions: range, every: int = 8, st
 
 def contents(state: Any) -> dict[str, Any]:
     """Every leaf by its path: dtype, shape and bytes."""
-    leaves, structure = tree.flatten("test", state)
+    leaves, structure = tree.flatten(state)
     arrays = (None if leaf is None else np.asarray(leaf) for leaf in leaves)
     described = (None if x is None else (x.dtype, x.shape, x.tobytes()) for x in arrays)
     return {**dict(zip(structure.paths(), described, strict=True)), "containers": str(structure)}

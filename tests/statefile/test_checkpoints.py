@@ -94,14 +94,14 @@ def test_tensorflow(tmp_path: Path, name: str) -> None:
     """A variable for each array of the state."""
 
     def variables(state: Any) -> tf.train.Checkpoint:
-        leaves = (x for x in tree.flatten("test", state)[0] if x is not None)
+        leaves = (x for x in tree.flatten(state)[0] if x is not None)
         return tf.train.Checkpoint(leaves=[tf.Variable(np.asarray(x), trainable=False) for x in leaves])
 
     state = window(name, 3)
     saved, restored = variables(state), variables(window(name, 0))
     restored.read(saved.write(str(tmp_path / "state"))).assert_consumed()
-    values, structure = iter(restored.leaves), tree.flatten("test", state)[1]
-    back = [None if x is None else next(values).numpy() for x in tree.flatten("test", state)[0]]
+    values, structure = iter(restored.leaves), tree.flatten(state)[1]
+    back = [None if x is None else next(values).numpy() for x in tree.flatten(state)[0]]
     assert contents(tree.unflatten(structure, back)) == contents(state)
 
 

@@ -40,13 +40,13 @@ EVERY = 4
 
 
 def as_arrays(framework: str, value: Any) -> Any:
-    leaves, structure = tree.flatten("test", value)
+    leaves, structure = tree.flatten(value)
     return tree.unflatten(structure, [None if x is None else CONVERT[framework](x) for x in leaves])
 
 
 def contribution(k: int) -> Any:
     rng = np.random.default_rng(k)
-    leaves, structure = tree.flatten("test", LIKE)
+    leaves, structure = tree.flatten(LIKE)
     return tree.unflatten(structure, [None if x is None else rng.normal(size=x.shape).astype(x.dtype) for x in leaves])
 
 
@@ -72,7 +72,7 @@ def test_what_leaves_one_framework_enters_every_other(tmp_path: Path, framework:
     for other, kind in (("numpy", np.ndarray), ("jax", jax.Array), ("tensorflow", tf.Tensor)):
         loaded = statefile.load(tmp_path / "a.npz", REDUCTIONS[name], as_arrays(other, LIKE))
         assert contents(loaded) == contents(state)
-        assert all(leaf is None or isinstance(leaf, kind) for leaf in tree.flatten("test", loaded)[0])
+        assert all(leaf is None or isinstance(leaf, kind) for leaf in tree.flatten(loaded)[0])
         assert contents(run(other, name, range(3, 6), loaded)) == expected
 
 

@@ -204,7 +204,7 @@ def test_positions(old: int, new: int, step: int, position: int, calls: int, ord
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 3), (2, 4), (2, 3)])
 def test_a_window_that_a_flush_has_ended_stays_so(old: int, new: int, full: bool) -> None:
-    window = Window("test", reductions.mean(), UNTIL_FLUSH)
+    window = Window(reductions.mean(), UNTIL_FLUSH)
     state = window.end(window.contribute(window.init(np.float32(0)), np.float32(1)))
     for resized in statefile.resize(window.reduction, [state] * old, new, full=full):
         assert bool(window.is_full(resized)) and not bool(window.is_partial(resized))

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from gradcombine.audit.subject import Frame, Loop, Shape, own_line, walk
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid
 
 Value = int
 """The number of one output of one operation, where each call of a function counts anew."""
@@ -200,7 +200,7 @@ class Inlined:
         named = dict[str, tuple[Operation, dict[str, int]]]()
         for node in nodes:
             if node.op in FLOW_V1:
-                raise GradCombineError("audit", "a graph whose loops and branches are functions (While, If)", node.op)
+                raise invalid("a graph whose loops and branches are functions (While, If)", node.op)
             x, starts = Operation(node, site), dict[str, int]()
             told = node.attr["_output_shapes"].list.shape if "_output_shapes" in node.attr else ()
             for argument in self._definition(node.op).output_arg:
@@ -214,14 +214,14 @@ class Inlined:
             self.operations.append(x)
             named[node.name] = x, starts
         if len(self.operations) > MOST:
-            raise GradCombineError("audit", f"a graph of at most {MOST:,} operations, functions included", "more")
+            raise invalid(f"a graph of at most {MOST:,} operations, functions included", "more")
 
         def find(name: str) -> Value:
             operation, *rest = name.split(":")
             if operation in arguments:
                 return arguments[operation][int(rest[-1]) if rest else 0]
             if operation not in named:
-                raise GradCombineError("audit", "a graph that is whole", f"{operation} is missing in {site.function}")
+                raise invalid("a graph that is whole", f"{operation} is missing in {site.function}")
             x, starts = named[operation]
             return x.outputs[(starts[rest[0]] if len(rest) == 2 else 0) + (int(rest[-1]) if rest else 0)]
 
@@ -300,9 +300,9 @@ class Inlined:
     ) -> list[Value]:
         around, function = x.site, self._library.get(name)
         if function is None:
-            raise GradCombineError("audit", f"a graph with the function {name}", "none of this name")
+            raise invalid(f"a graph with the function {name}", "none of this name")
         if name in around.callers:
-            raise GradCombineError("audit", "a graph of functions that do not call themselves", name)
+            raise invalid("a graph of functions that do not call themselves", name)
         if "_XlaMustCompile" in function.attr and function.attr["_XlaMustCompile"].b:
             self.notes[f"what XLA makes of {name}: audit that tf.function by itself"] = None
         turns = (*around.turns, turning) if turning else around.turns
@@ -373,7 +373,7 @@ class Inlined:
 
             found = op_def_registry.get(op)
             if found is None:
-                raise GradCombineError("audit", "operations that the installed TensorFlow knows", op)
+                raise invalid("operations that the installed TensorFlow knows", op)
             self._definitions[op] = found
         return self._definitions[op]
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from gradcombine.audit.program import Lines
 from gradcombine.audit.subject import LIBRARIES, Frame
 from gradcombine.audit.tensorflow.graph import Graph
-from gradcombine.errors import GradCombineError, attribute
+from gradcombine.errors import attribute, invalid
 
 NOBODYS = (*LIBRARIES, "__autograph_generated_file", "threading.py")
 """Parts of the paths of files that no reader of a report knows."""
@@ -49,7 +49,7 @@ def read_function(step: Any, args: Sequence[Any], *, optimized: bool) -> Graph |
     """
     if is_traced(step):
         if args:
-            raise GradCombineError("audit", "a ConcreteFunction without arguments", f"{len(args)}")
+            raise invalid("a ConcreteFunction without arguments", f"{len(args)}")
         return of_concrete(step)
     concrete = step.get_concrete_function(*args)
     if "_XlaMustCompile" in (told := concrete.function_def.attr) and told["_XlaMustCompile"].b:
@@ -104,9 +104,9 @@ def read_saved(path: Path) -> Iterator[Graph]:
     try:
         saved.ParseFromString(path.read_bytes())
     except DecodeError as error:
-        raise GradCombineError("audit", "a SavedModel that is whole", f"{path}: {error}") from None
+        raise invalid("a SavedModel that is whole", f"{path}: {error}") from None
     if not saved.meta_graphs:
-        raise GradCombineError("audit", "a SavedModel with a graph", f"{path}, which holds none")
+        raise invalid("a SavedModel with a graph", f"{path}, which holds none")
     for meta in saved.meta_graphs:
         whole = Graph(path.parent.name or "saved_model", meta.graph_def)
         yield whole

@@ -15,12 +15,14 @@ from gradcombine.errors import (
     MOST,
     GradCombineError,
     attribute,
-    renamed,
+    invalid,
+    operation,
     require_flag,
     require_integer,
     require_items,
     require_one_of,
     shown,
+    within,
 )
 from gradcombine.integrations.horovod.all_reduce import HorovodError
 from gradcombine.integrations.tensorflow import indexed_slices as sparse
@@ -38,7 +40,6 @@ from gradcombine.integrations.tensorflow.state import (
 )
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import no_autograph
 
 Mode = Literal["eager", "graph"]
 
@@ -93,6 +94,7 @@ class LocalGradientAggregation(WithSeen):
     1
     """
 
+    @operation("LocalGradientAggregation")
     def __init__(
         self,
         backward_passes_per_step: int,
@@ -106,23 +108,23 @@ class LocalGradientAggregation(WithSeen):
         reduction: Reduction | None = None,
     ) -> None:
         if not callable(allreduce):
-            raise GradCombineError("LocalGradientAggregation", "a function as allreduce", shown(allreduce))
+            raise invalid("a function as allreduce", shown(allreduce))
         if size is not None and not callable(size):
-            size = require_integer("LocalGradientAggregation", "a size of 1 or more, a function of it or None", size)
-        require_flag("LocalGradientAggregation", "sparse_as_dense", sparse_as_dense)
-        require_flag("LocalGradientAggregation", "average_aggregated_gradients", average_aggregated_gradients)
-        require_flag("LocalGradientAggregation", "scale_local_gradients", scale_local_gradients)
+            size = require_integer("a size of 1 or more, a function of it or None", size)
+        require_flag("sparse_as_dense", sparse_as_dense)
+        require_flag("average_aggregated_gradients", average_aggregated_gradients)
+        require_flag("scale_local_gradients", scale_local_gradients)
         super().__init__()
         self._k = _passes(backward_passes_per_step)
         if mode is not None:
-            require_one_of("LocalGradientAggregation", "mode 'eager', 'graph' or None", mode, ("eager", "graph"))
+            require_one_of("mode 'eager', 'graph' or None", mode, ("eager", "graph"))
         self._graph_mode = mode == "graph" or (mode is None and not tf.executing_eagerly())
         self._allreduce, self._size = allreduce, size
         self._sparse_as_dense, self._average = sparse_as_dense, average_aggregated_gradients
         self._scale_local = scale_local_gradients
         self._local: set[Any] = set()
         combined = reductions.sum() if reduction is None else reduction
-        self._window = Window("LocalGradientAggregation", combined, self._k)
+        self._window = Window(combined, self._k)
         self._state: ReplicaState | None = None
         self._traced: set[int] = set()
         self._written: list[tf.Operation] = []
@@ -132,12 +134,12 @@ class LocalGradientAggregation(WithSeen):
         """The passes since the last boundary, an int32 scalar; 0 right after it."""
         return tf.constant(0) if self._state is None else self._window.next(self._state.unread())[1]
 
-    @no_autograph
+    @operation("register_local_var")
     def register_local_var(self, variable: Any) -> None:
         """Leaves a variable out of the all-reduce: each rank keeps its own gradient, divided by the number of ranks."""
         self._local.add(_key(variable))
 
-    @no_autograph
+    @operation("compute_gradients")
     def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         """One backward pass.
 
@@ -148,16 +150,16 @@ class LocalGradientAggregation(WithSeen):
         Returns:
           At a boundary the combined sums of the window's passes; before it what ``mode`` says.
         """
-        gradients = require_items("compute_gradients", "a list of gradients", grads)
-        variables = require_items("compute_gradients", "a list of variables", vars)
+        gradients = require_items("a list of gradients", grads)
+        variables = require_items("a list of variables", vars)
         if len(gradients) != len(variables):
-            raise GradCombineError("compute_gradients", f"{len(variables)} gradients", len(gradients))
+            raise invalid(f"{len(variables)} gradients", len(gradients))
         for i, x in enumerate(gradients):
             if x is None or isinstance(x, tf.IndexedSlices):
                 continue
             if not isinstance(x, (tf.Tensor, tf.Variable, np.ndarray)):
-                raise GradCombineError("compute_gradients", "a tensor, tf.IndexedSlices or None", shown(x), f"[{i}]")
-            with renamed("compute_gradients", f"[{i}]"):
+                raise invalid("a tensor, tf.IndexedSlices or None", shown(x), f"[{i}]")
+            with within(f"[{i}]"):
                 gradients[i] = load("tensorflow").asarray(x)
         if self._sparse_as_dense:
             gradients = [sparse.dense(x) if isinstance(x, tf.IndexedSlices) else x for x in gradients]
@@ -191,7 +193,7 @@ class LocalGradientAggregation(WithSeen):
         results = dict(zip(chosen, completed(picked, self._written), strict=True))
         return [results.get(i) for i in range(len(gradients))]
 
-    @no_autograph
+    @operation("apply_gradients")
     def apply_gradients(
         self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> tf.Tensor:
@@ -265,9 +267,9 @@ class LocalGradientAggregation(WithSeen):
         shared = [i for i, x in enumerate(gradients) if x is not None and not local[i]]
         if shared:
             returned = converted(self._allreduce)([gradients[i] for i in shared], [variables[i] for i in shared])
-            reduced = require_items("compute_gradients", f"{len(shared)} gradients of allreduce", returned)
+            reduced = require_items(f"{len(shared)} gradients of allreduce", returned)
             if len(reduced) != len(shared):
-                raise GradCombineError("compute_gradients", f"{len(shared)} gradients of allreduce", len(reduced))
+                raise invalid(f"{len(shared)} gradients of allreduce", len(reduced))
             for i, x in zip(shared, reduced, strict=True):
                 combined[i] = x
         if self._scale_local and any(local):
@@ -277,13 +279,13 @@ class LocalGradientAggregation(WithSeen):
     def _ranks(self) -> Any:
         size = getattr(self._allreduce, "size", None) if self._size is None else self._size
         if size is None:
-            raise GradCombineError("compute_gradients", "a size, for the gradients of local variables", "None")
+            raise invalid("a size, for the gradients of local variables", "None")
         return size() if callable(size) else size
 
 
 def _passes(k: Any) -> int:
     expected = "an integer backward_passes_per_step"
-    passes = require_integer("LocalGradientAggregation", expected, k, lowest=-MOST)
+    passes = require_integer(expected, k, lowest=-MOST)
     if passes <= 0:
         text = "backward_passes_per_step must be > 0"
         raise HorovodError(text, "LocalGradientAggregation", "backward_passes_per_step of 1 or more", k)
@@ -295,7 +297,7 @@ def _spec(gradient: Any, variable: Any, i: int) -> tf.TensorSpec:
     try:
         own = tf.TensorSpec(variable.shape, variable.dtype)
     except Exception:  # of what has neither, or others than TensorFlow's
-        raise GradCombineError("compute_gradients", "a variable", shown(variable), f"[{i}]") from None
+        raise invalid("a variable", shown(variable), f"[{i}]") from None
     if gradient is None:
         return own
     return tf.TensorSpec(gradient.shape if gradient.shape.is_fully_defined() else own.shape, gradient.dtype)
@@ -328,4 +330,4 @@ def _require_no_conditional_collective() -> None:
         return
     expected = "an eager call (or AccumulatedStep): tf.distribute allows no collective in a conditional"
     received = f"one in a tf.function, on {context.num_replicas_in_sync} replicas"
-    raise GradCombineError("compute_gradients", expected, received)
+    raise invalid(expected, received)

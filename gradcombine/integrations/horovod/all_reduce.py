@@ -13,6 +13,8 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.errors import (
     GradCombineError,
+    invalid,
+    operation,
     require_collective,
     require_flag,
     require_items,
@@ -25,7 +27,7 @@ from gradcombine.integrations.tensorflow import indexed_slices as sparse
 from gradcombine.places import replicas
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import Array, Order, Tree, no_autograph
+from gradcombine.types import Array, Order, Tree
 
 Op = Literal["average", "sum", "min", "max", "product", "adasum"]
 
@@ -94,6 +96,7 @@ class AllReduce:
     # AutoGraph looks for the mark of `no_autograph` on what is called, and that is the object.
     autograph_info__: ClassVar[dict[str, Any]] = {}
 
+    @operation("AllReduce")
     def __init__(
         self,
         over: Collective,
@@ -107,21 +110,21 @@ class AllReduce:
         sparse_as_dense: bool = False,
         order: Order = "sequential",
     ) -> None:
-        require_order("AllReduce", order)
-        require_collective("AllReduce", over)
-        require_one_of("AllReduce", f"an op of {list(get_args(Op))}", op, get_args(Op))
+        require_order(order)
+        require_collective(over)
+        require_one_of(f"an op of {list(get_args(Op))}", op, get_args(Op))
         prescale_factor, postscale_factor, gradient_predivide_factor = (
-            require_number("AllReduce", "finite factors, and no predivision by 0", factor, -math.inf)
+            require_number("finite factors, and no predivision by 0", factor, -math.inf)
             for factor in (prescale_factor, postscale_factor, gradient_predivide_factor)
         )
         if gradient_predivide_factor == 0:
-            raise GradCombineError("AllReduce", "finite factors, and no predivision by 0", gradient_predivide_factor)
+            raise invalid("finite factors, and no predivision by 0", gradient_predivide_factor)
         if gradient_predivide_factor != 1 and op != "average":
             text = "gradient_predivide_factor not supported with op != Average"
             raise HorovodError(text, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
         if compression is not None and op in ("min", "max"):
-            raise GradCombineError("AllReduce", f"no compression for {op!r}", shown(compression))
-        require_flag("AllReduce", "sparse_as_dense", sparse_as_dense)
+            raise invalid(f"no compression for {op!r}", shown(compression))
+        require_flag("sparse_as_dense", sparse_as_dense)
         self._over, self._op = over, op
         self._order: Order = order
         self._before = prescale_factor / gradient_predivide_factor
@@ -130,12 +133,12 @@ class AllReduce:
         self._sparse_as_dense = sparse_as_dense
         self._reduction = _REDUCTIONS[op](**({} if compression is None else {"wire_dtype": compression}))
 
-    @no_autograph
+    @operation("AllReduce")
     def size(self) -> int:
         """The number of ranks that take part."""
         return self._over.size() if self._process_set is None else len(self._process_set)
 
-    @no_autograph
+    @operation("AllReduce")
     def __call__(self, gradients: Tree, variables: Any = None) -> Tree:
         """Combines gradients over the ranks.
 
@@ -146,13 +149,13 @@ class AllReduce:
         Returns:
           The combined gradients, of the same structure and dtypes.
         """
-        leaves, structure = tree.flatten("AllReduce", gradients)
+        leaves, structure = tree.flatten(gradients)
         slices = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, tf.IndexedSlices)}
         if self._sparse_as_dense:
             leaves = [sparse.dense(leaf) if i in slices else leaf for i, leaf in enumerate(leaves)]
             slices = {}
         paths = list(structure.paths())
-        included = self._included(resolve("AllReduce", leaves))
+        included = self._included(resolve(leaves))
         kept = [None if i in slices else leaf for i, leaf in enumerate(leaves)]
         combined = self._dense(kept, paths, included)
         for i, leaf in slices.items():
@@ -162,7 +165,7 @@ class AllReduce:
     def _dense(self, leaves: list[Any], paths: list[str], included: Any) -> list[Any]:
         if all(is_absent(leaf) for leaf in leaves):
             return leaves
-        backend = resolve("AllReduce", leaves)
+        backend = resolve(leaves)
         scaled = [_times(backend, x, self._before, path) for x, path in zip(leaves, paths, strict=True)]
         weight = 1 if included is None else included
         reduced = replicas.all_reduce(self._reduction, scaled, self._over, weight, self._order)
@@ -177,7 +180,7 @@ class AllReduce:
 
     def _sparse(self, slices: Any, path: str, included: Any) -> Any:
         if self._op not in ("average", "sum"):
-            raise GradCombineError("AllReduce", f"dense gradients for {self._op!r}, or sparse_as_dense", "sparse", path)
+            raise invalid(f"dense gradients for {self._op!r}, or sparse_as_dense", "sparse", path)
         backend = load("tensorflow")
         values = _times(backend, slices.values, self._before, path)
         gathered = sparse.gather(self._over, sparse.with_values(slices, values), included)
@@ -193,7 +196,7 @@ class AllReduce:
             return None
         if max(self._process_set) >= self._over.size():
             expected = f"a process set of ranks below {self._over.size()}"
-            raise GradCombineError("AllReduce", expected, list(self._process_set))
+            raise invalid(expected, list(self._process_set))
         rank, chosen = self._over.rank(), backend.full((), 0, dtypes.INT32)
         one = backend.full((), 1, dtypes.INT32)
         for member in self._process_set:
@@ -202,10 +205,10 @@ class AllReduce:
 
 
 def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
-    ranks = tuple(require_items("AllReduce", "a process set of different ranks, one or more", process_set))
+    ranks = tuple(require_items("a process set of different ranks, one or more", process_set))
     whole = all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks)
     if not ranks or not whole or len(set(ranks)) != len(ranks):
-        raise GradCombineError("AllReduce", "a process set of different ranks, one or more", shown(process_set))
+        raise invalid("a process set of different ranks, one or more", shown(process_set))
     return ranks
 
 
@@ -214,7 +217,7 @@ def _times(backend: Backend, x: Any, factor: float, path: str) -> Any:
         return x
     dtype = backend.dtype(x)
     if dtypes.kind(dtype) not in ("float", "complex"):
-        raise GradCombineError("AllReduce", f"no factors for a gradient of {dtype}", factor, path)
+        raise invalid(f"no factors for a gradient of {dtype}", factor, path)
     working = dtypes.working(dtype)
     wide = backend.cast(backend.asarray(x), working)
     return backend.cast(backend.scale(wide, backend.full((), factor, dtypes.part(working))), dtype)

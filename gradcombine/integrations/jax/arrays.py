@@ -18,7 +18,7 @@ from gradcombine import tree
 from gradcombine.backends.jax_backend import has_dtype
 from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.registry import in_words, is_absent, shape_of
-from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.errors import GradCombineError, invalid, shown, within
 from gradcombine.formats.entry import first_line
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
@@ -26,29 +26,29 @@ from gradcombine.types import Tree
 _LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
 
 
-def require_tree(operation: str, *values: Tree) -> None:
+def require_tree(*values: Tree) -> None:
     """Refuses what JAX cannot flatten, and what `require_levels` does."""
-    _flattened(operation, values)
+    _flattened(values)
 
 
-def _flattened(operation: str, values: Tree) -> tuple[list[Any], Any]:
-    require_levels(operation, values)
-    with in_own_words(operation, "trees that JAX can flatten"):
+def _flattened(values: Tree) -> tuple[list[Any], Any]:
+    require_levels(values)
+    with in_own_words("trees that JAX can flatten"):
         return jax.tree.flatten(values)
 
 
 @contextmanager
-def in_own_words(operation: str, expected: str) -> Iterator[None]:
+def in_own_words(expected: str) -> Iterator[None]:
     """Says of what JAX refuses, by whatever class of error, what had been expected."""
     try:
         yield
     except GradCombineError:
         raise
     except (TypeError, ValueError, SystemError) as error:  # the last one of sequences whose length is not true
-        raise GradCombineError(operation, expected, first_line(error)) from error
+        raise invalid(expected, first_line(error)) from error
 
 
-def require_levels(operation: str, *values: Tree) -> None:
+def require_levels(*values: Tree) -> None:
     """Refuses containers of Python without an end, or with keys in no order, and arrays that XLA has no dtype for.
 
     After containers of both kinds JAX leaves the calls that follow less depth of recursion; of such arrays XLA ends the
@@ -61,23 +61,23 @@ def require_levels(operation: str, *values: Tree) -> None:
                 sorted(x)
             except Exception as error:  # whatever a key's own code raises
                 received = f"the keys {', '.join(map(shown, x))}"
-                raise GradCombineError(operation, "dicts whose keys have an order, as JAX does", received) from error
+                raise invalid("dicts whose keys have an order, as JAX does", received) from error
         return not isinstance(x, (dict, list, tuple))
 
-    leaves, structure = tree.flatten(operation, values, is_leaf)
+    leaves, structure = tree.flatten(values, is_leaf)
     for i, x in enumerate(leaves):
         if isinstance(x, (np.ndarray, np.generic)) and x.dtype in NARROW and not has_dtype(x.dtype):
-            raise GradCombineError(operation, "a dtype that JAX has", x.dtype, structure.path(i))
+            raise invalid("a dtype that JAX has", x.dtype, structure.path(i))
 
 
-def as_arrays(operation: str, values: Tree) -> Tree:
+def as_arrays(values: Tree) -> Tree:
     """A tree whose Python numbers and NumPy arrays are JAX's, in the dtypes that jit gives them."""
-    leaves, structure = _flattened(operation, values)
+    leaves, structure = _flattened(values)
     arrays = list(map(_as_array, leaves))
     for i, array in enumerate(arrays):
         if array is None:
             path = jax.tree_util.keystr(jax.tree_util.tree_leaves_with_path(values)[i][0])
-            raise GradCombineError(operation, "a tree of arrays, numbers and None", in_words(leaves[i]), path)
+            raise invalid("a tree of arrays, numbers and None", in_words(leaves[i]), path)
     return structure.unflatten(arrays)
 
 
@@ -91,12 +91,12 @@ def _as_array(x: Any) -> Any:
     return None
 
 
-def require_transformation(operation: str, optimizer: Any) -> None:
+def require_transformation(optimizer: Any) -> None:
     """Refuses what is not an optax.GradientTransformation, of two functions."""
     import optax  # which gradients alone do not need
 
     if not isinstance(optimizer, optax.GradientTransformation) or not all(map(callable, optimizer)):
-        raise GradCombineError(operation, "an optax.GradientTransformation", type(optimizer).__name__)
+        raise invalid("an optax.GradientTransformation", type(optimizer).__name__)
 
 
 def place_beside(params: Tree, state: Tree) -> Tree:
@@ -123,22 +123,22 @@ def usable(*values: Tree) -> Iterator[None]:
     except GradCombineError:
         raise
     except Exception as error:  # a foreign object may raise any
-        require_tree("train_step", values)
-        as_arrays("train_step", values)
+        require_tree(values)
+        as_arrays(values)
         for path, x in jax.tree_util.tree_leaves_with_path(values):
             if isinstance(x, np.generic) and np.dtype(x.dtype.name).type is not type(x):
                 expected = "arrays and numbers that jax.jit takes"
-                raise GradCombineError("train_step", expected, type(x).__name__, _named(path)) from error
+                raise invalid(expected, type(x).__name__, _named(path)) from error
         leaves = [(path, x) for path, x in jax.tree_util.tree_leaves_with_path(values) if _is_known(x)]
         for path, x in leaves:
             if x.is_deleted():
                 expected = "what the last call returned: it has taken over the parameters and the state that it got"
-                raise GradCombineError("train_step", expected, "a donated buffer", _named(path)) from error
+                raise invalid(expected, "a donated buffer", _named(path)) from error
         committed = [(path, x.devices()) for path, x in leaves if x.committed]
         for path, devices in committed:
             if devices != (first := committed[0][1]):
                 expected = f"arguments on the same devices, {_ids(first)} as in {_named(committed[0][0])}"
-                raise GradCombineError("train_step", expected, _ids(devices), _named(path)) from error
+                raise invalid(expected, _ids(devices), _named(path)) from error
         raise
 
 
@@ -181,25 +181,25 @@ def detect_lost_peers(operation: str) -> Iterator[None]:
         raise GradCombineError(operation, expected, str(error)) from error
 
 
-def examples(operation: str, batch: Tree) -> int:
+def examples(batch: Tree) -> int:
     """The length of the first axis, which all arrays of a batch share."""
     found: dict[int, str] = {}
-    leaves, structure = tree.flatten(operation, batch)
+    leaves, structure = tree.flatten(batch)
     for leaf, name in zip(leaves, structure.paths(), strict=True):
         if leaf is None:
             continue
-        with renamed(operation, name):
+        with within(name):
             shape = shape_of(leaf)
         if getattr(leaf, "dtype", None) == jax.dtypes.float0:  # gradients of integers, which jit takes
-            raise GradCombineError(operation, "a batch of numbers", "an array of float0", name)
+            raise invalid("a batch of numbers", "an array of float0", name)
         if not shape:
-            raise GradCombineError(operation, "a batch argument with a first axis of examples", "a scalar", name)
+            raise invalid("a batch argument with a first axis of examples", "a scalar", name)
         if found and shape[0] not in found:
             (other, where), *_ = found.items()
-            raise GradCombineError(operation, f"{other} examples, as in {where}", shape[0], name)
+            raise invalid(f"{other} examples, as in {where}", shape[0], name)
         found[shape[0]] = name
     if not found:
-        raise GradCombineError(operation, "a batch argument with an array", "none")
+        raise invalid("a batch argument with an array", "none")
     return next(iter(found))
 
 

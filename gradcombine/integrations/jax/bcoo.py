@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid, operation
 from gradcombine.sparse import RowSparse, row_slices, row_sparse
 from gradcombine.types import Array, Tree
 
 
+@operation("from_bcoo")
 def from_bcoo(matrix: sparse.BCOO) -> RowSparse:
     """The row-sparse leaf of a BCOO with ``n_batch=0`` and ``n_sparse=1``: its first axis is sparse, the others dense.
 
@@ -33,10 +34,11 @@ def from_bcoo(matrix: sparse.BCOO) -> RowSparse:
     """
     slices = row_slices(matrix)
     if not isinstance(matrix, sparse.BCOO) or slices is None or slices.rows is None:
-        raise GradCombineError("from_bcoo", "a BCOO", type(matrix).__name__)
+        raise invalid("a BCOO", type(matrix).__name__)
     return row_sparse(slices.indices, slices.values, slices.rows)
 
 
+@operation("to_bcoo")
 def to_bcoo(rows: RowSparse) -> sparse.BCOO:
     """The BCOO of a row-sparse leaf. BCOO has the same padding: an index past the end.
 
@@ -48,6 +50,7 @@ def to_bcoo(rows: RowSparse) -> sparse.BCOO:
     return sparse.BCOO((jnp.asarray(rows.values), jnp.asarray(rows.indices)[:, None]), shape=rows.shape)
 
 
+@operation("value_and_row_grad")
 def value_and_row_grad(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """Differentiates a loss with respect to the rows that it looks up, so that no dense gradient of a table is made.
 
@@ -79,6 +82,7 @@ def value_and_row_grad(loss: Callable[..., Any], has_aux: bool = False) -> Calla
     (24.0, 8.0, [2, 7, 1000, 1000], [[3.0, 3.0], [9.0, 9.0]])
     """
 
+    @operation("value_and_row_grad")
     def function(tables: Tree, ids: Tree, params: Tree, *args: Any) -> Any:
         embedded = jax.tree.map(_look_up, tables, ids)
         found, (rows, rest) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(embedded, params, *args)

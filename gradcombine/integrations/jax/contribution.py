@@ -19,7 +19,7 @@ from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.denominators import Totals
-from gradcombine.errors import MOST, GradCombineError, require_collective, require_flag, require_order, shown
+from gradcombine.errors import MOST, invalid, require_collective, require_flag, require_order, shown
 from gradcombine.integrations.jax.arrays import examples, in_own_words
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.places.replicas import LOCAL
@@ -140,7 +140,6 @@ class Objective:
     The attributes are the arguments of `value_and_grad` and `train_step` of these names.
     """
 
-    operation: str
     loss: Loss
     weight: Callable[..., Any] | None = None
     reduction: Reduction = field(default_factory=reductions.mean)
@@ -148,29 +147,26 @@ class Objective:
     order: Order = "sequential"
 
     def __post_init__(self) -> None:
-        require_reduction(self.operation, self.reduction)
+        require_reduction(self.reduction)
         loss = self.loss
         for name in ("has_aux", "differentiate"):
-            require_flag(self.operation, name, getattr(loss, name))
-        require_order(self.operation, self.order)
-        require_collective(self.operation, self.over)
+            require_flag(name, getattr(loss, name))
+        require_order(self.order)
+        require_collective(self.over)
         axis = self.reduction.summed_over
         if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
-            raise self.error(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
+            raise invalid(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
         for name, function in (("loss", loss.function), ("weight", self.weight)):
             if not callable(function) and not (name == "weight" and function is None):
-                raise self.error(f"a function as {name}", shown(function))
+                raise invalid(f"a function as {name}", shown(function))
         if loss.argnums is None:
-            raise self.error("the positions of the parameters as argnums", None)
+            raise invalid("the positions of the parameters as argnums", None)
         roles = [*self._taken(), *_positions(loss.batch_argnums)]
         if not all(_is_position(role) for role in roles) or len(set(roles)) != len(roles):
-            raise self.error("argument positions, integers from 0, each with one role", roles)
+            raise invalid("argument positions, integers from 0, each with one role", roles)
         for name in ("rng_argnum", "carry_argnum"):
             if isinstance(role := getattr(loss, name), Sequence):
-                raise self.error(f"one argument position as {name}, or None", role)
-
-    def error(self, expected: str, received: Any, path: str = "") -> GradCombineError:
-        return GradCombineError(self.operation, expected, received, path)
+                raise invalid(f"one argument position as {name}, or None", role)
 
     def batch_positions(self, args: Sequence[Any]) -> list[int]:
         """Where the batch is: where it was said to be, or wherever no argument has another role."""
@@ -178,13 +174,13 @@ class Objective:
         found = _positions(self.loss.batch_argnums) or [i for i in range(len(args)) if i not in taken]
         needed = max([*found, *taken]) + 1
         if needed > len(args):
-            raise self.error(f"{needed} positional arguments or more", len(args))
+            raise invalid(f"{needed} positional arguments or more", len(args))
         return found
 
     def key(self, args: Sequence[Any], *numbers: Any) -> Array:
         """The key among the arguments, folded with numbers: of a window, of a contribution."""
         (position,) = _positions(self.loss.rng_argnum)
-        with in_own_words(self.operation, "a key of jax.random in the place rng_argnum"):
+        with in_own_words("a key of jax.random in the place rng_argnum"):
             return reduce(jax.random.fold_in, numbers, args[position])
 
     def params(self, args: Sequence[Any]) -> Tree:
@@ -210,7 +206,7 @@ class Objective:
         combined = self.combined(has_aux)
         if self.reduction.microbatches is not None:
             combined = reductions.numbered(combined, self.reduction.microbatches)
-        return ReplicatedWindow(self.operation, combined, every, self.over, self.order, max_every)
+        return ReplicatedWindow(combined, every, self.over, self.order, max_every)
 
     def on_replicas(
         self,
@@ -225,9 +221,7 @@ class Objective:
         self._require_whole(args)
         axis = self.reduction.summed_over
         if isinstance(axis, JaxAxis) and not axis.is_bound():
-            raise self.error(
-                f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none"
-            )
+            raise invalid(f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none")
         others = [None if i in positions else x for i, x in enumerate(args)]
 
         def one(whole: Tree, rows: list[Any], own: Tree) -> tuple[Tree, Tree]:
@@ -238,7 +232,7 @@ class Objective:
             return function(called, kwargs, whole, own)
 
         rows = [args[i] for i in positions]
-        return on_replicas(self.operation, self.over, one, (others, kwargs, whole), rows, own)
+        return on_replicas(self.over, one, (others, kwargs, whole), rows, own)
 
     def contribution(
         self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None = None, scale: Any = None
@@ -256,12 +250,12 @@ class Objective:
         called = [mark_own(axis, arg) if i in parameters else arg for i, arg in enumerate(args)]
         (value, rest, form), grads = self._differentiated(called, kwargs, scale)
         if self.loss.carry_argnum is not None and rest.carry is None:
-            raise self.error("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
+            raise invalid("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
         if self.loss.carry_argnum is None and rest.carry is not None:
-            raise self.error("carry_argnum, for a loss that returns a carry", None)
+            raise invalid("carry_argnum, for a loss that returns a carry", None)
         weight = self._weight(args, rest.weight, default_weight)
         backend = load("jax")
-        parsed = parse(self.operation, backend, weight)
+        parsed = parse(backend, weight)
         total = parsed.cast(backend, np.dtype(np.float32))
         parts = {"grads": grads, "value": jnp.asarray(value), "weight": total}
         if jax.tree.leaves(rest.aux):
@@ -296,7 +290,7 @@ class Objective:
                 return value, (output, form)
             # NaN for a traced weight that would have been refused.
             backend = load("jax")
-            factor = parse(self.operation, backend, scale).cast(backend, np.dtype(value.dtype))
+            factor = parse(backend, scale).cast(backend, np.dtype(value.dtype))
             return value * factor, (output, form)
 
         if self.loss.differentiate:
@@ -306,11 +300,11 @@ class Objective:
             return (output.value, output, form), grads
         result = self.loss.function(*args, **kwargs)
         if not isinstance(result, tuple) or len(result) != 2:
-            raise self.error("a function that returns (value, gradients), for differentiate=False", _described(result))
+            raise invalid("a function that returns (value, gradients), for differentiate=False", _described(result))
         output, form = self._opened(result[0])
         leaves = jax.tree_util.tree_leaves_with_path(result[1])
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-        self.over.require_unreduced(self.operation, paths, [leaf for _, leaf in leaves])
+        self.over.require_unreduced(paths, [leaf for _, leaf in leaves])
         return (output.value, output, form), result[1]
 
     def _require_whole(self, args: Sequence[Any]) -> None:
@@ -323,7 +317,7 @@ class Objective:
                     "jax.lax.all_gather before, or leave their axis out of over)"
                 )
                 received = f"ones that may differ over {', '.join(split)}"
-                raise self.error(expected, received, jax.tree_util.keystr(path))
+                raise invalid(expected, received, jax.tree_util.keystr(path))
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
         """Calls the loss."""
@@ -335,21 +329,21 @@ class Objective:
             value = jnp.asarray(output.value)
             kind, shape = value.dtype, value.shape
         except (TypeError, ValueError):
-            raise self.error("a loss that is a real floating scalar", _described(output.value)) from None
+            raise invalid("a loss that is a real floating scalar", _described(output.value)) from None
         if shape != () or not jnp.issubdtype(kind, jnp.floating):
-            raise self.error("a loss that is a real floating scalar", f"{kind} of shape {shape}")
+            raise invalid("a loss that is a real floating scalar", f"{kind} of shape {shape}")
         return output, form
 
     def _in_form(self, output: Any) -> tuple[LossOutput, Form]:
         bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
         if (bare != self.loss.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
             wanted = "(value, aux)" if self.loss.has_aux else "a scalar (or (value, aux), with has_aux=True)"
-            raise self.error(f"a loss that returns {wanted} or a LossOutput", _described(output))
+            raise invalid(f"a loss that returns {wanted} or a LossOutput", _described(output))
         return opened(output, self.loss.has_aux)
 
     def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
         if returned is not None and self.weight is not None:
-            raise self.error("a weight that the loss returns or one of the argument weight", "both")
+            raise invalid("a weight that the loss returns or one of the argument weight", "both")
         if returned is not None:
             return returned
         if self.weight is not None:
@@ -358,7 +352,7 @@ class Objective:
             return 1
         if default_weight is not None:
             return default_weight
-        return examples(self.operation, tuple(args[i] for i in self.batch_positions(args)))
+        return examples(tuple(args[i] for i in self.batch_positions(args)))
 
     def _taken(self) -> list[int]:
         """The positions that have a role other than the batch."""

@@ -18,18 +18,17 @@ from gradcombine.backends.jax_versions import vjp_by_name
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.denominators import Terms, require_totals
-from gradcombine.errors import renamed
+from gradcombine.errors import invalid, operation
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Form, Loss, LossOutput, Objective
 from gradcombine.integrations.jax.on_replicas import mark_own
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.ratios import Ratio, ratios
+from gradcombine.reductions.ratios import Ratio, ratios_of
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, Order, Tree
 
 
 def objective_of(
-    operation: str,
     loss: Callable[..., Any] | Loss,
     weight: Callable[..., Any] | None,
     reduction: Reduction | None,
@@ -39,28 +38,28 @@ def objective_of(
     """The objective of a loss, of one term or of several; the arguments are those of `value_and_grad`."""
     loss = Loss.of(loss)
     mean = reductions.mean() if reduction is None else reduction
-    objective = Objective(operation, loss, weight, mean, over, order)
-    require_totals(operation, loss.totals)
+    objective = Objective(loss, weight, mean, over, order)
+    require_totals(loss.totals)
     if loss.terms is None:
         if loss.totals is not None:
-            raise objective.error("terms, for totals", "none")
+            raise invalid("terms, for totals", "none")
         return objective
-    several = Terms(operation, loss.terms)
+    several = Terms(loss.terms)
     if not loss.differentiate:
-        raise objective.error("a loss to differentiate, for terms", "differentiate=False")
+        raise invalid("a loss to differentiate, for terms", "differentiate=False")
     if loss.totals is None:
-        with renamed(operation):
-            combined, of_values = ratios(several.denominators, reduction), several.reduction_of_values()
+        combined, of_values = ratios_of(several.denominators, reduction), several.reduction_of_values()
     else:
         combined, of_values = reductions.sum() if reduction is None else reduction, reductions.sum()
         if combined.scales_by_weight:
-            raise objective.error("a sum, for terms that are divided by known totals", combined.name)
+            raise invalid("a sum, for terms that are divided by known totals", combined.name)
     aux = reductions.mean() if loss.aux_reduction is None else loss.aux_reduction
     parts = {"terms": of_values, "weights": reductions.sum(), "aux": aux}
     of_terms = replace(loss, aux_reduction=parts, differentiate=loss.totals is not None)
-    return ObjectiveOfTerms(operation, of_terms, weight, combined, over, order)
+    return ObjectiveOfTerms(of_terms, weight, combined, over, order)
 
 
+@operation("grads_by_denominator")
 def grads_by_denominator(
     loss: Callable[..., Any],
     terms: Mapping[str, str],
@@ -91,12 +90,12 @@ def grads_by_denominator(
     >>> {name: float(grad) for name, grad in grads.items()}, output.weight
     ({'microbatches': 20.0, 'tokens': 3.0}, {'microbatches': 1, 'tokens': 2})
     """
-    operation = "grads_by_denominator"
-    objective = ObjectiveOfTerms(operation, Loss(loss, argnums, has_aux=has_aux, terms=terms))
+    objective = ObjectiveOfTerms(Loss(loss, argnums, has_aux=has_aux, terms=terms))
 
+    @operation("grads_by_denominator")
     @wraps(loss)
     def differentiated(*args: Any, **kwargs: Any) -> tuple[LossOutput, dict[str, Tree]]:
-        require_tree(operation, args, kwargs)
+        require_tree(args, kwargs)
         output, _, grads = objective.differentiated(args, kwargs)
         values = {term: part.numerator for term, part in output.aux["terms"].items()}
         weights = {name: part.denominator for name, part in grads.items()}
@@ -118,7 +117,7 @@ class ObjectiveOfTerms(Objective):
 
     @cached_property
     def terms(self) -> Terms:
-        return Terms(self.operation, {} if self.loss.terms is None else self.loss.terms)
+        return Terms({} if self.loss.terms is None else self.loss.terms)
 
     @property
     def counts(self) -> bool:
@@ -135,7 +134,7 @@ class ObjectiveOfTerms(Objective):
     def with_totals(self, kwargs: dict[str, Any], counted: Array) -> dict[str, Any]:
         """The keyword arguments with the totals of all replicas, by one exchange of a few numbers."""
         if "totals" in kwargs:
-            raise self.error("no totals, where they are counted", "totals")
+            raise invalid("no totals, where they are counted", "totals")
         (totals,) = self.over.all_sum([mark_own(self.over, counted)])
         return kwargs | {"totals": {name: totals[i] for i, name in enumerate(self.terms.denominators)}}
 
@@ -176,7 +175,7 @@ class ObjectiveOfTerms(Objective):
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
         kwargs = dict(kwargs)
         if self.loss.totals is not None and "totals" not in kwargs:
-            raise self.error("totals={...} of the window's denominators, in each call", "none")
+            raise invalid("totals={...} of the window's denominators, in each call", "none")
         given = kwargs.pop("totals") if self.loss.totals is not None else None
         values, weights, output, form = self._terms_of(args, kwargs)
         if self.loss.totals is None:
@@ -200,7 +199,7 @@ class ObjectiveOfTerms(Objective):
     ) -> tuple[dict[str, Any], dict[str, Any], LossOutput, Form]:
         output, form = self._in_form(self.loss.function(*args, **kwargs))
         if output.weight is not None and self.weight is not None:
-            raise self.error("weights that the loss returns or ones of the argument weight", "both")
+            raise invalid("weights that the loss returns or ones of the argument weight", "both")
         weights = output.weight
         if self.weight is not None:
             weights = self.weight(*(args[i] for i in self.batch_positions(args)))
@@ -218,4 +217,4 @@ class ObjectiveOfTerms(Objective):
 
     def _number(self, weight: Any) -> Array:
         backend = load("jax")
-        return parse(self.operation, backend, weight).cast(backend, np.dtype(np.float32))
+        return parse(backend, weight).cast(backend, np.dtype(np.float32))

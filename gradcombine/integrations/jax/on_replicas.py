@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, Array, State, Tree
@@ -32,7 +32,6 @@ Smaller ones it copies into one array before, and they stay as they are.
 
 
 def on_replicas(
-    operation: str,
     over: Collective,
     function: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]],
     whole: Tree,
@@ -46,7 +45,6 @@ def on_replicas(
     these axes alone: the compiler keeps the others.
 
     Args:
-      operation: what error messages call the caller.
       over: the replicas.
       function: what it returns as ``whole`` is the same on all replicas.
       whole: what all replicas get alike; arrays that are split over the axes are gathered before.
@@ -58,16 +56,16 @@ def on_replicas(
     """
     if not isinstance(over, JaxAxis) or over.is_bound():
         return function(whole, rows, own)
-    mesh, names = require_mesh(operation, over, (whole, rows, own)), over.names
+    mesh, names = require_mesh(over, (whole, rows, own)), over.names
     replicas = math.prod(mesh.shape[name] for name in names)
     for path, x in _arrays(rows):
         if x.shape[0] % replicas:
             expected = f"a number of examples that the {replicas} replicas of {over!r} can share"
-            raise GradCombineError(operation, expected, x.shape[0], path)
+            raise invalid(expected, x.shape[0], path)
     for path, x in _arrays(own):
         if x.shape[:1] != (replicas,):
             expected = f"what is each replica's own along a first axis of {replicas}, as an init on the mesh makes it"
-            raise GradCombineError(operation, expected, f"shape {x.shape}", path)
+            raise invalid(expected, f"shape {x.shape}", path)
     leaves, structure = jax.tree.flatten(whole)
     arrays = [x for x in leaves if hasattr(x, "shape")]
 
@@ -95,23 +93,23 @@ def on_replicas(
     return jax.jit(mapped)(arrays, rows, own)
 
 
-def require_mesh(operation: str, over: JaxAxis, values: Tree) -> Mesh | AbstractMesh:
+def require_mesh(over: JaxAxis, values: Tree) -> Mesh | AbstractMesh:
     """The mesh that `find_mesh` finds.
 
     Raises:
       GradCombineError: as `find_mesh`, and where there is none.
     """
-    mesh = find_mesh(operation, over, values)
+    mesh = find_mesh(over, values)
     if mesh is None:
         expected = (
             "an axis that the surrounding pmap, vmap or shard_map binds, or one of the mesh that the arguments lie on "
             "(jax.device_put) or that is in scope (jax.set_mesh)"
         )
-        raise GradCombineError(operation, expected, f"{over!r}, and no mesh")
+        raise invalid(expected, f"{over!r}, and no mesh")
     return mesh
 
 
-def find_mesh(operation: str, over: JaxAxis, values: Tree) -> Mesh | AbstractMesh | None:
+def find_mesh(over: JaxAxis, values: Tree) -> Mesh | AbstractMesh | None:
     """The mesh that is in scope or that the values lie on, and has the axes; None for values on one device.
 
     Raises:
@@ -134,9 +132,9 @@ def find_mesh(operation: str, over: JaxAxis, values: Tree) -> Mesh | AbstractMes
     (first, at), *others = meshes.values()
     if others:
         ((other, path), *_) = others
-        raise GradCombineError(operation, f"arguments on {_described(first)}, as {at} is", _described(other), path)
+        raise invalid(f"arguments on {_described(first)}, as {at} is", _described(other), path)
     if not set(over.names) <= set(first.axis_names):
-        raise GradCombineError(operation, f"axes of {_described(first)}, or ones that shard_map binds", repr(over))
+        raise invalid(f"axes of {_described(first)}, or ones that shard_map binds", repr(over))
     return first
 
 
@@ -158,16 +156,16 @@ def on_their_mesh(specs: Tree, values: Tree) -> Tree:
     return jax.tree.map(placed, specs)
 
 
-def own_state(operation: str, over: Collective, own: Tree, beside: Tree) -> Tree:
+def own_state(over: Collective, own: Tree, beside: Tree) -> Tree:
     """The initial state of each replica for `on_replicas`: typed as varying, or stacked along the mesh axis."""
     if not isinstance(over, JaxAxis) or over.is_bound():
         return mark_own(over, own)
-    if find_mesh(operation, over, beside) is None:  # made outside of the mapped function
+    if find_mesh(over, beside) is None:  # made outside of the mapped function
         return own
-    return on_replicas(operation, over, lambda whole, *_: ((), whole[0]), (own, beside))[1]
+    return on_replicas(over, lambda whole, *_: ((), whole[0]), (own, beside))[1]
 
 
-def divided(operation: str, over: Collective, reduction: Reduction, state: State, params: Tree) -> Tree:
+def divided(over: Collective, reduction: Reduction, state: State, params: Tree) -> Tree:
     """The value of a state that the replicas have merged; where they are a mesh's, of which all see the whole.
 
     An optimizer whose state is split over the replicas needs a part of the sums alone, and XLA makes a reduce-scatter
@@ -181,7 +179,7 @@ def divided(operation: str, over: Collective, reduction: Reduction, state: State
     """
     if not isinstance(over, JaxAxis) or over.is_bound():
         return reduction.finalize(state)
-    mesh = require_mesh(operation, over, (state, params))
+    mesh = require_mesh(over, (state, params))
 
     def value(state: State) -> Tree:
         return reduction.finalize(jax.tree.map(partial(_once, mesh), state))
@@ -224,8 +222,8 @@ class ReplicatedWindow(Window):
             return self.merged(AccumulateState(levels, *position), taken)
 
         position = state.step, state.index
-        merged, arrays = on_replicas(self.operation, self.over, on_each, position, own=state.levels)
-        return divided(self.operation, self.over, self.reduction, merged, self.params), arrays
+        merged, arrays = on_replicas(self.over, on_each, position, own=state.levels)
+        return divided(self.over, self.reduction, merged, self.params), arrays
 
 
 def mark_own(over: Collective, values: Tree) -> Tree:

@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
-from gradcombine.errors import GradCombineError, require_integer
+from gradcombine.errors import invalid, require_integer
 from gradcombine.integrations.jax.arrays import as_arrays, examples
 from gradcombine.integrations.jax.contribution import Contribution, Form, Objective
 from gradcombine.integrations.jax.objective_of_terms import ObjectiveOfTerms
@@ -46,21 +46,20 @@ class Microbatches(NamedTuple):
         return self.full + (self.rest is not None)
 
 
-def divide(operation: str, batch: Tree, microbatches: int, interleaved: bool = False) -> Microbatches:
+def divide(batch: Tree, microbatches: int, interleaved: bool = False) -> Microbatches:
     """Divides n examples into microbatches of ceil(n / microbatches), and a smaller one of what is left.
 
     A batch that is split over devices is taken as so many blocks. Each block is divided by itself, and a microbatch is
     made of the part that each block gives to it: so no example leaves its device.
 
     Args:
-      operation: what error messages call the caller.
       batch: a tree of arrays with one first axis.
       microbatches: how many, at most.
       interleaved: whether microbatch i gets the examples i, i + count, ... of a block in place of neighbours.
     """
-    n = examples(operation, batch)
+    n = examples(batch)
     if n == 0:
-        raise GradCombineError(operation, "a batch of one example or more", "an empty one")
+        raise invalid("a batch of one example or more", "an empty one")
     blocks = math.gcd(n, math.lcm(*(_most_blocks(x) for x in jax.tree.leaves(batch))))
     length = n // blocks
     size = -(-length // microbatches)
@@ -97,10 +96,10 @@ def _most_blocks(x: Any) -> int:
     return math.prod(kind.mesh.shape[name] for name in names)
 
 
-def require_count(operation: str, microbatches: Any) -> int:
+def require_count(microbatches: Any) -> int:
     """Refuses a number of microbatches that is not an integer of 1 or more."""
     expected = "a number of microbatches that is an integer of 1 or more"
-    return require_integer(operation, expected, microbatches)
+    return require_integer(expected, microbatches)
 
 
 class Turn(NamedTuple):
@@ -116,15 +115,13 @@ class Turn(NamedTuple):
     weight: Any
 
 
-def weighed_turns(
-    operation: str, weigh: Callable[[tuple[Tree, Array]], Any], examples: Tree, numbers: Array
-) -> tuple[Turn, Array]:
+def weighed_turns(weigh: Callable[[tuple[Tree, Array]], Any], examples: Tree, numbers: Array) -> tuple[Turn, Array]:
     """The iterations of stacked microbatches, by ``weigh((microbatch, number))``; and whether all weigh 0."""
     backend = load("jax")
 
     def weighed(x: tuple[Tree, Array]) -> tuple[Array, Array]:
         weight = jnp.asarray(weigh(x))
-        return weight, jnp.asarray(parse(operation, backend, weight).is_zero(backend))
+        return weight, jnp.asarray(parse(backend, weight).is_zero(backend))
 
     weights, zeros = jax.lax.map(weighed, (examples, numbers))
     return Turn(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights), zeros.all()
@@ -139,7 +136,7 @@ def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -
     known, loss = spec.known.value, objective.loss
     if not loss.differentiate or known in (0, 1) or (known is None and loss.carry_argnum is not None):
         return False
-    leaves = [leaf for leaf in tree.flatten(objective.operation, spec.parts["grads"])[0] if not is_absent(leaf)]
+    leaves = [leaf for leaf in tree.flatten(spec.parts["grads"])[0] if not is_absent(leaf)]
     widest = max((jnp.finfo(leaf.dtype).bits for leaf in leaves), default=0)
     return (
         _adds(objective.reduction)
@@ -180,8 +177,8 @@ def scan_microbatches(
       The reduction of the parts of a `Contribution`, its partial state, the last carry, and the form of the loss.
     """
     positions = objective.batch_positions(args)
-    whole = as_arrays(objective.operation, tuple(args[i] for i in positions))
-    batch = divide(objective.operation, whole, microbatches, interleaved)
+    whole = as_arrays(tuple(args[i] for i in positions))
+    batch = divide(whole, microbatches, interleaved)
     stacked = batch.stacked
     # Microbatches of one size weigh the same, and 1 is no multiplication.
     default_weight = None if batch.rest is not None else 1
@@ -249,7 +246,7 @@ def scan_microbatches(
     if batch.full == 1:
         (state, carry), _ = body((state, carry), Turn(jnp.int32(0), None))
     elif scaled and scale is None:
-        turns, nothing = weighed_turns(objective.operation, weigh, stacked, numbers)
+        turns, nothing = weighed_turns(weigh, stacked, numbers)
         (after, _), _ = jax.lax.scan(body, (state, carry), turns)
         state = jax.tree.map(lambda new, old: jnp.where(nothing, old, new), after, state)
     else:
@@ -308,5 +305,5 @@ def scan_window(
     if objective.loss.carry_argnum is not None and objective.loss.carry_argnum < len(args):
         others[objective.loss.carry_argnum], carry = None, args[objective.loss.carry_argnum]
     (state, form), carry = objective.on_replicas(one, others, kwargs, own=carry)
-    values = divided(objective.operation, objective.over, reductions[0], state, objective.params(args))
+    values = divided(objective.over, reductions[0], state, objective.params(args))
     return objective.told(values), carry, form

@@ -13,7 +13,7 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.backends.registry import require_count
-from gradcombine.errors import GradCombineError, attribute, renamed
+from gradcombine.errors import GradCombineError, attribute, invalid, within
 from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_tree
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import on_replicas, on_their_mesh, own_state
@@ -87,7 +87,7 @@ def optimize(
             "an optimizer that gathers its updates, for gradients that are shards (zero.shard and zero.gather; or "
             "value_and_grad, or integrations.optax.accumulate around an optimizer of zero.shard(params, over))"
         )
-        raise GradCombineError("train_step", expected, str(error)) from error
+        raise invalid(expected, str(error)) from error
     told = StepMetrics(jnp.asarray(True), values["value"], values["weight"], values.get("aux"))
     return (optax.apply_updates(params, updates), opt_state), told
 
@@ -102,7 +102,7 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
         expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
         return x if expected is None or received is None or expected == received else x.astype(expected)
 
-    with in_own_words("update", KEPT):
+    with in_own_words(KEPT):
         return jax.tree.map(keep, new, old)
 
 
@@ -116,7 +116,7 @@ def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequen
 
 def owned(values: Tree) -> Tree:
     """Copies: a donated buffer may belong to one argument only, and some optimizers begin with the parameters."""
-    return jax.tree.map(jnp.copy, as_arrays("train_step", values))
+    return jax.tree.map(jnp.copy, as_arrays(values))
 
 
 def is_bound(objective: Objective) -> bool:
@@ -130,12 +130,12 @@ def is_bound(objective: Objective) -> bool:
 
 def require_init(objective: Objective, params: Tree, example: Sequence[Any], carry: Tree, kwargs: Tree) -> Tree:
     """Checks the arguments of ``init``; returns the parameters as JAX arrays."""
-    require_tree("train_step", example, carry, kwargs)
+    require_tree(example, carry, kwargs)
     carried = objective.loss.carry_argnum is not None
     if (carry is None) == carried:
         expected = "step.init(params, carry=...), for carry_argnum" if carried else "no carry"
-        raise objective.error(expected, "none" if carry is None else type(carry).__name__)
-    return as_arrays(objective.operation, params)
+        raise invalid(expected, "none" if carry is None else type(carry).__name__)
+    return as_arrays(params)
 
 
 def begun(
@@ -147,7 +147,7 @@ def begun(
 ) -> TrainState:
     """The first state, each replica's part of it its own, beside the parameters."""
     own = jax.tree.map(jnp.asarray, window.levels), owned(carry)
-    levels, carry = own_state(objective.operation, objective.over, own, params)
+    levels, carry = own_state(objective.over, own, params)
     window = AccumulateState(levels, jnp.asarray(window.step), jnp.asarray(window.index))
     return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
 
@@ -156,10 +156,10 @@ def opened(objective: Objective, state: Any) -> TrainState:
     """The state, of JAX's arrays; refuses what is not a `TrainState`."""
     if not isinstance(state, TrainState) or not isinstance(state.window, AccumulateState):
         received = state.window if isinstance(state, TrainState) else state
-        raise objective.error("a TrainState, from step.init(params)", type(received).__name__)
+        raise invalid("a TrainState, from step.init(params)", type(received).__name__)
     for name in ("step", "index"):
-        require_count(objective.operation, getattr(state.window, name), f".window.{name}")
-    return as_arrays(objective.operation, state)
+        require_count(getattr(state.window, name), f".window.{name}")
+    return as_arrays(state)
 
 
 def over_calls(
@@ -185,9 +185,9 @@ def over_calls(
         return begun(objective, optimizer, params, window.init(specs), carry)
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
-        require_tree("train_step", args, kwargs)
+        require_tree(args, kwargs)
         state = opened(objective, state)
-        params, has_aux = as_arrays(objective.operation, params), _has_aux(state.window)
+        params, has_aux = as_arrays(params), _has_aux(state.window)
         window = window_of(state, params)
 
         def contribute(called: list[Any], kwargs: dict[str, Any], position: Tree, own: Tree) -> tuple[Tree, Tree]:
@@ -195,7 +195,7 @@ def over_calls(
             added = contribution(held, carry, called, kwargs)
             if ("aux" in added.parts) != has_aux:
                 expected = "a state made by step.init(params, *example), whose example shows the loss's aux"
-                raise objective.error(expected, f"one made {'with' if has_aux else 'without'} aux")
+                raise invalid(expected, f"one made {'with' if has_aux else 'without'} aux")
             held, due = window.due(window.contribute(held, added.parts, added.weight))
             return (jnp.asarray(due), held.step, held.index), (held.levels, added.carry)
 
@@ -210,7 +210,7 @@ def over_calls(
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         state = opened(objective, state)
-        params = as_arrays(objective.operation, params)
+        params = as_arrays(params)
         window, kept = window_of(state, params), (params, state.opt_state)
 
         def end(position: Tree, rows: Tree, levels: Tree) -> tuple[Tree, Tree]:
@@ -219,9 +219,7 @@ def over_calls(
             return (partial, window.end(held, partial).step), held.levels
 
         position = state.window.step, state.window.index
-        (partial, ended), levels = on_replicas(
-            objective.operation, objective.over, end, position, own=state.window.levels
-        )
+        (partial, ended), levels = on_replicas(objective.over, end, position, own=state.window.levels)
         held = state.window._replace(levels=levels)
         held, (params, opt_state), metrics = window.apply_if(partial, held, close, kept, run_if)
         return params, TrainState(held._replace(step=ended), opt_state, state.carry), metrics
@@ -254,13 +252,13 @@ def over_calls(
 
 def _has_aux(window: AccumulateState) -> bool:
     # Besides the gradients, the value and the weight, there is one part or more for each reduction of the aux.
-    with renamed("train_step", ".window"):
+    with within(".window"):
         require_state(window)
     level = next(iter(window.levels), None)  # none of a step with microbatches
     parts = attribute(level.value if isinstance(level, NumberedState) else level, "parts")
     if not isinstance(parts, tuple):
         received = "none" if level is None else type(level).__name__
-        raise GradCombineError("train_step", "a state that step.init made", received, ".window.levels")
+        raise invalid("a state that step.init made", received, ".window.levels")
     return len(parts) > 3
 
 
@@ -281,9 +279,9 @@ def whole_windows(
         return begun(objective, optimizer, params, AccumulateState((), np.int32(0), np.int32(0)), carry)
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
-        require_tree("train_step", args, kwargs)
+        require_tree(args, kwargs)
         state = opened(objective, state)
-        params, window = as_arrays(objective.operation, params), state.window
+        params, window = as_arrays(params), state.window
         called = loss_arguments(objective, params, state.carry, args)
         objective.batch_positions(called)
         if objective.loss.rng_argnum is not None:
@@ -293,6 +291,6 @@ def whole_windows(
         return params, TrainState(window._replace(index=window.index + 1), opt_state, carry), told
 
     def flush(params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
-        raise objective.error("flush of a step with every: a call with microbatches leaves no partial window", "one")
+        raise invalid("flush of a step with every: a call with microbatches leaves no partial window", "one")
 
     return init, function, flush

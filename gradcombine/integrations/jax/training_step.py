@@ -14,7 +14,7 @@ from jax.core import eval_context
 import gradcombine as gc
 from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import importing, require_flag
+from gradcombine.errors import importing, invalid, operation, require_flag
 from gradcombine.integrations.jax.arrays import require_transformation, usable
 from gradcombine.integrations.jax.contribution import Loss
 from gradcombine.integrations.jax.objective_of_terms import objective_of
@@ -51,6 +51,7 @@ class TrainStep:
     function: Callable[..., tuple[Tree, TrainState, StepMetrics]]
     flush_function: Callable[[Tree, TrainState], tuple[Tree, TrainState, StepMetrics]]
 
+    @operation("train_step")
     def __call__(self, params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> Any:
         """One call; returns ``params, state, metrics``."""
         if _is_transformed():
@@ -58,6 +59,7 @@ class TrainStep:
         with usable(params, state, args, kwargs):
             return self.compiled(params, state, *args, **kwargs)
 
+    @operation("train_step")
     def flush(self, params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
         """Applies a partial window, divided by its true weight, and ends it: at the end of the data.
 
@@ -93,6 +95,7 @@ def _is_transformed() -> bool:
     return get_opaque_trace_state(convention="gradcombine") != _OUTERMOST
 
 
+@operation("train_step")
 def train_step(
     loss: Callable[..., Any] | Loss,
     optimizer: optax.GradientTransformation,
@@ -175,21 +178,23 @@ def train_step(
     >>> float(w), bool(metrics.applied)
     (-3.0, True)
     """
-    objective = objective_of("train_step", loss, weight, reduction, over, order)
+    objective = objective_of(loss, weight, reduction, over, order)
     if objective.loss.argnums != 0:
-        raise objective.error("a loss of the parameters as its first argument", f"argnums={objective.loss.argnums!r}")
+        raise invalid("a loss of the parameters as its first argument", f"argnums={objective.loss.argnums!r}")
     with importing("train_step"):
         import optax  # which gradients alone do not need
 
-    require_flag("train_step", "interleaved", interleaved)
-    require_transformation(objective.operation, optimizer)
+    require_flag("interleaved", interleaved)
+    require_transformation(optimizer)
     wrapped = optax.with_extra_args_support(optimizer)
     if objective.counts and microbatches is None:
-        raise objective.error("microbatches, for totals that are counted before a window", "every")
+        raise invalid("microbatches, for totals that are counted before a window", "every")
     if microbatches is None:
         functions = over_calls(objective, wrapped, 1 if every is None else every, max_every)
     elif every is None:
-        functions = whole_windows(objective, wrapped, require_count("train_step", microbatches), interleaved)
+        functions = whole_windows(objective, wrapped, require_count(microbatches), interleaved)
     else:
-        raise objective.error("every or microbatches", "both")
-    return TrainStep(*functions)
+        raise invalid("every or microbatches", "both")
+    named = operation("train_step")
+    init, function, flush = functions
+    return TrainStep(named(init), named(function), named(flush))

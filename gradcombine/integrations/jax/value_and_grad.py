@@ -8,7 +8,7 @@ from typing import Any
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import require_flag
+from gradcombine.errors import operation, require_flag
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Loss, closed
 from gradcombine.integrations.jax.objective_of_terms import objective_of
@@ -17,6 +17,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Order, Tree
 
 
+@operation("value_and_grad")
 def value_and_grad(
     loss: Callable[..., Any] | Loss,
     microbatches: int,
@@ -110,13 +111,14 @@ def value_and_grad(
     >>> float(value["fit"]), float(value["decay"]), float(grad)  # 2 + 20
     (20.0, 100.0, 22.0)
     """
-    objective = objective_of("value_and_grad", loss, weight, reduction, over, order)
-    require_flag("value_and_grad", "interleaved", interleaved)
-    count = require_count("value_and_grad", microbatches)
+    objective = objective_of(loss, weight, reduction, over, order)
+    require_flag("interleaved", interleaved)
+    count = require_count(microbatches)
 
+    @operation("value_and_grad")
     @wraps(objective.loss.function)
     def combined(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
-        require_tree("value_and_grad", args, kwargs)
+        require_tree(args, kwargs)
         values, carry, form = scan_window(objective, count, interleaved, args, kwargs)
         return closed(form, values, carry), values["grads"]
 

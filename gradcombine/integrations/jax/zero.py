@@ -15,7 +15,7 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
-from gradcombine.errors import GradCombineError, require_integer, shown
+from gradcombine.errors import invalid, operation, require_integer, shown
 from gradcombine.formats.entry import first_line
 from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
@@ -23,6 +23,7 @@ from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.types import Array, Order, State, Tree
 
 
+@operation("scattered")
 def scattered(reduction: Reduction, over: Collective) -> Reduction:
     """The reduction ``reduction`` with its accumulators split over the replicas: each holds 1/N.
 
@@ -69,10 +70,10 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
     >>> jax.vmap(window, axis_name="data")(grads, jnp.float32([[1, 3], [2, 2]])).tolist()
     [[2.125, 2.625], [3.375, 0.0]]
     """
-    require_reduction("scattered", reduction)
-    axis = _axis("scattered", over)
+    require_reduction(reduction)
+    axis = _axis(over)
     if not isinstance(reduction.init(jax.ShapeDtypeStruct((), jnp.float32)), (SumState, MeanState)):
-        raise GradCombineError("scattered", "reductions.sum() or reductions.mean() in precision 'fast'", reduction.name)
+        raise invalid("reductions.sum() or reductions.mean() in precision 'fast'", reduction.name)
     return _Scattered(reduction, axis)
 
 
@@ -94,17 +95,19 @@ class _Scattered(Wrapper):
     def description(self) -> str:
         return described("scattered", self.of.description, over=self.axis)
 
+    @operation()
     def init(self, like: Tree) -> State:
-        leaves, structure = tree.flatten(self.name, like)
+        leaves, structure = tree.flatten(like)
         empty = [leaf if is_absent(leaf) else _empty_shard(self.axis, leaf) for leaf in leaves]
         return self.of.init(tree.unflatten(structure, empty))
 
+    @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
-        leaves, structure = tree.flatten(self.name, value)
+        leaves, structure = tree.flatten(value)
         present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
-        self.axis.require_unreduced(self.name, [path for path, _ in present], [leaf for _, leaf in present])
+        self.axis.require_unreduced([path for path, _ in present], [leaf for _, leaf in present])
         own = self.of.update(self.of.init(value), value, weight)
-        parts, inner = tree.flatten(self.name, own.value)
+        parts, inner = tree.flatten(own.value)
         shards = self.axis.sum_scatter([self.axis.rows(part) for part in parts])
         total, count = self.axis.mark_varying(self.axis.all_sum([own.weight, own.count]))
         summed = own._replace(value=tree.unflatten(inner, shards), weight=total, count=count)
@@ -114,6 +117,7 @@ class _Scattered(Wrapper):
     def summed_over(self) -> Collective | None:
         return self.axis
 
+    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
         names = self.axis.names
         others = set(getattr(collective, "names", names))
@@ -121,10 +125,11 @@ class _Scattered(Wrapper):
             return state  # each update has summed over them
         if collective is not LOCAL and set(names) & others:
             expected = f"the axes of {self.axis!r}, summed already, or none of them"
-            raise GradCombineError(self.name, expected, repr(collective))
+            raise invalid(expected, repr(collective))
         return self.of.all_merge(state, collective, order)
 
 
+@operation("shard")
 def shard(values: Tree, over: Collective) -> Tree:
     """This replica's part of each leaf, as `scattered` divides them.
 
@@ -141,8 +146,8 @@ def shard(values: Tree, over: Collective) -> Tree:
     >>> jax.vmap(part, axis_name="data")(jnp.arange(2)).tolist()
     [[1.0, 2.0], [3.0, 0.0]]
     """
-    axis = _axis("shard", over)
-    leaves, structure = tree.flatten("shard", values)
+    axis = _axis(over)
+    leaves, structure = tree.flatten(values)
 
     def part(leaf: Any) -> Any:
         return leaf if is_absent(leaf) else axis.mark_varying([axis.rows(BACKEND.asarray(leaf))])[0][axis.rank()]
@@ -150,6 +155,7 @@ def shard(values: Tree, over: Collective) -> Tree:
     return tree.unflatten(structure, map(part, leaves))
 
 
+@operation("gather")
 def gather(shards: Tree, like: Tree, over: Collective) -> Tree:
     """Whole leaves of the parts of all replicas; every replica gets them, by one all-gather.
 
@@ -170,14 +176,14 @@ def gather(shards: Tree, like: Tree, over: Collective) -> Tree:
     >>> jax.vmap(whole, axis_name="data")(jnp.float32([[1, 2], [3, 0]]))[0].tolist()
     [[1.0, 2.0, 3.0]]
     """
-    axis = _axis("gather", over)
-    specs, structure = tree.flatten("gather", like)
-    parts = tree.flatten_as("gather", structure, shards)
+    axis = _axis(over)
+    specs, structure = tree.flatten(like)
+    parts = tree.flatten_as(structure, shards)
     for path, spec, part in zip(structure.paths(), specs, parts, strict=True):
         expected = None if is_absent(spec) else (_length(axis.size(), spec),)
         received = None if is_absent(part) else shape_of(part)
         if expected != received:
-            raise GradCombineError("gather", f"a shard of shape {expected}", received, path)
+            raise invalid(f"a shard of shape {expected}", received, path)
     received = iter(axis.all_gather([part for part in parts if not is_absent(part)]))
 
     def whole(spec: Any, part: Any) -> Any:
@@ -201,6 +207,7 @@ class ExchangeCost(NamedTuple):
     accumulators: int
 
 
+@operation("exchange_costs")
 def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) -> dict[str, ExchangeCost]:
     """The two ways to combine a window over replicas, compared.
 
@@ -221,18 +228,18 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     >>> zero.exchange_costs(gc.reductions.mean(), spec, every=4, replicas=8)["reduce_scatter"]
     ExchangeCost(sent=17500, accumulators=500)
     """
-    require_reduction("exchange_costs", reduction)
-    every = require_integer("exchange_costs", "1 microbatch or more", every)
-    replicas = require_integer("exchange_costs", "1 replica or more", replicas)
-    leaves, _ = tree.flatten("exchange_costs", like)
+    require_reduction(reduction)
+    every = require_integer("1 microbatch or more", every)
+    replicas = require_integer("1 replica or more", replicas)
+    leaves, _ = tree.flatten(like)
     present = [leaf for leaf in leaves if not is_absent(leaf)]
     try:
         states = [jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value for leaf in present]
     except TypeError as error:  # of what JAX has no dtype for
-        raise GradCombineError("exchange_costs", "arrays or specs of JAX", first_line(error)) from error
+        raise invalid("arrays or specs of JAX", first_line(error)) from error
     for state in states:
         if owner(state) is None:
-            raise GradCombineError("exchange_costs", "a reduction of one array a leaf", type(state).__name__)
+            raise invalid("a reduction of one array a leaf", type(state).__name__)
     widths = [BACKEND.dtype(state).itemsize for state in states]
     whole = sum(math.prod(shape_of(leaf)) * width for leaf, width in zip(present, widths, strict=True))
     parts = sum(_length(replicas, leaf) * width for leaf, width in zip(present, widths, strict=True))
@@ -243,9 +250,9 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     }
 
 
-def _axis(operation: str, over: Any) -> JaxAxis:
+def _axis(over: Any) -> JaxAxis:
     if not isinstance(over, JaxAxis):
-        raise GradCombineError(operation, "a collective of gradcombine.jax_axis", shown(over))
+        raise invalid("a collective of gradcombine.jax_axis", shown(over))
     return over
 
 

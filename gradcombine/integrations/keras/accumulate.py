@@ -10,14 +10,14 @@ from typing import Any
 
 import keras
 
-from gradcombine.errors import GradCombineError, require_items, shown
+from gradcombine.errors import GradCombineError, invalid, operation, require_items, shown
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.losses import Unweighed
-from gradcombine.integrations.keras.settings import Name, Parts, Weights, error, reduction_of
+from gradcombine.integrations.keras.settings import Name, Parts, Weights, reduction_of
 from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.places.window import Window
 from gradcombine.reductions.sums import Precision
-from gradcombine.types import Order, no_autograph
+from gradcombine.types import Order
 
 # As in Keras itself, the backend is chosen at import, and the other framework need not be installed.
 if keras.backend.backend() == "tensorflow":
@@ -90,6 +90,7 @@ class Accumulate(WindowWrapper):
     ([-2.5, -3.5], 1)
     """
 
+    @operation("Accumulate")
     def __init__(
         self,
         inner_optimizer: Any,
@@ -104,7 +105,7 @@ class Accumulate(WindowWrapper):
     ) -> None:
         inner = settings.inner_optimizer(inner_optimizer)
         combined = reduction_of(reduction, precision, dtype)
-        every = Window(_OPERATION, combined, every, order=order, max_every=max_every).every
+        every = Window(combined, every, order=order, max_every=max_every).every
         super().__init__(name)
         self.every, self.reduction, self.precision, self.dtype = every, reduction, precision, dtype
         self.order: Order = order
@@ -116,6 +117,7 @@ class Accumulate(WindowWrapper):
         if type(self) is Accumulate and settings.scales_loss(inner):
             object.__setattr__(self, "__class__", ScaledAccumulate)
 
+    @operation("Accumulate")
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
             if settings.scales_loss(self.inner_optimizer):
@@ -124,6 +126,7 @@ class Accumulate(WindowWrapper):
             self._scaled_outside = value is None
         super().__setattr__(name, value)
 
+    @operation("Accumulate")
     def build(self, variables: Sequence[Any]) -> None:
         """Makes the windows and builds the inner optimizer; ``fit`` calls it. Under a strategy, call it in its scope.
 
@@ -134,7 +137,7 @@ class Accumulate(WindowWrapper):
             return
         variables = settings.require_variables(variables)
         parts = Parts([self._overwrite_variable_with_gradient(x) for x in variables], self._combined)
-        rules = Window(_OPERATION, parts.reduction, self.every, order=self.order, max_every=self.max_every)
+        rules = Window(parts.reduction, self.every, order=self.order, max_every=self.max_every)
         inner = self.inner_optimizer
         if not inner.built:
             inner.build(variables)
@@ -152,7 +155,7 @@ class Accumulate(WindowWrapper):
         self._trainable_variables_indices = {self._var_key(x): i for i, x in enumerate(variables)}
         self.built = True
 
-    @no_autograph
+    @operation("Accumulate")
     def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, weight: Any = None) -> None:
         """One microbatch; the last one of a window runs the inner optimizer.
 
@@ -163,7 +166,7 @@ class Accumulate(WindowWrapper):
           weight: of the microbatch on this replica, for instance its number of tokens: a scalar, finite and not
             negative. One of weight 0 changes nothing, but is a step of its window. None: what `weighted` says, else 1.
         """
-        gradients = require_items(_OPERATION, "a list of gradients", grads)
+        gradients = require_items("a list of gradients", grads)
         if not gradients:
             return
         if trainable_variables is not None:
@@ -172,24 +175,25 @@ class Accumulate(WindowWrapper):
         window = self._built_window()
         gradients = self._aligned(gradients, trainable_variables)
         if all(gradient is None for gradient in gradients):
-            raise error("a gradient for one variable or more", "none")
+            raise invalid("a gradient for one variable or more", "none")
         weight = self._weights.current() if weight is None else weight
         if weight is None:
             self._unweighed.add(window)
         window.contribute(gradients, 1 if weight is None else weight)
         self._iterations.assign_add(1)
 
-    @no_autograph
+    @operation("Accumulate")
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], weight: Any = None) -> Any:
         """`apply` for pairs; returns the number of microbatches so far."""
         expected = "pairs of a gradient and its variable"
-        pairs = require_items(_OPERATION, expected, grads_and_vars)
+        pairs = require_items(expected, grads_and_vars)
         for i, pair in enumerate(pairs):
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise error(expected, shown(pair), f"[{i}]")
+                raise invalid(expected, shown(pair), f"[{i}]")
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs], weight)
         return self._iterations
 
+    @operation("Accumulate")
     def stateless_apply(
         self,
         optimizer_variables: Sequence[Any],
@@ -208,7 +212,7 @@ class Accumulate(WindowWrapper):
             # Not super(), which in a `ScaledAccumulate` is a LossScaleOptimizer's.
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
-    @no_autograph
+    @operation("Accumulate")
     def flush(self) -> Any:
         """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
 
@@ -219,6 +223,7 @@ class Accumulate(WindowWrapper):
         """
         return False if self._window is None else self._window.flush()
 
+    @operation("Accumulate")
     def stateless_flush(
         self, optimizer_variables: Sequence[Any], trainable_variables: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
@@ -241,6 +246,7 @@ class Accumulate(WindowWrapper):
         """
         return self._weights.set_to(weight)
 
+    @operation("Accumulate")
     def finalize_variable_values(self, var_list: Sequence[Any]) -> None:
         """As the inner optimizer does; ``fit`` calls it at its end."""
         if self._window is None:
@@ -266,6 +272,7 @@ class Accumulate(WindowWrapper):
         }
 
     @classmethod
+    @operation("Accumulate")
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Accumulate:
         """The optimizer of a config."""
         try:
@@ -278,13 +285,13 @@ class Accumulate(WindowWrapper):
         except GradCombineError:
             raise
         except Exception as failed:  # Keras has a class of error for each part of a config
-            raise error("a config, as get_config returns it", f"{type(failed).__name__}: {failed}") from failed
+            raise invalid("a config, as get_config returns it", f"{type(failed).__name__}: {failed}") from failed
 
     def _aligned(self, gradients: list[Any], variables: Sequence[Any] | None) -> list[Any]:
         """One gradient for each variable that the optimizer was built with."""
         targets = list[Any](self._trainable_variables if variables is None else variables)
         if len(gradients) != len(targets):
-            raise error(f"{len(targets)} gradients, one per variable", len(gradients))
+            raise invalid(f"{len(targets)} gradients, one per variable", len(gradients))
         if variables is None:
             return gradients
         self._check_variables_are_known(targets)

@@ -7,9 +7,10 @@ from typing import Any
 
 import keras
 
+from gradcombine.errors import operation
 from gradcombine.integrations.keras.accumulate import accumulating
 from gradcombine.integrations.keras.losses import require_weighable, weight_of
-from gradcombine.integrations.keras.settings import error
+from gradcombine.integrations.keras.settings import invalid
 
 
 class WeightedTrainStep:
@@ -31,6 +32,7 @@ class WeightedTrainStep:
     3
     """
 
+    @operation("Accumulate")
     def microbatch_weight(self, x: Any, y: Any, sample_weight: Any) -> Any:
         """The weight of one microbatch on one replica: by default the one that belongs to the reduction of the losses.
 
@@ -99,12 +101,13 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     2
     """
 
+    @operation("Accumulate")
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False
         model: Any = self.model
         optimizer = accumulating(model.optimizer)
         if optimizer is None:
-            raise error("a model compiled with Accumulate", type(model.optimizer).__name__)
+            raise invalid("a model compiled with Accumulate", type(model.optimizer).__name__)
         self._optimizer = optimizer
         if optimizer.reduction == "mean" and not isinstance(model, WeightedTrainStep):
             require_weighable(model, optimizer.reduction)

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 
 from gradcombine.integrations.keras import settings
-from gradcombine.integrations.keras.settings import error
+from gradcombine.integrations.keras.settings import invalid
 from gradcombine.integrations.keras.window_variables import KerasWindow
 
 _BY_SAMPLE_WEIGHT = "mean_with_sample_weight"
@@ -56,10 +56,10 @@ def require_weighable(model: Any, reduction: str) -> None:
     received = f"losses with reduction {', '.join(sorted(map(repr, reductions)))}"
     if summed != reductions:
         expected = "losses that are all means over the examples or all sums, or a microbatch_weight of your own"
-        raise error(expected, received, "loss")
+        raise invalid(expected, received, "loss")
     if reduction == "mean":
         expected = "Accumulate(..., reduction='sum') for losses that are sums over the examples"
-        raise error(expected, f"reduction='mean' and {received}", "loss")
+        raise invalid(expected, f"reduction='mean' and {received}", "loss")
 
 
 def weight_of(model: Any, reduction: str, x: Any, sample_weight: Any) -> Any:
@@ -83,7 +83,7 @@ def weight_of(model: Any, reduction: str, x: Any, sample_weight: Any) -> Any:
     leaves = keras.tree.flatten(sample_weight)
     if len(reductions) > 1 or len(leaves) > 1:
         expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
-        raise error(expected, f"{len(leaves)}, and {sorted(map(repr, reductions))}", "loss")
+        raise invalid(expected, f"{len(leaves)}, and {sorted(map(repr, reductions))}", "loss")
     return keras.ops.sum(keras.ops.cast(leaves[0], "float32"))
 
 

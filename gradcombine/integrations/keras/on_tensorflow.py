@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcombine.integrations.keras.settings import Parts, error
+from gradcombine.errors import invalid
+from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
 from gradcombine.integrations.tensorflow.accumulated_step import dense_gradient, require_synchronous
 from gradcombine.integrations.tensorflow.boundary import from_first_replica, summed_over_replicas
@@ -32,9 +33,9 @@ class TensorflowWindow(KerasWindow):
 
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
         self._strategy = tf.distribute.get_strategy()
-        require_synchronous("Accumulate", self._strategy)
+        require_synchronous(self._strategy)
         if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
-            raise error("a strategy with variables on every replica", type(self._strategy).__name__)
+            raise invalid("a strategy with variables on every replica", type(self._strategy).__name__)
         super().__init__(rules, parts, optimizer, variables)
         self.replicas = self._strategy.num_replicas_in_sync
         # Shapes are known as a step runs; a variable takes them out of compiled ones. It is no part of the state.
@@ -87,7 +88,7 @@ class TensorflowWindow(KerasWindow):
             component.assign(touched)
 
     def checkpointed(self, kind: str) -> Layout:
-        return Layout("Accumulate", [kind, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
+        return Layout([kind, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
 
     def values(self, variable: Any) -> list[Any]:
         return [x.numpy() for x in self._components(variable)]
@@ -164,9 +165,9 @@ class TensorflowWindow(KerasWindow):
 
     def _require_strategy(self) -> None:
         if tf.distribute.get_strategy() is not self._strategy:
-            raise error("a call under the strategy that it was built under", "a call under another one")
+            raise invalid("a call under the strategy that it was built under", "a call under another one")
         if tf.distribute.in_cross_replica_context():
-            raise error("a call in replica context, inside strategy.run", "a call in cross-replica context")
+            raise invalid("a call in replica context, inside strategy.run", "a call in cross-replica context")
 
 
 def _in_cross_replica(function: Callable[..., None], *args: Any) -> None:

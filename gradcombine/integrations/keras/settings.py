@@ -6,31 +6,28 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, get_args
 
 import keras
 
 from gradcombine import reductions
-from gradcombine.errors import GradCombineError, attribute, require_items, shown
+from gradcombine.errors import GradCombineError, attribute, invalid, require_items, shown
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.sums import Precision
-
-error = partial(GradCombineError, "Accumulate")
 
 
 def require_jax(method: str) -> None:
     """Refuses a method that is pure on Keras' JAX backend alone: TensorFlow's variables are written all the same."""
     if keras.backend.backend() != "jax":
-        raise error(f"Keras' JAX backend, for {method}", keras.backend.backend())
+        raise invalid(f"Keras' JAX backend, for {method}", keras.backend.backend())
 
 
 def require_variables(variables: Any) -> list[Any]:
     """The variables, as a list; refuses what is none."""
-    found = require_items("Accumulate", "a list of variables", variables)
+    found = require_items("a list of variables", variables)
     for i, x in enumerate(found):
         if attribute(x, "assign") is None or attribute(x, "trainable") is None:
-            raise error("a variable", shown(x), f"[{i}]")
+            raise invalid("a variable", shown(x), f"[{i}]")
     return found
 
 
@@ -42,14 +39,14 @@ def inner_optimizer(argument: Any) -> Any:
     try:
         optimizer = keras.optimizers.get(argument) if isinstance(argument, (str, dict)) else argument
     except Exception as failed:  # Keras has a class of error for each part of a config
-        raise error("a Keras optimizer, its name or its config", shown(argument)) from failed
+        raise invalid("a Keras optimizer, its name or its config", shown(argument)) from failed
     if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise error("a Keras optimizer, its name or its config", type(argument).__name__)
+        raise invalid("a Keras optimizer, its name or its config", type(argument).__name__)
     if any(hasattr(x, "flush") for x in chain(optimizer)):
-        raise error("an optimizer that does not accumulate already", f"{type(optimizer).__name__} around another one")
+        raise invalid("an optimizer that does not accumulate already", f"{type(optimizer).__name__} around another one")
     steps = [getattr(x, "gradient_accumulation_steps", None) for x in chain(optimizer)]
     if any(steps):
-        raise error("an inner optimizer without gradient_accumulation_steps", max(filter(None, steps)))
+        raise invalid("an inner optimizer without gradient_accumulation_steps", max(filter(None, steps)))
     return optimizer
 
 
@@ -74,27 +71,27 @@ def scales_loss(optimizer: Any) -> bool:
 
 def one_loss_scale() -> GradCombineError:
     """For a LossScaleOptimizer around an accumulating optimizer that has one inside."""
-    return error("one LossScaleOptimizer, around this optimizer or inside", "both")
+    return invalid("one LossScaleOptimizer, around this optimizer or inside", "both")
 
 
 def require_built_alike(optimizer: Any, variables: Sequence[Any]) -> None:
     """Refuses an inner optimizer that trains other variables, or the same in another order."""
     built = [id(x) for x in optimizer._trainable_variables]
     if built != [id(x) for x in variables]:
-        raise error("an inner optimizer that is not built, or built with the same variables", "one built with others")
+        raise invalid("an inner optimizer that is not built, or built with the same variables", "one built with others")
 
 
 def require_agreed_scale(replicas: int) -> None:
     """Refuses a loss scale that is not decided by all replicas."""
     if replicas > 1:
         expected = "Accumulate(LossScaleOptimizer(...)), which sees the gradients of all replicas"
-        raise error(expected, "LossScaleOptimizer(Accumulate(...)), which decides by those of the first one")
+        raise invalid(expected, "LossScaleOptimizer(Accumulate(...)), which decides by those of the first one")
 
 
 def reduction_of(name: Name, precision: Precision, dtype: Any) -> Reduction:
     """The reduction of ordinary gradients."""
     if not isinstance(name, str) or name not in get_args(Name):
-        raise error(f"a reduction of {list(get_args(Name))}", shown(name))
+        raise invalid(f"a reduction of {list(get_args(Name))}", shown(name))
     return (reductions.mean if name == "mean" else reductions.sum)(precision, dtype)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import in_words
-from gradcombine.errors import GradCombineError, shown
-from gradcombine.integrations.keras.settings import Parts, error
+from gradcombine.errors import GradCombineError, invalid, shown
+from gradcombine.integrations.keras.settings import Parts
 from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, depth_of, replace_window, whole_window
 from gradcombine.places.window import Window
@@ -57,7 +57,7 @@ class KerasWindow(ABC):
 
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
         like = [np.broadcast_to(np.zeros((), dtypes.parse(_dtype(v))), tuple(v.shape)) for v in variables]
-        empty, self.structure = tree.flatten(_OPERATION, rules.init(parts.split(like)))
+        empty, self.structure = tree.flatten(rules.init(parts.split(like)))
         self.rules, self.parts = rules, parts
         self._optimizer, self._targets = optimizer, list(variables)
         self._seen: set[int] = set()
@@ -133,7 +133,7 @@ class KerasWindow(ABC):
         leaves = self.leaves[: -3 if self._is_counter else -2]
         counted = len(arrays) == len(leaves) + 1
         if not counted and len(arrays) != len(leaves):
-            raise error(f"{len(leaves)} arrays, or a counter of them", len(arrays))
+            raise invalid(f"{len(leaves)} arrays, or a counter of them", len(arrays))
         skipped = 1 if self._is_counter else 0
         filling = [_cast(x, array, int(counted), skipped) for x, array in zip(leaves, arrays, strict=False)]
         part = tree.unflatten(self.structure.children[0].children[0], filling)
@@ -141,7 +141,7 @@ class KerasWindow(ABC):
 
     def arrays(self, state: AccumulateState) -> list[Any]:
         """The arrays of a state, one for each variable of its leaves."""
-        return tree.flatten_as(_OPERATION, self.structure, state)
+        return tree.flatten_as(self.structure, state)
 
     def ended(self, state: AccumulateState) -> AccumulateState:
         """The state, its window over where it was applied."""
@@ -181,7 +181,7 @@ def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> N
         received = np.asarray(store[KIND]).tobytes().decode()
         arrays = [as_array(store[str(i)]) for i in range(len(names_in(store)) - 1)]
     except Exception as failed:  # a store may be of any class, and what it holds damaged
-        raise error("a window, as it was saved", f"{type(failed).__name__}: {failed}") from failed
+        raise invalid("a window, as it was saved", f"{type(failed).__name__}: {failed}") from failed
     mine, held = arrays[: len(others)], arrays[len(others) :]
     values = values_of(others, mine)
     require_window(held)
@@ -195,7 +195,7 @@ def names_in(store: Any) -> list[Any]:
     try:
         return list(store.keys())
     except Exception:
-        raise error("a store of arrays by name", shown(store)) from None
+        raise invalid("a store of arrays by name", shown(store)) from None
 
 
 def as_array(value: Any) -> np.ndarray:
@@ -205,14 +205,14 @@ def as_array(value: Any) -> np.ndarray:
     except Exception:  # the backend has several, and a foreign class may have others
         array = None
     if array is None or array.dtype.kind in "OSUMm":
-        raise error("arrays of numbers", in_words(value))
+        raise invalid("arrays of numbers", in_words(value))
     return array
 
 
 def values_of(variables: Sequence[Any], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The arrays in the variables' dtypes; refuses what is no value of one, so that all are assigned or none."""
     if len(arrays) != len(variables):
-        raise error(f"{len(variables)} arrays", len(arrays))
+        raise invalid(f"{len(variables)} arrays", len(arrays))
     return [_cast(x, array, casting="same_kind") for x, array in zip(variables, arrays, strict=True)]
 
 
@@ -221,7 +221,7 @@ def require_window(arrays: Sequence[np.ndarray]) -> None:
     axes = [x.ndim for x in arrays[-3:] if x.dtype.kind in "iu"]
     if axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size:
         expected = "arrays that begin with an axis of replicas, the last three its integers step, index and touched"
-        raise error(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
+        raise invalid(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
 
 
 def begun(arrays: Sequence[np.ndarray]) -> bool:
@@ -257,12 +257,12 @@ def replace(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, ki
 def _states(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, kind: str) -> list[AccumulateState]:
     *held, step, index, touched = arrays
     if received != kind:
-        raise error(f"a window of {kind}", received)
+        raise invalid(f"a window of {kind}", received)
     if touched.shape[1:] != tuple(window.touched.shape):
-        raise error(f"a window of {window.touched.shape[0] - 1} variables", touched.shape[1] - 1)
+        raise invalid(f"a window of {window.touched.shape[0] - 1} variables", touched.shape[1] - 1)
     states = [_state(window, [x[rank] for x in (*held, step, index)]) for rank in range(len(step))]
     if begun(arrays) and window.rules.is_full(states[0]):
-        raise error("a window of fewer microbatches, as every says", f"{int(step[0])} that have not been applied")
+        raise invalid("a window of fewer microbatches, as every says", f"{int(step[0])} that have not been applied")
     return _divided(window.rules.reduction, states, window.replicas)
 
 
@@ -301,7 +301,7 @@ def _cast(variable: Any, array: np.ndarray, levels: int = 0, skipped: int = 0, c
     dtype, shape = np.dtype(dtypes.parse(_dtype(variable))), tuple(variable.shape)[skipped:]
     received = array.shape[levels:]
     if array.ndim < levels or received != shape or not np.can_cast(array.dtype, dtype, casting):
-        raise error(f"{dtype} of shape {shape}", f"{array.dtype} of shape {received}", variable.path)
+        raise invalid(f"{dtype} of shape {shape}", f"{array.dtype} of shape {received}", variable.path)
     return array.astype(dtype)
 
 
@@ -327,7 +327,7 @@ def make_variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
     try:
         keras.backend.standardize_dtype(dtype)
     except ValueError:
-        raise error("a dtype that Keras has variables of", dtype) from None
+        raise invalid("a dtype that Keras has variables of", dtype) from None
 
     def initializer(shape: Any, dtype: Any) -> Any:
         return keras.ops.convert_to_tensor(first, dtype=dtype)
@@ -346,5 +346,5 @@ def make_variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
     )
     held = keras.backend.standardize_dtype(made.value.dtype)
     if held != dtype:
-        raise error(f"accumulators of {dtype}, which JAX has with jax_enable_x64", held, path=made.path)
+        raise invalid(f"accumulators of {dtype}, which JAX has with jax_enable_x64", held, path=made.path)
     return made

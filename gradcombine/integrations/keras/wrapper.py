@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from gradcombine.errors import require_items, shown
+from gradcombine.errors import operation, require_items, shown
 from gradcombine.integrations.keras import window_variables as windows
-from gradcombine.integrations.keras.settings import error, unscaled
+from gradcombine.integrations.keras.settings import invalid, unscaled
 from gradcombine.integrations.keras.window_variables import KerasWindow
 
 _Optimizer = keras.optimizers.Optimizer
@@ -39,9 +39,10 @@ class Wrapper(_Optimizer):
       name: of the optimizer.
     """
 
+    @operation("Accumulate")
     def __init__(self, name: str | None) -> None:
         if name is not None and (not isinstance(name, str) or not name.isprintable() or "/" in name):
-            raise error("a printable name without /, or None", shown(name))
+            raise invalid("a printable name without /, or None", shown(name))
         # Not super(): a subclass may be a LossScaleOptimizer as well, which starts otherwise.
         _Optimizer.__init__(self, learning_rate=0.0, name=name)
         for setting in [x for x in vars(self) if not x.startswith("_") and x not in ("name", "built")]:
@@ -55,9 +56,10 @@ class Wrapper(_Optimizer):
     assign_sub = _delegated("assign_sub")
     exclude_from_weight_decay = _delegated("exclude_from_weight_decay")
 
+    @operation("Accumulate")
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         """Refused: it would bypass the window."""
-        raise error("a call of apply, which counts microbatches", "one of update_step")
+        raise invalid("a call of apply, which counts microbatches", "one of update_step")
 
     @property
     def iterations(self) -> Any:
@@ -92,12 +94,13 @@ class Wrapper(_Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._holder(name), name)
 
+    @operation("Accumulate")
     def __setattr__(self, name: str, value: Any) -> None:
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         if is_own or "inner_optimizer" not in vars(self) or not hasattr(self, name):
             super().__setattr__(name, value)
         elif name == "gradient_accumulation_steps" and value:
-            raise error("no gradient_accumulation_steps: the window has every microbatches", value)
+            raise invalid("no gradient_accumulation_steps: the window has every microbatches", value)
         else:
             setattr(self._holder(name), name, value)
 
@@ -111,7 +114,7 @@ class Wrapper(_Optimizer):
 
     def _configured(self, name: str) -> Any:
         if hasattr(self._settings, "optimizers"):
-            raise error(f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them")
+            raise invalid(f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them")
         return self._settings
 
 
@@ -131,6 +134,7 @@ class WindowWrapper(Wrapper):
         """The windows, and the inner optimizer's variables."""
         return [*self._variables, *self.inner_optimizer.variables]
 
+    @operation("Accumulate")
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Replaces the values of ``variables`` by those of an optimizer of the same reduction and precision.
 
@@ -140,26 +144,28 @@ class WindowWrapper(Wrapper):
         """
         window, (others, inner) = self._built_window(), (self._others(), self.inner_optimizer.variables)
         expected = f"weights of shapes {[tuple(x.shape) for x in self.variables]}"
-        arrays = list(map(windows.as_array, require_items("Accumulate", expected, weights)))
+        arrays = list(map(windows.as_array, require_items(expected, weights)))
         received = [x.shape for x in arrays]
         if received != [tuple(x.shape) for x in self.variables]:
-            raise error(expected, received)
+            raise invalid(expected, received)
         inside = slice(len(others), len(self._variables))
         rest = [*others, *inner]
         values = windows.values_of(rest, [*arrays[: inside.start], *arrays[inside.stop :]])
         held = [x[np.newaxis] for x in arrays[inside]]
         windows.require_window(held)
         if window.replicas > 1 and windows.begun(held):
-            raise error("a window of all replicas, as files have it", "the first one's")
+            raise invalid("a window of all replicas, as files have it", "the first one's")
         windows.replace(held, window, self._kind, self._kind)
         for variable, value in zip(rest, values, strict=True):
             variable.assign(value)
 
+    @operation("Accumulate")
     def save_own_variables(self, store: Any) -> None:
         """Every replica's window, if there is one yet; Keras saves the inner optimizer by itself."""
         if self._window is not None:
             windows.save(store, self._others(), self._window, self._kind)
 
+    @operation("Accumulate")
     def load_own_variables(self, store: Any) -> None:
         """Loads the result of `save_own_variables`, on either backend and under any number of replicas.
 
@@ -180,7 +186,7 @@ class WindowWrapper(Wrapper):
 
     def _built_window(self) -> KerasWindow:
         if self._window is None:
-            raise error("an optimizer that is built, or trainable_variables", "neither")
+            raise invalid("an optimizer that is built, or trainable_variables", "neither")
         return self._window
 
     def _others(self) -> list[Any]:

@@ -16,7 +16,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, require_count
 from gradcombine.denominators import Terms
-from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.errors import GradCombineError, invalid, operation, shown, within
 from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_transformation
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
@@ -25,7 +25,7 @@ from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_d
 from gradcombine.places.time import require_state
 from gradcombine.places.window import Window, require_flag, widened
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.ratios import Ratio, ratios
+from gradcombine.reductions.ratios import Ratio, ratios_of
 from gradcombine.reductions.treewise import TreewiseState
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
 
@@ -48,6 +48,7 @@ class AccumulateUpdatesState(NamedTuple):
     skip: Any = ()
 
 
+@operation("accumulate")
 def accumulate(
     inner: optax.GradientTransformation,
     every: int | Callable[[Array], Any],
@@ -131,11 +132,12 @@ def accumulate(
     >>> updates["w"].tolist()
     [-3.0, -2.0]
     """
-    microbatches = Accumulation("accumulate", inner, every, reduction, over, skip, order, max_every, denominators)
+    microbatches = Accumulation(inner, every, reduction, over, skip, order, max_every, denominators)
     # On one replica the branches are elementwise, and GPUs fuse them with what reads the updates: a loop would have to
     # write these.
     branch = conditional if microbatches.window.over is gc.LOCAL else run_if
 
+    @operation("accumulate")
     def update(
         updates: optax.Updates,
         state: optax.OptState,
@@ -157,7 +159,7 @@ def accumulate(
         )
         return result, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
 
-    return optax.GradientTransformationExtraArgs(microbatches.init, update)
+    return optax.GradientTransformationExtraArgs(operation("accumulate")(microbatches.init), update)
 
 
 class ApplyingTransformation(NamedTuple):
@@ -172,6 +174,7 @@ class ApplyingTransformation(NamedTuple):
     apply: Callable[..., tuple[Tree, AccumulateUpdatesState]]
 
 
+@operation("accumulate_and_apply")
 def accumulate_and_apply(
     inner: optax.GradientTransformation,
     every: int | Callable[[Array], Any],
@@ -215,8 +218,9 @@ def accumulate_and_apply(
     ([-2.0, -3.0], True)
     """
     settings = every, reduction, over, skip, order, max_every, denominators
-    microbatches = Accumulation("accumulate_and_apply", inner, *settings)
+    microbatches = Accumulation(inner, *settings)
 
+    @operation("accumulate_and_apply")
     def apply(
         updates: optax.Updates,
         state: AccumulateUpdatesState,
@@ -227,7 +231,7 @@ def accumulate_and_apply(
         number: Any = None,
         **extra_args: Any,
     ) -> tuple[Tree, AccumulateUpdatesState]:
-        params = as_arrays("accumulate_and_apply", params)
+        params = as_arrays(params)
         added, dtypes = microbatches.contribute(updates, state, params, weight, flush, number)
 
         def transform(kept: Tree, gradients: Tree) -> tuple[Tree, Tree]:
@@ -241,7 +245,7 @@ def accumulate_and_apply(
         )
         return params, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
 
-    return ApplyingTransformation(microbatches.init, apply)
+    return ApplyingTransformation(operation("accumulate_and_apply")(microbatches.init), apply)
 
 
 class Accumulation:
@@ -249,7 +253,6 @@ class Accumulation:
 
     def __init__(
         self,
-        operation: str,
         inner: optax.GradientTransformation,
         every: int | Callable[[Array], Any],
         reduction: Reduction | None,
@@ -261,27 +264,24 @@ class Accumulation:
     ) -> None:
         self._terms = None
         if denominators is not None:
-            with renamed(operation):
-                reduction = ratios(denominators, reduction)
-            self._terms = Terms(operation, {name: name for name in denominators})
+            reduction = ratios_of(denominators, reduction)
+            self._terms = Terms({name: name for name in denominators})
         reduction = gc.reductions.mean() if reduction is None else reduction
-        self.window = ReplicatedWindow(
-            operation, reduction, every, gc.LOCAL if over is None else over, order, max_every
-        )
-        require_transformation(operation, inner)
+        self.window = ReplicatedWindow(reduction, every, gc.LOCAL if over is None else over, order, max_every)
+        require_transformation(inner)
         if skip is not None and not callable(skip):
-            raise GradCombineError(operation, "a skip function, or None", shown(skip))
+            raise invalid("a skip function, or None", shown(skip))
         self.inner = optax.with_extra_args_support(inner)
-        self._skip, self._operation = skip, operation
+        self._skip = skip
 
     def init(self, params: optax.Params) -> AccumulateUpdatesState:
         """No window begun."""
-        params = as_arrays(self._operation, params)
+        params = as_arrays(params)
         like = gradients_like(params)
         window = jax.tree.map(jnp.asarray, init_for(lambda like: self.window.init(self._each(like, Ratio, 1)), like))
         skipped: Any = ()
         if self._skip is not None:
-            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._operation, self._skip, self._each(like)))
+            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, self._each(like)))
         # Outside of the mapped function the axis is not bound, and there is nothing to mark.
         with contextlib.suppress(GradCombineError):
             window, skipped = self.window.own(window), self._varying(skipped)
@@ -298,7 +298,7 @@ class Accumulation:
           combined gradients are to have for it, see `cast_as`.
         """
         self._require_state(state)
-        state, updates = as_arrays(self._operation, state), as_arrays(self._operation, updates)
+        state, updates = as_arrays(state), as_arrays(updates)
         entering = updates
         if self._terms is not None:
             weights = self._terms.weights(weight)
@@ -309,8 +309,8 @@ class Accumulation:
         detail: Any = ()
         if self._skip is not None:
             index, _ = self.window.next(state.window)
-            left_out, detail = decide(self._operation, self._skip, updates, index, params)
-        flush, left_out = self.window.agreed([require_flag(self._operation, "flush", flush), left_out])
+            left_out, detail = decide(self._skip, updates, index, params)
+        flush, left_out = self.window.agreed([require_flag("flush", flush), left_out])
         window = self.window.contribute(state.window, contribution, weight, left_out=left_out, number=number)
         skipped = self._varying(_counted(state.skip, left_out, detail)) if self._skip is not None else ()
         in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
@@ -327,16 +327,16 @@ class Accumulation:
     def _require_state(self, state: Any) -> None:
         """Refuses another transformation's."""
         if not isinstance(state, AccumulateUpdatesState):
-            raise GradCombineError(self._operation, "an AccumulateUpdatesState", type(state).__name__)
+            raise invalid("an AccumulateUpdatesState", type(state).__name__)
         if isinstance(state.skip, SkipState) != (self._skip is not None):
             with_or_without = "without" if self._skip is None else "with"
             expected = f"a state made {with_or_without} a skip function"
-            raise GradCombineError(self._operation, expected, type(state.skip).__name__)
-        with renamed(self._operation, ".window"):
+            raise invalid(expected, type(state.skip).__name__)
+        with within(".window"):
             require_state(state.window)
         for name in ("step", "index"):
-            require_count(self._operation, getattr(state.window, name), f".window.{name}")
-        tree.flatten(self._operation, state)  # refuses what is no array
+            require_count(getattr(state.window, name), f".window.{name}")
+        tree.flatten(state)  # refuses what is no array
 
 
 def _counted(state: SkipState, left_out: Any, detail: Any) -> SkipState:
@@ -349,9 +349,9 @@ def gradients_like(params: Tree) -> Tree:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _shapes(operation: str, function: Callable[[Any], Any], value: Any) -> Any:
+def _shapes(function: Callable[[Any], Any], value: Any) -> Any:
     """Abstractly evaluates ``function``; raises for PRNG keys and unregistered leaf types."""
-    with in_own_words(operation, "a tree of arrays of numbers"):
+    with in_own_words("a tree of arrays of numbers"):
         return jax.eval_shape(function, value)
 
 
@@ -365,12 +365,12 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
     """
     _require_unreduced(window, numerators(updates))
     begun = state.levels.stacked if isinstance(state.levels, BinaryCounter) else state.levels[0]
-    made_for_such = _shapes(window.operation, window.reduction.init, updates)
+    made_for_such = _shapes(window.reduction.init, updates)
     if jax.tree.structure(made_for_such) == jax.tree.structure(begun) and _dtypes(made_for_such) == _dtypes(begun):
         return updates, None
-    specs, structure = tree.flatten(window.operation, _shapes(window.operation, window.accumulator.value, state))
+    specs, structure = tree.flatten(_shapes(window.accumulator.value, state))
     results = jax.eval_shape(window.reduction.finalize, made_for_such)
-    outputs = tree.flatten_as(window.operation, structure, results)
+    outputs = tree.flatten_as(structure, results)
     # Results of one dtype are of updates that the window takes as they are.
     targets = [
         spec if spec is not None and output is not None and output.dtype != spec.dtype else None
@@ -378,7 +378,7 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
     ]
 
     def wide(gradients: Tree) -> Tree:
-        leaves = tree.flatten_as(window.operation, structure, gradients)
+        leaves = tree.flatten_as(structure, gradients)
         return tree.unflatten(structure, map(widened, leaves, targets))
 
     if not isinstance(updates, dict) or not any(isinstance(x, Ratio) for x in updates.values()):
@@ -396,9 +396,9 @@ def numerators(updates: Tree) -> Tree:
 
 
 def _require_unreduced(window: Window, updates: Tree) -> None:
-    leaves, structure = tree.flatten(window.operation, updates)
+    leaves, structure = tree.flatten(updates)
     pairs = [(path, x) for path, x in zip(structure.paths(), leaves, strict=True) if not is_absent(x)]
-    window.over.require_unreduced(window.operation, [path for path, _ in pairs], [leaf for _, leaf in pairs])
+    window.over.require_unreduced([path for path, _ in pairs], [leaf for _, leaf in pairs])
 
 
 def _dtypes(state: Tree) -> list[Any]:
@@ -409,8 +409,8 @@ def cast_as(values: Tree, specs: Tree) -> Tree:
     """The values in the dtypes of a tree of arrays or specs; where that is None, they keep theirs."""
     if specs is None:
         return values
-    leaves, structure = tree.flatten("accumulate", values)
-    pairs = zip(leaves, tree.flatten_as("accumulate", structure, specs), strict=True)
+    leaves, structure = tree.flatten(values)
+    pairs = zip(leaves, tree.flatten_as(structure, specs), strict=True)
     cast = (x if x is None or spec is None else x.astype(spec.dtype) for x, spec in pairs)
     return tree.unflatten(structure, cast)
 

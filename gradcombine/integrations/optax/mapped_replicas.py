@@ -13,7 +13,8 @@ import optax
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import (
-    GradCombineError,
+    invalid,
+    operation,
     require_collective,
     require_integer,
     require_items,
@@ -26,6 +27,7 @@ from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import AccumulateState, Order, Tree
 
 
+@operation("all_reduce")
 def all_reduce(
     reduction: Reduction | None = None, *, over: Collective, order: Order = "sequential"
 ) -> optax.GradientTransformationExtraArgs:
@@ -55,9 +57,9 @@ def all_reduce(
     [-2.0, -2.0]
     """
     reduction = gc.reductions.mean() if reduction is None else reduction
-    require_reduction("all_reduce", reduction)
-    require_order("all_reduce", order)
-    require_collective("all_reduce", over)
+    require_reduction(reduction)
+    require_order(order)
+    require_collective(over)
 
     def init(params: optax.Params) -> optax.EmptyState:
         del params
@@ -72,6 +74,7 @@ def all_reduce(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@operation("map_replicas")
 def map_replicas(
     function: Callable[..., Any], over: Collective, *, batch_argnums: int | Sequence[int] = ()
 ) -> Callable[..., Any]:
@@ -111,19 +114,18 @@ def map_replicas(
     >>> float(w)
     -2.0
     """
-    require_collective("map_replicas", over)
+    require_collective(over)
     if not callable(function):
-        raise GradCombineError("map_replicas", "a function", shown(function))
+        raise invalid("a function", shown(function))
     expected = "batch_argnums that are numbers of positional arguments"
-    given = (
-        [batch_argnums] if isinstance(batch_argnums, int) else require_items("map_replicas", expected, batch_argnums)
-    )
-    batch = [require_integer("map_replicas", expected, i, lowest=0) for i in given]
+    given = [batch_argnums] if isinstance(batch_argnums, int) else require_items(expected, batch_argnums)
+    batch = [require_integer(expected, i, lowest=0) for i in given]
 
+    @operation("map_replicas")
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
         if any(not 0 <= i < len(args) for i in batch):
-            raise GradCombineError("map_replicas", f"positional arguments at {batch}", len(args))
+            raise invalid(f"positional arguments at {batch}", len(args))
 
         def one(whole: Tree, rows: list[Any], parts: list[Tree]) -> tuple[Tree, list[Tree]]:
             called, named = _joined(whole, parts)
@@ -132,7 +134,7 @@ def map_replicas(
             return _parted(function(*called, **named))
 
         whole, parts = _parted(([None if i in batch else x for i, x in enumerate(args)], kwargs))
-        return _joined(*on_replicas("map_replicas", over, one, whole, [args[i] for i in batch], parts))
+        return _joined(*on_replicas(over, one, whole, [args[i] for i in batch], parts))
 
     return mapped
 

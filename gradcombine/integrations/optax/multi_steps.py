@@ -15,7 +15,7 @@ import optax
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load, require_scalar
-from gradcombine.errors import GradCombineError, require_flag, shown
+from gradcombine.errors import GradCombineError, invalid, operation, require_flag, shown
 from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_transformation
 from gradcombine.integrations.jax.step_functions import KEPT, keep_dtypes
 from gradcombine.integrations.optax.accumulation import cast_as, gradients_like, init_for
@@ -90,6 +90,7 @@ class MultiSteps:
     ([-2.0, -3.0], True)
     """
 
+    @operation("MultiSteps")
     def __init__(
         self,
         opt: optax.GradientTransformation,
@@ -100,18 +101,18 @@ class MultiSteps:
         *,
         compat: bool = False,
     ) -> None:
-        require_transformation("MultiSteps", opt)
+        require_transformation(opt)
         if should_skip_update_fn is not None and not callable(should_skip_update_fn):
-            raise GradCombineError("MultiSteps", "a skip function, or None", shown(should_skip_update_fn))
+            raise invalid("a skip function, or None", shown(should_skip_update_fn))
         try:
             self._ready = gc.accumulate(gc.reductions.sum(), every_k_schedule).ready
         except GradCombineError as error:
-            raise GradCombineError("MultiSteps", error.expected, error.received) from None
+            raise invalid(error.expected, error.received) from None
         self._opt = optax.with_extra_args_support(opt)
         self._skip = should_skip_update_fn
-        self._compat = compat = require_flag("MultiSteps", "compat", compat)
-        self._use_grad_mean = use_grad_mean = require_flag("MultiSteps", "use_grad_mean", use_grad_mean)
-        asked = dtypes.parse(accumulator_dtype, "MultiSteps")
+        self._compat = compat = require_flag("compat", compat)
+        self._use_grad_mean = use_grad_mean = require_flag("use_grad_mean", use_grad_mean)
+        asked = dtypes.parse(accumulator_dtype)
         dtype = None if asked is None else jax.dtypes.canonicalize_dtype(asked)
         self._rule: WindowRule = (OptaxOrder if compat else Sums)(use_grad_mean, dtype)
 
@@ -120,16 +121,18 @@ class MultiSteps:
         """The transformation that runs at the boundary."""
         return self._opt
 
+    @operation("MultiSteps")
     def init(self, params: optax.Params) -> optax.MultiStepsState:
         """The state before the first microbatch."""
-        params = as_arrays("MultiSteps", params)
+        params = as_arrays(params)
         like = gradients_like(params)
         detail: Any = ()
         if self._skip is not None:
-            detail = self._kept(jnp.asarray(False), first_detail("MultiSteps", self._skip, like))
+            detail = self._kept(jnp.asarray(False), first_detail(self._skip, like))
         inner, window = self._opt.init(params), self._rule.init(like)
         return place_beside(like, MultiStepsState(jnp.int32(0), jnp.int32(0), inner, window, detail))
 
+    @operation("MultiSteps")
     def update(
         self,
         updates: optax.Updates,
@@ -149,13 +152,13 @@ class MultiSteps:
         _require_state(state)
         if others := sorted(_OF_ACCUMULATE & extra_args.keys()):
             expected = f"no {others[0]}, which optax.MultiSteps does not know (integrations.optax.accumulate does)"
-            raise GradCombineError("MultiSteps", expected, shown(extra_args[others[0]]))
-        updates, state = as_arrays("MultiSteps", updates), as_arrays("MultiSteps", state)
+            raise invalid(expected, shown(extra_args[others[0]]))
+        updates, state = as_arrays(updates), as_arrays(state)
         mini_step, gradient_step = state.mini_step, state.gradient_step
         emit = jnp.asarray(self._ready(AccumulateState(((),), mini_step + 1, gradient_step)))
         skip, detail = None, ()
         if self._skip is not None:
-            skip, returned = decide("MultiSteps", self._skip, updates, gradient_step, params)
+            skip, returned = decide(self._skip, updates, gradient_step, params)
             detail = self._kept(skip, returned)
             emit = emit & ~skip
         window, kept = self._rule.add(updates, state.acc_grads, mini_step, emit)
@@ -177,6 +180,7 @@ class MultiSteps:
             counted = jnp.where(skip, mini_step, counted)
         return result, MultiStepsState(counted, jnp.where(emit, gradient_step + 1, gradient_step), inner, kept, detail)
 
+    @operation("MultiSteps")
     def has_updated(self, state: optax.MultiStepsState) -> Array:
         """Whether the last microbatch ended a window, a boolean scalar."""
         _require_state(state)
@@ -190,6 +194,7 @@ class MultiSteps:
         """The pair of functions, for `optax.chain` and its like."""
         return optax.GradientTransformationExtraArgs(self.init, self.update)
 
+    @operation("MultiSteps")
     def adopt(self, state: optax.MultiStepsState) -> optax.MultiStepsState:
         """Takes over a state of optax.MultiSteps with the same arguments, also from the middle of a window.
 
@@ -201,13 +206,13 @@ class MultiSteps:
           unless ``compat``, each running mean times the number of its gradients.
         """
         _require_state(state)
-        state = as_arrays("MultiSteps", state)
+        state = as_arrays(state)
         n, scaled = jnp.asarray(state.mini_step), self._use_grad_mean and not self._compat
 
         def adopted(acc: Array) -> Array:
             return jnp.where(n == 0, jnp.zeros_like(acc), acc * n.astype(acc.dtype) if scaled else acc)
 
-        with in_own_words("MultiSteps", "accumulators of numbers"):
+        with in_own_words("accumulators of numbers"):
             return state._replace(acc_grads=jax.tree.map(adopted, state.acc_grads))
 
     def _kept(self, skip: Array, detail: Tree) -> Tree:
@@ -223,9 +228,9 @@ _OF_ACCUMULATE = {"weight", "flush", "number"}
 def _require_state(state: Any) -> None:
     """Refuses what is no state of optax.MultiSteps."""
     if not isinstance(state, MultiStepsState):
-        raise GradCombineError("MultiSteps", "an optax.MultiStepsState", type(state).__name__)
+        raise invalid("an optax.MultiStepsState", type(state).__name__)
     for name in ("mini_step", "gradient_step"):
-        require_scalar("MultiSteps", "an integer scalar", getattr(state, name), "iu", f".{name}")
+        require_scalar("an integer scalar", getattr(state, name), "iu", f".{name}")
 
 
 def _skip_flag(skip_state: Any) -> Any:
@@ -290,7 +295,7 @@ class Sums:
             # A gradient that is missing for once does not make its accumulator one of no gradient.
             return acc if g is None and not tree.is_static(acc) else g
 
-        with in_own_words("MultiSteps", _MATCHING):
+        with in_own_words(_MATCHING):
             like = jax.tree.map(present, grads, accumulators, is_leaf=lambda g: g is None)
         spec = jax.eval_shape(self._reduction.init, like)
         return spec._replace(value=accumulators, weight=mini_step.astype(spec.weight.dtype), count=mini_step)
@@ -317,14 +322,14 @@ class OptaxOrder:
         return jax.tree.map(zeros, params)
 
     def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Any, Tree]:
-        with in_own_words("MultiSteps", _MATCHING):
+        with in_own_words(_MATCHING):
             return (accumulators, mini_step), _kept(grads, accumulators, mini_step, emit, mean=self._mean)
 
     def boundary(self, window: Any, grads: Tree, inner: Any, emit: Array, transform: Transform) -> tuple[Tree, Any]:
         combined = _combined(grads, *window, mean=self._mean)
         updates, state = transform(optax.tree.cast_like(combined, grads))
         # True in this branch, but the compiler does not know, and fuses as it does in optax.
-        with in_own_words("MultiSteps", KEPT):
+        with in_own_words(KEPT):
             state = jax.tree.map(lambda old, new: jnp.where(emit, new, old).astype(old.dtype), inner, state)
         return jax.tree.map(lambda x: emit.astype(x.dtype) * x, updates), state
 

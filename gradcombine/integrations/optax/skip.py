@@ -13,7 +13,7 @@ import optax
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
-from gradcombine.errors import GradCombineError, renamed, shown
+from gradcombine.errors import invalid, operation, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Tree
 
@@ -41,6 +41,7 @@ class SkipState(NamedTuple):
 _NOT_GIVEN = object()
 
 
+@operation("skip_not_finite")
 def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, params: Tree = None) -> Any:
     """Leaves out a microbatch that holds an infinity or a NaN.
 
@@ -66,11 +67,12 @@ def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, param
     """
     if updates is _NOT_GIVEN:
         return skip_not_finite
-    returned: Any = optax.skip_not_finite(_gradients("skip_not_finite", updates), gradient_step, params)
+    returned: Any = optax.skip_not_finite(_gradients(updates), gradient_step, params)
     left_out, detail = returned
     return left_out, {**detail, "num_not_finite": detail["num_not_finite"].astype(jnp.int32)}
 
 
+@operation("skip_large")
 def skip_large(max_norm: Any) -> Skip:
     """Leaves out a microbatch whose gradients' Euclidean norm, over all leaves, is above a bound or NaN.
 
@@ -95,20 +97,20 @@ def skip_large(max_norm: Any) -> Skip:
         with suppress(Exception):  # of whatever is no number, or one that no float holds
             known = float(max_norm)
         if not known > 0:
-            raise GradCombineError(
-                "skip_large", "a norm above 0, or a function of the window's number", shown(max_norm)
-            )
+            raise invalid("a norm above 0, or a function of the window's number", shown(max_norm))
 
+    @operation("skip_large")
     def skip(updates: Tree, gradient_step: Any, params: Tree = None) -> tuple[Array, Any]:
         del params
         bound = max_norm(gradient_step) if callable(max_norm) else known
-        norm = jnp.sqrt(_norm_squared("skip_large", updates))
-        left_out = ~(norm <= _bound("skip_large", bound, norm.dtype))
+        norm = jnp.sqrt(_norm_squared(updates))
+        left_out = ~(norm <= _bound(bound, norm.dtype))
         return left_out, {"should_skip": left_out, "norm": norm}
 
     return skip
 
 
+@operation("skip_large_updates")
 def skip_large_updates(
     updates: Tree, gradient_step: Any, params: Tree, max_squared_norm: Any
 ) -> tuple[Array, dict[str, Array]]:
@@ -132,12 +134,12 @@ def skip_large_updates(
     True
     """
     del gradient_step, params
-    squared = _norm_squared("skip_large_updates", updates)
-    left_out = ~(squared < _bound("skip_large_updates", max_squared_norm, squared.dtype))
+    squared = _norm_squared(updates)
+    left_out = ~(squared < _bound(max_squared_norm, squared.dtype))
     return left_out, {"should_skip": left_out, "norm_squared": squared}
 
 
-def decide(operation: str, skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tuple[Array, Any]:
+def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tuple[Array, Any]:
     """Calls a skip function.
 
     Returns:
@@ -148,44 +150,44 @@ def decide(operation: str, skip: Skip, updates: Tree, gradient_step: Array, para
     """
     returned = skip(updates, gradient_step, params)
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise GradCombineError(operation, "a skip function that returns (boolean scalar, state)", shown(returned))
+        raise invalid("a skip function that returns (boolean scalar, state)", shown(returned))
     left_out = jnp.asarray(returned[0])
     if (left_out.dtype, left_out.shape) != (jnp.bool_, ()):
         received = f"dtype {left_out.dtype} and shape {left_out.shape}"
-        raise GradCombineError(operation, "a skip function that returns a boolean scalar first", received)
+        raise invalid("a skip function that returns a boolean scalar first", received)
     return left_out, jax.tree.map(jnp.asarray, returned[1])
 
 
-def first_detail(operation: str, skip: Skip, params: Tree) -> Any:
+def first_detail(skip: Skip, params: Tree) -> Any:
     """The detail of a skip function before the first microbatch: that of gradients which are all zero."""
-    return decide(operation, skip, jax.tree.map(jnp.zeros_like, params), jnp.int32(0), params)[1]
+    return decide(skip, jax.tree.map(jnp.zeros_like, params), jnp.int32(0), params)[1]
 
 
-def _gradients(operation: str, updates: Tree) -> list[Array]:
+def _gradients(updates: Tree) -> list[Array]:
     """The arrays of numbers that gradients are."""
-    leaves, structure = tree.flatten(operation, updates)
+    leaves, structure = tree.flatten(updates)
     backend, found = load("jax"), list[Array]()
     for leaf, path in zip(leaves, structure.paths(), strict=True):
         if not is_absent(leaf):
-            with renamed(operation, path):
+            with within(path):
                 found.append(backend.asarray(leaf))
             if dtypes.kind(backend.dtype(leaf)) not in dtypes.NUMERIC:
-                raise GradCombineError(operation, "gradients of numbers", backend.dtype(leaf), path)
+                raise invalid("gradients of numbers", backend.dtype(leaf), path)
     return found
 
 
-def _bound(operation: str, value: Any, dtype: Any) -> Array:
+def _bound(value: Any, dtype: Any) -> Array:
     try:
         bound = jnp.asarray(value, dtype)
         if bound.shape != ():
             raise TypeError
     except Exception:  # of what is no number
-        raise GradCombineError(operation, "a norm that is a number", shown(value)) from None
+        raise invalid("a norm that is a number", shown(value)) from None
     return bound
 
 
-def _norm_squared(operation: str, updates: Tree) -> Array:
-    squares = [jnp.sum(_square(leaf)) for leaf in _gradients(operation, updates)]
+def _norm_squared(updates: Tree) -> Array:
+    squares = [jnp.sum(_square(leaf)) for leaf in _gradients(updates)]
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in squares) else jnp.float32
     return jnp.sum(jnp.stack([x.astype(dtype) for x in squares])) if squares else jnp.zeros((), dtype)
 

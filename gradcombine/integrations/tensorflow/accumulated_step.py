@@ -12,12 +12,11 @@ from gradcombine import reductions, tree
 from gradcombine.backends.registry import in_words, is_array_of
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.denominators import Totals
-from gradcombine.errors import require_items, shown
+from gradcombine.errors import invalid, operation, require_items, shown
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     checked_result,
     dense_gradient,
-    error,
     keras_optimizer,
     local_replicas,
     require_created_in_scope,
@@ -118,6 +117,7 @@ class AccumulatedStep(WithSeen):
     (True, array([5., 4.], dtype=float32))
     """
 
+    @operation("AccumulatedStep")
     def __init__(
         self,
         gradients: Callable[..., Any],
@@ -133,23 +133,23 @@ class AccumulatedStep(WithSeen):
     ) -> None:
         optimizer = keras_optimizer(apply)
         if not callable(gradients):
-            raise error("a function as gradients", shown(gradients))
+            raise invalid("a function as gradients", shown(gradients))
         super().__init__()
         self._strategy = tf.distribute.get_strategy()
         self._require_cross_replica()
-        require_synchronous("AccumulatedStep", self._strategy)
+        require_synchronous(self._strategy)
         # As attributes they are in checkpoints, where they can be.
         self._gradients, self._apply, self._optimizer = gradients, apply, optimizer
         self._terms: LossOfTerms | None = None
         if terms is not None:
-            self._terms = LossOfTerms("AccumulatedStep", terms, totals, reduction)
+            self._terms = LossOfTerms(terms, totals, reduction)
             reduction = self._terms.reduction
         elif totals is not None:
-            raise error("terms, for totals", "none")
+            raise invalid("terms, for totals", "none")
         reduction = reductions.mean() if reduction is None else reduction
-        self._window = Window("AccumulatedStep", reduction, every, tf_replicas(), order, max_every)
+        self._window = Window(reduction, every, tf_replicas(), order, max_every)
         require_same_length(self._strategy, every)
-        targets = require_items("AccumulatedStep", "a list of variables", variables)
+        targets = require_items("a list of variables", variables)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
         # In a closure: tf.Module would wrap a list, and refuse to save Keras variables.
@@ -196,6 +196,7 @@ class AccumulatedStep(WithSeen):
         """
         return self._flush(tf.__internal__.autograph.control_status_ctx())
 
+    @operation("AccumulatedStep")
     def states(self) -> list[AccumulateState]:
         """The window of each replica of this process, by rank: for `gradcombine.statefile`, eagerly.
 
@@ -210,6 +211,7 @@ class AccumulatedStep(WithSeen):
         whole = [column if len(column) == count else column * count for column in columns]
         return [self._state.unflat(arrays) for arrays in zip(*whole, strict=True)]
 
+    @operation("AccumulatedStep")
     def load_states(self, states: Sequence[AccumulateState]) -> None:
         """Replaces the windows, eagerly.
 
@@ -222,26 +224,27 @@ class AccumulatedStep(WithSeen):
         """
         self._require_cross_replica()
         expected = self.states()
-        given = require_items("AccumulatedStep", f"{len(expected)} states, one per replica", states)
+        given = require_items(f"{len(expected)} states, one per replica", states)
         if len(given) != len(expected):
-            raise error(f"{len(expected)} states, one per replica", len(given))
+            raise invalid(f"{len(expected)} states, one per replica", len(given))
         for rank, (held, state) in enumerate(zip(expected, given, strict=True)):
-            leaves, structure = tree.flatten("AccumulatedStep", held)
-            received = tree.flatten_as("AccumulatedStep", structure, state)
+            leaves, structure = tree.flatten(held)
+            received = tree.flatten_as(structure, state)
             for path, x, y in zip(structure.paths(), leaves, received, strict=True):
                 if x is not None and not is_array_of(y, BACKEND.dtype(x), BACKEND.shape(x)):
-                    raise error(in_words(x), in_words(y), f"[{rank}]{path}")
+                    raise invalid(in_words(x), in_words(y), f"[{rank}]{path}")
 
         first = int(self._local(self._strategy.run(_rank))[0])
         self._strategy.run(lambda: self._state.write(Pending(given[int(tf.get_static_value(_rank())) - first])))
 
     # AutoGraph would take seconds to convert the library's code, which does not need it. The caller's functions are
     # converted if the tf.function around uses AutoGraph, which ``status`` says.
+    @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
     def _step(self, status: Any, batch: tuple[Any, ...], totals: Any, number: Any) -> tuple[Any, ...]:
         self._require_cross_replica()
         if (totals is None) == (self._terms is not None and self._terms.is_given):
-            raise error("totals={...} in each call, with totals='given' and not else", shown(totals))
+            raise invalid("totals={...} in each call, with totals='given' and not else", shown(totals))
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
         compute, begun = converted(self._gradients, status), graph_size()
         # Which variables have a gradient is known while tracing, and only then.
@@ -265,6 +268,7 @@ class AccumulatedStep(WithSeen):
         told = self._apply_if(full, present, status)
         return (full, outputs) if self._terms is None else (full, outputs, told)
 
+    @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
     def _flush(self, status: Any) -> Any:
         self._require_cross_replica()
@@ -362,9 +366,9 @@ class AccumulatedStep(WithSeen):
         if not tf.distribute.has_strategy():
             return
         if tf.distribute.get_strategy() is not self._strategy:
-            raise error("a call under the strategy that it was made under", "a call under another one")
+            raise invalid("a call under the strategy that it was made under", "a call under another one")
         if not tf.distribute.in_cross_replica_context():
-            raise error("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
+            raise invalid("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
 
 
 def _rank() -> Any:

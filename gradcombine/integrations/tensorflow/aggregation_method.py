@@ -9,8 +9,7 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from gradcombine import foreign_orders
-from gradcombine.errors import GradCombineError, shown
-from gradcombine.types import no_autograph
+from gradcombine.errors import GradCombineError, invalid, operation, shown
 
 Execution = Literal["function", "graph", "xla"]
 
@@ -21,7 +20,7 @@ class NotATensorError(GradCombineError, TypeError):
     """For a term that is not a tensor: also a TypeError, which is what TensorFlow raises."""
 
 
-@no_autograph
+@operation("aggregate")
 def aggregate(
     terms: Sequence[Any],
     method: int | str | None = None,
@@ -83,15 +82,15 @@ def aggregate(
 def _number(method: Any) -> int:
     number = 0 if method is None else _NAMES.get(method, method)
     if isinstance(number, bool) or number not in (0, 1, 2):
-        raise GradCombineError("aggregate", f"a tf.AggregationMethod value, or one of {list(_NAMES)}", shown(method))
+        raise invalid(f"a tf.AggregationMethod value, or one of {list(_NAMES)}", shown(method))
     return number
 
 
 def _order(number: int, execution: str, names: Sequence[str] | None) -> Callable[[Sequence[Any]], Any]:
     if execution not in ("function", "graph", "xla"):
-        raise GradCombineError("aggregate", "execution 'function', 'graph' or 'xla'", shown(execution))
+        raise invalid("execution 'function', 'graph' or 'xla'", shown(execution))
     if names is not None and execution != "function":
-        raise GradCombineError("aggregate", "no names: terms are sorted in a function only", shown(execution))
+        raise invalid("no names: terms are sorted in a function only", shown(execution))
     if execution == "function":
         return partial(foreign_orders.addn_blocks, names=names)
     return foreign_orders.addn_blocks if (number, execution) == (0, "graph") else foreign_orders.left_chain

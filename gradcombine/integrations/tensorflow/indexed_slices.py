@@ -8,12 +8,11 @@ from typing import Any
 import tensorflow as tf
 
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid, operation
 from gradcombine.sparse import RowSparse, row_sparse
-from gradcombine.types import no_autograph
 
 
-@no_autograph
+@operation("from_indexed_slices")
 def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size: int | None = None) -> RowSparse:
     """The row-sparse leaf of some slices.
 
@@ -40,19 +39,19 @@ def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size:
     known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
     stated = None if known is None else int(known[0])
     if rows is None and stated is None:
-        raise GradCombineError("from_indexed_slices", "rows, or a static dense_shape", "neither")
+        raise invalid("rows, or a static dense_shape", "neither")
     if rows is not None and stated is not None and rows != stated:
-        raise GradCombineError("from_indexed_slices", f"{rows} rows", f"a dense_shape of {stated}")
+        raise invalid(f"{rows} rows", f"a dense_shape of {stated}")
     whole = stated if rows is None else rows
     assert whole is not None
     values, indices = tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)
     n = indices.shape[0]
     if size is None:
         if n is None:
-            raise GradCombineError("from_indexed_slices", "size, or a static number of slices", "neither")
+            raise invalid("size, or a static number of slices", "neither")
         return row_sparse(indices, values, whole)
     if n is not None and n > size:
-        raise GradCombineError("from_indexed_slices", f"at most {size} slices", n)
+        raise invalid(f"at most {size} slices", n)
     # With more slices the number of paddings is negative, which the operation itself refuses.
     missing = size - tf.shape(indices)[0]
     paddings = tf.scatter_nd([[0, 1]], [missing], [values.shape.rank, 2])
@@ -61,7 +60,7 @@ def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size:
     return row_sparse(tf.ensure_shape(padded, [size]), tf.ensure_shape(tf.pad(values, paddings), shape), whole)
 
 
-@no_autograph
+@operation("to_indexed_slices")
 def to_indexed_slices(rows: RowSparse) -> tf.IndexedSlices:
     """The slices of a row-sparse leaf without its padding: what optimizers and ``tf.Variable.scatter_add`` take.
 

@@ -3,15 +3,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import tensorflow as tf
 
-from gradcombine.errors import GradCombineError, attribute
+from gradcombine.errors import attribute, invalid
 from gradcombine.integrations.tensorflow.indexed_slices import dense
-
-error = partial(GradCombineError, "AccumulatedStep")
 
 
 def keras_optimizer(apply: Any) -> Any:
@@ -21,15 +18,15 @@ def keras_optimizer(apply: Any) -> Any:
     if attribute(owner, "apply_gradients") is not None and attribute(owner, "built") is not None:
         return owner
     if not callable(apply):
-        raise error("a Keras optimizer or a function", type(apply).__name__)
+        raise invalid("a Keras optimizer or a function", type(apply).__name__)
     return None
 
 
-def require_synchronous(operation: str, strategy: tf.distribute.Strategy) -> None:
+def require_synchronous(strategy: tf.distribute.Strategy) -> None:
     """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
-        raise GradCombineError(operation, expected, type(strategy).__name__)
+        raise invalid(expected, type(strategy).__name__)
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> int:
@@ -43,7 +40,7 @@ def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
         return
     lengths = strategy.gather(strategy.run(lambda: tf.constant([every])), axis=0).numpy().tolist()
     if len(set(lengths)) > 1:
-        raise error("a window length that is the same on all replicas", lengths)
+        raise invalid("a window length that is the same on all replicas", lengths)
 
 
 def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
@@ -51,21 +48,21 @@ def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path
     # A Keras variable holds the tf.Variable as its value.
     variable = target if isinstance(target, tf.Variable) else attribute(target, "value")
     if not isinstance(variable, tf.Variable):
-        raise error("a variable", type(target).__name__, path)
+        raise invalid("a variable", type(target).__name__, path)
     if isinstance(variable, tf.experimental.dtensor.DVariable):
         expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
-        raise error(expected, "a DVariable", path)
+        raise invalid(expected, "a DVariable", path)
     if not strategy.extended.variable_created_in_scope(variable):
-        raise error("a variable made under the strategy in scope", f"{variable.name}, which was not", path)
+        raise invalid("a variable made under the strategy in scope", f"{variable.name}, which was not", path)
 
 
 def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
     """Checks the result of ``gradients``: its gradients as a list of one dense tensor or None per variable."""
     if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise error("(gradients, weight) or (gradients, weight, outputs)", _described(result))
+        raise invalid("(gradients, weight) or (gradients, weight, outputs)", _described(result))
     gradients, *rest = result
     if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
-        raise error(f"a list of {len(targets)} gradients, one per variable", _described(gradients))
+        raise invalid(f"a list of {len(targets)} gradients, one per variable", _described(gradients))
     return [dense_gradient(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
 
 

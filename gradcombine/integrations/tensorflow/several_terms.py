@@ -12,12 +12,12 @@ import tensorflow as tf
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.denominators import Terms, Totals, require_totals
-from gradcombine.errors import renamed
+from gradcombine.errors import invalid
 from gradcombine.integrations.tensorflow.state import ReplicaState, in_local_variables
 from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.ratios import Ratio, ratios
+from gradcombine.reductions.ratios import Ratio, ratios_of
 from gradcombine.reductions.weights import parse
 
 
@@ -59,20 +59,17 @@ class LossOfTerms:
       reduction: of the gradients.
     """
 
-    def __init__(
-        self, operation: str, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None
-    ) -> None:
-        self._terms, self._known = Terms(operation, terms), totals is not None
-        require_totals(operation, totals)
+    def __init__(self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None) -> None:
+        self._terms, self._known = Terms(terms), totals is not None
+        require_totals(totals)
         if totals == "counted":
-            raise self._terms.error("totals that are given, as a call brings one microbatch", "counted")
+            raise invalid("totals that are given, as a call brings one microbatch", "counted")
         if self._known:
             self.reduction = reductions.sum() if reduction is None else reduction
             if self.reduction.scales_by_weight:
-                raise self._terms.error("a sum, for terms that are divided by known totals", self.reduction.name)
+                raise invalid("a sum, for terms that are divided by known totals", self.reduction.name)
         else:
-            with renamed(operation):
-                self.reduction = ratios(self._terms.denominators, reduction)
+            self.reduction = ratios_of(self._terms.denominators, reduction)
 
     @property
     def is_given(self) -> bool:
@@ -106,7 +103,7 @@ class LossOfTerms:
         with tf.GradientTape(persistent=not self._known and len(terms.denominators) > 1) as tape:
             result = loss(*batch)
             if not isinstance(result, tuple) or len(result) not in (2, 3):
-                raise terms.error("(values, weights) or (values, weights, outputs), by name", type(result).__name__)
+                raise invalid("(values, weights) or (values, weights, outputs), by name", type(result).__name__)
             values = {term: tf.convert_to_tensor(x) for term, x in terms.values(result[0]).items()}
             values = terms.widened(values)
             weights = {
@@ -137,7 +134,7 @@ class LossOfTerms:
 
     def _told(self, told: dict[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
         def number(x: Any) -> Any:
-            return parse(self._terms.operation, BACKEND, x).cast(BACKEND, dtypes.FLOAT32)
+            return parse(BACKEND, x).cast(BACKEND, dtypes.FLOAT32)
 
         def value(x: Any) -> Any:
             return (

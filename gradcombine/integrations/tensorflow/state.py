@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from gradcombine import tree
 from gradcombine.backends.tensorflow_backend import in_plain_graph, unguarded
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid, operation
 from gradcombine.places.time import whole_window
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Wrapper
@@ -109,11 +109,11 @@ class ReplicaState:
         """
         leaves, after = self._leaves(), pending.after
         if pending.terms is None:
-            arrays = tree.flatten_as(self.window.operation, self._structure, after.levels)
+            arrays = tree.flatten_as(self._structure, after.levels)
         else:
             self._add(leaves[: self._added], pending.terms, pending.replaces)
             leaves = leaves[self._added :]
-            arrays = tree.flatten(self.window.operation, after.levels)[0]
+            arrays = tree.flatten(after.levels)[0]
         leaves = [*leaves, *(_of_this_replica(x) for x in self.position.values())]
         written = [x.assign(array) for x, array in zip(leaves, [*arrays, after.step, after.index], strict=True)]
         return [] if tf.executing_eagerly() or tf.inside_function() else [x.op for x in written]
@@ -131,7 +131,7 @@ class ReplicaState:
     def flat(self) -> list[Any]:
         """This replica's arrays, and its position, in a form that strategy.run can return."""
         state = self.read()
-        return [*tree.flatten(self.window.operation, state.levels)[0], state.step, state.index]
+        return [*tree.flatten(state.levels)[0], state.step, state.index]
 
     def unflat(self, arrays: Sequence[Any]) -> AccumulateState:
         """The state of what `flat` gave."""
@@ -141,9 +141,7 @@ class ReplicaState:
     def layout(self) -> Layout:
         """The layout that a checkpoint must have to be restored into this state."""
         leaves = [next(iter(x)) if isinstance(x, list) else x for x in self._variables]
-        return Layout(
-            self.window.operation, [self.window.reduction.name, *(f"{x.dtype.name}{x.shape}" for x in leaves)]
-        )
+        return Layout([self.window.reduction.name, *(f"{x.dtype.name}{x.shape}" for x in leaves)])
 
     def _in_place(self) -> bool:
         return self._added > 0 and in_plain_graph()
@@ -180,22 +178,22 @@ class Layout(tf.train.experimental.PythonState):
     """Layout of a window: tf.train.Checkpoint would restore another one's variables by their numbers alone.
 
     Args:
-      operation: for error messages.
       lines: the same for windows that can be restored from each other.
     """
 
-    def __init__(self, operation: str, lines: Sequence[str]) -> None:
-        self._operation, self._text = operation, "\n".join(lines).encode()
+    def __init__(self, lines: Sequence[str]) -> None:
+        self._text = "\n".join(lines).encode()
 
     def serialize(self) -> bytes:
         """For the checkpoint."""
         return self._text
 
+    @operation("tf.train.Checkpoint.restore")
     def deserialize(self, string_value: bytes) -> None:
         """Refuses a checkpoint of another window, before its variables are read."""
         if string_value != self._text:
             pair = zip_longest(self._text.decode().split("\n"), string_value.decode().split("\n"))
-            raise GradCombineError(self._operation, *next((f"a window with {a}", b) for a, b in pair if a != b))
+            raise invalid(*next((f"a window with {a}", b) for a, b in pair if a != b))
 
 
 def in_local_variables(window: Window, specs: Any) -> ReplicaState:
@@ -211,7 +209,7 @@ def in_local_variables(window: Window, specs: Any) -> ReplicaState:
       specs: the shapes and dtypes of the gradients, a list or another tree.
     """
     empty = window.init(specs)
-    leaves, structure = tree.flatten(window.operation, empty.levels)
+    leaves, structure = tree.flatten(empty.levels)
     position = {"step": local_variable(empty.step), "index": local_variable(empty.index)}
     return ReplicaState(window, structure, [local_variable(x) for x in leaves], position)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact import digits, exchange, rounding
@@ -184,7 +184,7 @@ class Exact(Cell):
           GradCombineError: for a state of a reduction with more or less room.
         """
         if len(total.digits.words) != self._words(digits.grid_of(backend, total.digits).word):
-            raise GradCombineError(self.name, "a state made with room for as many terms", total.digits.in_words)
+            raise invalid("a state made with room for as many terms", total.digits.in_words)
         return total.digits
 
     @property

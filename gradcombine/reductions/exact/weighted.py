@@ -200,12 +200,12 @@ def linked(backend: Backend, link: Array, leaves: Sequence[Any]) -> Array:
     return backend.custom_derivative(alone, depending, [link, *leaves])[0]
 
 
-def refusing(operation: str, backend: Backend, results: Sequence[Array], link: Array) -> list[Array]:
+def refusing(name: str, backend: Backend, results: Sequence[Array], link: Array) -> list[Array]:
     """The results, of which a derivative that comes upon the link is an error."""
 
     def refuse(*_: Array) -> list[Array]:
         expected = "reductions.differentiable(...) of this reduction, whose states know their derivative"
-        raise GradCombineError(operation, expected, "a derivative through a state of integers")
+        raise GradCombineError(name, expected, "a derivative through a state of integers")
 
     return backend.custom_derivative(lambda *arrays: arrays[:-1], refuse, [*results, link])
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradcombine.errors import GradCombineError, require_file
+from gradcombine.errors import GradCombineError, operation, require_file
 from gradcombine.reporting.sections import Cells, HeatMap, Section
 from gradcombine.verify.check.step_report import Cause, Fault, StepReport, Verdict
 
@@ -158,6 +158,7 @@ def _finite(x: float | None) -> float | None:
     return None if x is None or not math.isfinite(x) else x
 
 
+@operation("check")
 def read_baseline(path: Path) -> frozenset[tuple[str, str]]:
     """The causes of an earlier report, each with its division, from the file that ``--json`` wrote.
 
@@ -165,7 +166,7 @@ def read_baseline(path: Path) -> frozenset[tuple[str, str]]:
       GradCombineError: a file that cannot be read, or of another form or version.
     """
     expected = "a baseline that --json has written"
-    file = require_file("check", expected, path)
+    file = require_file(expected, path)
     try:
         content: Any = json.loads(file.read_text())
         if content["version"] != VERSION:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, require_integer, require_items, require_one_of, shown
+from gradcombine.errors import GradCombineError, operation, require_integer, require_items, require_one_of, shown
 from gradcombine.types import Tree
 from gradcombine.verify.check.divided_terms import Terms, require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
@@ -19,6 +19,7 @@ from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepR
 from gradcombine.verify.compare.ulp import rounding_unit
 
 
+@operation("check_step")
 def check_step(
     make_step: Callable[..., Step],
     params: Tree,
@@ -117,7 +118,7 @@ def checked(
     microbatches, devices, returns = given["microbatches"], given["devices"], given["returns"]
     pad, terms, reference, unit = (given.get(name) for name in ("pad", "terms", "reference", "unit"))
     splits = _splits(microbatches, devices)
-    require_one_of(OPERATION, "returns to be 'gradients' or 'params'", returns, ("gradients", "params"))
+    require_one_of("returns to be 'gradients' or 'params'", returns, ("gradients", "params"))
     if not callable(make_step):
         raise GradCombineError(OPERATION, "make_step(microbatches) that returns a step", shown(make_step))
     subject = Subject(make_step, params, batch, returns == "params")
@@ -245,10 +246,10 @@ def _differ(a: Result, b: Result) -> bool:
 def _splits(microbatches: Sequence[int], devices: Sequence[int]) -> list[Split]:
     numbers: list[list[int]] = []
     for name, values in (("microbatches", microbatches), ("devices", devices)):
-        items = [] if isinstance(values, (str, bytes)) else require_items(OPERATION, f"numbers of {name}", values)
+        items = [] if isinstance(values, (str, bytes)) else require_items(f"numbers of {name}", values)
         if not items:
             raise GradCombineError(OPERATION, f"numbers of {name}", shown(values))
-        numbers.append([require_integer(OPERATION, f"a number of {name}", x) for x in items])
+        numbers.append([require_integer(f"a number of {name}", x) for x in items])
     splits = [split for d in numbers[1] for k in numbers[0] if (split := Split(k, d)) != WHOLE]
     if not splits:
         raise GradCombineError(OPERATION, "a division of the batch to compare with one batch", f"{WHOLE} alone")

@@ -59,7 +59,7 @@ class KerasRun:
     """One training, with the optimizer under test, the plain one and the copy side by side."""
 
     def __init__(self, wrap: Wrap, inner: Any | None, params: Any) -> None:
-        values, self._structure = tree.flatten(OPERATION, params)
+        values, self._structure = tree.flatten(params)
         self._shapes = [np.asarray(x) for x in values]
         self._plain, self._arrived = _wrapped(wrap, keras.optimizers.SGD(1.0)), self._variables(np.zeros_like)
         self._real, self._values, self._copy, self._copied = None, [], None, []
@@ -124,6 +124,6 @@ def _wrapped(wrap: Wrap, inner: Any) -> Any:
 
 
 def _tensors(value: Any, wide: bool = False) -> Any:
-    arrays, structure = tree.flatten(OPERATION, value)
+    arrays, structure = tree.flatten(value)
     tensors = [tf.convert_to_tensor(x) for x in arrays]
     return tree.unflatten(structure, [tf.cast(x, tf.float64) if wide and x.dtype.is_floating else x for x in tensors])

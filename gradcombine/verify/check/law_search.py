@@ -10,7 +10,15 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, is_absent, placeholder
-from gradcombine.errors import GradCombineError, require_flag, require_installed, require_integer, require_items, shown
+from gradcombine.errors import (
+    GradCombineError,
+    operation,
+    require_flag,
+    require_installed,
+    require_integer,
+    require_items,
+    shown,
+)
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import State, Tree
@@ -82,6 +90,7 @@ class BrokenLaw(AssertionError):  # noqa: N818 (a finding, as AssertionError's o
         super().__init__("\n".join(lines))
 
 
+@operation("check_reduction")
 def check_reduction(
     reduction: Reduction,
     like: Tree = np.zeros(2, np.float32),  # noqa: B008 (never changed)
@@ -140,18 +149,18 @@ def check_reduction(
     merge(b, a): array([0., 0.], dtype=float32)
     If it need not hold: check_reduction(..., commutative=False).
     """
-    require_reduction("check_reduction", reduction)
-    ulps = require_integer("check_reduction", "ulps from 0 to 2**20", ulps, 0, 2**20)
-    examples = require_integer("check_reduction", "1 example or more", examples)
+    require_reduction(reduction)
+    ulps = require_integer("ulps from 0 to 2**20", ulps, 0, 2**20)
+    examples = require_integer("1 example or more", examples)
     require_installed("check_reduction", "hypothesis")
     if not callable(asarray):
         raise GradCombineError("check_reduction", "a function as asarray", shown(asarray))
-    kinds = [dtype_of(x) for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
+    kinds = [dtype_of(x) for x in tree.flatten(like)[0] if not is_absent(x)]
     whole = any(dtypes.kind(dtype) == "integer" for dtype in kinds)
     stretches = _stretches(kinds, elements, weights)
     elements, weights = (_numbers(name, x) for name, x in (("elements", elements), ("weights", weights)))
-    require_flag("check_reduction", "commutative", commutative)
-    require_flag("check_reduction", "weighted", weighted)
+    require_flag("commutative", commutative)
+    require_flag("weighted", weighted)
     usable = [weight for weight in weights if not whole or dtypes.holds(np.dtype(np.int64), weight)]
     if not usable:
         raise GradCombineError("check_reduction", "a weight, a whole one if leaves are integers", shown(weights))
@@ -170,7 +179,7 @@ def check_reduction(
 
 
 def _numbers(name: str, values: Any) -> list[Any]:
-    numbers = require_items("check_reduction", f"numbers as {name}", values)
+    numbers = require_items(f"numbers as {name}", values)
     if not all(isinstance(x, Number) and dtypes.holds(np.dtype(np.complex128), x) for x in numbers):
         raise GradCombineError("check_reduction", f"numbers that a float holds as {name}", shown(numbers))
     return numbers
@@ -234,7 +243,7 @@ def _broken(reduction: Reduction, like: Tree, law: Law, ulps: int, case: Case) -
 
 def _others(reduction: Reduction, like: Tree, asarray: Callable[[np.ndarray], Any]) -> Iterator[Tree]:
     """The tree with leaves of other shapes and dtypes, or without its first: what the functions run for."""
-    leaves, structure = tree.flatten("check_reduction", like)
+    leaves, structure = tree.flatten(like)
     specs = [None if is_absent(x) else placeholder(x) for x in leaves]
 
     def changed(shape: tuple[int, ...] | None, dtype: Any) -> Tree:
@@ -259,7 +268,7 @@ def _others(reduction: Reduction, like: Tree, asarray: Callable[[np.ndarray], An
 
 def _fitting(like: Tree, elements: Sequence[float]) -> list[float]:
     """The elements that each leaf can hold; 0 and 1 if there are none."""
-    held = [placeholder(x).dtype for x in tree.flatten("check_reduction", like)[0] if not is_absent(x)]
+    held = [placeholder(x).dtype for x in tree.flatten(like)[0] if not is_absent(x)]
     return [x for x in elements if all(dtypes.holds(dtype, x) for dtype in held)] or [0, 1]
 
 
@@ -273,7 +282,7 @@ def _cases(
 ) -> Any:
     from hypothesis import strategies
 
-    leaves, structure = tree.flatten("check_reduction", like)
+    leaves, structure = tree.flatten(like)
 
     def leaf(x: Any, stretch: Stretch) -> Any:
         if is_absent(x):
@@ -309,12 +318,12 @@ def _stretches(kinds: Sequence[np.dtype], elements: Any, weights: Any) -> list[S
 
 
 def _largest(value: Tree) -> float:
-    arrays = [np.abs(np.asarray(x, np.float64)) for x in tree.flatten("check_reduction", value)[0] if not is_absent(x)]
+    arrays = [np.abs(np.asarray(x, np.float64)) for x in tree.flatten(value)[0] if not is_absent(x)]
     return max((float(x.max()) for x in arrays if x.size), default=0.0)
 
 
 def _equal(sides: Sides, ulps: int, largest: float) -> bool:
-    (lefts, one), (rights, other) = (tree.flatten("check_reduction", side) for side in sides[:2])
+    (lefts, one), (rights, other) = (tree.flatten(side) for side in sides[:2])
     return one == other and all(_near(x, y, ulps, largest) for x, y in zip(lefts, rights, strict=True))
 
 

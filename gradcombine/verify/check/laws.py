@@ -230,8 +230,8 @@ def _window(reduction: Reduction, terms: Terms, order: Order) -> State:
 
 def _nan(value: Tree) -> Tree:
     """The tree with NaN in place of all floats."""
-    leaves, structure = tree.flatten("check_reduction", value)
-    backend = resolve("check_reduction", leaves)
+    leaves, structure = tree.flatten(value)
+    backend = resolve(leaves)
 
     def poisoned(x: Any) -> Any:
         if is_absent(x) or dtypes.kind(backend.dtype(x)) not in ("float", "complex"):
@@ -243,7 +243,7 @@ def _nan(value: Tree) -> Tree:
 
 def mapped(function: Callable[[Any], Any], node: Tree) -> Tree:
     """The function of every leaf as a NumPy array; None stays."""
-    leaves, structure = tree.flatten("check_reduction", node)
+    leaves, structure = tree.flatten(node)
     return tree.unflatten(structure, [x if is_absent(x) else function(x) for x in leaves])
 
 

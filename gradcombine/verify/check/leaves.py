@@ -24,7 +24,7 @@ NUMBERS = bool, int, float, complex
 
 def flattened(value: Tree) -> tuple[list[Any], tree.Structure]:
     """The leaves of a tree, rows of TensorFlow and what is no array (names, functions) among them; its structure."""
-    return tree.flatten(OPERATION, value, is_leaf=lambda node: _is_sparse(node) or _is_static(node))
+    return tree.flatten(value, is_leaf=lambda node: _is_sparse(node) or _is_static(node))
 
 
 def examples(batch: Tree) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import shape_of
-from gradcombine.errors import GradCombineError, require_list, require_number, shown
+from gradcombine.errors import GradCombineError, operation, require_list, require_number, shown
 from gradcombine.verify.check.combinations import linear
 from gradcombine.verify.check.retyping import NotWide
 from gradcombine.verify.check.running import WHOLE, Subject, line
@@ -108,6 +108,7 @@ class MicrobatchReport(NamedTuple):
         return "\n".join(lines)
 
 
+@operation("check_microbatches")
 def check_microbatches(
     loss: Callable[[Any, Any], Any],
     params: Any,
@@ -173,10 +174,10 @@ def check_microbatches(
         if not callable(function):
             raise GradCombineError(OPERATION, f"a function as {name}", shown(function))
     expected = "at least one window, and at least one microbatch in each"
-    for window in require_list(OPERATION, expected, windows):
-        require_list(OPERATION, expected, window)
+    for window in require_list(expected, windows):
+        require_list(expected, window)
     for given in (params, *(microbatch for window in windows for microbatch in window)):
-        tree.flatten(OPERATION, given)  # JAX's own, of a tree that contains itself, leaves no depth for other calls
+        tree.flatten(given)  # JAX's own, of a tree that contains itself, leaves no depth for other calls
     training = _training(loss, inner, accumulating, arguments)
     try:
         return _checked(training, params, windows, weights or _examples, join or _concatenated)
@@ -233,20 +234,20 @@ def _training(loss: Any, inner: Any, accumulating: Any, arguments: Any) -> Train
 
 
 def _examples(microbatch: Any) -> float:
-    first = next((shape_of(x) for x in tree.flatten(OPERATION, microbatch)[0] if x is not None), ())
+    first = next((shape_of(x) for x in tree.flatten(microbatch)[0] if x is not None), ())
     if not first:
         raise GradCombineError(OPERATION, "microbatches of arrays with an axis of examples", shown(microbatch))
     return float(first[0])
 
 
 def _concatenated(microbatches: Sequence[Any]) -> Any:
-    columns = [tree.flatten(OPERATION, microbatch) for microbatch in microbatches]
+    columns = [tree.flatten(microbatch) for microbatch in microbatches]
     arrays = zip(*(arrays for arrays, _ in columns), strict=True)
     return tree.unflatten(columns[0][1], [np.concatenate([np.asarray(x) for x in column]) for column in arrays])
 
 
 def _weight(value: Any) -> float:
-    weight = require_number(OPERATION, "positive weights", value, 0)
+    weight = require_number("positive weights", value, 0)
     if not weight:
         raise GradCombineError(OPERATION, "positive weights", weight)
     return weight

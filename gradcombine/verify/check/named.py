@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from gradcombine.audit.auditing import callable_named
 from gradcombine.audit.compiling import foreign
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, operation, shown
 from gradcombine.verify.check.checking import checked
 from gradcombine.verify.check.step_report import StepReport
 
@@ -20,6 +20,7 @@ NEEDED = ("make_step", "params", "batch")
 OPTIONAL = ("microbatches", "devices", "returns", "pad", "terms", "reference", "unit")
 
 
+@operation("check")
 def case_named(what: str) -> dict[str, Any]:
     """Calls the callable that a command line names.
 
@@ -31,7 +32,7 @@ def case_named(what: str) -> dict[str, Any]:
       GradCombineError: a module that does not import, a callable that raises or returns something else.
     """
     make = callable_named("check", what)
-    made: Any = foreign("check", "a callable of no argument that returns", what, make)
+    made: Any = foreign("a callable of no argument that returns", what, make)
     if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == len(NEEDED):
         made = dict(zip(NEEDED, cast("tuple[Any, ...]", made), strict=True))
     expected = f"{what} to return (make_step, params, batch), or a dict of these and of {', '.join(OPTIONAL)}"
@@ -45,6 +46,7 @@ def case_named(what: str) -> dict[str, Any]:
     return case
 
 
+@operation("check")
 def check_named(
     what: str,
     others: Mapping[str, Any],

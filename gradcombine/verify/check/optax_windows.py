@@ -89,7 +89,7 @@ class OptaxRun:
     def __init__(self, init: Any, update: Any, params: Any, arguments: Arguments, fixed: bool) -> None:
         self.params = jax.tree.map(jnp.asarray, params)
         self._update, self._arguments, self._fixed = update, arguments, fixed
-        self._structure = tree.flatten(OPERATION, self.params)[1]
+        self._structure = tree.flatten(self.params)[1]
         self._state = init(self.params)
         self._calls = int(_seen(self._state).calls)
 

@@ -304,11 +304,11 @@ class Subject:
     def _compare(self, made: Tree, structure: tree.Structure) -> None:
         """Refuses another structure than that of the parameters, with metrics after them or not, and of other runs."""
         if self.returns_params and not self._begins(made):
-            raise tree.difference(OPERATION, self._params_structure, structure)
+            raise tree.difference(self._params_structure, structure)
         if self._structure is None:
             self._structure = structure
         elif structure != self._structure:
-            raise tree.difference(OPERATION, self._structure, structure)
+            raise tree.difference(self._structure, structure)
 
 
 class Program(NamedTuple):

@@ -7,7 +7,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gradcombine.errors import require_one_of
+from gradcombine.errors import operation, require_one_of
 
 
 class Cause(StrEnum):
@@ -135,6 +135,7 @@ class StepReport(NamedTuple):
     not_asked: tuple[str, ...] = ()
     allowed: tuple[Fault, ...] = ()
 
+    @operation("check_step")
     def allowing(self, *causes: str) -> StepReport:
         """The report for a step that depends on its batch by design.
 
@@ -147,7 +148,7 @@ class StepReport(NamedTuple):
           GradCombineError: for another name; other causes are defects, or hide what was not compared.
         """
         for name in causes:
-            require_one_of("check_step", f"causes among {', '.join(BY_DESIGN)} to allow", name, tuple(BY_DESIGN))
+            require_one_of(f"causes among {', '.join(BY_DESIGN)} to allow", name, tuple(BY_DESIGN))
         meant = {BY_DESIGN[name] for name in causes}
         allowed = tuple(fault for fault in self.faults if fault.cause in meant)
         kept = tuple(fault for fault in self.faults if fault.cause not in meant)

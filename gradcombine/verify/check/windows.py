@@ -42,7 +42,7 @@ Leaves: TypeAlias = list[np.ndarray | None]
 
 def leaves(value: Tree) -> Leaves:
     """The leaves as NumPy arrays."""
-    return [None if is_absent(x) else np.asarray(x) for x in tree.flatten(OPERATION, value)[0]]
+    return [None if is_absent(x) else np.asarray(x) for x in tree.flatten(value)[0]]
 
 
 # --- a training, step by step ---

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
-from gradcombine.errors import GradCombineError, require_number
+from gradcombine.errors import invalid, operation, require_number
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.compare.meter import LeafDifference, Meter
@@ -60,6 +60,7 @@ class Comparison(NamedTuple):
         return "\n".join([*lines, *(f"  {each}" for each in self.judgements)])
 
 
+@operation("compare")
 def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float | None = None) -> Comparison:
     """Compares two trees leaf by leaf; their frameworks and their containers may differ.
 
@@ -120,12 +121,13 @@ def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float
 def _errors(name: str, left: np.ndarray, right: np.ndarray, exact: np.ndarray | None) -> Errors:
     if exact is None or exact.shape != left.shape:
         received = "no such leaf" if exact is None else f"shape {exact.shape}"
-        raise GradCombineError("compare", f"a reference of shape {left.shape}", received, name)
+        raise invalid(f"a reference of shape {left.shape}", received, name)
     for side in (left, right):
         require_reference(side.dtype, exact.dtype, name)
     return errors(name, (left.dtype, right.dtype), lambda: [(left, right, exact)])
 
 
+@operation("assert_equal_bits")
 def assert_equal_bits(a: Tree, b: Tree) -> None:
     """Asserts that two trees have the same leaves, dtypes and bits; a failure names the worst leaves.
 
@@ -144,6 +146,7 @@ def assert_equal_bits(a: Tree, b: Tree) -> None:
         raise AssertionError(str(comparison))
 
 
+@operation("assert_within_ulp")
 def assert_within_ulp(a: Tree, b: Tree, ulp: int | Mapping[str, int] | Callable[[str], int]) -> None:
     """Asserts that two trees have the same leaves, and that no element is further apart than allowed.
 
@@ -163,14 +166,14 @@ def assert_within_ulp(a: Tree, b: Tree, ulp: int | Mapping[str, int] | Callable[
     comparison = compare(a, b)
 
     def known(distance: object) -> float:
-        return require_number("assert_within_ulp", "an allowed distance of 0 or more", distance, 0)
+        return require_number("an allowed distance of 0 or more", distance, 0)
 
     def allowed(name: str) -> float:
         if callable(ulp):
             return known(ulp(name))
         if isinstance(ulp, Mapping):
             if name not in ulp:
-                raise GradCombineError("assert_within_ulp", "an allowed distance for every leaf", "none", name)
+                raise invalid("an allowed distance for every leaf", "none", name)
             return known(ulp[name])
         return known(ulp)
 
@@ -190,10 +193,10 @@ def describe_ulp(leaf: LeafDifference) -> str:
 
 
 def _named(value: Tree) -> dict[str, np.ndarray]:
-    leaves, structure = tree.flatten("compare", converted("compare", value))
+    leaves, structure = tree.flatten(converted(value))
     paths = structure.paths()
     present = ((path or "(root)", x) for path, x in zip(paths, leaves, strict=True) if not is_absent(x))
-    return {path: value_of("compare", x, path) for path, x in present}
+    return {path: value_of(x, path) for path, x in present}
 
 
 def _lines(comparison: Comparison, leaves: list[LeafDifference]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid, operation
 from gradcombine.verify.compare.ulp import (
     NAN_DISTANCE,
     NAN_LENGTH,
@@ -97,12 +97,13 @@ class Meter:
     1
     """
 
+    @operation("compare")
     def __init__(self, name: str, shape: tuple[int, ...], a: np.dtype, b: np.dtype) -> None:
         self._name, self._shape = name, shape
         self._dtypes = a, b = a.newbyteorder("="), b.newbyteorder("=")
         self._kind: Kind = kind_of(a)
         if kind_of(b) != self._kind:
-            raise GradCombineError("compare", f"two {self._kind} leaves", f"{a} and {b}", name)
+            raise invalid(f"two {self._kind} leaves", f"{a} and {b}", name)
         self._seen, self._equal, self._max_ulp = 0, True, -1
         self._small = np.zeros(EXACT_COUNTS, np.int64)
         self._long = np.zeros(NAN_LENGTH + 1, np.int64)
@@ -113,6 +114,7 @@ class Meter:
         self._first: Element | None = None
         self._worst: Element | None = None
 
+    @operation("compare")
     def add(self, a: npt.ArrayLike, b: npt.ArrayLike) -> None:
         """The next elements of both sides, as many of one as of the other."""
         left, right = (
@@ -120,7 +122,7 @@ class Meter:
             for side, dtype in zip((a, b), self._dtypes, strict=True)
         )
         if left.size != right.size:
-            raise GradCombineError("compare", f"{left.size} more elements", right.size, self._name)
+            raise invalid(f"{left.size} more elements", right.size, self._name)
         if left.size == 0:
             return
         same = self._dtypes[0] == self._dtypes[1]
@@ -134,6 +136,7 @@ class Meter:
             self._magnitudes(left, right)
         self._seen += left.size
 
+    @operation("compare")
     def result(self) -> LeafDifference:
         """The measures of the whole leaf.
 
@@ -142,7 +145,7 @@ class Meter:
         """
         size = math.prod(self._shape)
         if self._seen != size:
-            raise GradCombineError("compare", f"{size} elements", self._seen, self._name)
+            raise invalid(f"{size} elements", self._seen, self._name)
         norms = np.sqrt(self._squares)
         both_zero = not norms.any()
         cosine = 1.0 if both_zero else float(self._dot / (norms[0] * norms[1])) if norms.all() else math.nan

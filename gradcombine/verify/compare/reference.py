@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, require_number
+from gradcombine.errors import invalid, require_number
 from gradcombine.verify.compare.ulp import distances, finfo, kind_of, rounding_unit
 
 LIMIT = 8.0
@@ -120,7 +120,7 @@ def require_reference(dtype: np.dtype, reference: np.dtype, path: str = "") -> N
     """Refuses a reference that is not exact enough for values of a dtype to be measured against."""
     problem = unfit(dtype, reference)
     if problem:
-        raise GradCombineError("reference", problem, reference, path)
+        raise invalid(problem, reference, path)
 
 
 def unfit(dtype: np.dtype, reference: np.dtype) -> str:
@@ -185,7 +185,7 @@ def judge(leaves: Sequence[Errors], roundings: float | None = None) -> tuple[Jud
     B is off
     """
     if roundings is not None:
-        roundings = require_number("reference", "a number of roundings from 1 on", roundings, 1)
+        roundings = require_number("a number of roundings from 1 on", roundings, 1)
     estimates = [_estimate(leaf) for leaf in leaves]
     known = [n for n in estimates if math.isfinite(n)]
     usual = float(np.median(known)) if known else 1.0

@@ -8,12 +8,13 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import GradCombineError, invalid, operation, shown
 
 NAN_DISTANCE = np.iinfo(np.uint64).max
 """The distance between NaN and any number: more than between any two numbers."""
 
 
+@operation("ulp_distance")
 def ulp_distance(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     """How many steps from one representable number to the next lead from ``a`` to ``b``, elementwise.
 
@@ -36,7 +37,7 @@ def ulp_distance(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     """
     left, right = _alike(a, b)
     if kind_of(left.dtype) != "float":
-        raise GradCombineError("ulp_distance", "arrays of floats", left.dtype)
+        raise invalid("arrays of floats", left.dtype)
     first, second = _ordered(left), _ordered(right)
     # The difference of two 64-bit orders may need an unsigned 64-bit integer: subtraction modulo 2**64 is exact there.
     with np.errstate(over="ignore"):
@@ -45,6 +46,7 @@ def ulp_distance(a: npt.ArrayLike, b: npt.ArrayLike) -> npt.NDArray[np.uint64]:
     return np.select([nans == 1, nans == 2], [np.uint64(NAN_DISTANCE), np.uint64(0)], distance)
 
 
+@operation("equal_bits")
 def equal_bits(a: npt.ArrayLike, b: npt.ArrayLike) -> bool:
     """Whether two arrays hold the same bits: the sign of a zero and the payload of a NaN count.
 
@@ -60,7 +62,7 @@ def _alike(a: npt.ArrayLike, b: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     left, right = map(_native, (a, b))
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         expected = f"two arrays of shape {left.shape} and dtype {left.dtype}"
-        raise GradCombineError("verify", expected, f"shape {right.shape} and dtype {right.dtype}")
+        raise invalid(expected, f"shape {right.shape} and dtype {right.dtype}")
     return left, right
 
 
@@ -68,7 +70,7 @@ def _native(a: npt.ArrayLike) -> np.ndarray:
     try:
         array = np.asarray(a)
     except Exception:  # of whatever is no array
-        raise GradCombineError("verify", "an array", shown(a)) from None
+        raise invalid("an array", shown(a)) from None
     kind_of(array.dtype)
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
@@ -140,7 +142,7 @@ def kind_of(dtype: np.dtype) -> Kind:
     extended = extended and "complex" not in dtype.name
     if dtype.name in ("float16", "float32", "float64") or extended:
         return "float"
-    raise GradCombineError("compare", "a dtype of numbers of up to 64 bits", dtype)
+    raise invalid("a dtype of numbers of up to 64 bits", dtype)
 
 
 def comparable(a: np.dtype, b: np.dtype) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from gradcombine.errors import GradCombineError, require_path
+from gradcombine.errors import invalid, operation, require_path
 from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, DiffReport, diff
 from gradcombine.verify.diff.dumps import Dump, detect, open_dump
 from gradcombine.verify.diff.mapping import NO_RULES, Rules
@@ -42,12 +42,14 @@ class StepReport(NamedTuple):
         return next((step for step, report in self.steps.items() if not report.passes), None)
 
 
+@operation("diff")
 def is_steps(path: str | Path) -> bool:
     """Whether a path is a directory of dumps, and not a dump itself."""
-    path = require_path("diff", "a path", path)
+    path = require_path("a path", path)
     return path.is_dir() and detect(path) is None and bool(dumps_by_step(path))
 
 
+@operation("diff")
 def diff_steps(
     a: str | Path,
     b: str | Path,
@@ -90,6 +92,7 @@ def diff_steps(
     return StepReport(reports, only_a, only_b, tuple(nameless))
 
 
+@operation("diff")
 def dumps_by_step(directory: Path) -> dict[int, Path]:
     """The dumps of a directory, by the last number in their names.
 
@@ -97,7 +100,7 @@ def dumps_by_step(directory: Path) -> dict[int, Path]:
       GradCombineError: for two dumps of one step, and for a path that is not a directory.
     """
     if not directory.is_dir():
-        raise GradCombineError("diff", "a directory of dumps", str(directory))
+        raise invalid("a directory of dumps", str(directory))
     steps: dict[int, Path] = {}
     for path in _dumps(directory):
         step = _step(path)
@@ -105,7 +108,7 @@ def dumps_by_step(directory: Path) -> dict[int, Path]:
             continue
         if step in steps:
             received = f"{steps[step].name}, {path.name}"
-            raise GradCombineError("diff", f"one dump of step {step} in {directory}", received)
+            raise invalid(f"one dump of step {step} in {directory}", received)
         steps[step] = path
     return dict(sorted(steps.items()))
 

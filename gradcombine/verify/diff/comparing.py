@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, require_integer, require_number, shown
+from gradcombine.errors import invalid, operation, require_integer, require_number, shown
 from gradcombine.verify.compare.comparison import badness
 from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
@@ -43,14 +43,14 @@ class Allowed(NamedTuple):
 EQUAL_BITS = Allowed()
 
 
-def require_allowed(operation: str, allowed: Any) -> None:
+def require_allowed(allowed: Any) -> None:
     """Refuses what is not an `Allowed` of two numbers, or of none."""
     if not isinstance(allowed, Allowed):
-        raise GradCombineError(operation, "Allowed(ulp, relative)", shown(allowed))
+        raise invalid("Allowed(ulp, relative)", shown(allowed))
     if allowed.ulp is not None:
-        require_integer(operation, "an ulp of 0 or more", allowed.ulp, 0, 2**64)
+        require_integer("an ulp of 0 or more", allowed.ulp, 0, 2**64)
     if allowed.relative is not None and allowed.relative != math.inf:
-        require_number(operation, "a relative difference of 0 or more", allowed.relative, 0)
+        require_number("a relative difference of 0 or more", allowed.relative, 0)
 
 
 class Row(NamedTuple):
@@ -119,6 +119,7 @@ class DiffReport(NamedTuple):
         return bool(self.rows) and not missing and all(row.passes for row in self.rows)
 
 
+@operation("diff")
 def diff(
     a: Dump,
     b: Dump,
@@ -153,14 +154,14 @@ def diff(
     >>> import numpy as np
     >>> from gradcombine.formats import from_array
     >>> def dump(**arrays):
-    ...     return {n: from_array("diff", n, x.shape, x.dtype, lambda x=x: x) for n, x in arrays.items()}
+    ...     return {n: from_array(n, x.shape, x.dtype, lambda x=x: x) for n, x in arrays.items()}
     >>> a = dump(kernel=np.float32([[1, 2, 3], [4, 5, 6]]))
     >>> report = diff(a, dump(w=np.float32([[1, 4], [2, 5], [3, 6]])))
     >>> report.passes, report.rows[0].pair.axes
     (True, (1, 0))
     """
-    require_allowed("diff", allowed)
-    require_rules("diff", rules)
+    require_allowed(allowed)
+    require_rules(rules)
     given = a, b
     ruled = {found[1] for found in map(rules.find, a) if found is not None}
 

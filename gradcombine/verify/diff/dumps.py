@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError, importing, require_path
+from gradcombine.errors import GradCombineError, importing, invalid, operation, require_path
 from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safetensors, unread
 from gradcombine.formats.entry import first_line
 from gradcombine.verify.diff import pytorch
@@ -26,6 +26,7 @@ EXPECTED = (
 )
 
 
+@operation("diff")
 def open_dump(path: str | Path) -> Dump:
     """The arrays of a file or checkpoint, by name; they are read on demand.
 
@@ -38,11 +39,11 @@ def open_dump(path: str | Path) -> Dump:
       GradCombineError: for a path that does not exist, an unknown format, a missing package that the format needs, and
         a damaged file.
     """
-    path = require_path("diff", EXPECTED, path)
+    path = require_path(EXPECTED, path)
     kind = detect(path)
     if kind is None:
         received = str(path) if path.exists() else f"{path}, which does not exist"
-        raise GradCombineError("diff", EXPECTED, received)
+        raise invalid(EXPECTED, received)
     try:
         with importing(f"to read {path.name}"):
             return _READERS[kind](path)
@@ -50,7 +51,7 @@ def open_dump(path: str | Path) -> Dump:
         raise
     except Exception as error:
         # Each library has its own classes for a damaged file, from zlib.error to tf.errors.DataLossError.
-        raise GradCombineError("diff", f"{path.name} to be a whole {kind} file", first_line(error)) from error
+        raise invalid(f"{path.name} to be a whole {kind} file", first_line(error)) from error
 
 
 _INDEX = ".index.json"
@@ -108,29 +109,29 @@ def _read_sharded(path: Path) -> Dump:
     """
     indices = _indices(path) if path.is_dir() else [path]
     if len(indices) > 1:
-        raise GradCombineError("diff", "one index", ", ".join(each.name for each in indices), path.name)
-    where: Any = safetensors.parsed("diff", indices[0].name, indices[0].read_bytes()).get("weight_map")
+        raise invalid("one index", ", ".join(each.name for each in indices), path.name)
+    where: Any = safetensors.parsed(indices[0].name, indices[0].read_bytes()).get("weight_map")
     if not isinstance(where, dict) or not all(isinstance(shard, str) for shard in where.values()):
-        raise GradCombineError("diff", "a weight_map of tensors' names and their files' names", indices[0].name)
+        raise invalid("a weight_map of tensors' names and their files' names", indices[0].name)
     shards: dict[str, Dump] = {}
     for shard in dict.fromkeys(where.values()):
         # A name is a file beside the index: an index from a stranger leads nowhere else, nor does a link.
         file = indices[0].with_name(shard) if Path(shard).name == shard else None
         if file is None or detect(file) not in ("safetensors", "torch"):
-            raise GradCombineError("diff", f"the shard {shard} beside {indices[0].name}", "none")
+            raise invalid(f"the shard {shard} beside {indices[0].name}", "none")
         if not _is_beside(file, indices[0]):
-            raise GradCombineError("diff", f"the shard {shard} beside {indices[0].name}", "a link to elsewhere")
+            raise invalid(f"the shard {shard} beside {indices[0].name}", "a link to elsewhere")
         shards[shard] = open_dump(file)
     found = [name for entries in shards.values() for name in entries]
     for name, times in Counter(found).items():
         if times > 1 or name not in where:
             received = f"it in {', '.join(shard for shard in shards if name in shards[shard])}"
             expected = "a tensor in one shard" if times > 1 else f"a tensor of {indices[0].name}"
-            raise GradCombineError("diff", expected, received, name)
+            raise invalid(expected, received, name)
     for name, shard in where.items():
         if name not in shards[shard]:
             received = next((f"it in {other}" for other in shards if name in shards[other]), "none in any shard")
-            raise GradCombineError("diff", f"a tensor in {shard}, as {indices[0].name} says", received, name)
+            raise invalid(f"a tensor in {shard}, as {indices[0].name} says", received, name)
     return {name: shards[shard][name] for name, shard in where.items()}
 
 
@@ -163,24 +164,24 @@ def _hdf5_entries(path: Path, group: Any, prefix: str, seen: set[Any]) -> Iterat
             file = path.parent / link.filename
             if not file.is_file() or not _is_beside(file, path):
                 reason = "is elsewhere" if file.is_file() else "does not exist"
-                yield unread("diff", name, f"a link to another file, {link.filename}, which {reason}")
+                yield unread(name, f"a link to another file, {link.filename}, which {reason}")
                 continue
         try:
             node = group[key]
         except (KeyError, RuntimeError, OSError):
             if isinstance(link, h5py.HardLink):
                 raise
-            yield unread("diff", name, "a dangling link, or one that leads to itself")
+            yield unread(name, "a dangling link, or one that leads to itself")
             continue
         if isinstance(node, h5py.Dataset):
             yield _hdf5_entry(name, node)
         elif not isinstance(node, h5py.Group):
-            yield unread("diff", name, "a type without an array")
+            yield unread(name, "a type without an array")
         elif node.id in seen:
             # Links may form cycles, and more paths than can be counted.
-            yield unread("diff", name, "a second link to a group")
+            yield unread(name, "a second link to a group")
         elif prefix.count("/") == _MOST_LEVELS:
-            yield unread("diff", name, f"a group in more than {_MOST_LEVELS} others")
+            yield unread(name, f"a group in more than {_MOST_LEVELS} others")
         else:
             yield from _hdf5_entries(path, node, f"{name}/", seen)
 
@@ -191,14 +192,14 @@ def _hdf5_entry(name: str, node: Any) -> Entry:
         # Keras writes bfloat16 as opaque words of two bytes, with an attribute that says so.
         dtype = np.dtype(ml_dtypes.bfloat16)
     if node.shape is None:
-        return unread("diff", name, "a dataset without a shape")
+        return unread(name, "a dataset without a shape")
     if not entry.holds_numbers(dtype):
-        return unread("diff", name, f"elements of dtype {dtype}", node.shape)
+        return unread(name, f"elements of dtype {dtype}", node.shape)
     if node.is_virtual or node.external:
-        return unread("diff", name, "a dataset whose contents are in other files", node.shape)
+        return unread(name, "a dataset whose contents are in other files", node.shape)
     if node.nbytes > _MAX_COMPRESSION * (node.id.get_storage_size() + 4096):
-        return unread("diff", name, f"{node.nbytes} bytes in {node.id.get_storage_size()} of the file", node.shape)
-    return from_blocks("diff", name, node.shape, dtype, lambda index: np.asarray(node[index]).view(dtype))
+        return unread(name, f"{node.nbytes} bytes in {node.id.get_storage_size()} of the file", node.shape)
+    return from_blocks(name, node.shape, dtype, lambda index: np.asarray(node[index]).view(dtype))
 
 
 # TensorFlow checkpoints, as tf.train.Checkpoint writes them.
@@ -221,7 +222,7 @@ def _read_tensorflow(path: Path) -> Dump:
         reader = tf.train.load_checkpoint(prefix)
     except MemoryError as error:  # TensorFlow makes room for a damaged length before it looks at the checksum
         received = f"{path}, whose index asks for more memory than there is"
-        raise GradCombineError("diff", "a checkpoint of TensorFlow", received) from error
+        raise invalid("a checkpoint of TensorFlow", received) from error
     dtypes, shapes = reader.get_variable_to_dtype_map(), reader.get_variable_to_shape_map()
     entries = {}
     for key in sorted(shapes):
@@ -231,9 +232,9 @@ def _read_tensorflow(path: Path) -> Dump:
         name = key if short != key and short in shapes else short
         shape, dtype = tuple(shapes[key]), np.dtype(dtypes[key].as_numpy_dtype)
         if entry.holds_numbers(dtype):
-            entries[name] = from_array("diff", name, shape, dtype, lambda key=key: np.asarray(reader.get_tensor(key)))
+            entries[name] = from_array(name, shape, dtype, lambda key=key: np.asarray(reader.get_tensor(key)))
         else:
-            entries[name] = unread("diff", name, f"elements of dtype {dtypes[key].name}", shape)
+            entries[name] = unread(name, f"elements of dtype {dtypes[key].name}", shape)
     return entries
 
 
@@ -251,10 +252,10 @@ def _read_orbax(path: Path) -> Dump:
     folders = [child for child in sorted(path.iterdir()) if child.is_dir()]
     trees = [child for child in folders if (child / "_METADATA").exists()]
     if len(trees) != 1:
-        raise GradCombineError("diff", "a checkpoint of one tree", f"{[child.name for child in trees]}", path.name)
+        raise invalid("a checkpoint of one tree", f"{[child.name for child in trees]}", path.name)
     # The name of the only tree is not a part of its leaves' names.
     others = [child.name for child in folders if child != trees[0]]
-    items = {f"{name} (item)": unread("diff", name, "an item that is not a tree") for name in others}
+    items = {f"{name} (item)": unread(name, "an item that is not a tree") for name in others}
     return {leaf.name: leaf for leaf in _orbax_entries(trees[0])} | items
 
 
@@ -275,11 +276,11 @@ def _orbax_entries(directory: Path) -> Iterator[Entry]:
         shape = tuple(getattr(leaf, "shape", None) or ())
         if same_place[leaf.name] > 1:
             # {"a": {"b": x}, "a.b": y} is one array on disk, and Orbax has lost the other.
-            yield unread("diff", name, f"one array, {leaf.name}, for {same_place[leaf.name]} leaves", shape)
+            yield unread(name, f"one array, {leaf.name}, for {same_place[leaf.name]} leaves", shape)
         elif dtype is None or not entry.holds_numbers(np.dtype(dtype)):
-            yield unread("diff", name, f"a leaf of type {type(leaf).__name__.removesuffix('Metadata')}", shape)
+            yield unread(name, f"a leaf of type {type(leaf).__name__.removesuffix('Metadata')}", shape)
         else:
-            yield from_array("diff", name, shape, np.dtype(dtype), partial(store.load, keys))
+            yield from_array(name, shape, np.dtype(dtype), partial(store.load, keys))
 
 
 class _OrbaxStore:
@@ -329,10 +330,10 @@ def _plain_key(key: Any) -> Any:
 
 
 _READERS = {
-    "npz": partial(npz.read, "diff"),
-    "safetensors": lambda path: safetensors.read("diff", path).entries,
+    "npz": npz.read,
+    "safetensors": lambda path: safetensors.read(path).entries,
     "sharded": _read_sharded,
-    "torch": partial(pytorch.read, "diff"),
+    "torch": pytorch.read,
     "h5": _read_hdf5,
     "tensorflow": _read_tensorflow,
     "orbax": _read_orbax,

@@ -117,7 +117,7 @@ def _split(dump: Dump, other: Dump, fixed: Callable[[str], bool]) -> Dump:
                 return np.split(leaf.whole(), 3, axis)[number]
 
             name = f"{packed[1]}{part}_proj_{packed[2]}"
-            parts[name] = from_array(leaf.operation, name, shape, leaf.dtype, load)
+            parts[name] = from_array(name, shape, leaf.dtype, load)
     return dump if len(parts) == len(dump) else parts
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from gradcombine.errors import GradCombineError, require_file, shown
+from gradcombine.errors import invalid, operation, require_file, shown
 from gradcombine.verify.diff import similarity
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.similarity import Axes, closest
@@ -54,13 +54,13 @@ class Rules(NamedTuple):
         return any(_in_time(x.pattern, lambda x=x: x.fullmatch(name), name) for x in self.ignored)
 
 
-def require_rules(operation: str, rules: Any) -> None:
+def require_rules(rules: Any) -> None:
     """Refuses what is not `Rules`."""
     fields: tuple[Any, ...] = rules if isinstance(rules, Rules) else ()
     if not fields or not all(isinstance(x, tuple) for x in fields) or not all(map(_is_rule, fields[0])):
-        raise GradCombineError(operation, "rules, as read_rules returns them", shown(rules))
+        raise invalid("rules, as read_rules returns them", shown(rules))
     if not all(isinstance(x, re.Pattern) for x in fields[1]):
-        raise GradCombineError(operation, "patterns of names to ignore", shown(fields[1]))
+        raise invalid("patterns of names to ignore", shown(fields[1]))
 
 
 def _is_rule(rule: Any) -> bool:
@@ -86,7 +86,7 @@ def _in_time(pattern: str, call: Callable[[], _T], name: str = "") -> _T:
         return call()
 
     def late(*_: Any) -> None:
-        raise GradCombineError("diff", f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
+        raise invalid(f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
 
     handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, SECONDS)
     try:
@@ -99,6 +99,7 @@ def _in_time(pattern: str, call: Callable[[], _T], name: str = "") -> _T:
 NO_RULES = Rules()
 
 
+@operation("diff")
 def read_rules(path: str | Path) -> Rules:
     r"""Rules from a TOML file.
 
@@ -115,16 +116,16 @@ def read_rules(path: str | Path) -> Rules:
     Raises:
       GradCombineError: for a file that does not hold such rules; it names the rule.
     """
-    file = require_file("diff", "a TOML file of rules", path)
+    file = require_file("a TOML file of rules", path)
     try:
         content = tomllib.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:  # not to be read, no text, no TOML, or nested without an end
-        raise GradCombineError("diff", f"a TOML file of rules at {path}", str(error)) from None
+        raise invalid(f"a TOML file of rules at {path}", str(error)) from None
     if not isinstance(content.get("rule", []), list):
-        raise GradCombineError("diff", "rules as [[rule]]", repr(content["rule"]))
+        raise invalid("rules as [[rule]]", repr(content["rule"]))
     unknown = set(content) - {"ignore_a", "ignore_b", "rule"}
     if unknown:
-        raise GradCombineError("diff", "ignore_a, ignore_b and [[rule]] in the rules", ", ".join(sorted(unknown)))
+        raise invalid("ignore_a, ignore_b and [[rule]] in the rules", ", ".join(sorted(unknown)))
     rules = [Rule(pattern, None, None) for pattern in _patterns(content.get("ignore_a", []))]
     rules += [_rule(entry, number) for number, entry in enumerate(content.get("rule", []), 1)]
     return Rules(tuple(rules), tuple(_patterns(content.get("ignore_b", []))))
@@ -134,15 +135,15 @@ def _rule(content: Any, number: int) -> Rule:
     received = repr(content)
     entry = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
     if not {"a", "b"} <= set(entry) <= {"a", "b", "transpose"}:
-        raise GradCombineError("diff", f"rule {number} with a, b and perhaps transpose", received)
+        raise invalid(f"rule {number} with a, b and perhaps transpose", received)
     (pattern,) = _patterns([entry["a"]])
     axes = cast("list[Any] | None", entry.get("transpose"))
     if axes is not None and not (
         type(axes) is list and all(type(n) is int for n in axes) and sorted(axes) == [*range(len(axes))]
     ):
-        raise GradCombineError("diff", f"rule {number} with transpose as an order of axes", axes)
+        raise invalid(f"rule {number} with transpose as an order of axes", axes)
     if not isinstance(entry["b"], str):
-        raise GradCombineError("diff", f"rule {number} with a name as b", repr(entry["b"]))
+        raise invalid(f"rule {number} with a name as b", repr(entry["b"]))
     return Rule(pattern, entry["b"], None if axes is None else tuple(axes))
 
 
@@ -150,17 +151,17 @@ def _expanded(template: str, matched: re.Match[str]) -> str:
     try:
         return matched.expand(template)
     except (re.error, IndexError) as error:
-        raise GradCombineError("diff", "a name with groups of its rule", f"{template!r}: {error}", matched[0]) from None
+        raise invalid("a name with groups of its rule", f"{template!r}: {error}", matched[0]) from None
 
 
 def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
     if not isinstance(content, list):
-        raise GradCombineError("diff", "a list of regular expressions in the rules", repr(content))
+        raise invalid("a list of regular expressions in the rules", repr(content))
     for text in cast("list[Any]", content):
         try:
             yield _in_time(text, lambda text=text: re.compile(text))
         except (re.error, TypeError, OverflowError, RecursionError) as error:
-            raise GradCombineError("diff", "a regular expression in the rules", f"{text!r}: {error}") from None
+            raise invalid("a regular expression in the rules", f"{text!r}: {error}") from None
 
 
 WRAPPERS = frozenset(
@@ -216,6 +217,7 @@ class Matching(NamedTuple):
     only_b: tuple[str, ...]
 
 
+@operation("diff")
 def match(
     a: Dump,
     b: Dump,
@@ -258,7 +260,7 @@ def match(
         if other is None:
             rest_a.pop(name)
         elif other not in rest_b:
-            raise GradCombineError("diff", f"a leaf {other} in the second dump, as a rule says", "none", name)
+            raise invalid(f"a leaf {other} in the second dump, as a rule says", "none", name)
         else:
             axes = _ruled(a, b, name, other, rule.transpose)
             pair(name, other, "rule" if axes == rule.transpose else "rule, axes by values", axes)
@@ -329,7 +331,7 @@ def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes |
     if axes is None and similarity.orders(*shapes):
         return similarity.axes(a[left], b[right])
     if axes is None or len(axes) != len(shapes[1]) or tuple(shapes[1][i] for i in axes) != shapes[0]:
-        raise GradCombineError("diff", f"a leaf that fits {right} of shape {shapes[1]}", f"shape {shapes[0]}", left)
+        raise invalid(f"a leaf that fits {right} of shape {shapes[1]}", f"shape {shapes[0]}", left)
     return axes
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.formats import Entry, from_blocks, unread
 from gradcombine.types import Tree
 
@@ -51,7 +51,7 @@ def is_archive(path: Path) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def read(operation: str, path: Path) -> dict[str, Entry]:
+def read(path: Path) -> dict[str, Entry]:
     """The tensors and numbers of a file of torch.save, by their keys: ``model/layers.0.weight``.
 
     The file is opened with PyTorch's weights-only loading alone, which builds tensors, numbers, text, lists and dicts
@@ -59,7 +59,6 @@ def read(operation: str, path: Path) -> dict[str, Entry]:
     PyTorch before 1.6. None is nothing, as an empty list is; what else holds no numbers is an entry that is unread.
 
     Args:
-      operation: for errors.
       path: of the file.
 
     Raises:
@@ -74,39 +73,39 @@ def read(operation: str, path: Path) -> dict[str, Entry]:
         with warnings.catch_warnings(action="ignore"):  # of what is deprecated in the file, and refused below
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive(path))
     except Exception as error:
-        raise _refused(operation, path, error) from None
-    leaves = list(_leaves(operation, content, (), itertools.count()))
+        raise _refused(path, error) from None
+    leaves = list(_leaves(content, (), itertools.count()))
     times = Counter("/".join(map(str, keys)) for keys, _ in leaves)
     entries: dict[str, Entry] = {}
     for keys, leaf in leaves:
         name = "/".join(map(str, keys))
         # As in the paths of errors, where a key that holds a slash, or 1 and "1", would be taken for one another.
         name = name if times[name] == 1 else "".join(f"[{key!r}]" for key in keys)
-        entries[name] = _entry(operation, name, leaf)
+        entries[name] = _entry(name, leaf)
     return entries
 
 
-def _refused(operation: str, path: Path, error: Exception) -> GradCombineError:
+def _refused(path: Path, error: Exception) -> GradCombineError:
     """The error of weights-only loading, without its advice to load the file by other means."""
     text = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))
     expected = f"{path.name} to be a whole file of torch.save"
     only = f"{path.name} to hold tensors, numbers, text, lists and dicts alone (torch.save(model.state_dict(), path))"
     if (named := re.search(r"GLOBAL (\S+)", text)) is not None:
-        return GradCombineError(operation, only, f"a pickle that names {named[1]}, which is not called")
+        return invalid(only, f"a pickle that names {named[1]}, which is not called")
     if "TorchScript" in text:
-        return GradCombineError(operation, only, "an archive of TorchScript, which is a program")
+        return invalid(only, "an archive of TorchScript, which is a program")
     if "legacy .tar" in text:
-        return GradCombineError(operation, only, "a tar file of PyTorch before 0.2, which is not unpacked")
+        return invalid(only, "a tar file of PyTorch before 0.2, which is not unpacked")
     if "Weights only load failed" in text or isinstance(error, KeyError):
-        return GradCombineError(operation, only, "another pickle, or none at all")
+        return invalid(only, "another pickle, or none at all")
     first = next(iter(text.splitlines()), "").partition(". ")[0]
-    return GradCombineError(operation, expected, f"{type(error).__name__}: {first}")
+    return invalid(expected, f"{type(error).__name__}: {first}")
 
 
-def _leaves(operation: str, node: Any, keys: tuple[Any, ...], seen: Iterator[int]) -> Iterator[tuple[Any, Any]]:
+def _leaves(node: Any, keys: tuple[Any, ...], seen: Iterator[int]) -> Iterator[tuple[Any, Any]]:
     if len(keys) > _MOST_LEVELS or next(seen) > _MOST_OBJECTS:
         expected = f"{_MOST_LEVELS} levels of dicts and lists at most, and {_MOST_OBJECTS} of them"
-        raise GradCombineError(operation, expected, "more (a tree that contains itself?)", "/".join(map(str, keys[:3])))
+        raise invalid(expected, "more (a tree that contains itself?)", "/".join(map(str, keys[:3])))
     if isinstance(node, dict):
         below = node.items()
     elif isinstance(node, (list, tuple)):
@@ -116,10 +115,10 @@ def _leaves(operation: str, node: Any, keys: tuple[Any, ...], seen: Iterator[int
             yield keys or ("value",), node
         return
     for key, child in below:
-        yield from _leaves(operation, child, (*keys, key), seen)
+        yield from _leaves(child, (*keys, key), seen)
 
 
-def _entry(operation: str, name: str, leaf: Any) -> Entry:
+def _entry(name: str, leaf: Any) -> Entry:
     import torch  # pyright: ignore[reportMissingImports]
 
     if isinstance(leaf, torch.Tensor):
@@ -127,19 +126,18 @@ def _entry(operation: str, name: str, leaf: Any) -> Entry:
         if not reason and leaf.numel() > _MOST_REPEATED * (leaf.untyped_storage().nbytes() + 1):
             reason = f"a view of {leaf.numel()} elements of {leaf.untyped_storage().nbytes()} bytes"
         if reason:
-            return unread(operation, name, reason, shape)
-        return from_blocks(operation, name, shape, _dtype(leaf), lambda index: _array(leaf[index]))
+            return unread(name, reason, shape)
+        return from_blocks(name, shape, _dtype(leaf), lambda index: _array(leaf[index]))
     number = np.asarray(leaf) if isinstance(leaf, (bool, int, float, complex)) else None
     if number is None or number.dtype == object:
-        return unread(operation, name, f"a value of type {type(leaf).__name__}")
-    return from_blocks(operation, name, (), number.dtype, lambda index: number[index])
+        return unread(name, f"a value of type {type(leaf).__name__}")
+    return from_blocks(name, (), number.dtype, lambda index: number[index])
 
 
-def converted(operation: str, value: Tree) -> Tree:
+def converted(value: Tree) -> Tree:
     """The tree with NumPy arrays in place of the tensors of PyTorch; as it is where no program has imported torch.
 
     Args:
-      operation: for errors.
       value: dicts, lists and tuples of tensors, among any other leaves. Gradients need not be detached.
 
     Raises:
@@ -148,18 +146,18 @@ def converted(operation: str, value: Tree) -> Tree:
     """
     torch = sys.modules.get("torch")
     tensor = getattr(torch, "Tensor", None)
-    return value if tensor is None else _converted(operation, value, "", tensor, 0)
+    return value if tensor is None else _converted(value, "", tensor, 0)
 
 
-def _converted(operation: str, node: Any, path: str, tensor: type, level: int) -> Any:
+def _converted(node: Any, path: str, tensor: type, level: int) -> Any:
     if isinstance(node, tensor):
         if reason := _unreadable(node):
-            raise GradCombineError(operation, "a dense tensor of numbers", reason, path)
+            raise invalid("a dense tensor of numbers", reason, path)
         # A parameter and its .grad are overwritten in the next step.
         return _array(node).copy()
     if level == _MOST_LEVELS:
         return node
-    inner = partial(_converted, operation, tensor=tensor, level=level + 1)
+    inner = partial(_converted, tensor=tensor, level=level + 1)
     if isinstance(node, dict):
         return {key: inner(child, path=f"{path}[{key!r}]") for key, child in node.items()}
     if isinstance(node, (list, tuple)):

@@ -211,7 +211,7 @@ def _blocks(
             return row(np.split(leaf.whole(), len(order), axis)[number])
 
         name = f"{leaf.name}[{prefix}{gate}]" if gate else leaf.name + (f"[{prefix.rstrip(', ')}]" if prefix else "")
-        yield from_array(leaf.operation, name, shape[1:] if prefix else shape, leaf.dtype, load)
+        yield from_array(name, shape[1:] if prefix else shape, leaf.dtype, load)
 
 
 # Which cell is which.
@@ -294,7 +294,7 @@ def _two_and_one(
     name = f"{first.name} + {second.name}"
     if gradients is None and _are_equal(cell):
         reason = "equal biases: their sum is meant if these are values, each of them if they are gradients"
-        yield unread(first.operation, name, f"{reason} (--values, --gradients)", first.shape), one
+        yield unread(name, f"{reason} (--values, --gradients)", first.shape), one
     elif gradients:
         yield first, one
         yield second, one._replace(name=f"{one.name} (again)")
@@ -304,7 +304,7 @@ def _two_and_one(
             with np.errstate(all="ignore"):
                 return (first.whole() + second.whole()).astype(first.dtype, copy=False)
 
-        yield from_array(first.operation, name, first.shape, first.dtype, load), one
+        yield from_array(name, first.shape, first.dtype, load), one
 
 
 def _are_equal(cell: Cell) -> bool:

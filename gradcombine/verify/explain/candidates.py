@@ -143,7 +143,7 @@ def candidates(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Se
 
 def present(trees: Sequence[Tree]) -> set[np.dtype]:
     """The dtypes of all leaves."""
-    return {x.dtype for value in trees for x in tree.flatten("explain", value)[0] if x is not None}
+    return {x.dtype for value in trees for x in tree.flatten(value)[0] if x is not None}
 
 
 def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
@@ -158,8 +158,8 @@ def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
 
 def mapped(function: Callable[..., Any], *trees: Tree) -> Tree:
     """The function of every leaf; None stays."""
-    leaves, structure = tree.flatten("explain", trees[0])
-    others = [tree.flatten_as("explain", structure, other) for other in trees[1:]]
+    leaves, structure = tree.flatten(trees[0])
+    others = [tree.flatten_as(structure, other) for other in trees[1:]]
     rows = zip(leaves, *others, strict=True)
     return tree.unflatten(structure, [None if row[0] is None else np.asarray(function(*row)) for row in rows])
 

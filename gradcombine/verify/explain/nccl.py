@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid, operation
 from gradcombine.foreign_orders import left_chain
 from gradcombine.types import Tree
 from gradcombine.verify.explain.candidates import (
@@ -56,6 +56,7 @@ TELLING = 4
 """At this many elements another order has to fail for a chunk to be one: fewer may be errors, which some order fits."""
 
 
+@operation("ddp_buckets")
 def ddp_buckets(
     parameters: Mapping[str, tuple[int, Any]], first: int = FIRST_BUCKET, others: int = OTHER_BUCKETS
 ) -> list[list[str]]:
@@ -80,7 +81,7 @@ def ddp_buckets(
     for name, (size, kind) in reversed(list(parameters.items())):
         dtype = np.dtype(kind)
         if size < 0:
-            raise GradCombineError("ddp_buckets", "a number of elements", size, name)
+            raise invalid("a number of elements", size, name)
         names, sizes = open_.setdefault(dtype, ([], []))
         names.append(name)
         sizes.append(size * dtype.itemsize)

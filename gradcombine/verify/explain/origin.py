@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
-from gradcombine.errors import GradCombineError, require_integer, require_items, require_number
+from gradcombine.errors import invalid, operation, require_integer, require_items, require_number
 from gradcombine.reductions import dtypes
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
@@ -82,6 +82,7 @@ class Explanation(NamedTuple):
         return "\n".join(lines)
 
 
+@operation("explain")
 def explain(
     contributions: Sequence[Tree],
     result: Tree,
@@ -122,24 +123,24 @@ def explain(
     >>> print(explain(gradients, {"w": from_the_last / np.float32(5)}))
     the result is, to the bit: sum / n, added one after another, from the last to the first, in float32
     """
-    trees = list(map(_numpy, require_items("explain", "a list of contributions", contributions)))
+    trees = list(map(_numpy, require_items("a list of contributions", contributions)))
     if not trees:
-        raise GradCombineError("explain", "one contribution or more", "an empty list")
+        raise invalid("one contribution or more", "an empty list")
     if weights is not None:
         expected = f"{len(trees)} weights"
-        weights = [_number(expected, x) for x in require_items("explain", expected, weights)]
+        weights = [_number(expected, x) for x in require_items(expected, weights)]
         if len(weights) != len(trees):
-            raise GradCombineError("explain", expected, len(weights))
-    wanted, structure = tree.flatten("explain", _numpy(result))
+            raise invalid(expected, len(weights))
+    wanted, structure = tree.flatten(_numpy(result))
     for value in trees:
         _require_alike(structure, wanted, value)
     sizes = [0 if x is None else x.size for x in wanted]
     if not sum(sizes):
-        raise GradCombineError("explain", "one element or more in the result", "none")
+        raise invalid("one element or more in the result", "none")
     if ranks is None:
         ranks = [number for number in range(2, len(trees) + 1) if len(trees) % number == 0]
     expected = "numbers of replicas, 1 or more"
-    ranks = [require_integer("explain", expected, x) for x in require_items("explain", expected, ranks)]
+    ranks = [require_integer(expected, x) for x in require_items(expected, ranks)]
     measured: list[tuple[Candidate, list[_Leaf]]] = []
     known = chain(candidates(trees, weights, ranks), nccl_candidates(trees, weights, ranks))
     for tried, candidate in enumerate(known):
@@ -156,26 +157,26 @@ def explain(
 
 def _number(expected: str, weight: Any) -> float:
     """A weight; an integer stays one, as exact sums do not round products with integers."""
-    number = require_number("explain", expected, weight, -math.inf)
+    number = require_number(expected, weight, -math.inf)
     whole = np.asarray(weight).dtype.kind in "iu" or isinstance(weight, int)
     return int(weight) if whole else number
 
 
 def _numpy(value: Tree) -> Tree:
-    leaves, structure = tree.flatten("explain", converted("explain", value))
+    leaves, structure = tree.flatten(converted(value))
     named = zip(leaves, structure.paths(), strict=True)
-    arrays = [None if is_absent(x) else value_of("explain", x, path) for x, path in named]
+    arrays = [None if is_absent(x) else value_of(x, path) for x, path in named]
     for array, path in zip(arrays, structure.paths(), strict=True):
         if array is not None and (dtypes.kind(array.dtype) != "float" or array.dtype.itemsize > 8):
-            raise GradCombineError("explain", "a float array of 64 bits at most", array.dtype, path)
+            raise invalid("a float array of 64 bits at most", array.dtype, path)
     return tree.unflatten(structure, arrays)
 
 
 def _require_alike(structure: tree.Structure, wanted: Sequence[Any], value: Tree) -> None:
-    for x, expected, path in zip(tree.flatten_as("explain", structure, value), wanted, structure.paths(), strict=True):
+    for x, expected, path in zip(tree.flatten_as(structure, value), wanted, structure.paths(), strict=True):
         shapes = [None if side is None else side.shape for side in (expected, x)]
         if shapes[0] != shapes[1]:
-            raise GradCombineError("explain", f"the result's shape, {shapes[0]}", shapes[1], path)
+            raise invalid(f"the result's shape, {shapes[0]}", shapes[1], path)
 
 
 class _Leaf(NamedTuple):
@@ -187,7 +188,7 @@ class _Leaf(NamedTuple):
 
 def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Any]) -> list[_Leaf]:
     with np.errstate(all="ignore"):
-        made = [tree.flatten_as("explain", structure, run()) for run in (candidate.run, *candidate.others)]
+        made = [tree.flatten_as(structure, run()) for run in (candidate.run, *candidate.others)]
     values: list[np.ndarray] = []
     same: list[npt.NDArray[np.bool_]] = []
     flat = [np.zeros(0) if x is None else x.reshape(-1) for x in wanted]

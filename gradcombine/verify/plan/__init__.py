@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gradcombine.audit import Target, find_target
 from gradcombine.audit.auditing import made_by
-from gradcombine.errors import GradCombineError, require_items, shown
+from gradcombine.errors import invalid, operation, require_items, shown
 from gradcombine.verify.plan.rows import Figures, Plan, Row, explained, rank
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Figures", "Plan", "Row", "plan", "plan_named"]
 
 
+@operation("plan")
 def plan(
     loss: Callable[..., Any] | Loss,
     params: Any,
@@ -76,9 +77,9 @@ def _planned(
     from gradcombine.verify.plan import costs, problem, ways  # which import JAX
 
     expected = f"names of ways, for instance {ways.DEFAULT[0]}"
-    wanted = [ways.way_of(name) for name in (ways.DEFAULT if names is None else require_items("plan", expected, names))]
+    wanted = [ways.way_of(name) for name in (ways.DEFAULT if names is None else require_items(expected, names))]
     if not wanted:
-        raise GradCombineError("plan", expected, "none")
+        raise invalid(expected, "none")
     made = problem.problem_of(target=target, **asked)
     chosen = list(dict.fromkeys(wanted))
     progress("one microbatch", 0, len(chosen))
@@ -90,6 +91,7 @@ def _planned(
     return Plan(target, axes, made.axis, made.microbatches, explained(sorted(rows, key=rank)))
 
 
+@operation("plan")
 def plan_named(
     what: str,
     target: str | None = None,
@@ -112,9 +114,9 @@ def plan_named(
     needed = ("loss", "params", "batch", "optimizer", "microbatches")
     optional = ("mesh", "axis", "weight")
     if not isinstance(made, Mapping):
-        raise GradCombineError("plan", f"{what} to return a dict of {', '.join(needed)}", shown(made))
+        raise invalid(f"{what} to return a dict of {', '.join(needed)}", shown(made))
     given = cast("Mapping[str, Any]", made)
     if wrong := [name for name in needed if name not in given] or [x for x in given if x not in needed + optional]:
         expected = f"{what} to return a dict of {', '.join(needed)}, and of {', '.join(optional)} what it needs"
-        raise GradCombineError("plan", expected, f"{'none of' if wrong[0] in needed else 'also'} {', '.join(wrong)}")
+        raise invalid(expected, f"{'none of' if wrong[0] in needed else 'also'} {', '.join(wrong)}")
     return _planned(found, names, progress, **given)

@@ -17,7 +17,7 @@ from gradcombine.audit import Audit, OutOfMemoryError, Target, audit
 from gradcombine.audit.program import Program
 from gradcombine.audit.subject import Exchange
 from gradcombine.audit.target import bounds
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.integrations.jax import run_if, value_and_grad
 from gradcombine.verify.plan.problem import Problem, plain
 from gradcombine.verify.plan.rows import Figures, Row
@@ -33,7 +33,7 @@ def microbatch_of(problem: Problem, target: Target) -> Figures | None:
     except OutOfMemoryError:
         return None
     except Exception as error:  # of the loss, which is not ours
-        raise GradCombineError("plan", "a loss whose gradients compile", _reason(error)) from None
+        raise invalid("a loss whose gradients compile", _reason(error)) from None
     ((report, calls),) = window.audits
     memory = report.memory
     return Figures(window.figures.moved / calls, window.figures.sent / calls, 0 if memory is None else memory.temporary)

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradcombine.audit import Target
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
-from gradcombine.errors import GradCombineError, attribute, renamed, require_integer, shown
+from gradcombine.errors import attribute, invalid, require_integer, shown, within
 from gradcombine.integrations.jax.arrays import examples, require_transformation, require_tree
 from gradcombine.integrations.jax.contribution import Loss, Objective
 
@@ -96,25 +96,24 @@ def problem_of(
     axis: str = "data",
     weight: Callable[..., Any] | None = None,
 ) -> Problem:
-    require_transformation("plan", optimizer)
-    k = require_integer("plan", "microbatches as an integer of 1 or more", microbatches)
+    require_transformation(optimizer)
+    k = require_integer("microbatches as an integer of 1 or more", microbatches)
     args = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-    require_tree("plan", params, args)
+    require_tree(params, args)
     over = _mesh(target, mesh, axis, (params, args))
-    with renamed("plan"):
-        objective = Objective("plan", Loss.of(loss), weight)
-        positions = objective.batch_positions([params, *args])
+    objective = Objective(Loss.of(loss), weight)
+    positions = objective.batch_positions([params, *args])
     rows = tuple(i + 1 in positions for i in range(len(args)))
 
     def placed(path: Any, x: Any, first: str | None = None) -> Any:
         if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
-            with renamed("plan", jax.tree_util.keystr(path)):
+            with within(jax.tree_util.keystr(path)):
                 x = NUMPY.asarray(x)
         sharding = getattr(x, "sharding", None)
         entries = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
         for name in {name for entry in entries for name in _axes(entry)} - set(over.shape):
             where = jax.tree_util.keystr(path)
-            raise GradCombineError("plan", f"shardings over {', '.join(over.shape)}, the mesh's axes", name, where)
+            raise invalid(f"shardings over {', '.join(over.shape)}, the mesh's axes", name, where)
         # Where the replicas' axis splits an array is the ways' to say.
         entries = [tuple(name for name in _axes(entry) if name != axis) or None for entry in entries]
         if first is not None:
@@ -123,13 +122,12 @@ def problem_of(
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(over, where))
 
     if not jax.tree.leaves(params):
-        raise GradCombineError("plan", "parameters: a tree with an array", shown(params))
-    with renamed("plan"):
-        n = examples("plan", tuple(x for x, divided in zip(args, rows, strict=True) if divided))
+        raise invalid("parameters: a tree with an array", shown(params))
+    n = examples(tuple(x for x, divided in zip(args, rows, strict=True) if divided))
     parts = k * over.shape[axis]
     if n == 0 or n % parts:
         expected = f"a number of examples that {over.shape[axis]} replicas with {k} microbatches each can share"
-        raise GradCombineError("plan", expected, n)
+        raise invalid(expected, n)
     specs = [
         jax.tree_util.tree_map_with_path(lambda path, y, d=divided: placed(path, y, axis if d else None), x)
         for x, divided in zip(args, rows, strict=True)
@@ -146,24 +144,24 @@ def _axes(entry: Any) -> tuple[str, ...]:
 def _mesh(target: Target, mesh: Any, axis: str, values: Any) -> Any:
     """A mesh of the target's devices."""
     if not isinstance(axis, str):
-        raise GradCombineError("plan", "the name of an axis", shown(axis))
+        raise invalid("the name of an axis", shown(axis))
     if mesh is None:
         shardings = (x.sharding for x in jax.tree.leaves(values) if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)))
         found = (x.mesh for x in shardings if isinstance(x, NamedSharding))
         mesh = next(found, {axis: len(target.devices)})
     if isinstance(mesh, Mapping):
-        sizes = {str(name): require_integer("plan", f"a size of mesh axis {name}", n) for name, n in mesh.items()}
+        sizes = {str(name): require_integer(f"a size of mesh axis {name}", n) for name, n in mesh.items()}
         kinds = (AxisType.Auto,) * len(sizes)
     elif attribute(mesh, "axis_types") is not None:
         sizes, kinds = dict(mesh.shape), mesh.axis_types
     else:
-        raise GradCombineError("plan", "a mesh, or a mapping of its axes to their sizes", shown(mesh))
+        raise invalid("a mesh, or a mapping of its axes to their sizes", shown(mesh))
     count = math.prod(sizes.values())
     if count > len(target.devices):
         expected = f"a mesh of at most {len(target.devices)} devices, which {target.name} has"
-        raise GradCombineError("plan", expected, f"one of {count}")
+        raise invalid(expected, f"one of {count}")
     if axis not in sizes:
-        raise GradCombineError("plan", f"an axis of the mesh, {', '.join(sizes)}", shown(axis))
+        raise invalid(f"an axis of the mesh, {', '.join(sizes)}", shown(axis))
     devices = np.array(target.devices[:count]).reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=kinds)
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import GradCombineError, shown
+from gradcombine.errors import invalid, shown
 from gradcombine.integrations.jax import TrainState, zero
 from gradcombine.types import AccumulateState
 from gradcombine.verify.plan.problem import Problem, across_elements, plain
@@ -69,15 +69,15 @@ def way_of(name: str) -> Way:
     (Way(calls='window', place='zero1', numbers=()), 'every')
     """
     if not isinstance(name, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise GradCombineError("plan", "a way by its name", shown(name))
+        raise invalid("a way by its name", shown(name))
     words = [word.strip() for word in name.split("+")]
     known = [*CALLS, *PLACES, *NUMBERS]
     if unknown := [word for word in words if word not in known]:
-        raise GradCombineError("plan", f"a way of the words {', '.join(known)}, with + between", ", ".join(unknown))
+        raise invalid(f"a way of the words {', '.join(known)}, with + between", ", ".join(unknown))
     calls, places, numbers = ([word for word in kind if word in words] for kind in (CALLS, PLACES, NUMBERS))
     exclusive = [calls, places, [word for word in numbers if word in ("compensated", "exact")]]
     if len(words) > len(set(words)) or any(len(chosen) > 1 for chosen in exclusive):
-        raise GradCombineError("plan", "a way with one word of each kind", name)
+        raise invalid("a way with one word of each kind", name)
     return Way("".join(calls) or "window", "".join(places) or "replicated", tuple(numbers))
 
 
@@ -336,10 +336,10 @@ def programs(problem: Problem, way: Way) -> list[Part]:
     accumulates, k = way.calls == "accumulate", problem.microbatches
     if accumulates and way.place != "replicated":
         expected = "replicated parameters with accumulate, which maps the optimizer over the replicas"
-        raise GradCombineError("plan", expected, way.name)
+        raise invalid(expected, way.name)
     if way.place == "zero2" and "bfloat16" in way.numbers:
         expected = "another type than bfloat16 with zero2, whose accumulators are exchanged"
-        raise GradCombineError("plan", expected, way.name)
+        raise invalid(expected, way.name)
     steps, params = recipe(problem, way), problem.params
     names: dict[str, Any] = vars(problem) | HELPERS
     exec("\n".join(_imports("\n".join(steps))), names)
@@ -350,7 +350,7 @@ def programs(problem: Problem, way: Way) -> list[Part]:
     if way.place == "zero2":
         if across := across_elements(problem):
             expected = "an elementwise optimizer for zero2, which sees shards of the parameters"
-            raise GradCombineError("plan", expected, f"one with {across}")
+            raise invalid(expected, f"one with {across}")
         state = jax.tree.map(
             lambda where, values: jax.tree.map(lambda x: problem.spec(x, where), values),
             names["specs"],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.errors import GradCombineError, require_path, shown
+from gradcombine.errors import invalid, operation, require_path, shown
 from gradcombine.verify.compare.comparison import describe_ulp
 from gradcombine.verify.diff.by_step import dumps_by_step
 from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, require_allowed
@@ -71,6 +71,7 @@ class Divergence(NamedTuple):
         return text
 
 
+@operation("first_divergence")
 def first_divergence(
     a: str | Path,
     b: str | Path,
@@ -106,20 +107,18 @@ def first_divergence(
     None
     1
     """
-    require_rules("first_divergence", rules)
+    require_rules(rules)
     limits: dict[str, Any] = dict.fromkeys(STAGES, allowed)
     if isinstance(allowed, Mapping):
         limits = dict(allowed)
     if unknown := limits.keys() - set(STAGES):
-        raise GradCombineError("first_divergence", f"stages of {', '.join(STAGES)}", shown(unknown))
+        raise invalid(f"stages of {', '.join(STAGES)}", shown(unknown))
     for limit in limits.values():
-        require_allowed("first_divergence", limit)
-    left, right = (dumps_by_step(require_path("first_divergence", "a directory", path)) for path in (a, b))
+        require_allowed(limit)
+    left, right = (dumps_by_step(require_path("a directory", path)) for path in (a, b))
     both = [step for step in left if step in right]
     if not both:
-        raise GradCombineError(
-            "first_divergence", "two traces with a common step", f"{len(left)} and {len(right)} steps"
-        )
+        raise invalid("two traces with a common step", f"{len(left)} and {len(right)} steps")
     lacking: list[Divergence] = []
     for step in both:
         for divergence in _in_step(step, open_dump(left[step]), open_dump(right[step]), limits, rules):

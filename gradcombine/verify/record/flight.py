@@ -27,13 +27,15 @@ from gradcombine.digests import WORD, digested
 from gradcombine.errors import (
     GradCombineError,
     attribute,
+    invalid,
+    operation,
     require_file,
     require_integer,
     require_items,
     require_path,
     shown,
 )
-from gradcombine.types import Tree, no_autograph
+from gradcombine.types import Tree
 from gradcombine.verify.record.trace import Recording, names
 
 VERSION = 1
@@ -83,24 +85,25 @@ class FlightRecorder(Recording):
     (['b', 'w'], [(0, -1), (1, -1), (2, -1)])
     """
 
-    _operation = "FlightRecorder"
+    name = "FlightRecorder"
 
+    @operation("FlightRecorder")
     def __init__(self, path: str | os.PathLike[str], like: Tree, *, twins: Sequence[str] = (), behind: int = 1) -> None:
         super().__init__()
         self._leaves = _leaves_of(like)
         known = [leaf.name for leaf in self._leaves]
         expected = f"twins among {', '.join(known[:8])}"
-        twins = require_items("FlightRecorder", expected, twins)
+        twins = require_items(expected, twins)
         for twin in twins:
             if not isinstance(twin, str) or not any(_within(name, twin) for name in known):
-                raise GradCombineError("FlightRecorder", expected, shown(twin))
-        self._behind = require_integer("FlightRecorder", "0 steps or more that it may be behind", behind, 0)
+                raise invalid(expected, shown(twin))
+        self._behind = require_integer("0 steps or more that it may be behind", behind, 0)
         self._pending = deque[tuple[int, Any]]()
-        self._file, self._closed = _opened(require_path("FlightRecorder", "a path", path), self._leaves), False
+        self._file, self._closed = _opened(require_path("a path", path), self._leaves), False
         header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": twins}
         self._write(json.dumps(header).encode())
 
-    @no_autograph
+    @operation("FlightRecorder")
     def __call__(self, step: Any, digests: Any, replica: Any = None) -> None:
         """Records a step.
 
@@ -124,11 +127,12 @@ class FlightRecorder(Recording):
             self._on_host(step, [digests, who], lambda step, arrays: self._record(step, {int(arrays[1]): arrays[0]}))
             return
         if replica is not None:
-            digests = {require_integer("FlightRecorder", "the number of a replica", replica, 0): digests}
+            digests = {require_integer("the number of a replica", replica, 0): digests}
         self._pending.append((int(step), digests))
         while len(self._pending) > self._behind:
             self._record(*self._pending.popleft())
 
+    @operation("FlightRecorder")
     def close(self) -> None:
         """Writes what is left, waits for pending callbacks, and closes the file.
 
@@ -158,7 +162,7 @@ class FlightRecorder(Recording):
         array = _array(digests)
         if array.dtype != WORD or array.shape != (len(self._leaves), 2):
             expected = f"uint32 digests of {len(self._leaves)} leaves, of shape ({len(self._leaves)}, 2)"
-            raise GradCombineError("FlightRecorder", expected, f"{array.dtype} of shape {array.shape}")
+            raise invalid(expected, f"{array.dtype} of shape {array.shape}")
         return array.astype(">u4").tobytes().hex()
 
     def _write(self, line: bytes) -> None:
@@ -169,7 +173,7 @@ class FlightRecorder(Recording):
 
 def _leaves_of(like: Tree) -> tuple[Leaf, ...]:
     """The leaves that `gradcombine.digest` has digests of, in its order."""
-    parts, structure = digested("FlightRecorder", like)
+    parts, structure = digested(like)
     known = names(structure, "")
     return tuple(_leaf(known[part.leaf].removeprefix("/") + part.suffix, part.array) for part in parts)
 
@@ -184,10 +188,10 @@ def _leaf(name: str, array: Any) -> Leaf:
 def _opened(path: Path, leaves: tuple[Leaf, ...]) -> int:
     """The log, to append to; a line that a crash has cut off ends here."""
     if path.exists():
-        require_file("FlightRecorder", "a log, or a path where nothing is", path)
+        require_file("a log, or a path where nothing is", path)
     begun = path.exists() and path.stat().st_size > 0
     if begun and read_log(path).leaves != leaves:
-        raise GradCombineError("FlightRecorder", "a log of the same leaves, or none", str(path))
+        raise invalid("a log of the same leaves, or none", str(path))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
     if begun and not path.read_bytes().endswith(b"\n"):
         os.write(descriptor, b"\n")
@@ -220,7 +224,7 @@ def _array(digests: Any) -> np.ndarray:
     try:
         return np.asarray(digests)
     except Exception:  # NumPy has several, and a foreign class may have others
-        raise GradCombineError("FlightRecorder", "digests of gradcombine.digest", shown(digests)) from None
+        raise invalid("digests of gradcombine.digest", shown(digests)) from None
 
 
 def _within(name: str, tree_name: str) -> bool:
@@ -266,6 +270,7 @@ def is_log(path: str | os.PathLike[str]) -> bool:
         return file.read(len(_BEGIN)) == _BEGIN
 
 
+@operation("diff")
 def read_log(path: str | os.PathLike[str]) -> Log:
     """Reads a log as far as its lines are whole; the rows themselves are read when they are asked for.
 
@@ -273,21 +278,21 @@ def read_log(path: str | os.PathLike[str]) -> Log:
       GradCombineError: for a file that does not begin as a log does, one of a later version, and logs of several
         trees in one file.
     """
-    path = require_file("diff", "a log of digests", path)
+    path = require_file("a log of digests", path)
     header: dict[str, Any] = {}
     rows: dict[tuple[int, int], list[int]] = {}
     damaged: list[int] = []
     offset = 0
     with open(path, "rb") as file:
         if not path.stat().st_size:
-            raise GradCombineError("diff", "a log of digests", f"{path}, which is empty")
+            raise invalid("a log of digests", f"{path}, which is empty")
         whole = mmap(file.fileno(), 0, access=ACCESS_READ)
         for number, line in enumerate(file, 1):
             content = _checked(line)
             if number == 1 and not line.startswith(_BEGIN):
-                raise GradCombineError("diff", "two logs of digests", f"{path}, which is none")
+                raise invalid("two logs of digests", f"{path}, which is none")
             if content is None and not header:
-                raise GradCombineError("diff", "a log that begins with its leaves", f"{path}: line {number} is damaged")
+                raise invalid("a log that begins with its leaves", f"{path}: line {number} is damaged")
             if content is None:
                 damaged.append(number)
             elif content.startswith(b"{"):
@@ -295,7 +300,7 @@ def read_log(path: str | os.PathLike[str]) -> Log:
             else:
                 row = _ROW.fullmatch(content)
                 if row is None or len(row[3]) != _DIGITS * len(header["leaves"]):
-                    raise GradCombineError("diff", f"{len(header['leaves'])} digests in line {number}", str(path))
+                    raise invalid(f"{len(header['leaves'])} digests in line {number}", str(path))
                 rows.setdefault((int(row[1]), EVERY if row[2] == b"*" else int(row[2])), []).append(offset)
             offset += len(line)
     leaves = tuple(Leaf(name, dtype, tuple(shape)) for name, dtype, shape in header["leaves"])
@@ -314,14 +319,14 @@ def _header(path: Path, content: bytes, before: dict[str, Any]) -> dict[str, Any
     try:
         header: dict[str, Any] = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise GradCombineError("diff", expected, f"{path}: {error}") from None
+        raise invalid(expected, f"{path}: {error}") from None
     if header.get("gradcombine") != "digests" or header.get("version") != VERSION:
-        raise GradCombineError("diff", expected, f"{path}: {shown(header)}")
+        raise invalid(expected, f"{path}: {shown(header)}")
     if not _is_whole(header.get("leaves"), header.get("twins")):
         expected = "leaves as name, dtype and shape, and twins as names"
-        raise GradCombineError("diff", expected, f"{path}: {shown(header)}")
+        raise invalid(expected, f"{path}: {shown(header)}")
     if before and header["leaves"] != before["leaves"]:
-        raise GradCombineError("diff", "the same leaves throughout a log", f"others from some line of {path} on")
+        raise invalid("the same leaves throughout a log", f"others from some line of {path} on")
     return header
 
 

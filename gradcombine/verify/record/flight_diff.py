@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gradcombine.errors import operation
 from gradcombine.formats import unread
 from gradcombine.reporting.sections import Cells, Section
 from gradcombine.verify.diff.dumps import Dump
@@ -62,6 +63,7 @@ class LogReport(NamedTuple):
         return self.compared > 0 and self.first is None and not self.problems
 
 
+@operation("diff_logs")
 def diff_logs(a: Log, b: Log, rules: Rules = NO_RULES) -> LogReport:
     """Compares two logs of digests, step by step; of a step that a log has twice, the later row.
 
@@ -72,7 +74,7 @@ def diff_logs(a: Log, b: Log, rules: Rules = NO_RULES) -> LogReport:
       a, b: from `gradcombine.verify.record.flight.read_log`.
       rules: which leaf is which, if names cannot tell.
     """
-    require_rules("diff_logs", rules)
+    require_rules(rules)
     pairs, problems = _matched(a, b, rules)
     problems += [*_of_log("A", a), *_of_log("B", b)]
     rows = _rows(a), _rows(b)
@@ -213,7 +215,7 @@ def _rows(log: Log) -> dict[int, dict[int, int]]:
 def _as_dump(log: Log) -> Dump:
     """The leaves as what cannot be read: they are matched by rule and by name only."""
     shapes = {leaf.name: tuple(n for n in leaf.shape if n is not None) for leaf in log.leaves}
-    return {name: unread("diff", name, "a digest", shape) for name, shape in shapes.items()}
+    return {name: unread(name, "a digest", shape) for name, shape in shapes.items()}
 
 
 def _unlike(a: Leaf, b: Leaf) -> bool:

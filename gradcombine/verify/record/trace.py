@@ -20,9 +20,9 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, renamed, require_path, shown
+from gradcombine.errors import GradCombineError, invalid, operation, require_path, shown
 from gradcombine.tree import Structure
-from gradcombine.types import Tree, no_autograph
+from gradcombine.types import Tree
 from gradcombine.verify.diff.dumps import open_dump
 from gradcombine.verify.diff.pytorch import converted
 
@@ -30,6 +30,7 @@ STAGES = ("inputs", "gradients", "combined", "updates", "params")
 """The stages of a step, in the order in which one makes the next."""
 
 
+@operation("record")
 def record(directory: str | Path, steps: Container[int] | None = None) -> Recorder:
     """Begins a trace: a directory with one .npz file a step.
 
@@ -53,11 +54,11 @@ def record(directory: str | Path, steps: Container[int] | None = None) -> Record
     ...     list(open_dump(f"{directory}/step_00000003.npz"))
     ['gradients/w', 'params/w']
     """
-    path = require_path("record", "a directory", directory)
+    path = require_path("a directory", directory)
     _among(steps, 0)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.glob("step_*.npz")):
-        raise GradCombineError("record", "a directory without a trace", str(path))
+        raise invalid("a directory without a trace", str(path))
     return Recorder(path, steps)
 
 
@@ -69,22 +70,23 @@ def _among(steps: Container[int] | None, step: int) -> bool:
             raise TypeError
         return step in steps
     except Exception:  # of text, of arrays in two dimensions, or whatever a foreign class raises
-        raise GradCombineError("record", "steps such as range(0, 1000, 100), or None", shown(steps)) from None
+        raise invalid("steps such as range(0, 1000, 100), or None", shown(steps)) from None
 
 
 class Recording:
     """Steps of one run, recorded on the host: now where their values are known, else as the program runs.
 
-    A subclass records a step under the name of its ``_operation``. Errors in a program's callback, which would not
+    A subclass records a step under its ``name``. Errors in a program's callback, which would not
     come through it as they are, are raised by `close`.
     """
 
-    _operation: str
+    name: str
 
     def __init__(self) -> None:
         self._problems: list[GradCombineError] = []
         self._lock = threading.Lock()
 
+    @operation()
     def close(self) -> None:
         """Waits for pending callbacks.
 
@@ -112,14 +114,13 @@ class Recording:
 
     def _require_step(self, step: Any) -> None:
         """Raises unless the step is an integer scalar, known to be from 0 on or traced."""
-        backend = resolve(self._operation, [step])
-        with renamed(self._operation):
-            number = backend.asarray(step)
+        backend = resolve([step])
+        number = backend.asarray(step)
         shape, dtype, known = backend.shape(number), backend.dtype(number), backend.concrete(number)
         if shape != () or dtype.kind not in "iu":
-            raise GradCombineError(self._operation, "an integer scalar as the step", f"{dtype} of shape {shape}")
+            raise invalid("an integer scalar as the step", f"{dtype} of shape {shape}")
         if known is not None and known < 0:
-            raise GradCombineError(self._operation, "steps from 0 on", int(known))
+            raise invalid("steps from 0 on", int(known))
 
     def _on_host(self, step: Any, arrays: Sequence[Any], write: Callable[[int, list[np.ndarray]], None]) -> None:
         """``write(step, arrays)``, with NumPy arrays."""
@@ -131,7 +132,7 @@ class Recording:
             except GradCombineError as problem:
                 self._problems.append(problem)
 
-        backend = resolve(self._operation, [*arrays, step])
+        backend = resolve([*arrays, step])
         number, *known = (backend.concrete(backend.asarray(x)) for x in (step, *arrays))
         if number is not None and all(x is not None for x in known):
             write(int(number), [np.asarray(x) for x in known])
@@ -152,14 +153,15 @@ class Recorder(Recording):
     for a traced step below 0.
     """
 
-    _operation = "record"
+    name = "record"
 
+    @operation("record")
     def __init__(self, directory: Path, steps: Container[int] | None) -> None:
         super().__init__()
         self._directory, self._steps = directory, steps
         self._written: dict[int, dict[str, np.ndarray]] = {}
 
-    @no_autograph
+    @operation("record")
     def __call__(self, step: Any, **stages: Tree) -> None:
         """Writes some stages of a step; others of the same step may follow.
 
@@ -183,15 +185,15 @@ class Recorder(Recording):
         """
         unknown = [name for name in stages if name not in STAGES]
         if unknown:
-            raise GradCombineError("record", f"stages of {', '.join(STAGES)}", ", ".join(unknown))
+            raise invalid(f"stages of {', '.join(STAGES)}", ", ".join(unknown))
         self._require_step(step)
         named: dict[str, Any] = {}
         for stage, value in stages.items():
-            leaves, structure = tree.flatten("record", converted("record", value))
+            leaves, structure = tree.flatten(converted(value))
             for leaf, path, name in zip(leaves, structure.paths(), names(structure, stage), strict=True):
                 if str(getattr(leaf, "dtype", None)).startswith("key<"):
                     expected = "numbers (of a random key, its jax.random.key_data)"
-                    raise GradCombineError("record", expected, leaf.dtype, path)
+                    raise invalid(expected, leaf.dtype, path)
                 if not is_absent(leaf):
                     _require_kept(leaf, path)
                     named[name] = leaf
@@ -206,7 +208,7 @@ class Recorder(Recording):
                 if name in kept and not _same(kept[name], array):
                     where = f"{name} of step {step}"
                     expected = "the same values on all replicas"
-                    self._problems.append(GradCombineError("record", expected, "different ones", where))
+                    self._problems.append(invalid(expected, "different ones", where))
                 # A callback's array may be the buffer of its next call.
                 kept.setdefault(name, array.copy())
             self._save(step, kept)
@@ -234,9 +236,9 @@ class Recorder(Recording):
 
 def _require_kept(leaf: Any, path: str) -> None:
     """Refuses a dtype that an .npz file would not give back: Python objects, and ml_dtypes that it has no name for."""
-    dtype = resolve("record", [leaf]).dtype(leaf)
+    dtype = resolve([leaf]).dtype(leaf)
     if dtype != ml_dtypes.bfloat16 and (dtype.kind not in "biufc" or dtype.type.__module__ != "numpy"):
-        raise GradCombineError("record", "bfloat16, or a numeric dtype of NumPy itself", dtype, path)
+        raise invalid("bfloat16, or a numeric dtype of NumPy itself", dtype, path)
 
 
 def _same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -263,9 +265,9 @@ def names(structure: Structure, stage: str) -> list[str]:
     seen: set[str] = set()
     for name, path in zip(all_names, structure.paths(), strict=True):
         if name in seen:
-            raise GradCombineError("record", "leaves that their paths tell apart", f"two that are {name}", path)
+            raise invalid("leaves that their paths tell apart", f"two that are {name}", path)
         if len(name.encode()) > LONGEST:
-            raise GradCombineError("record", f"a name of {LONGEST} bytes at most", len(name.encode()))
+            raise invalid(f"a name of {LONGEST} bytes at most", len(name.encode()))
         seen.add(name)
     return all_names
 

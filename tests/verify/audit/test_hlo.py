@@ -179,13 +179,13 @@ def test_a_gpu_names_its_groups_in_any_form() -> None:
     "text", ["replica_groups=[1,9999999999]<=[9999999999]", "replica_groups=mesh['a'=8] {'a:(1)2'}, dimensions={0}"]
 )
 def test_groups_that_are_not_understood_are_refused(text: str) -> None:
-    with pytest.raises(GradCombineError, match="audit: expected groups of"):
+    with pytest.raises(GradCombineError, match="expected groups of"):
         groups(text)
 
 
 @pytest.mark.parametrize("text", ["", "module @jit_f {", "HloModule x\n", CPU[: CPU.index("ROOT %all")]])
 def test_what_is_no_whole_program_is_refused(text: str) -> None:
-    with pytest.raises(GradCombineError, match="audit: expected"):
+    with pytest.raises(GradCombineError, match="expected"):
         Program(text)
 
 
@@ -216,7 +216,7 @@ def test_files(kind: str, compiled: Any, tmp_path: Path) -> None:
     # What ends with a whole field of a proto cannot be told from a whole one: the last field takes two bytes or more.
     for length in (0, 3, len(content) // 2, len(content) - (5 if kind == "text" else 1)):
         path.write_bytes(content[:length])
-        with pytest.raises(GradCombineError, match="audit: expected HLO that the installed jaxlib reads"):
+        with pytest.raises(GradCombineError, match="expected HLO that the installed jaxlib reads"):
             Program(read(path))
 
 
@@ -225,7 +225,7 @@ def test_a_file_that_ends_the_parser(compiled: Any, tmp_path: Path) -> None:
     whole = compiled.as_text()
     (path := tmp_path / "x").write_text(whole.replace("parameter(0)", "parameter(9)"))
     for _ in range(2):
-        with pytest.raises(GradCombineError, match=r"audit: .* XLA's parser ended with status"):
+        with pytest.raises(GradCombineError, match=r"XLA's parser ended with status"):
             read(path)
     path.write_text(whole)
     assert "sine" in read(path)

@@ -26,7 +26,7 @@ KERNELS = [RNG.normal(size=(4, 4)).astype(np.float32) for _ in range(3)]
 
 
 def dump(arrays: dict[str, Any]) -> Dump:
-    return {name: from_array("diff", name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
+    return {name: from_array(name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()}
 
 
 def pairs(a: dict[str, Any], b: dict[str, Any], rules: Rules | None = None) -> list[tuple[Any, ...]]:
@@ -117,7 +117,7 @@ def test_renamed_leaves_are_read_a_few_times_each(factor: float) -> None:
             reads.append(name)
             return x
 
-        return {n: from_array("diff", n, x.shape, x.dtype, partial(load, n, x)) for n, x in arrays.items()}
+        return {n: from_array(n, x.shape, x.dtype, partial(load, n, x)) for n, x in arrays.items()}
 
     b = {f"{'xyz'[i % 3]}q{i * 7 % 60}z": (k.T if i % 4 == 0 else k) * factor for i, k in enumerate(kernels)}
     found = match(counted({f"a{i}": k for i, k in enumerate(kernels)}), counted(b))
@@ -237,7 +237,7 @@ def test_leaves_without_a_counterpart_are_read_a_few_times(size: int) -> None:
             return arrays[name]
 
         entries = {name: (x, partial(load, name)) for name, x in arrays.items()}
-        return {name: from_array("diff", name, x.shape, x.dtype, load) for name, (x, load) in entries.items()}
+        return {name: from_array(name, x.shape, x.dtype, load) for name, (x, load) in entries.items()}
 
     count = 400
     a = counted("a", _random((f"alpha{i}" for i in range(count)), 0, 7))

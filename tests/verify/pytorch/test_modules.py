@@ -26,7 +26,7 @@ IMAGES = RNG.normal(size=(2, 6, 6, 3)).astype(np.float32)
 
 def dump(arrays: dict[str, Any]) -> Dump:
     given = {name: np.asarray(x) for name, x in arrays.items()}
-    return {name: from_array("diff", name, x.shape, x.dtype, lambda x=x: x) for name, x in given.items()}
+    return {name: from_array(name, x.shape, x.dtype, lambda x=x: x) for name, x in given.items()}
 
 
 def of_torch(path: Path, module: torch.nn.Module) -> Dump:
