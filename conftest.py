@@ -28,7 +28,7 @@ NEEDED_AT_IMPORT = {
     "gradcombine/integrations/keras": {"tensorflow", "keras", "jax"},
     "gradcombine/integrations/optax": {"jax", "optax"},
     "gradcombine/integrations/tensorflow": {"tensorflow"},
-    "gradcombine/verify": {"jax", "optax", "tensorflow", "keras", "sklearn"},
+    "gradcombine/verify": {"jax", "optax", "tensorflow", "keras"},
     "tests/formats": {"safetensors"},
     "tests/fuzz": {"jax", "optax", "tensorflow", "keras"},
     "tests/integrations/horovod": {"jax", "tensorflow", "keras"},
@@ -41,7 +41,7 @@ NEEDED_AT_IMPORT = {
     "tests/targets": {"jax", "optax"},
     "tests/verify/check/test_forms.py": {"flax", "equinox"},
     "tests/verify/pytorch": {"torch"},
-    "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "safetensors", "sklearn"},
+    "tests/verify": {"jax", "optax", "tensorflow", "keras", "orbax", "safetensors"},
     "examples/port_torch_to_flax.py": {"torch"},
     "examples": {"jax", "tensorflow", "optax", "keras", "flax", "sklearn"},
 }

@@ -117,7 +117,7 @@ class MissingPackageError(GradCombineError, ImportError):
 EXTRAS = {
     **{name: name for name in ("jax", "keras", "optax", "tensorflow", "torch")},
     **dict.fromkeys(("h5py", "rich", "typer"), "cli"),
-    **dict.fromkeys(("hypothesis", "jinja2", "matplotlib", "sklearn"), "verify"),
+    **dict.fromkeys(("hypothesis", "jinja2", "matplotlib"), "verify"),
 }
 """The smallest extra of this package with which a module is installed."""
 

@@ -115,7 +115,7 @@ class Section(NamedTuple):
 
     Attributes:
       charts: shown on a page only.
-      folded: whether the table is closed until it is clicked; on a screen, its rows are counted.
+      folded: whether the table is closed until it is clicked; a screen tells its number of rows.
       whole: whether a screen shows all rows of the table.
       anchor: the name that links have.
       text: an explanation in Markdown; shown on a page only.
@@ -147,6 +147,11 @@ LONGEST = 400
 """Characters of a cell; of a longer one the middle is left out."""
 
 
+def legible_lines(text: str) -> str:
+    """`gradcombine.errors.legible` of each line."""
+    return "\n".join(map(legible, text.split("\n")))
+
+
 def legible_section(section: Section) -> Section:
     """The section, with names from files and programs as they may be shown: see `gradcombine.errors.legible`."""
 
@@ -166,7 +171,10 @@ def legible_section(section: Section) -> Section:
 
     rows = [row._replace(cells=[legible(x, LONGEST) for x in row.cells]) for row in section.rows]
     return section._replace(
-        title=legible(section.title), note=legible(section.note), charts=list(map(chart, section.charts)), rows=rows
+        title=legible(section.title),
+        note=legible_lines(section.note),
+        charts=list(map(chart, section.charts)),
+        rows=rows,
     )
 
 
@@ -182,10 +190,9 @@ def show(console: Console, verdict: str, passes: bool | None, sections: Sequence
         console.print(answer)
         console.print()
     for section in sections:
-        counted = section.folded and section.rows
-        console.print(Text(f"{section.title}: {len(section.rows):,}" if counted else section.title, "bold"))
         if section.folded:
             continue
+        console.print(Text(section.title, "bold"))
         if section.note:
             console.print(Text(section.note, "dim"))
         if section.rows:
@@ -194,6 +201,9 @@ def show(console: Console, verdict: str, passes: bool | None, sections: Sequence
             if len(section.rows) > shown:
                 console.print(f"and {len(section.rows) - shown:,} more")
         console.print()
+    folded = [f"{x.title} ({len(x.rows):,})" for x in sections if x.folded and x.rows]
+    if folded:
+        console.print(Text(f"Rows that only --html and --json have: {', '.join(folded)}\n", "dim"))
     console.print(answer)
 
 

@@ -47,7 +47,7 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="
 NEAREST = 8
 """How many candidates are shown if none gives the result."""
 
-VERIFIES = ("jax", "tensorflow", "sklearn")
+VERIFIES = ("jax", "tensorflow", "optax")
 """What the run needs."""
 
 
@@ -348,8 +348,9 @@ def verify(
         Path | None, typer.Option(help="Write a page with plots to this file.", dir_okay=False, metavar="FILE")
     ] = None,
     replicas: Annotated[
-        int, typer.Option(help="The largest number of replicas; 1, 2, 4 and 8 are run.", min=1, max=places.DEVICES)
+        int, typer.Option(help="The largest number of replicas; it and 2 are run.", min=1, max=places.DEVICES)
     ] = places.DEVICES,
+    full: Annotated[bool, typer.Option("--full", help="Run 1, 2, 4 and 8 replicas, up to the largest.")] = False,
     inject_fault: Annotated[
         bool,
         typer.Option(
@@ -377,7 +378,7 @@ def verify(
             begun = progress.tasks[0].total is not None
             progress.update(task, description=label(step), total=steps, advance=1 if begun else 0)
 
-        report = run.verify(replicas, inject_fault, started)
+        report = run.verify(replicas, full, inject_fault, started)
 
     verdict, passes = findings.verdict(report), not report.failed
     show(console, f"{verdict} ({report.seconds:.0f} s)", passes, findings.sections(findings.summary(report)))

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from gradcombine.audit import OutOfMemoryError
 from gradcombine.errors import GradCombineError, invalid, legible
+from gradcombine.reporting.sections import legible_lines
 
 Number = TypeVar("Number", int, float)
 
@@ -23,7 +24,7 @@ DRAWS = ("jinja2", "matplotlib")
 
 def plain(text: str, style: str = "") -> Text:
     """Lines with names from elsewhere in them, as a terminal may show them."""
-    return Text("\n".join(legible(line) for line in text.split("\n")), style)
+    return Text(legible_lines(text), style)
 
 
 def label(name: str) -> str:

@@ -46,7 +46,7 @@ def _rows(report: dict[str, Any], section: str) -> list[dict[str, Any]]:
 def test_every_row_is_there_and_holds(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     page = tmp_path / "out.html"
-    done = _run("verify", "--json", str(path), "--html", str(page))
+    done = _run("verify", "--full", "--json", str(path), "--html", str(page))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     report = json.loads(path.read_text())
@@ -122,7 +122,7 @@ def test_the_help_leads_to_a_verb_at_80_columns(monkeypatch: pytest.MonkeyPatch)
         ("explain a.h5 b.h5 --result c.h5", "h5py", "cli"),
         ("audit module:step", "jax", "jax"),
         ("plan module:run", "optax", "optax"),
-        ("verify", "sklearn", "verify"),
+        ("verify", "optax", "verify"),
     ],
 )
 def test_a_missing_package_is_named_in_one_line_with_its_command(

@@ -169,7 +169,7 @@ def _mirrored(function: Callable[..., Any], count: int, dealt: tuple[Tree, np.nd
         return tf.nest.map_structure(lambda block: tf.constant(block[context.replica_id_in_sync_group]), dealt)
 
     arguments = replicas.experimental_distribute_values_from_function(block_of)
-    results = tf.function(lambda contributions: replicas.run(function, args=contributions))(arguments)
+    results = _traced(lambda contributions: replicas.run(function, args=contributions))(arguments)
     local = {name: replicas.experimental_local_results(result) for name, result in results.items()}
     return [exported({name: result[rank] for name, result in local.items()}) for rank in range(count)]
 
@@ -181,6 +181,9 @@ def _strategy(count: int) -> tf.distribute.Strategy:
         [f"CPU:{rank}" for rank in range(count)], cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
 
+
+# Nothing here branches on a tensor, and AutoGraph would rewrite each function on each replica.
+_traced = partial(tf.function, autograph=False)
 
 NUMPY = Framework(np.asarray, {"eager": _eager}, {}, gc.LOCAL, partial(_unrolled, _eager))
 
@@ -194,11 +197,11 @@ FRAMEWORKS = {
     ),
     "tensorflow": Framework(
         tf.constant,
-        {"eager": _eager, "tf.function": tf.function, "XLA": partial(tf.function, jit_compile=True)},
+        {"eager": _eager, "tf.function": _traced, "XLA": partial(_traced, jit_compile=True)},
         {"MirroredStrategy": _mirrored},
         gc.tf_replicas(),
         # As a separate function, the update is traced once, not once for each step.
-        partial(_unrolled, tf.function),
+        partial(_unrolled, _traced),
     ),
 }
 

@@ -11,6 +11,9 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +26,7 @@ from gradcombine.verify.suite.outcomes import BITS, BOUND, DIFFERS, Finding, Rep
 from gradcombine.verify.suite.places import Case, Contributions
 
 COUNTS = (1, 2, 4, 8)
-"""The numbers of replicas."""
+"""All numbers of replicas."""
 
 ENVIRONMENT = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS", "OMP_NUM_THREADS")
 """What changes the frameworks' kernels, and so belongs to a report."""
@@ -35,19 +38,35 @@ Gradients = dict[str, np.ndarray]
 """A gradient and its loss."""
 
 
-def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None]) -> Report:
-    """Runs all the rows.
+def verify(replicas: int, full: bool, inject_fault: bool, started: Callable[[str, int], None]) -> Report:
+    """Runs all the rows: TensorFlow's of the combine, and the audit, in a process of their own.
 
     Args:
       replicas: the largest number of replicas.
+      full: whether all of `COUNTS` up to it are run, and not 2 and it alone.
       inject_fault: whether one bit of one row's input is flipped, the last of those that promise bits, and the audit
         gets a step with a defect.
       started: called as each step begins, with its name and the number of all the steps.
     """
     begun = time.perf_counter()
     counts = [count for count in COUNTS if count <= replicas]
-    cases = list(frameworks.cases(counts))
-    count = len(cases) + 4
+    counts = counts if full else counts[1:2] + counts[2:][-1:] or counts
+    with ProcessPoolExecutor(1, get_context("spawn"), places.prepare_devices) as beside:
+        beside.submit(_loaded)
+        findings, curves = _rows(counts, inject_fault, started, beside)
+    command = f"gradcombine verify --replicas {replicas}{' --full' * full}{' --inject-fault' * inject_fault}"
+    return Report(findings, curves, _settings(command, counts, inject_fault), time.perf_counter() - begun)
+
+
+def _loaded() -> None:
+    """Imports the frameworks: this module does."""
+
+
+def _rows(
+    counts: list[int], inject_fault: bool, started: Callable[[str, int], None], beside: ProcessPoolExecutor
+) -> tuple[list[Finding], dict[str, list[float]]]:
+    own = [case for case in frameworks.cases(counts) if case.framework != "tensorflow"]
+    count = len(own) + 4
     examples, parameters = problem.load(), problem.initial_parameters()
     batches = list(problem.cut(examples, problem.SIZES))
 
@@ -58,15 +77,21 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
         for name in frameworks.MEASURES
     }
     # One source for every row: what differs then is the combine.
-    findings = _combine(cases, contributions["jax"], inject_fault, lambda name: started(name, count))
+    source = contributions["jax"]
+    tensorflow = beside.submit(_in_tensorflow, counts, source, inject_fault)
+    audited = beside.submit(frameworks.audited, min(2, max(counts)), inject_fault)
+    combined = _combine(own, source, lambda name: started(name, count))
     started("full batch and kernels", count)
-    findings += _models(contributions, parameters, batches)
+    models = list(_models(contributions, parameters, batches))
     started("training", count)
     curves, trained = _train(examples)
-    started("audit", count)
-    trained.append(frameworks.audited(min(2, max(counts)), inject_fault))
-    settings = {
-        "command": f"gradcombine verify --replicas {replicas}{' --inject-fault' if inject_fault else ''}",
+    started("TensorFlow's rows and the audit, in a process of their own", count)
+    return [*combined, *tensorflow.result(), *models, *trained, audited.result()], curves
+
+
+def _settings(command: str, counts: list[int], inject_fault: bool) -> dict[str, Any]:
+    return {
+        "command": command,
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "versions": {
             "gradcombine": gc.__version__,
@@ -76,21 +101,26 @@ def verify(replicas: int, inject_fault: bool, started: Callable[[str, int], None
         "replicas": counts,
         "inject_fault": inject_fault,
         "training": {"windows": WINDOWS, "microbatches": EVERY, "learning rate": LEARNING_RATE},
-        "libraries": {
-            name: importlib.metadata.version(name) for name in ("jaxlib", "optax", "ml_dtypes", "scikit-learn")
-        },
+        "libraries": {name: importlib.metadata.version(name) for name in ("jaxlib", "optax", "ml_dtypes")},
         "machine": {"python": platform.python_version(), "system": platform.platform(), "processors": os.cpu_count()},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
-    return Report([*findings, *trained], curves, settings, time.perf_counter() - begun)
+
+
+def _in_tensorflow(counts: list[int], contributions: Contributions, inject_fault: bool) -> list[Finding]:
+    cases = [case for case in frameworks.cases(counts) if case.framework == "tensorflow"]
+    corrupted = [case for case in cases if places.promised(case) == BITS][-1] if inject_fault else None
+    return _combine(cases, contributions, corrupted=corrupted)
 
 
 def _combine(
-    cases: Sequence[Case], contributions: Contributions, inject_fault: bool, started: Callable[[str], None]
+    cases: Sequence[Case],
+    contributions: Contributions,
+    started: Callable[[str], None] = lambda name: None,
+    corrupted: Case | None = None,
 ) -> list[Finding]:
     judge = places.Judge(contributions)
     findings: list[Finding] = []
-    corrupted = [case for case in cases if places.promised(case) == BITS][-1] if inject_fault else None
     for case in cases:
         started(f"{case.framework}, {case.mode}, {case.place}")
         inputs = case.contributions(contributions)

@@ -43,7 +43,7 @@ def test_a_difference_fails_and_is_shown(dumps: tuple[Path, Path]) -> None:
         "kernel",
         "1 ulp",
         "[5] 6.0 | 6.00",
-        "Leaves with equal bits: 1",
+        "Leaves with equal bits (1)",
         "2 leaves were compared; 1 do not pass.",
     ):
         assert text in output

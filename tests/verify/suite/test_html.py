@@ -15,7 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gradcombine.reporting import page
-from gradcombine.reporting.sections import show
+from gradcombine.reporting.sections import Cells, Section, show
 from gradcombine.verify.command import app
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
 from gradcombine.verify.suite import outcomes as findings
@@ -106,6 +106,13 @@ def test_a_screen_shows_the_worst_of_the_numbers_of_replicas() -> None:
     assert [row.cells[0] for row in tables["Not kept"].rows] == ["combine: jax / pmap / replicas / 8 / tree"]
 
 
+def test_lines_of_a_note_stay_lines() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    show(console, "fine", True, [Section("Title", "first\nsecond \x1b[2K", columns=("a",), rows=[Cells(("1",))])])
+    text = console.export_text()
+    assert "first\nsecond \\x1b[2K\n" in text and "\\n" not in text
+
+
 def test_80_columns_break_no_word_and_the_verdict_is_first_and_last() -> None:
     labels = {"framework": "tensorflow", "mode": "MirroredStrategy", "replicas": "1 2 4 8"}
     where = product(("list", "time", "replicas", "time x replicas"), places.ORDERS)
@@ -128,7 +135,7 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command, with the run itself replaced."""
     monkeypatch.setattr(places, "prepare_devices", lambda: None)
     monkeypatch.setattr(
-        run, "verify", lambda replicas, inject_fault, started: report(*(BROKEN if inject_fault else ()))
+        run, "verify", lambda replicas, full, inject_fault, started: report(*(BROKEN if inject_fault else ()))
     )
 
 
