@@ -350,7 +350,10 @@ def verify(
     replicas: Annotated[
         int, typer.Option(help="The largest number of replicas; it and 2 are run.", min=1, max=places.DEVICES)
     ] = places.DEVICES,
-    full: Annotated[bool, typer.Option("--full", help="Run 1, 2, 4 and 8 replicas, up to the largest.")] = False,
+    full: Annotated[
+        bool,
+        typer.Option("--full", help="Run 1, 2, 4 and 8 replicas, up to the largest, and shard_map without check_vma."),
+    ] = False,
     inject_fault: Annotated[
         bool,
         typer.Option(

@@ -68,8 +68,8 @@ def exported(tree: Tree) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf) for name, leaf in tree.items()}
 
 
-def cases(counts: Sequence[int]) -> Iterator[Case]:
-    """All rows of the combine; NumPy, the reference, has one replica."""
+def cases(counts: Sequence[int], full: bool) -> Iterator[Case]:
+    """Rows of the combine, all of them if ``full``; NumPy, the reference, has one replica."""
     for name, framework in {"numpy": NUMPY, **FRAMEWORKS}.items():
         alone = {
             (mode, place): partial(run, framework, compiled)
@@ -77,7 +77,8 @@ def cases(counts: Sequence[int]) -> Iterator[Case]:
         }
         for order, ((mode, place), run) in product(ORDERS, (alone | _MORE.get(name, {})).items()):
             yield Case(name, mode, place, 1, order, partial(run, order))
-        spread = product(framework.spread.items(), ORDERS, _ON_SEVERAL.items(), counts)
+        modes = [(mode, mapped) for mode, mapped in framework.spread.items() if full or mode not in _FULL]
+        spread = product(modes, ORDERS, _ON_SEVERAL.items(), counts)
         for (mode, mapped), order, (place, run), count in spread:
             yield Case(name, mode, place, count, order, partial(run, framework, mapped, count, order))
 
@@ -204,6 +205,9 @@ FRAMEWORKS = {
         partial(_unrolled, _traced),
     ),
 }
+
+_FULL = {"shard_map, no vma"}
+"""Modes that are run on demand."""
 
 _ON_ONE = {LIST: _in_list, TIME: _in_time}
 _ON_SEVERAL = {REPLICAS: _on_replicas, TIME_AND_REPLICAS: _in_windows}

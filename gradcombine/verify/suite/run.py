@@ -43,7 +43,7 @@ def verify(replicas: int, full: bool, inject_fault: bool, started: Callable[[str
 
     Args:
       replicas: the largest number of replicas.
-      full: whether all of `COUNTS` up to it are run, and not 2 and it alone.
+      full: whether all of `COUNTS` up to it are run, and not 2 and it alone; and in all modes.
       inject_fault: whether one bit of one row's input is flipped, the last of those that promise bits, and the audit
         gets a step with a defect.
       started: called as each step begins, with its name and the number of all the steps.
@@ -53,7 +53,7 @@ def verify(replicas: int, full: bool, inject_fault: bool, started: Callable[[str
     counts = counts if full else counts[1:2] + counts[2:][-1:] or counts
     with ProcessPoolExecutor(1, get_context("spawn"), places.prepare_devices) as beside:
         beside.submit(_loaded)
-        findings, curves = _rows(counts, inject_fault, started, beside)
+        findings, curves = _rows(counts, full, inject_fault, started, beside)
     command = f"gradcombine verify --replicas {replicas}{' --full' * full}{' --inject-fault' * inject_fault}"
     return Report(findings, curves, _settings(command, counts, inject_fault), time.perf_counter() - begun)
 
@@ -63,9 +63,13 @@ def _loaded() -> None:
 
 
 def _rows(
-    counts: list[int], inject_fault: bool, started: Callable[[str, int], None], beside: ProcessPoolExecutor
+    counts: list[int],
+    full: bool,
+    inject_fault: bool,
+    started: Callable[[str, int], None],
+    beside: ProcessPoolExecutor,
 ) -> tuple[list[Finding], dict[str, list[float]]]:
-    own = [case for case in frameworks.cases(counts) if case.framework != "tensorflow"]
+    own = [case for case in frameworks.cases(counts, full) if case.framework != "tensorflow"]
     count = len(own) + 4
     examples, parameters = problem.load(), problem.initial_parameters()
     batches = list(problem.cut(examples, problem.SIZES))
@@ -78,7 +82,7 @@ def _rows(
     }
     # One source for every row: what differs then is the combine.
     source = contributions["jax"]
-    tensorflow = beside.submit(_in_tensorflow, counts, source, inject_fault)
+    tensorflow = beside.submit(_in_tensorflow, counts, full, source, inject_fault)
     audited = beside.submit(frameworks.audited, min(2, max(counts)), inject_fault)
     combined = _combine(own, source, lambda name: started(name, count))
     started("full batch and kernels", count)
@@ -107,8 +111,8 @@ def _settings(command: str, counts: list[int], inject_fault: bool) -> dict[str, 
     }
 
 
-def _in_tensorflow(counts: list[int], contributions: Contributions, inject_fault: bool) -> list[Finding]:
-    cases = [case for case in frameworks.cases(counts) if case.framework == "tensorflow"]
+def _in_tensorflow(counts: list[int], full: bool, contributions: Contributions, inject_fault: bool) -> list[Finding]:
+    cases = [case for case in frameworks.cases(counts, full) if case.framework == "tensorflow"]
     corrupted = [case for case in cases if places.promised(case) == BITS][-1] if inject_fault else None
     return _combine(cases, contributions, corrupted=corrupted)
 
