@@ -1,8 +1,7 @@
 """The orders in which other systems add, by name: so that a difference from their result is explained to the last bit.
 
-The functions of `SUMS` and `MEANS` take a list of trees, in the order in which the other system numbers them, and
-return the tree that it returns. All was observed on CPU (x86 with fused multiply-add), with TensorFlow 2.21, JAX 0.10.2
-and optax 0.2.8; another version may add in another order.
+The functions of `SUMS` and `MEANS` take a list of trees, in the order in which the other system numbers them. Observed
+on CPU (x86 with fused multiply-add) with TensorFlow 2.21, JAX 0.10.2 and optax 0.2.8; other versions may differ.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from gradcombine.errors import (
     shown,
     within,
 )
+from gradcombine.fused import multiply_add, subtract, times
 from gradcombine.places.lists import mean
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.adding import two_sum
 from gradcombine.reductions.dtypes import FLOAT32
 from gradcombine.types import Array, Tree
 
@@ -239,7 +238,6 @@ def _chunks(shapes: Sequence[tuple[int, ...]], dtype: np.dtype, ranks: int) -> l
 
 
 _WELFORD_DTYPES = ("float16", "bfloat16", "float32")
-_SPLITTER = np.float32(2**12 + 1)
 
 
 @operation("welford")
@@ -324,56 +322,16 @@ def _welford(backend: Backend, terms: list[Array], fused: bool, accumulator: np.
     average = backend.full(shape, 0, accumulator)
     for n, term in enumerate(terms, start=1):
         before = backend.cast(average, running)
-        difference = _subtract(backend, backend.cast(term, running), before)
+        difference = subtract(backend, backend.cast(term, running), before)
         reciprocal = (1 / np.float32(n)).astype(running)
         if divided or math.prod(shape) == 1 or running.name == "bfloat16":
             after = backend.add(before, backend.divide(difference, backend.asarray(np.asarray(n).astype(running))))
         elif fused and running == FLOAT32:
             after = multiply_add(backend, difference, reciprocal, before)
         else:
-            after = backend.add(before, _times(backend, difference, reciprocal))
+            after = backend.add(before, times(backend, difference, reciprocal))
         average = after if n == len(terms) else backend.cast(after, accumulator)
     return backend.cast(average, dtype)
-
-
-def multiply_add(backend: Backend, x: Array, factor: np.float32, y: Array) -> Array:
-    """``x * factor + y``, rounded once.
-
-    The product is split into two floats without error (Dekker, 1971), and its sum with y into three, of which the last
-    decides only where the first two are a tie.
-    """
-    product = _times(backend, x, factor)
-    x_high = _high(backend, x)
-    x_low = _subtract(backend, x, x_high)
-    factor_high = np.float32(factor * _SPLITTER - (factor * _SPLITTER - factor))
-    error = _subtract(backend, _times(backend, x_high, factor_high), product)
-    for part, scalar in ((x_high, factor - factor_high), (x_low, factor_high), (x_low, factor - factor_high)):
-        error = backend.add(error, _times(backend, part, scalar))
-    partial_sum, low = two_sum(backend, y, error)
-    high, middle = two_sum(backend, product, partial_sum)
-    middle, low = two_sum(backend, low, middle)
-    rounded = backend.add(high, middle)
-    left = backend.add(_subtract(backend, high, rounded), middle)
-    neighbour = backend.add(rounded, backend.add(left, left))
-    tie = (left != 0) & (_subtract(backend, neighbour, rounded) == backend.add(left, left))
-    beyond = tie & (low != 0) & ((low > 0) == (left > 0))
-    rounded = backend.where(beyond, neighbour, rounded)
-    # Infinities split into NaN.
-    return backend.where(rounded == rounded, rounded, backend.add(product, y))
-
-
-def _high(backend: Backend, x: Array) -> Array:
-    """The upper half of a float's digits (Veltkamp)."""
-    wide = _times(backend, x, _SPLITTER)
-    return _subtract(backend, wide, _subtract(backend, wide, x))
-
-
-def _times(backend: Backend, x: Array, factor: np.float32) -> Array:
-    return backend.scale(x, backend.asarray(factor))
-
-
-def _subtract(backend: Backend, a: Array, b: Array) -> Array:
-    return backend.add(a, -b)
 
 
 def by_leaf(values: Sequence[Tree], rule: Callable[[Backend, list[Array]], Array]) -> Tree:

@@ -8,16 +8,7 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, require_count, resolve, shape_of
-from gradcombine.errors import (
-    MOST,
-    GradCombineError,
-    invalid,
-    operation,
-    require_integer,
-    require_order,
-    shown,
-    within,
-)
+from gradcombine.errors import MOST, GradCombineError, invalid, operation, require_integer, require_order, shown, within
 from gradcombine.places import binary_counter
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.reductions.dtypes import INT32

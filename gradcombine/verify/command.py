@@ -38,17 +38,13 @@ from gradcombine.verify.plan import plan_named
 from gradcombine.verify.plan import report as plan_report
 from gradcombine.verify.record import flight_diff
 from gradcombine.verify.record.flight import is_log, read_log
-from gradcombine.verify.suite import outcomes as findings
-from gradcombine.verify.suite import places
 from gradcombine.verify.terminal import DRAWS, errors, label, numbers, plain
+from gradcombine.verify.verify_command import verify_command
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 
 NEAREST = 8
 """How many candidates are shown if none gives the result."""
-
-VERIFIES = ("jax", "tensorflow", "optax")
-"""What the run needs."""
 
 
 def _show_version(wanted: bool) -> None:
@@ -339,65 +335,7 @@ def plan_command(
     raise typer.Exit(plan_report.status(made))
 
 
-@app.command()
-def verify(
-    json: Annotated[
-        Path | None, typer.Option(help="Write all rows to this file.", dir_okay=False, metavar="FILE")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page with plots to this file.", dir_okay=False, metavar="FILE")
-    ] = None,
-    replicas: Annotated[
-        int, typer.Option(help="The largest number of replicas; it and 2 are run.", min=1, max=places.DEVICES)
-    ] = places.DEVICES,
-    full: Annotated[
-        bool,
-        typer.Option("--full", help="Run 1, 2, 4 and 8 replicas, up to the largest, and shard_map without check_vma."),
-    ] = False,
-    inject_fault: Annotated[
-        bool,
-        typer.Option(
-            "--inject-fault", help="Flip one bit of one row's input, and audit a step with a defect: both have to fail."
-        ),
-    ] = False,
-) -> None:
-    """Does all of it hold on this machine? Gradients of a real model in NumPy, JAX and TensorFlow, compared bit by bit.
-
-    Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
-    """
-    with errors("verify"):
-        require_installed("verify", *VERIFIES, *(() if html is None else DRAWS), extra="verify")
-    for option, path in (("--json", json), ("--html", html)):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
-    console = Console()
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("loading JAX and TensorFlow", total=None)
-        places.prepare_devices()
-        from gradcombine.verify.suite import run  # imports JAX, which reads what was prepared
-
-        def started(step: str, steps: int) -> None:
-            begun = progress.tasks[0].total is not None
-            progress.update(task, description=label(step), total=steps, advance=1 if begun else 0)
-
-        report = run.verify(replicas, full, inject_fault, started)
-
-    verdict, passes = findings.verdict(report), not report.failed
-    show(console, f"{verdict} ({report.seconds:.0f} s)", passes, findings.sections(findings.summary(report)))
-    for finding in report.failed:
-        # By name at the end, where a reader of a long output looks.
-        console.print(
-            plain(f"  {finding.name}: promised {finding.promise}, found {findings.found(finding)}", "bold red")
-        )
-    if json is not None:
-        json.write_text(json_format.dumps(findings.as_json(report), indent=1, allow_nan=False) + "\n")
-    if html is not None:
-        from gradcombine.reporting import page  # needs matplotlib, which takes a second to import
-
-        page.write(html, "gradcombine verify", verdict, passes, findings.sections(report))
-    if not passes:
-        raise typer.Exit(1)
+app.command("verify")(verify_command)
 
 
 def _loaded(dump: Dump, path: str, wanted: Dump) -> dict[str, np.ndarray]:

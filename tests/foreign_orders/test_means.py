@@ -12,7 +12,7 @@ import pytest
 import gradcombine as gc
 from gradcombine import foreign_orders
 from gradcombine.backends.registry import load
-from gradcombine.foreign_orders import multiply_add
+from gradcombine.fused import multiply_add
 from tests.foreign_orders.data import assert_same_bits, normal
 from tests.spec.selection import FULL, cases
 

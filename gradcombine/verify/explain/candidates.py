@@ -17,10 +17,10 @@ from gradcombine.foreign_orders import (
     hierarchical_copy,
     left_chain,
     mean_of_means,
-    multiply_add,
     ring,
     welford,
 )
+from gradcombine.fused import multiply_add
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.types import Tree
 

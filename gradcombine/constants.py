@@ -1,0 +1,94 @@
+# pyright: standard
+"""Constants in the structure of a state: what a leaf was made for, known without an array."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from gradcombine.backends.registry import is_absent, owner
+from gradcombine.errors import invalid
+
+
+class Static:
+    """Base class of the constants, each of which is a NamedTuple without fields as well.
+
+    Attributes:
+      dtype: the dtype that it stands for; None where there is no gradient.
+      shape: that it stands for; None where that is not part of it. Where there is no gradient: of the array that says
+        so, as JAX's float0 does; None for None.
+      rows: the number of rows that it stands for; None for another constant.
+    """
+
+    dtype: np.dtype | None
+    shape: tuple[int, ...] | None
+    rows: int | None
+
+    def __repr__(self) -> str:
+        return type(self).__name__
+
+    def __reduce__(self) -> Any:
+        if self.rows is not None:
+            return static_rows, (self.rows,)
+        return (static_absence, (self.shape,)) if self.dtype is None else (static_dtype, (str(self.dtype), self.shape))
+
+
+@cache
+def static_dtype(dtype: str | np.dtype[Any], shape: tuple[int, ...] | None = None) -> Any:
+    """The constant that stands for a dtype, or for one and a shape.
+
+    >>> static_dtype(np.dtype(np.float32)), static_dtype("bfloat16").dtype, static_dtype("float32", (2, 3))
+    (float32, dtype(bfloat16), float32_2x3)
+    """
+    known: np.dtype[Any] = np.dtype(getattr(ml_dtypes, str(dtype), dtype))
+    name = str(known) if shape is None else "_".join([str(known), "x".join(map(str, shape))])
+    return _constant(name, dtype=known, shape=shape)
+
+
+@cache
+def static_absence(shape: tuple[int, ...] | None = None) -> Any:
+    """The constant that stands for "no gradient".
+
+    >>> static_absence(), static_absence((2, 3))
+    (no_gradient, no_gradient_2x3)
+    """
+    name = "no_gradient" if shape is None else "_".join(["no_gradient", "x".join(map(str, shape))])
+    return _constant(name, shape=shape)
+
+
+@cache
+def static_rows(rows: int) -> Any:
+    """The constant that stands for a number of rows.
+
+    >>> static_rows(1000), static_rows(1000).rows
+    (rows_1000, 1000)
+    """
+    return _constant(f"rows_{rows}", rows=rows)
+
+
+@cache
+def _constant(
+    name: str, dtype: np.dtype | None = None, shape: tuple[int, ...] | None = None, rows: int | None = None
+) -> Any:
+    meaning = {"__slots__": (), "dtype": dtype, "shape": shape, "rows": rows}
+    return type(name, (Static, NamedTuple("Constant", [])), meaning)()
+
+
+is_static: Callable[[Any], bool] = Static.__instancecheck__
+"""Whether a node is a constant."""
+
+
+def static_of(leaf: Any, with_shape: bool = False) -> Any:
+    """The constant that stands for a leaf's dtype (and shape), or for its "no gradient"."""
+    if leaf is None:
+        return static_absence()
+    backend = owner(leaf)
+    if backend is None:
+        raise invalid("an array, a number or None", type(leaf).__name__)
+    if is_absent(leaf):
+        return static_absence(backend.shape(leaf))
+    return static_dtype(backend.dtype(leaf), backend.shape(leaf) if with_shape else None)
