@@ -63,7 +63,7 @@ def verdict(report: StepReport) -> str:
     if report.verdict is Verdict.CANNOT_TELL:
         return f"cannot tell: not compared: {report.not_checked[0]}"
     first = report.faults[0]
-    text = f"not the same: {first.run}: {first.cause}"
+    text = f"not the same: {first.run}: {first.cause}" + (f", at {first.line}" if first.line else "")
     return f"{text}: {first.detail}" if first.detail else text
 
 
@@ -71,8 +71,8 @@ def sections(report: StepReport, source: str = "") -> list[Section]:
     """The causes with their remedies, the divisions with their figures, and what was not compared."""
     parts = list[Section]()
     if report.faults:
-        rows = [Cells((f"{x.run}: {x.cause}", x.detail), False) for x in report.faults]
-        parts.append(Section("Causes", source, columns=("cause", "figures"), rows=rows, whole=True))
+        rows = [Cells((f"{x.run}: {x.cause}", x.line, x.detail), False) for x in report.faults]
+        parts.append(Section("Causes", source, columns=("cause", "line", "figures"), rows=rows, whole=True))
         if known := dict.fromkeys(REMEDIES[x.cause] for x in report.faults if x.cause in REMEDIES):
             rows = [Cells((text,)) for text in known]
             parts.append(Section("Write instead", columns=("remedy",), rows=rows, whole=True))
@@ -150,6 +150,7 @@ def _fault(fault: Fault) -> dict[str, str]:
         "text": str(fault.cause),
         "run": fault.run,
         "detail": fault.detail,
+        "line": fault.line,
         "instead": REMEDIES.get(fault.cause, ""),
     }
 

@@ -11,7 +11,9 @@ from gradcombine.errors import GradCombineError, operation, require_integer, req
 from gradcombine.types import Tree
 from gradcombine.verify.check.divided_terms import Terms, require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
+from gradcombine.verify.check.hypotheses import hidden as hidden_cause
 from gradcombine.verify.check.leaves import OPERATION
+from gradcombine.verify.check.lines import line_of
 from gradcombine.verify.check.measure import FLOAT32_UNIT, StepStandard
 from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
 from gradcombine.verify.check.standard import Floats
@@ -139,9 +141,9 @@ def checked(
     runs: list[StepRun] = []
     hidden: list[bool] = []
 
-    def add(cause: Cause, run: str, detail: str = "") -> None:
+    def add(cause: Cause, run: str, detail: str = "", line: str = "") -> None:
         if cause not in [fault.cause for fault in faults]:
-            faults.append(Fault(cause, run, detail))
+            faults.append(Fault(cause, run, detail, line=line))
 
     def note(name: str, result: Result, whole: Result, reference: Floats | None) -> StepRun:
         shares = standard.shares(result.floats, whole.floats, wide=False)
@@ -186,7 +188,7 @@ def checked(
             continue
         if split != WHOLE and distance(str(split), split, batch, own) > 1:
             cause, detail = explain(standard, case_of(standard, split, own, terms))
-            add(cause, str(split), detail)
+            add(cause, str(split), detail, line_of(cause, subject, split))
             continue
         if pad is not None:
             more = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
@@ -194,6 +196,11 @@ def checked(
             padded = subject.divided(split, filled)._replace(integers=standard.own.integers)
             if (times := distance(name, split, filled, padded)) > 1:
                 add(Cause.PLACEHOLDERS, name, f"{times:.3g} times what rounding allows")
+    if not faults and subject.returns_params:
+        for split in splits:
+            answer = hidden_cause(standard, case_of(standard, split, subject.divided(split, batch), terms))
+            if answer is not None:
+                add(answer[0], str(split), answer[1], line_of(answer[0], subject, split))
     unclear = ""
     if one.accuracy is not None and 1 < one.accuracy <= CONSTANTS and reference is None and not standard.is_retyped:
         unclear = f"accuracy: {one.noises:.3g} times its noise from a run in float64, which may have other constants"

@@ -261,6 +261,20 @@ def _before_update(standard: StepStandard, case: Case) -> Iterator[Answer]:
             return
 
 
+def hidden(standard: StepStandard, case: Case) -> Answer | None:
+    """The cause of a difference of gradients that the optimizer hides, where it is certain; results are equal."""
+    for inner in before_update(standard, case, hidden=True):
+        own = inner.subject.divided(case.split, inner.subject.batch)
+        cause, detail = explain(inner, case_of(inner, case.split, own, None))
+        if cause in CERTAIN:
+            return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step"
+    return None
+
+
+CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED)
+"""Causes of which the division's gradient is what they predict to the last digits: no loss scale looks like them."""
+
+
 # --- what one batch gives of other numbers of its examples, where nothing is linear ---
 
 MOST_ROWS = 256

@@ -24,8 +24,16 @@ CUTS = 2
 """At how many places a step is cut off, where several lead to the result."""
 
 
-def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
-    """Steps up to the gradients that reach the optimizer, for the earliest places that lead to the result."""
+HIDDEN = 1e-3
+"""The relative distance of gradients that an optimizer has to hide, as Adam's first step does, to be looked at."""
+
+
+def before_update(standard: StepStandard, case: Case, hidden: bool = False) -> Iterator[StepStandard]:
+    """Steps up to the gradients that reach the optimizer, for the earliest places that lead to the result.
+
+    Args:
+      hidden: of results that are equal: places where the gradients differ by more than `HIDDEN`.
+    """
     subject, found = standard.subject, 0
     try:
         whole, divided = (Recorded(subject, split) for split in (WHOLE, case.split))
@@ -34,20 +42,24 @@ def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
         return
     for length in _lengths(whole, divided, [x.shape for _, x in subject.param_leaves]):
         others = dict(zip(whole.entering(length), divided.entering(length), strict=True))
-        if all(np.array_equal(one[i], made[j]) for i, j in others.items()):
+        if all(_near(one[i], made[j], HIDDEN if hidden else 0.0) for i, j in others.items()):
             continue
         values = [made[others[i]] if i in others else x for i, x in enumerate(one)]
         chosen = np.array([i in others for i in range(len(one))])
         try:
             run = subject.wide if case.wide else subject.run
             predicted = run(WHOLE, (subject.batch, values, chosen), step=whole.rest).floats
-            if accounts_for(standard, case, predicted, 1, range(len(subject.param_leaves))):
+            if hidden or accounts_for(standard, case, predicted, 1, range(len(subject.param_leaves))):
                 yield StepStandard(_up_to(subject, length), standard.unit)
                 found += 1
         except (NotWide, NotFiniteError, ValueError):
             continue
         if found == CUTS:
             return
+
+
+def _near(a: np.ndarray, b: np.ndarray, relative: float) -> bool:
+    return bool(np.linalg.norm(np.float64(a) - b) <= relative * np.linalg.norm(np.float64(a)))
 
 
 def _lengths(whole: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:

@@ -7,13 +7,13 @@ import signal
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, cast
 
 from gradcombine.audit.auditing import callable_named
 from gradcombine.audit.compiling import foreign
 from gradcombine.errors import GradCombineError, operation, shown
 from gradcombine.verify.check.checking import checked
+from gradcombine.verify.check.lines import in_words
 from gradcombine.verify.check.step_report import StepReport
 
 NEEDED = ("make_step", "params", "batch")
@@ -77,10 +77,9 @@ def source_of(function: Any) -> str:
     """The file and line of a function, as "step.py:12"; empty if it has none. Files are named from here, if below."""
     try:
         _, line = inspect.getsourcelines(inspect.unwrap(function))
-        file = Path(inspect.getsourcefile(inspect.unwrap(function)) or "").resolve()
+        return in_words(inspect.getsourcefile(inspect.unwrap(function)) or "", line)
     except (TypeError, OSError, ValueError):
         return ""
-    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{line}"
 
 
 class _LateError(BaseException):

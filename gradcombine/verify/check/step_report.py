@@ -77,15 +77,18 @@ class Fault(NamedTuple):
       run: the first division, or the first window, that shows it, in words.
       detail: figures; may be empty.
       window: the number of the window, counted from 0; None for a division.
+      line: the line of source that it comes from, as "step.py:12"; empty where that is not known.
     """
 
     cause: Cause
     run: str
     detail: str = ""
     window: int | None = None
+    line: str = ""
 
     def __str__(self) -> str:
-        return f"{self.run}: {self.cause}" + (f" ({self.detail})" if self.detail else "")
+        detail = f" ({self.detail})" if self.detail else ""
+        return f"{self.run}: {self.cause}{detail}" + (f", at {self.line}" if self.line else "")
 
 
 class StepRun(NamedTuple):

@@ -164,12 +164,12 @@ def test_what_cannot_run_is_said_in_one_line(here: Path, name: str, options: tup
 def test_the_page_shows_what_the_command_prints(here: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "check.md").read_text()
     (listing,), (console,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.S) for kind in ("python", "console"))
-    (here / "steps_of_the_page.py").write_text(listing)
+    (here / "page5.py").write_text(listing)
     command, _, said = console.partition("\n\n")
     assert command == "$ gradcombine check steps:make_case"
-    done = CliRunner().invoke(app, ["check", "steps_of_the_page:make_case"], env={"COLUMNS": "114"})
+    done = CliRunner().invoke(app, ["check", "page5:make_case"], env={"COLUMNS": "112"})
     assert done.exit_code == 1
-    printed = words(done.output.replace("steps_of_the_page.py", "steps.py"))
+    printed = words(done.output.replace("page5.py", "steps.py"))
     assert printed[: len(words(said))] == words(said)
 
 

@@ -1,0 +1,91 @@
+"""The line of a step's source that a cause comes from, where its program in JAX has one line that can be meant.
+
+A mean of means divides by the number of microbatches, or of parts on all devices: by 2 where there are 2 of them, by 4
+where there are 4. An accumulator that is too narrow is added to, in its own dtype, within a scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from gradcombine.audit.subject import LIBRARIES
+from gradcombine.verify.check.leaves import is_float_dtype
+from gradcombine.verify.check.retyping import operations
+from gradcombine.verify.check.running import Split, Subject
+from gradcombine.verify.check.step_report import Cause
+from gradcombine.verify.compare.ulp import rounding_unit
+
+Line: TypeAlias = tuple[str, int]
+
+NOT_OF_USERS = (*LIBRARIES, "/gradcombine/verify/", "/lib/python3")
+
+
+def line_of(cause: Cause, subject: Subject, split: Split) -> str:
+    """The file and line, as "step.py:12"; empty where none is known, or several could be meant."""
+    shapes = {x.shape for _, x in subject.param_leaves}
+    found = set[Line]()
+    if cause is Cause.MEAN_OF_MEANS:
+        found = _divided(subject, split, shapes) or _divided(subject, split, {()})
+    elif cause is Cause.PRECISION:
+        found = set(_narrow_sums(_program(subject, split), shapes))
+    return in_words(*found.pop()) if len(found) == 1 else ""
+
+
+def in_words(file: str, line: int) -> str:
+    """A line as messages name it: files are named from here, if below."""
+    path = Path(file).resolve()
+    return f"{path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{line}"
+
+
+def _divided(subject: Subject, split: Split, shapes: set[tuple[int, ...]]) -> set[Line]:
+    """Lines that divide by the number of parts, here and in another division."""
+    others = (Split(k, split.devices) for k in (2, 4, 3, 5) if k != split.microbatches)
+    other = next((x for x in others if subject.examples % (x.microbatches * x.devices) == 0), None)
+    splits = [split] if other is None else [split, other]
+    return set[Line].intersection(*(set(_divisions(_program(subject, x), x, shapes)) for x in splits))
+
+
+def _program(subject: Subject, split: Split) -> Sequence[Any]:
+    traced = subject.program(subject.step(split), subject.batch)
+    return [] if traced is None else list(operations(traced.retyped.program.jaxpr))
+
+
+def _divisions(program: Sequence[Any], split: Split, shapes: set[tuple[int, ...]]) -> Iterator[Line]:
+    numbers = {split.microbatches, split.devices, split.microbatches * split.devices} - {1}
+    for x in program:
+        if x.primitive.name not in ("div", "mul") or x.outvars[0].aval.shape not in shapes:
+            continue
+        for operand in x.invars[1:] if x.primitive.name == "div" else x.invars:
+            value = getattr(operand, "val", None)
+            if value is None or np.shape(value) != () or not np.isfinite(number := float(value)) or number == 0:
+                continue
+            if any(np.isclose(number if x.primitive.name == "div" else 1 / number, n, rtol=1e-2) for n in numbers):
+                yield from _users_line(x)
+
+
+def _narrow_sums(program: Sequence[Any], shapes: set[tuple[int, ...]]) -> Iterator[Line]:
+    for scan in (x for x in program if x.primitive.name == "scan"):
+        body, first = scan.params["jaxpr"].jaxpr, scan.params["num_consts"]
+        carried = set(map(id, body.invars[first : first + scan.params["num_carry"]]))
+        for x in body.eqns:
+            made = x.outvars[0].aval
+            adds = x.primitive.name in ("add", "add_any") and carried & set(map(id, x.invars))
+            if adds and made.shape in shapes and _is_narrow(made.dtype):
+                yield from _users_line(x)
+
+
+def _is_narrow(dtype: Any) -> bool:
+    return is_float_dtype(dtype) and rounding_unit(np.dtype(dtype)) > rounding_unit(np.dtype(np.float32))
+
+
+def _users_line(equation: Any) -> Iterator[Line]:
+    traceback = equation.source_info.traceback
+    frames: Sequence[Any] = [] if traceback is None else traceback.frames
+    for frame in frames:
+        if not any(part in frame.file_name for part in NOT_OF_USERS):
+            yield frame.file_name, frame.line_num
+            return

@@ -1,0 +1,220 @@
+"""The line of a step's source that a cause comes from; and gradients whose difference an optimizer hides."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+
+from gradcombine.verify import check_step
+from gradcombine.verify.check.step_report import Cause
+
+RNG = np.random.default_rng(0)
+PARAMS = {"w": np.ones(5, np.float32)}
+BATCH = jax.tree.map(
+    np.float32,
+    {"x": RNG.normal(size=(16, 5)), "y": RNG.normal(size=16), "mask": np.array([1, 1, 1, 0, 1, 0, 0, 1] * 2)},
+)
+
+
+def loss(params: Any, batch: Any) -> Any:
+    errors = (batch["x"] @ params["w"] - batch["y"]) ** 2 * batch["mask"]
+    return errors.sum() / batch["mask"].sum()
+
+
+def part(batch: Any, k: int, i: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:])[i], batch)
+
+
+def parts(batch: Any, k: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(k, -1, *x.shape[1:]), batch)
+
+
+def mean_of_a_map(k: int, devices: int = 1) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        grads = jax.lax.map(lambda one: jax.grad(loss)(params, one), parts(batch, k))
+        return jax.tree.map(lambda x: x.mean(0), grads)  # here
+
+    return jax.jit(step)
+
+
+def loop(k: int) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        total = jax.tree.map(jnp.zeros_like, params)
+        for i in range(k):
+            total = jax.tree.map(jnp.add, total, jax.grad(loss)(params, part(batch, k, i)))
+        return jax.tree.map(lambda x: x / k, total)  # here
+
+    return step
+
+
+def reciprocal(k: int) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+        scale = 1 / k
+        return jax.tree.map(lambda x: x.sum(0) * scale, grads)  # here
+
+    return jax.jit(step)
+
+
+def running(k: int) -> Any:
+    """As optax.MultiSteps averages, but by numbers that the program knows."""
+
+    def step(params: Any, batch: Any) -> Any:
+        mean = jax.tree.map(jnp.zeros_like, params)
+        for i in range(k):
+            grads = jax.grad(loss)(params, part(batch, k, i))
+            mean = jax.tree.map(lambda m, g, i=i: m + (g - m) / (i + 1), mean, grads)  # here
+        return mean
+
+    return step
+
+
+def scaled_loss(k: int) -> Any:
+    """Four examples in each of four microbatches: another mean, over examples, divides by 4 as well."""
+    tx = optax.sgd(0.1)
+
+    def step(params: Any, batch: Any) -> Any:
+        def body(total: Any, one: Any) -> Any:
+            value, grads = jax.value_and_grad(lambda p: loss(p, one) / k)(params)  # here
+            return jax.tree.map(jnp.add, total, grads), (value, one["x"].mean(0))
+
+        total, _ = jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), parts(batch, k))
+        updates, _ = tx.update(total, tx.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    return jax.jit(step)
+
+
+def on_devices(k: int, devices: int = 1) -> Any:
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+
+    def each(params: Any, batch: Any) -> Any:
+        grads = jax.grad(loss)(jax.lax.pcast(params, "data", to="varying"), batch)
+        return jax.lax.pmean(grads, "data")  # here
+
+    whole, rows = PartitionSpec(), PartitionSpec("data")
+    return jax.jit(jax.shard_map(each, mesh=mesh, in_specs=(whole, rows), out_specs=whole))
+
+
+def of_an_nnx_module(k: int) -> Any:
+    @nnx.jit
+    def step(model: Any, batch: Any) -> Any:
+        grads = [nnx.grad(lambda m, b: loss({"w": m.w[...]}, b))(model, part(batch, k, i)) for i in range(k)]
+        return jax.tree.map(lambda *xs: sum(xs) / len(xs), *grads)  # here
+
+    return step
+
+
+def of_an_equinox_module(k: int) -> Any:
+    @eqx.filter_jit
+    def step(model: Any, batch: Any) -> Any:
+        grads = eqx.filter_vmap(eqx.filter_grad(loss), in_axes=(None, 0))(model, parts(batch, k))
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), grads)  # here
+
+    return step
+
+
+def narrow(k: int) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        def body(total: Any, one: Any) -> Any:
+            weight = one["mask"].sum()
+            grads = jax.tree.map(lambda g: (g * weight).astype(jnp.bfloat16), jax.grad(loss)(params, one))
+            return jax.tree.map(lambda t, g: t + g, total, grads), weight  # here
+
+        empty = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.bfloat16), params)
+        total, weights = jax.lax.scan(body, empty, parts(batch, k))
+        return jax.tree.map(lambda x: x.astype(jnp.float32) / weights.sum(), total)
+
+    return jax.jit(step)
+
+
+class Module(nnx.Module):
+    def __init__(self) -> None:
+        self.w = nnx.Param(jnp.ones(5))
+
+
+STEPS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
+    "a map's mean": (mean_of_a_map, PARAMS, {}),
+    "a loop": (loop, PARAMS, {}),
+    "a running mean": (running, PARAMS, {"microbatches": (4,)}),
+    "a reciprocal": (reciprocal, PARAMS, {}),
+    "the loss": (scaled_loss, PARAMS, {"returns": "params", "microbatches": (4,)}),
+    "devices": (on_devices, PARAMS, {"microbatches": (1,), "devices": (2, 4)}),
+    "nnx": (of_an_nnx_module, Module(), {}),
+    "equinox": (of_an_equinox_module, PARAMS, {}),
+    "narrow": (narrow, PARAMS, {"microbatches": (4,)}),
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_line_is_named(name: str) -> None:
+    make_step, params, settings = STEPS[name]
+    source, first = inspect.getsourcelines(make_step)
+    here = first + next(i for i, text in enumerate(source) if text.rstrip().endswith("# here"))
+    fault = check_step(make_step, params, BATCH, **settings).faults[0]
+    assert fault.cause is (Cause.PRECISION if name == "narrow" else Cause.MEAN_OF_MEANS)
+    assert fault.line == f"{Path(__file__).relative_to(Path.cwd())}:{here}"
+    assert fault.line in str(fault)
+
+
+def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
+    def twice(k: int) -> Any:
+        def step(params: Any, batch: Any) -> Any:
+            grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+            first = jax.tree.map(lambda x: x.mean(0), grads)
+            second = jax.tree.map(lambda x: x.sum(0) / k, grads)
+            return jax.tree.map(lambda a, b: (a + b) / 2, first, second)
+
+        return jax.jit(step)
+
+    def by_optax(k: int) -> Any:
+        """It divides by a counter."""
+        tx = optax.MultiSteps(optax.sgd(1.0), k)
+
+        def step(params: Any, batch: Any) -> Any:
+            state = tx.init(params)
+            for i in range(k):
+                with jax.numpy_dtype_promotion("standard"):
+                    updates, state = tx.update(jax.grad(loss)(params, part(batch, k, i)), state, params)
+            return optax.apply_updates(params, updates)
+
+        return jax.jit(step)
+
+    for make_step, returns in ((twice, "gradients"), (by_optax, "params")):
+        fault = check_step(make_step, PARAMS, BATCH, microbatches=(4,), returns=returns).faults[0]
+        assert (fault.cause, fault.line) == (Cause.MEAN_OF_MEANS, "")
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["mean of means", "token mean"])
+def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
+    """The update is the sign of the gradient, and that is the same."""
+
+    def make_step(k: int) -> Any:
+        tx = optax.adamw(1e-2)
+
+        def step(params: Any, batch: Any) -> Any:
+            weights = parts(batch, k)["mask"].sum(1) if weighted else jnp.ones(k)
+            grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+            grads = jax.tree.map(lambda x: (x * weights[:, None]).sum(0) / weights.sum(), grads)
+            with jax.numpy_dtype_promotion("standard"):
+                updates, _ = tx.update(grads, tx.init(params), params)
+            return optax.apply_updates(params, updates)
+
+        return jax.jit(step)
+
+    far = BATCH | {"y": BATCH["y"] + 100, "x": np.abs(BATCH["x"])}
+    far["mask"] = np.float32([1, 1, 1, 1, 1, 1, 1, 0, 1, 0, 0, 0, 1, 0, 0, 0])
+    report = check_step(make_step, PARAMS, far, returns="params")
+    assert [x.cause for x in report.faults] == ([] if weighted else [Cause.MEAN_OF_MEANS])
+    assert weighted or "hides it" in report.faults[0].detail
