@@ -97,12 +97,15 @@ MAXTEXT = """
     google-cloud-aiplatform tensorboardX orbax-checkpoint
 """
 ACCELERATED = "aqtp qwix pathwaysutils tokamax ml-goodput-measurement"
+TORCH, TRANSFORMERS = "torch==2.13.0", ("4.45.2", "4.46.3", "4.57.6", "5.23.0")
 
 FIELD = {
     "jax": ("3.11", "optax==0.2.8 flax==0.12.8 equinox==0.13.8", ""),
     "keras": ("3.11", "keras==3.15.1 tensorflow==2.21.0 jax", ""),
     "privacy": ("3.11", "jax-privacy==2.0.0 flax", ""),
     "tunix": ("3.11", TUNIX, "google-tunix==0.1.7"),
+    **{f"transformers {x}": ("3.11", f"{TORCH} accelerate transformers=={x}", "") for x in TRANSFORMERS},
+    "trl": ("3.11", f"{TORCH} trl==1.16.0", ""),
     **{f"maxtext {x}": ("3.12", MAXTEXT, f"maxtext=={x} {ACCELERATED}") for x in ("0.2.4", "0.2.5")},
 }
 """By name: the Python, what is installed, and what is installed without its requirements (accelerators' packages)."""
@@ -112,6 +115,8 @@ HARNESSES = {
     "keras": ("keras_optimizer",),
     "privacy": ("jax_privacy_clipped",),
     "tunix": ("tunix_sft",),
+    **{f"transformers {x}": ("hf_trainer",) for x in TRANSFORMERS},
+    "trl": ("trl_sft",),
     "maxtext 0.2.4": ("maxtext_balance",),
     "maxtext 0.2.5": ("maxtext_balance",),
 }
@@ -150,9 +155,13 @@ def ratios(session: nox.Session) -> None:
 
 @nox.session(python=False)
 def field(session: nox.Session) -> None:
-    """Checks steps of released packages, each in an environment of its own, and writes the table of docs/field.md."""
+    """Checks steps of released packages, each in an environment of its own, and writes the table of docs/field.md.
+
+    Of environments that are named after ``--``, the rows alone.
+    """
     rows: list[str] = []
-    for name, (python, packages, alone) in FIELD.items():
+    for name in session.posargs or FIELD:
+        python, packages, alone = FIELD[name]
         environment = Path(session.create_tmp()).absolute() / name.replace(" ", "-")
         interpreter = str(environment / "bin" / "python")
         session.run("uv", "venv", "-q", "--clear", "--python", python, str(environment), external=True)
@@ -161,10 +170,10 @@ def field(session: nox.Session) -> None:
         if alone:
             session.run(*install, "--no-deps", *alone.split(), external=True)
         made = session.run(interpreter, "-m", "tests.field.run", *HARNESSES[name], external=True, silent=True)
-        rows += [line for line in str(made).splitlines() if line.startswith("{")]
+        rows += [line for line in str(made).splitlines() if line.startswith('{"')]
     found = Path(session.create_tmp()) / "rows.json"
     found.write_text("\n".join(rows))
-    session.run("python", "-m", "tests.field.table", str(found))
+    session.run("python", "-m", "tests.field.table", str(found), *["--keep"] * bool(session.posargs))
 
 
 @nox.session(python="3.11")

@@ -1,11 +1,13 @@
 """The time of check_step beside the compilation of one training step: ``python benchmarks/check.py [NAME ...]``.
 
 Each step is a small transformer that predicts words, under AdamW, in one jitted function of four microbatches. Printed
-is the processor's time of ``check_step(..., microbatches=(2, 4))``, and how many compilations of the step that is.
+is the processor's time of ``check_step(..., microbatches=(2, 4))``, and how many compilations of the step that is. A
+step of PyTorch compiles nothing: there it is how many runs of the step.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import statistics
 import sys
 import time
@@ -119,7 +121,41 @@ def equinox() -> tuple[Any, Any]:
     return partial(stepped, lambda p, batch: summed(eqx.combine(p, static), batch)), params
 
 
+def pytorch() -> tuple[Any, Any]:
+    """A step that changes its module in place."""
+    import torch
+    from torch.nn import functional
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.out = torch.nn.Embedding(WORDS, WIDTH), torch.nn.Linear(WIDTH, WORDS)
+            layer = torch.nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, 0.0, batch_first=True)
+            self.layers = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
+
+        def forward(self, x: Any) -> Any:
+            mask = torch.nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            return self.out(self.layers(self.embed(x), mask=mask.to(self.out.weight.dtype), is_causal=True))
+
+    def make_step(k: int) -> Any:
+        def step(model: Any, batch: Any) -> None:
+            optimizer, tokens = torch.optim.AdamW(model.parameters()), torch.as_tensor(batch["tokens"]).long()
+            count = (tokens[:, 1:] > 0).sum()
+            for x in tokens.chunk(k):
+                logits = model(x[:, :-1]).flatten(0, 1)
+                (
+                    functional.cross_entropy(logits, x[:, 1:].flatten(), ignore_index=0, reduction="sum") / count
+                ).backward()
+            optimizer.step()
+
+        return step
+
+    return make_step, Model()
+
+
 STEPS = {"flax linen": linen, "flax nnx": of_nnx, "equinox": equinox}
+if importlib.util.find_spec("torch"):
+    STEPS["pytorch"] = pytorch
 
 
 def spent(call: Callable[[], Any]) -> float:
@@ -132,13 +168,13 @@ def main(names: list[str]) -> None:
     print("step          compilation   check   compilations")
     for name in names or list(STEPS):
         make_step, params = STEPS[name]()
-        state = jax.tree.map(np.asarray, (params, TX.init(params)))
+        state = params if name == "pytorch" else jax.tree.map(np.asarray, (params, TX.init(params)))
         compiling = statistics.median(spent(lambda: make_step(4)(state, BATCH)) for _ in range(3))  # noqa: B023
         began = time.process_time()
         report = check_step(make_step, state, BATCH, returns="params")
         checking = time.process_time() - began
         assert report.passes, report
-        print(f"{name:12}  {compiling:9.1f} s  {checking:4.1f} s  {checking / compiling:12.1f}")
+        print(f"{name:12}  {compiling:9.2f} s  {checking:4.1f} s  {checking / compiling:12.1f}")
 
 
 if __name__ == "__main__":

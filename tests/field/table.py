@@ -1,4 +1,7 @@
-"""Writes the table of docs/field.md: ``python -m tests.field.table ROWS``, of the lines that tests.field.run prints."""
+"""Writes the table of docs/field.md: ``python -m tests.field.table ROWS``, of the lines that tests.field.run prints.
+
+With ``--keep`` after it, rows of other packages and releases stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,15 @@ def line(row: dict[str, Any]) -> str:
     return f"| {' | '.join(cells)} |\n"
 
 
-def main(rows: str) -> None:
-    found = [json.loads(x) for x in Path(rows).read_text().splitlines() if x.startswith("{")]
-    table = HEAD + "".join(map(line, sorted(found, key=lambda row: (row["package"], row["version"], row["uses"]))))
-    PAGE.write_text(BETWEEN.sub(lambda match: f"{match[1]}\n{table}\n{match[2]}", PAGE.read_text()))
+def main(rows: str, keep: bool) -> None:
+    page, before = PAGE.read_text(), list[str]()
+    if keep and (found := BETWEEN.search(page)):
+        before = [f"{x}\n" for x in found[0].splitlines() if x.startswith("| ") and f"{x}\n" not in HEAD]
+    made = [line(json.loads(x)) for x in Path(rows).read_text().splitlines() if x.startswith("{")]
+    lines = {tuple(x.split(" | ")[:2]): x for x in [*before, *made]}  # by package, release and use
+    table = HEAD + "".join(lines[key] for key in sorted(lines))
+    PAGE.write_text(BETWEEN.sub(lambda match: f"{match[1]}\n{table}\n{match[2]}", page))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], "--keep" in sys.argv)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -48,8 +49,10 @@ def check_step(
     Args:
       make_step: ``make_step(microbatches) -> step``, called once for each division, and with 1 for one batch; with a
         keyword ``devices`` where that is more than one. ``step(params, batch)`` is the whole step, with its
-        accumulation, exchange and compilation: in JAX, TensorFlow or NumPy, jitted or not. It may donate what it gets.
-      params: a tree of arrays; floats of any dtype, other leaves as they are (counters, random keys).
+        accumulation, exchange and compilation: in JAX, TensorFlow, PyTorch or NumPy, jitted or not. It may donate what
+        it gets, and change modules in place.
+      params: a tree of arrays, and of PyTorch's modules and optimizers; floats of any dtype, other leaves as they are
+        (counters, random keys).
       batch: a tree of arrays with a first axis of n examples, the same for all; scalars belong to all examples. Best
         are 8 to 64 examples: each of them is then run by itself too, in a batch of n copies.
       microbatches, devices: numbers to divide by; all pairs of them are run.
@@ -118,12 +121,16 @@ def checked(
     """
     given = DEFAULTS | dict(settings)
     microbatches, devices, returns = given["microbatches"], given["devices"], given["returns"]
-    pad, terms, reference, unit = (given.get(name) for name in ("pad", "terms", "reference", "unit"))
     splits = _splits(microbatches, devices)
     require_one_of("returns to be 'gradients' or 'params'", returns, ("gradients", "params"))
     if not callable(make_step):
         raise GradCombineError(OPERATION, "make_step(microbatches) that returns a step", shown(make_step))
+    if "torch" in sys.modules:
+        from gradcombine.verify.check.pytorch import as_arrays  # imports torch
+
+        make_step, params, batch, given = as_arrays(make_step, params, batch, given)
     subject = Subject(make_step, params, batch, returns == "params")
+    pad, terms, reference, unit = (given.get(name) for name in ("pad", "terms", "reference", "unit"))
     n = subject.examples
     for split in splits:
         if split.microbatches * split.devices > n:

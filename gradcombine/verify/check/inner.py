@@ -35,6 +35,9 @@ def before_update(standard: StepStandard, case: Case, hidden: bool = False) -> I
       hidden: of results that are equal: places where the gradients differ by more than `HIDDEN`.
     """
     subject, found = standard.subject, 0
+    if subject.framework == "torch":
+        yield from import_module("gradcombine.verify.check.pytorch").before_update(standard, case)
+        return
     try:
         whole, divided = (Recorded(subject, split) for split in (WHOLE, case.split))
         one, made = (subject.of(x.values, subject.batch, case.wide) for x in (whole, divided))

@@ -24,7 +24,7 @@ NUMBERS = bool, int, float, complex
 
 def flattened(value: Tree) -> tuple[list[Any], tree.Structure]:
     """The leaves of a tree, rows of TensorFlow and what is no array (names, functions) among them; its structure."""
-    return tree.flatten(value, is_leaf=lambda node: _is_sparse(node) or _is_static(node))
+    return tree.flatten(value, is_leaf=lambda node: _is_sparse(node) or _is_static(node) or is_torch(node))
 
 
 def examples(batch: Tree) -> int:
@@ -119,6 +119,12 @@ def _is_sparse(x: Any) -> bool:
     """Whether a node is TensorFlow's gradient of some rows, which counts as a dense one."""
     tf = sys.modules.get("tensorflow")
     return tf is not None and isinstance(x, tf.IndexedSlices)
+
+
+def is_torch(x: Any) -> bool:
+    """Whether a node is PyTorch's: a tensor, a module or an optimizer."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(x, (torch.Tensor, torch.nn.Module, torch.optim.Optimizer))
 
 
 def _is_static(x: Any) -> bool:

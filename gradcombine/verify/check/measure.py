@@ -188,8 +188,7 @@ class StepStandard(Standard):
             narrower inside: where parameters move by little, its result moves by too much, or not at all.
         """
         subject = self.subject
-        program = subject.program(subject.step(split), batch)
-        if program is not None and not program.retyped.problem:
+        if self._is_retyped(split, batch):
             return subject.wide(split, batch)
         scales = 2.0**-44, 2.0**-24, 2.0**-6
         zero = 0.0 if any(np.any(x) for _, x in subject.param_leaves) else 2.0**-6
@@ -210,8 +209,11 @@ class StepStandard(Standard):
     @property
     def is_retyped(self) -> bool:
         """Whether float64 runs are those of the step's own program, with its constants."""
-        program = self.subject.program(self.subject.step(WHOLE), self.subject.batch)
-        return program is not None and not program.retyped.problem
+        return self._is_retyped(WHOLE, self.subject.batch)
+
+    def _is_retyped(self, split: Split, batch: Tree) -> bool:
+        program = self.subject.program(self.subject.step(split), batch)
+        return self.subject.framework == "torch" or (program is not None and not program.retyped.problem)
 
     def _in_float64(self, draws: bool) -> tuple[Result | None, str]:
         subject = self.subject

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -100,6 +100,11 @@ def moved(standard: StepStandard, case: Case) -> Iterator[Answer]:
                     f"{len(pieces)} updates{text}, one after the other, give it{split_by(name)}",
                 )
                 return
+    if subject.framework == "torch":
+        steps: Any = [subject.step(x) for x in (WHOLE, case.split)]
+        one, made = (step.read(subject.params, subject.batch).updates for step in steps)
+        if made != one:
+            yield Cause.MOVED_EACH, f"its optimizers make {made} steps, and {one} in one batch"
 
 
 def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:

@@ -32,6 +32,9 @@ class Program(NamedTuple):
 def read(subject: Subject) -> Program:
     """The program of a step on one batch, in the framework whose arrays it takes or returns."""
     step, params, batch = subject.step(WHOLE), subject.params, subject.batch
+    if subject.framework == "torch":
+        with suppress(Exception):  # of a step that cannot be looked into
+            return _in_torch(step, params, batch)
     traced = subject.program(step, batch)
     if traced is not None:
         found = list(operations(traced.retyped.program.jaxpr))
@@ -43,6 +46,12 @@ def read(subject: Subject) -> Program:
         with suppress(Exception):  # a step of another framework, or one that cannot be traced
             return _in_tensorflow(step, params, batch)
     return Program()
+
+
+def _in_torch(step: Any, params: Tree, batch: Tree) -> Program:
+    finfo, seen = sys.modules["torch"].finfo, step.read(params, batch)
+    unit = max((finfo(x).eps / 2 for x in seen.products), default=None)
+    return Program(unit, any(finfo(x).bits < 32 for x in seen.drawn), bool(seen.drawn))
 
 
 _PRODUCTS = re.compile(r"MatMul|BatchMatMul|Einsum|Conv")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.registry import owner
+from gradcombine.backends.registry import dtype_of, owner
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
@@ -84,7 +84,7 @@ class Subject:
     """
 
     def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns_params: bool) -> None:
-        self._make, self.returns_params = make_step, returns_params
+        self.make_step, self.returns_params = make_step, returns_params
         self._params, self._params_structure = flattened(params)
         self.batch = batch
         self.names: tuple[str, ...] = ()
@@ -110,7 +110,9 @@ class Subject:
 
     @property
     def framework(self) -> str:
-        """The framework of the inputs."""
+        """The framework of the inputs; of steps that take their arrays from NumPy, what their factory says."""
+        if name := getattr(self.make_step, "framework", ""):
+            return name
         backends = [owner(x) for x in [*self._params, *flattened(self.batch)[0]] if x is not None]
         return next((x.name for x in backends if x is not None and x.name != "numpy"), "numpy")
 
@@ -125,7 +127,7 @@ class Subject:
         if split not in self._steps:
             others = {} if split.devices == 1 else {"devices": split.devices}
             try:
-                made = self._make(split.microbatches, **others)
+                made = self.make_step(split.microbatches, **others)
             except GradCombineError:
                 raise
             except Exception as error:  # whatever a foreign function raises
@@ -183,7 +185,8 @@ class Subject:
         entered = list(self._params)
         if start is not None:
             given = iter(start)
-            entered = [as_kind(next(given), x) if is_float(x) else x for x in entered]
+            pairs = [(next(given), x) if is_float(x) else (None, x) for x in entered]
+            entered = [x if y is None else as_kind(y if wide else y.astype(dtype_of(x)), x) for y, x in pairs]
         program = self.program(function, batch) if wide else None
         with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
             arguments = [copied(x, wide, noise) for x in entered]

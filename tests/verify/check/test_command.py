@@ -163,7 +163,7 @@ def test_what_cannot_run_is_said_in_one_line(here: Path, name: str, options: tup
 @pytest.mark.needs("jax")
 def test_the_page_shows_what_the_command_prints(here: Path) -> None:
     page = (Path(__file__).parents[3] / "docs" / "check.md").read_text()
-    (listing,), (console,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.S) for kind in ("python", "console"))
+    (listing, *_), (console,) = (re.findall(rf"```{kind}\n(.*?)```", page, re.S) for kind in ("python", "console"))
     (here / "page5.py").write_text(listing)
     command, _, said = console.partition("\n\n")
     assert command == "$ gradcombine check steps:make_case"
