@@ -25,7 +25,8 @@ CUTS = 2
 
 
 HIDDEN = 1e-3
-"""The relative distance of gradients that an optimizer has to hide, as Adam's first step does, to be looked at."""
+"""The relative distance of gradients that an optimizer has to hide, as Adam's first step does, to be looked at; or 16
+units of rounding, if that is more."""
 
 
 def before_update(standard: StepStandard, case: Case, hidden: bool = False) -> Iterator[StepStandard]:
@@ -45,7 +46,7 @@ def before_update(standard: StepStandard, case: Case, hidden: bool = False) -> I
         return
     for length in _lengths(whole, divided, [x.shape for _, x in subject.param_leaves]):
         others = dict(zip(whole.entering(length), divided.entering(length), strict=True))
-        if all(_near(one[i], made[j], HIDDEN if hidden else 0.0) for i, j in others.items()):
+        if all(_near(one[i], made[j], max(HIDDEN, 16 * standard.unit) if hidden else 0.0) for i, j in others.items()):
             continue
         values = [made[others[i]] if i in others else x for i, x in enumerate(one)]
         chosen = np.array([i in others for i in range(len(one))])
