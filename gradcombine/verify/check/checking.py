@@ -10,7 +10,6 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError, operation, require_integer, require_items, require_one_of, shown
 from gradcombine.types import Tree
-from gradcombine.verify.check.case import Case
 from gradcombine.verify.check.divided_terms import Terms, require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
@@ -204,10 +203,8 @@ def checked(
             padded = subject.divided(split, filled)._replace(integers=standard.own.integers)
             if (times := distance(name, split, filled, padded)) > 1:
                 add(Cause.PLACEHOLDERS, name, f"{times:.3g} times what rounding allows")
-    if not faults and subject.returns_params:
-        own, split = subject.divided(splits[-1], batch), splits[-1]
-        if (answer := hidden_cause(standard, Case(split, own, own, wide=False))) is not None:
-            add(answer[0], str(split), answer[1], line_of(answer[0], subject, split))
+    if not faults and subject.returns_params and (answer := hidden_cause(standard, splits[-1])) is not None:
+        add(answer[0], str(splits[-1]), answer[1], line_of(answer[0], subject, splits[-1]))
     unclear = ""
     if one.accuracy is not None and 1 < one.accuracy <= CONSTANTS and reference is None and not standard.is_retyped:
         unclear = f"accuracy: {one.noises:.3g} times its noise from a run in float64, which may have other constants"

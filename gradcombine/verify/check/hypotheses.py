@@ -31,7 +31,7 @@ from gradcombine.verify.check.case import (
     weights_of,
 )
 from gradcombine.verify.check.combinations import linear, shown
-from gradcombine.verify.check.inner import before_update
+from gradcombine.verify.check.inner import before_update, hidden_by_update
 from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import WHOLE, NotWide, Result, Split
 from gradcombine.verify.check.standard import SAME, Floats, flat, over
@@ -261,11 +261,11 @@ def _before_update(standard: StepStandard, case: Case) -> Iterator[Answer]:
             return
 
 
-def hidden(standard: StepStandard, case: Case) -> Answer | None:
+def hidden(standard: StepStandard, split: Split) -> Answer | None:
     """The cause of a difference of gradients that the optimizer hides, where it is certain; results are equal."""
-    for inner in before_update(standard, case, hidden=True):
-        own = inner.subject.divided(case.split, inner.subject.batch)
-        cause, detail = explain(inner, case_of(inner, case.split, own, None))
+    for inner in hidden_by_update(standard, split):
+        own = inner.subject.divided(split, inner.subject.batch)
+        cause, detail = explain(inner, case_of(inner, split, own, None))
         if cause in CERTAIN:
             return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step"
     return None

@@ -15,26 +15,19 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 
+from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Split, Subject
+from gradcombine.verify.check.standard import Floats
 
 CUTS = 2
 """At how many places a step is cut off, where several lead to the result."""
 
 
-HIDDEN = 1e-3
-"""The relative distance of gradients that an optimizer has to hide, as Adam's first step does, to be looked at; or 16
-units of rounding, if that is more."""
-
-
-def before_update(standard: StepStandard, case: Case, hidden: bool = False) -> Iterator[StepStandard]:
-    """Steps up to the gradients that reach the optimizer, for the earliest places that lead to the result.
-
-    Args:
-      hidden: of results that are equal: places where the gradients differ by more than `HIDDEN`.
-    """
+def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
+    """Steps up to the gradients that reach the optimizer, for the earliest places that lead to the result."""
     subject, found = standard.subject, 0
     if subject.framework == "torch":
         yield from import_module("gradcombine.verify.check.pytorch").before_update(standard, case)
@@ -46,14 +39,14 @@ def before_update(standard: StepStandard, case: Case, hidden: bool = False) -> I
         return
     for length in _lengths(whole, divided, [x.shape for _, x in subject.param_leaves]):
         others = dict(zip(whole.entering(length), divided.entering(length), strict=True))
-        if all(_near(one[i], made[j], max(HIDDEN, 16 * standard.unit) if hidden else 0.0) for i, j in others.items()):
+        if all(np.array_equal(one[i], made[j]) for i, j in others.items()):
             continue
         values = [made[others[i]] if i in others else x for i, x in enumerate(one)]
         chosen = np.array([i in others for i in range(len(one))])
         try:
             run = subject.wide if case.wide else subject.run
             predicted = run(WHOLE, (subject.batch, values, chosen), step=whole.rest).floats
-            if hidden or accounts_for(standard, case, predicted, 1, range(len(subject.param_leaves))):
+            if accounts_for(standard, case, predicted, 1, range(len(subject.param_leaves))):
                 yield StepStandard(_up_to(subject, length), standard.unit)
                 found += 1
         except (NotWide, NotFiniteError, ValueError):
@@ -62,8 +55,34 @@ def before_update(standard: StepStandard, case: Case, hidden: bool = False) -> I
             return
 
 
-def _near(a: np.ndarray, b: np.ndarray, relative: float) -> bool:
-    return bool(np.linalg.norm(np.float64(a) - b) <= relative * np.linalg.norm(np.float64(a)))
+HIDDEN = 1e-3
+"""How far apart, of their size, gradients have to be for a step that hides it, as Adam's first one does, to be looked
+at; 16 units of rounding, if that is more."""
+
+
+def hidden_by_update(standard: StepStandard, split: Split) -> Iterator[StepStandard]:
+    """Steps up to gradients that reach the optimizer and differ by more than `HIDDEN`, at the earliest places."""
+    subject = standard.subject
+    try:
+        whole, divided = (Recorded(subject, x) for x in (WHOLE, split))
+    except Exception:  # of a step that cannot be traced
+        return
+    for length in _lengths(whole, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]:
+        inner = _up_to(subject, length)
+        try:
+            one, made = (inner.divided(x, subject.batch).floats for x in (WHOLE, split))
+        except (GradCombineError, ValueError):
+            return
+        if not _far(one, made, max(HIDDEN, 16 * standard.unit)):
+            return
+        yield StepStandard(inner, standard.unit)
+
+
+def _far(one: Floats, made: Floats, most: float) -> bool:
+    """Whether a leaf differs by more than this part; one that is zero but for rounding says nothing."""
+    sizes = [np.linalg.norm(x) for x in one]
+    pairs = zip(one, made, sizes, strict=True)
+    return any(size > most * max(sizes) and np.linalg.norm(x - y) > most * size for x, y, size in pairs)
 
 
 def _lengths(whole: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:
