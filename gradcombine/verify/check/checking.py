@@ -10,6 +10,7 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError, operation, require_integer, require_items, require_one_of, shown
 from gradcombine.types import Tree
+from gradcombine.verify.check.constants import other_constants
 from gradcombine.verify.check.divided_terms import Terms, require_right
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
@@ -225,6 +226,8 @@ def checked(
         faults = [Fault(Cause.STATE, f"{WHOLE}, after other batches")]
     not_checked = [f"differences {standard.hidden}, which its own rounding hides"] if any(hidden) else []
     not_checked += [unclear] * bool(unclear)
+    if not faults and (replaced := other_constants(subject, splits[-1])):
+        not_checked.append(replaced)
     if exact is None:
         not_checked.append(f"accuracy, since {standard.not_wide}")
     not_asked = ("padding, for which no pad was given",) if pad is None else ()
