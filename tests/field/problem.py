@@ -51,5 +51,14 @@ def mean(table: Any, tokens: Any, mask: Any) -> Any:
     return total / count
 
 
+def terms(table: Any, batch: Any) -> Any:
+    """The gradients of the sum over words and of each row's mean square, with their weights, in JAX."""
+    import jax
+
+    words = jax.grad(lambda t: loss(t, **batch)[0])(table)
+    balance = jax.grad(lambda t: (t[batch["tokens"][:, :-1]] ** 2).mean((1, 2)).sum())(table)
+    return {"words": (words, batch["mask"][:, 1:].sum()), "balance": (balance, len(batch["tokens"]))}
+
+
 def part(batch: Any, k: int, i: int) -> Any:
     return {name: x[i * ROWS // k : (i + 1) * ROWS // k] for name, x in batch.items()}

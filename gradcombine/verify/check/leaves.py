@@ -96,6 +96,12 @@ def _is_key(x: Any) -> bool:
     return jax is not None and isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
+def are_counts(x: Any) -> bool:
+    """Whether an array holds whole numbers alone, as a mask or numbers of tokens: no rounding has made them."""
+    array = array_of(x) if is_float(x) else np.zeros(0)
+    return bool(np.all(widened(array) == np.round(widened(array))))
+
+
 def is_float(x: Any) -> bool:
     return is_there(x) and _is_array(x) and is_float_dtype(dtype_of(x))
 

@@ -17,6 +17,7 @@ from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
     NUMBERS,
     OPERATION,
+    are_counts,
     array_of,
     as_floats,
     as_kind,
@@ -191,7 +192,7 @@ class Subject:
         with wide_types() if wide else nullcontext(), np.errstate(all="ignore"):
             arguments = [copied(x, wide, noise) for x in entered]
             leaves, structure = flattened(batch)
-            rows = [copied(x, wide, batch_noise) for x in leaves]
+            rows = [copied(x, wide, None if are_counts(x) else batch_noise) for x in leaves]
             before = [array_of(x) for x in arguments if is_float(x)]
             if program is not None and not program.retyped.problem:
                 return program([*arguments, *rows]), before

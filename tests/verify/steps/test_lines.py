@@ -1,4 +1,4 @@
-"""The line of a step's source that a cause comes from; and gradients whose difference an optimizer hides."""
+"""The line of a step's source that a cause comes from; and differences that an optimizer or a jump could hide."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from gradcombine.verify import check_step
+from gradcombine.verify import Verdict, check_step
 from gradcombine.verify.check.step_report import Cause
 
 RNG = np.random.default_rng(0)
@@ -218,3 +218,35 @@ def test_a_mean_of_means_that_adams_first_step_hides(weighted: bool) -> None:
     report = check_step(make_step, PARAMS, far, returns="params")
     assert [x.cause for x in report.faults] == ([] if weighted else [Cause.MEAN_OF_MEANS])
     assert weighted or "hides it" in report.faults[0].detail
+
+
+def test_a_mask_that_is_cast_to_integers_hides_nothing() -> None:
+    """Moved by rounding, it would be another mask, and the step's noise as large as the step."""
+
+    def cast(params: Any, batch: Any) -> Any:
+        return loss(params, batch | {"mask": batch["mask"].astype(jnp.int32).astype(jnp.float32)})
+
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> Any:
+            grads = jax.vmap(jax.grad(cast), (None, 0))(params, parts(batch, k))
+            return jax.tree.map(lambda x: x.mean(0), grads)
+
+        return jax.jit(step)
+
+    assert check_step(make_step, PARAMS, BATCH).cause is Cause.MEAN_OF_MEANS
+
+
+def test_a_step_that_jumps_cannot_be_told() -> None:
+    """What rounding decides of is no measure of what it may do."""
+
+    def make_step(k: int) -> Any:
+        def step(params: Any, batch: Any) -> Any:
+            whole = jnp.floor(batch["x"] * 3)  # of numbers that are thirds
+            return {"w": params["w"] * 0 + whole.mean(0)}
+
+        return jax.jit(step)
+
+    thirds = {"x": np.float32(np.arange(1, 81).reshape(16, 5)) / np.float32(3)}
+    report = check_step(make_step, PARAMS, thirds)
+    assert report.verdict is Verdict.CANNOT_TELL
+    assert "its own rounding hides" in report.not_checked[0]
