@@ -66,7 +66,7 @@ class Processes:
     def mark_varying(self, arrays: Sequence[Any]) -> list[Any]:
         return list(arrays)
 
-    def require_unreduced(self, operation: str, paths: Sequence[str], leaves: Sequence[Any]) -> None:
+    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Any]) -> None:
         return None
 
 
