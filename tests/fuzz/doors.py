@@ -21,6 +21,7 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.audit.auditing import audit_file, audit_named
 from gradcombine.audit.target import find_target
+from gradcombine.errors import operation as naming
 from gradcombine.integrations import horovod
 from gradcombine.integrations import jax as for_jax
 from gradcombine.integrations import keras as for_keras
@@ -217,7 +218,7 @@ def train_step_called(params: Any, state: Any, batch: Any) -> Any:
     jax.jit looks at the trees first: those without an end would harm what follows in JAX, and it asks whether a key is
     that of an earlier tree, which a tuple and a scalar of NumPy do not answer.
     """
-    require_levels(params, state, batch)
+    naming("train_step")(require_levels)(params, state, batch)
     for path, _ in jax.tree_util.tree_leaves_with_path([params, state, batch]):
         if any(isinstance(x, jax.tree_util.DictKey) and not isinstance(x.key, str) for x in path):
             raise OwnError
@@ -309,7 +310,7 @@ def target_of_a_name(target: Any) -> Any:
 
 
 def lost_peers(operation: Any, said: Any) -> None:
-    with for_jax.detect_lost_peers(operation):
+    with for_jax.detect_lost_peers("no name" if type(operation) is str and not operation else operation):
         raise ValueError("Gloo", said)
 
 

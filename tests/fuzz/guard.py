@@ -66,7 +66,8 @@ def happened(
         run()
         outcome = "accepted", ""
     except GradCombineError as error:
-        outcome = ("refused", "") if error.operation else ("defect", f"an error without an operation{error}")
+        named = type(error.operation) is not str or error.operation  # another object may be no truth value
+        outcome = ("refused", "") if named else ("defect", f"an error without an operation{error}")
         if len(str(error)) > MOST_CHARACTERS or "\n" in str(error):
             outcome = "defect", f"a message of {len(str(error))} characters, {str(error).count(chr(10))} line ends"
     except (*allowed, OwnError):
@@ -104,8 +105,9 @@ _OF_USERS = (
     *(".loss.function(", "jax.vjp(", "jax.value_and_grad(", "checked_result(compute(", "self.weight(", "= skip("),
     *(".inner.update(", "self._opt.update(", "self._wrap(", "optimizer.update(", "optimizer.init("),
     *(".inner.init(", "self._opt.init(", "updates, state = transform(", "converted(self._allreduce)("),
+    "except GradCombineError as error:",
 )
-"""How the library calls functions that it was given."""
+"""How the library calls functions that it was given; the last one, a function of its own with other arguments."""
 
 
 def of_a_function_of_the_user(error: BaseException) -> bool:
