@@ -102,6 +102,7 @@ TORCH, TRANSFORMERS = "torch==2.13.0", ("4.45.2", "4.46.3", "4.57.6", "5.23.0")
 FIELD = {
     "jax": ("3.11", "optax==0.2.8 flax==0.12.8 equinox==0.13.8", ""),
     "keras": ("3.11", "keras==3.15.1 tensorflow==2.21.0 jax", ""),
+    "keras-hub": ("3.11", "keras-hub==0.32.0 keras==3.15.1 jax", ""),
     "privacy": ("3.11", "jax-privacy==2.0.0 flax", ""),
     "numpyro": ("3.11", "numpyro==0.22.0 optax", ""),
     "brax": ("3.11", "brax==0.14.2", ""),
@@ -109,6 +110,7 @@ FIELD = {
     "tunix": ("3.11", TUNIX, "google-tunix==0.1.7"),
     **{f"transformers {x}": ("3.11", f"{TORCH} accelerate transformers=={x}", "") for x in TRANSFORMERS},
     "trl": ("3.11", f"{TORCH} trl==1.16.0", ""),
+    "easydel": ("3.11", f"{TORCH} pillow easydel==0.3.0", ""),
     **{f"maxtext {x}": ("3.12", MAXTEXT, f"maxtext=={x} {ACCELERATED}") for x in ("0.2.4", "0.2.5")},
 }
 """By name: the Python, what is installed, and what is installed without its requirements (accelerators' packages)."""
@@ -116,6 +118,7 @@ FIELD = {
 HARNESSES = {
     "jax": ("optax_multi_steps", "optax_apply_every", "optax_micro_grad", "flax_nnx_optimizer", "equinox_loop"),
     "keras": ("keras_optimizer",),
+    "keras-hub": ("keras_hub_fit",),
     "privacy": ("jax_privacy_clipped",),
     "numpyro": ("numpyro_svi",),
     "brax": ("brax_replicas",),
@@ -123,6 +126,7 @@ HARNESSES = {
     "tunix": ("tunix_sft",),
     **{f"transformers {x}": ("hf_trainer",) for x in TRANSFORMERS},
     "trl": ("trl_sft",),
+    "easydel": ("easydel_minibatches",),
     "maxtext 0.2.4": ("maxtext_balance",),
     "maxtext 0.2.5": ("maxtext_balance",),
 }
