@@ -10,8 +10,8 @@ import numpy as np
 
 from gradcombine.errors import GradCombineError, operation, require_integer, require_items, require_one_of, shown
 from gradcombine.types import Tree
-from gradcombine.verify.check.constants import other_constants
 from gradcombine.verify.check.divided_terms import Terms, require_right
+from gradcombine.verify.check.epsilons import other_constants
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
 from gradcombine.verify.check.leaves import OPERATION, as_floats

@@ -16,7 +16,7 @@ SMALL = 1e-2
 
 
 def other_constants(subject: Subject, split: Split) -> str:
-    """What stands in place of one batch's epsilons; empty where none is replaced, or a program cannot be read."""
+    """Names the epsilons of one batch that others replace; empty where none does, or a program cannot be read."""
     whole, divided = (_epsilons(subject, x) for x in (WHOLE, split))
     ours, theirs = sorted(whole - divided), sorted(divided - whole)
     # A guard that one of them has in addition may be right.
