@@ -28,7 +28,7 @@ NEEDED_AT_IMPORT = {
     "gradcombine/integrations/keras": {"tensorflow", "keras", "jax"},
     "gradcombine/integrations/optax": {"jax", "optax"},
     "gradcombine/integrations/tensorflow": {"tensorflow"},
-    "gradcombine/verify/check/pytorch.py": {"torch"},
+    "gradcombine/verify/check/torch_steps.py": {"torch"},
     "gradcombine/verify": {"jax", "optax", "tensorflow", "keras"},
     "tests/formats": {"safetensors"},
     "tests/fuzz": {"jax", "optax", "tensorflow", "keras"},

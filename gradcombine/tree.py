@@ -31,7 +31,8 @@ from gradcombine.backends.registry import (
     owner,
     shape_of,
 )
-from gradcombine.constants import (  # noqa: F401 (states that were pickled name them here)
+from gradcombine.errors import GradCombineError, invalid
+from gradcombine.static import (  # noqa: F401 (states that were pickled name them here)
     Static,
     is_static,
     static_absence,
@@ -39,7 +40,6 @@ from gradcombine.constants import (  # noqa: F401 (states that were pickled name
     static_of,
     static_rows,
 )
-from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, Tree
 
 

@@ -127,7 +127,7 @@ def checked(
     if not callable(make_step):
         raise GradCombineError(OPERATION, "make_step(microbatches) that returns a step", shown(make_step))
     if "torch" in sys.modules:
-        from gradcombine.verify.check.pytorch import as_arrays  # imports torch
+        from gradcombine.verify.check.torch_steps import as_arrays  # imports torch
 
         make_step, params, batch, given = as_arrays(make_step, params, batch, given)
     subject = Subject(make_step, params, batch, returns == "params")

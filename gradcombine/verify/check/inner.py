@@ -30,7 +30,7 @@ def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
     """Steps up to the gradients that reach the optimizer, for the earliest places that lead to the result."""
     subject, found = standard.subject, 0
     if subject.framework == "torch":
-        yield from import_module("gradcombine.verify.check.pytorch").before_update(standard, case)
+        yield from import_module("gradcombine.verify.check.torch_steps").before_update(standard, case)
         return
     try:
         whole, divided = (Recorded(subject, split) for split in (WHOLE, case.split))
