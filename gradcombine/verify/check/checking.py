@@ -98,8 +98,8 @@ def check_step(
     >>> check_step(make_step, np.ones(3, np.float32), batch, microbatches=(2, 5)).passes
     True
     >>> report = check_step(make_step, np.ones(3, np.float32), batch, microbatches=(4,))
-    >>> print(report.faults[0])
-    4 microbatches: mean of means: the microbatches' weights are ignored (they weigh from 0.1 to 0.3 in one batch)
+    >>> print(report.faults[0].cause, report.faults[0].detail, sep="; ")
+    mean of means: the microbatches' weights are ignored; they weigh from 0.1 to 0.3 in one batch
     """
     case = {"microbatches": microbatches, "devices": devices, "returns": returns, "pad": pad, "terms": terms}
     return checked(make_step, params, batch, case | {"reference": reference, "unit": unit})
