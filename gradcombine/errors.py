@@ -24,7 +24,7 @@ MOST = np.iinfo(np.int32).max
 
 
 MOST_REPLICAS = 1 << 17
-"""What has a list of them: more are a slip, which would fill the memory."""
+"""Most replicas that are listed one by one: more are a slip, which would fill the memory."""
 
 
 class GradCombineError(ValueError):
@@ -122,7 +122,7 @@ EXTRAS = {
 """The smallest extra of this package with which a module is installed."""
 
 OTHERS = {"orbax": "orbax-checkpoint"}
-"""What is installed by itself, as it is used to read files that only its own users have."""
+"""Packages without an extra: they read files that only their own users have."""
 
 
 def require_installed(operation: str, *modules: str, extra: str | None = None) -> None:

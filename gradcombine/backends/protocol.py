@@ -25,7 +25,7 @@ class Split(NamedTuple):
     children: tuple[Any, ...]
     rebuild: Callable[[Sequence[Any]], Any]
     static: Any = None
-    """What else must be equal for two containers to match, beyond their kind and names."""
+    """Static data that must be equal as well for two containers to match."""
     form: str = "{}"
     """How a path spells a name, for instance ``"[{!r}]"``."""
 

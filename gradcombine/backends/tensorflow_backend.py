@@ -301,11 +301,11 @@ _COMPUTED = frozenset(map(np.dtype, "?bhiqBHIQefdFD")) | {np.dtype(ml_dtypes.bfl
 
 
 _CAST = frozenset({"float8_e4m3fn", "float8_e5m2"})
-"""Those that it casts, and does nothing else with."""
+"""Dtypes that TensorFlow casts, and does nothing else with."""
 
 
 _STORED = frozenset(dtype.name for dtype in NARROW - _COMPUTED) - _CAST
-"""Those that it may hold, and nothing more."""
+"""Dtypes that TensorFlow holds, and nothing more."""
 
 
 def _no_kernels(dtype: Any) -> GradCombineError:

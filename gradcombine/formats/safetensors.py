@@ -32,7 +32,7 @@ DTYPES = {
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "C64": np.dtype("<c8"),
 }
-"""What the format calls the dtypes that are known here."""
+"""Names of dtypes in the format."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -297,4 +297,4 @@ def _doubled(backend: Backend, over: Collective, window: AccumulateState | None)
 
 
 _COUNTS: Any = SimpleNamespace(name="faults.find", merge=lambda a, b: a + b, clear=lambda a: a * 0)
-"""What a counter of ledgers alone has for a reduction."""
+"""Stands for the reduction of a counter of ledgers alone."""

@@ -24,7 +24,7 @@ from gradcombine.formats import Entry, npz, safetensors
 _SUFFIXES = (".npz", ".safetensors")
 _TEXT = "header"
 _KEY = "gradcombine"
-"""What the text is called in an .npz file, and in a .safetensors file."""
+"""Names of the text in an .npz file, and in a .safetensors file."""
 
 _NATIVE = frozenset(
     {"bool", "float16", "float32", "float64"} | {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}

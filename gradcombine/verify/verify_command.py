@@ -17,7 +17,7 @@ from gradcombine.verify.suite import places
 from gradcombine.verify.terminal import DRAWS, errors, label, plain
 
 VERIFIES = ("jax", "tensorflow", "optax")
-"""What the run needs."""
+"""Packages that a run needs."""
 
 
 def verify_command(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -248,3 +249,11 @@ def test_a_traced_weight_that_is_nan_makes_a_mean_nan(framework: str) -> None:
 
         value = tf.function(run)(convert("tensorflow", ONE), tf.constant(np.nan))
     assert np.isnan(np.asarray(value)).all()
+
+
+def test_an_error_comes_back_from_another_process() -> None:
+    with pytest.raises(gc.GradCombineError) as caught:
+        gc.mean([{"w": np.float32([1, 2])}, {"w": np.float32([3])}])
+    back = pickle.loads(pickle.dumps(caught.value))
+    assert str(back) == str(caught.value) == "mean: leaf ['w']: expected shape (2,), received (1,)"
+    assert (back.operation, back.path) == ("mean", "['w']")

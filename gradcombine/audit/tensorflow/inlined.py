@@ -162,7 +162,7 @@ class Inlined:
         self.sources = dict[Value, list[Value]]()
         """Where values come from that nothing computes: arguments and results of functions, loops and branches."""
         self.targets = dict[Value, list[Value]]()
-        """The same, seen from their sources."""
+        """Values that come from each source, the inverse of `sources`."""
         self.uses = dict[Value, list[Operation]]()
         self.chosen = dict[Value, tuple[Value, list[Value]]]()
         """Of results of a conditional: what decides, and what each branch gives."""

@@ -51,7 +51,7 @@ REMEDIES: Mapping[Cause, str] = {
     Cause.INACCURATE: "look for a narrow dtype inside of the step",
     Cause.BY_PLACE: "step schedules and decay once a window, not at each microbatch",
 }
-"""What to write in place of a defect."""
+"""Remedies, by cause."""
 
 
 def verdict(report: StepReport) -> str:

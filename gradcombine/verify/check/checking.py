@@ -246,7 +246,7 @@ CONSTANTS = 2.0**12
 another number than in float32, and 1 - 0.999 has a thousand times the difference."""
 
 COARSE = 0.1
-"""Which part of the result rounding may hide: where a step jumps, its noise is no measure of its rounding."""
+"""Part of the result that rounding may hide: where a step jumps, its noise is no measure of its rounding."""
 
 REPEATED = 64
 """By how many units of rounding a result may differ the second time: parallel additions have no fixed order."""

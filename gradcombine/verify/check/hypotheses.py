@@ -82,7 +82,7 @@ def _nearly(standard: StepStandard, case: Case) -> Iterator[Answer]:
 
 
 REST = 0.03
-"""Which part of the difference a hypothesis may leave over that no exact one has been found for."""
+"""Part of the difference that a hypothesis may leave over where no exact one is found."""
 
 TOLD = 8
 """How many elements a leaf has that tells a cause by itself."""

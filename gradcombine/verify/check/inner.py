@@ -71,11 +71,12 @@ def hidden_by_update(standard: StepStandard, split: Split) -> Iterator[StepStand
         inner = _up_to(subject, length)
         try:
             one, made = (inner.divided(x, subject.batch).floats for x in (WHOLE, split))
-        except (GradCombineError, ValueError):
+            if not _far(one, made, max(HIDDEN, 16 * standard.unit)):
+                return
+            found = StepStandard(inner, standard.unit)
+        except GradCombineError:  # gradients that are not finite, moved by rounding or not
             return
-        if not _far(one, made, max(HIDDEN, 16 * standard.unit)):
-            return
-        yield StepStandard(inner, standard.unit)
+        yield found
 
 
 def _far(one: Floats, made: Floats, most: float) -> bool:

@@ -7,12 +7,14 @@ where there are 4. An accumulator that is too narrow is added to, in its own dty
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from gradcombine.audit.subject import LIBRARIES
+from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.leaves import is_float_dtype
 from gradcombine.verify.check.retyping import operations
 from gradcombine.verify.check.running import Split, Subject
@@ -42,11 +44,14 @@ def in_words(file: str, line: int) -> str:
 
 
 def _divided(subject: Subject, split: Split, shapes: set[tuple[int, ...]]) -> set[Line]:
-    """Lines that divide by the number of parts, here and in another division."""
+    """Lines that divide by the number of parts, here and in another division, if there is one."""
+    found = set(_divisions(_program(subject, split), split, shapes))
     others = (Split(k, split.devices) for k in (2, 4, 3, 5) if k != split.microbatches)
     other = next((x for x in others if subject.examples % (x.microbatches * x.devices) == 0), None)
-    splits = [split] if other is None else [split, other]
-    return set[Line].intersection(*(set(_divisions(_program(subject, x), x, shapes)) for x in splits))
+    if other is not None:
+        with suppress(GradCombineError):  # of a step that is not made for this number
+            found &= set(_divisions(_program(subject, other), other, shapes))
+    return found
 
 
 def _program(subject: Subject, split: Split) -> Sequence[Any]:
@@ -61,7 +66,9 @@ def _divisions(program: Sequence[Any], split: Split, shapes: set[tuple[int, ...]
             continue
         for operand in x.invars[1:] if x.primitive.name == "div" else x.invars:
             value = getattr(operand, "val", None)
-            if value is None or np.shape(value) != () or not np.isfinite(number := float(value)) or number == 0:
+            if value is None or np.shape(value) != () or np.iscomplexobj(value):
+                continue
+            if not np.isfinite(number := float(value)) or number == 0:
                 continue
             if any(np.isclose(number if x.primitive.name == "div" else 1 / number, n, rtol=1e-2) for n in numbers):
                 yield from _users_line(x)

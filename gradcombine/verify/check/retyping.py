@@ -118,7 +118,7 @@ def _evaluated(
 
 
 DRAWS = "random_bits", "threefry", "rng_", "random_gamma"
-"""What operations that draw random numbers are called, by their first letters."""
+"""First letters of operations that draw random numbers."""
 
 
 def _inner(operation: Any) -> Callable[[Arrays, Sequence[Origin]], tuple[list[Any], list[Origin]]]:

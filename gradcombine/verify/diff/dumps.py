@@ -65,7 +65,7 @@ _SUFFIXES = {
     ".hdf5": "h5",
 }
 _TORCH_ARCHIVES = (".bin", ".ckpt")
-"""What files of torch.save are called on the Hugging Face Hub and by Lightning; other files are called so, too."""
+"""Suffixes of files of torch.save on the Hugging Face Hub and by Lightning; other files are called so, too."""
 
 
 def detect(path: Path) -> str | None:

@@ -21,11 +21,11 @@ CAUSES = {
     "updates": "the optimizer: its settings, its state or its schedule, from the same combined gradient",
     "params": "the application of the updates, from the same updates",
 }
-"""What introduced a divergence, by the first stage that shows it."""
+"""Origins of a divergence, by the first stage that shows it."""
 
 
 UNKNOWN = "something unknown: only one of the runs has recorded it"
-"""The same for a stage or a step that could not be compared."""
+"""Answers for a stage or a step that could not be compared."""
 
 
 class Divergence(NamedTuple):

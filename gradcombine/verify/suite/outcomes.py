@@ -13,7 +13,7 @@ from gradcombine.reporting.sections import Cells, Curves, Section
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
 
 BITS, BOUND, DIFFERS, CLEAN = "bits", "bound", "differs", "clean"
-"""What a row may promise: the reference's bits; a distance within the rounding bound; as a contrast, one beyond it; no
+"""Promises of a row: the reference's bits; a distance within the rounding bound; as a contrast, one beyond it; no
 defect in what is compiled.
 """
 

@@ -29,7 +29,7 @@ COUNTS = (1, 2, 4, 8)
 """All numbers of replicas."""
 
 ENVIRONMENT = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS", "OMP_NUM_THREADS")
-"""What changes the frameworks' kernels, and so belongs to a report."""
+"""Variables that change the frameworks' kernels."""
 
 WINDOWS, EVERY, LEARNING_RATE = 16, 4, 1.0
 """Of the training."""
@@ -49,13 +49,22 @@ def verify(replicas: int, full: bool, inject_fault: bool, started: Callable[[str
       started: called as each step begins, with its name and the number of all the steps.
     """
     begun = time.perf_counter()
-    counts = [count for count in COUNTS if count <= replicas]
-    counts = counts if full else counts[1:2] + counts[2:][-1:] or counts
+    counts = counts_of(replicas, full)
     with ProcessPoolExecutor(1, get_context("spawn"), places.prepare_devices) as beside:
         beside.submit(_loaded)
         findings, curves = _rows(counts, full, inject_fault, started, beside)
     command = f"gradcombine verify --replicas {replicas}{' --full' * full}{' --inject-fault' * inject_fault}"
     return Report(findings, curves, _settings(command, counts, inject_fault), time.perf_counter() - begun)
+
+
+def counts_of(replicas: int, full: bool) -> list[int]:
+    """The numbers of replicas that are run.
+
+    >>> counts_of(8, full=False), counts_of(8, full=True), counts_of(2, full=False), counts_of(1, full=False)
+    ([2, 8], [1, 2, 4, 8], [2], [1])
+    """
+    counts = [count for count in COUNTS if count <= replicas]
+    return counts if full else sorted({*counts[1:2], counts[-1]})
 
 
 def _loaded() -> None:

@@ -250,3 +250,20 @@ def test_a_step_that_jumps_cannot_be_told() -> None:
     report = check_step(make_step, PARAMS, thirds)
     assert report.verdict is Verdict.CANNOT_TELL
     assert "its own rounding hides" in report.not_checked[0]
+
+
+def test_a_step_that_is_made_for_one_division_alone_is_checked() -> None:
+    """No other number is asked for to name a line, and complex numbers are no divisors."""
+
+    def make_step(k: int) -> Any:
+        if k not in (1, 4):
+            raise ValueError("4 microbatches")
+
+        def step(params: Any, batch: Any) -> Any:
+            grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+            turned = jax.tree.map(lambda x: (x.astype(jnp.complex64) * 1j).imag, grads)
+            return jax.tree.map(lambda x: x.mean(0), turned)
+
+        return jax.jit(step)
+
+    assert check_step(make_step, PARAMS, BATCH, microbatches=(4,)).cause is Cause.MEAN_OF_MEANS
