@@ -31,6 +31,7 @@ NEEDED_AT_IMPORT = {
     "gradcombine/verify/check/torch_steps.py": {"torch"},
     "gradcombine/verify": {"jax", "optax", "tensorflow", "keras"},
     "tests/formats": {"safetensors"},
+    "tests/contract": {"jax", "optax", "tensorflow", "keras"},
     "tests/fuzz": {"jax", "optax", "tensorflow", "keras"},
     "tests/integrations/horovod": {"jax", "tensorflow", "keras"},
     "tests/integrations/jax": {"jax", "optax", "flax", "equinox"},

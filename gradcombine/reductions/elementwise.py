@@ -12,7 +12,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
-from gradcombine.errors import invalid, operation, require_items, require_one_of, shown
+from gradcombine.errors import invalid, operation, require_flag, require_items, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled
@@ -103,7 +103,8 @@ def elementwise(
         require_one_of(expected, kind, _KINDS)
     settings = dtypes.Settings(dtype, output_dtype)
     cell = _Defined(name, tuple(taken), settings, empty, update, merge, finalize)
-    return Treewise(cell, _state_of(name), scales_by_weight=scales_by_weight)
+    scales = require_flag("scales_by_weight", scales_by_weight)
+    return Treewise(cell, _state_of(name), scales_by_weight=scales)
 
 
 def _are_numbers(empty: Any) -> bool:

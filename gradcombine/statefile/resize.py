@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import MOST, MOST_REPLICAS, invalid, operation, require_flag, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places import binary_counter
-from gradcombine.places.time import depth_of, require_state, whole_window
+from gradcombine.places.time import depth_of, require_state, require_state_of, whole_window
 from gradcombine.reductions.algebra import Reduction, require_reduction
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State
-
-_OPERATION = "statefile.resize"
 
 
 @operation("statefile.resize")
@@ -74,12 +70,14 @@ def resize(
     parts = require_list("a list of states, one per replica", states)
     count = require_integer(f"from 1 to {MOST_REPLICAS} replicas", replicas, highest=MOST_REPLICAS)
     require_flag("full", full)
+    if every is not None:
+        require_integer("a window length of 1 or more", every)
+    for part in parts:
+        require_state_of(reduction, part)
     groups: list[list[State]] = [[] for _ in range(count)]
     for rank, part in enumerate(parts):
         groups[rank * count // len(parts)].append(part)
     if not any(isinstance(part, AccumulateState) for part in parts):
-        for part in parts:
-            reduction.clear(part)  # which refuses another's; one that is merged with none is returned as it is
         return [_merged(reduction, group, parts[0]) for group in groups]
     _require_alike(parts)
     first = parts[0]
@@ -132,7 +130,7 @@ def _merged(reduction: Reduction, group: list[State], like: State) -> State:
 
 def _depth(levels: int, shift: int | None, every: int | None) -> int:
     if every is not None:
-        return require_integer("a window length of 1 or more", every).bit_length()
+        return every.bit_length()
     if levels == 1:
         return 1
     if shift is None or levels + shift < 1:
@@ -163,8 +161,5 @@ def _require_alike(states: list[Any]) -> None:
 
 
 def _require_equal(name: str, expected: Array, received: Array) -> None:
-    for value in (expected, received):
-        if value is not None and np.shape(value) != ():
-            raise invalid("a scalar position, of one replica", f"shape {np.shape(value)}", name)
     if expected is not None and received is not None and expected != received:
         raise invalid(f"{int(expected)} on every replica", int(received), f".{name}")

@@ -69,7 +69,7 @@ def _guide(name: str, seconds: int, seed: int) -> None:
 
     def run(data: bytes) -> None:
         path.write_bytes(sealed(data))
-        kind, what = guard.happened(None, lambda: reader.read(path), reader.allowed)
+        kind, what = guard.happened(lambda: reader.read(path), reader.allowed)
         if kind == "defect":
             raise DefectError(what)
 

@@ -95,7 +95,7 @@ def skip_large(max_norm: Any) -> Skip:
     known = 0.0
     if not callable(max_norm):
         with suppress(Exception):  # of whatever is no number, or one that no float holds
-            known = float(max_norm)
+            known = 0.0 if isinstance(max_norm, (bool, str)) else float(max_norm)
         if not known > 0:
             raise invalid("a norm above 0, or a function of the window's number", shown(max_norm))
 
