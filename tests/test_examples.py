@@ -18,6 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SHOWS = {
+    "adapters_by_request.py": r"117 requests, of which 81 were needed\n(.*3 updates, the same bits as in turn\n){3}",
     "aggregation_method.py": r"ADD_N +│ blocks of eight(.*\n)*.*EXPERIMENTAL_TREE +│ left chain(.*\n)*"
     r".*tree +│ canonical tree",
     "cross_framework.py": r"same bits: True\nwithout token counts: off by up to 0\.\d+",
@@ -57,6 +58,7 @@ def needing(names: Iterable[str]) -> list[Any]:
 
 
 AUDITED = (
+    "adapters_by_request.py",
     "jax_multi_process.py",
     "keras_fit.py",
     "optax_chain.py",

@@ -103,7 +103,7 @@ def _is_record(x: Any) -> bool:
     return hasattr(x, "_fields") or issubclass(x, enum.Enum | BaseException) or x.__name__ in _RECORDS
 
 
-_RECORDS = {"Stacked", "TrainStep", "Recorder"}
+_RECORDS = {"Stacked", "TrainStep", "RequestStep", "Recorder"}
 _INNER = {"audit_file", "ledgers_in", "digested", "read", "require_once", "shard", "gather", "Loss"}
 """Called by other modules, which name their errors; or where only a method below can."""
 
@@ -305,6 +305,7 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "microbatches": MAYBE_POSITIVE,
         "weight": WEIGHT_OF,
     },
+    "integrations.jax.request_step": {"optimizer": OPTIMIZER, "reduction": MAYBE_REDUCTION, "weight": WEIGHT_OF},
     "integrations.jax.value_and_grad": {"reduction": MAYBE_REDUCTION, "weight": WEIGHT_OF},
     "integrations.jax.zero.exchange_costs": {"like": TREES.without("2**31")},
     "integrations.jax.zero.scattered": {"over": AXIS},

@@ -8,6 +8,7 @@ with importing("gradcombine.integrations.jax"):
     from gradcombine.integrations.jax.arrays import detect_lost_peers
     from gradcombine.integrations.jax.contribution import Loss, LossOutput
     from gradcombine.integrations.jax.objective_of_terms import grads_by_denominator
+    from gradcombine.integrations.jax.requests import RequestStep, Slot, request_step
     from gradcombine.integrations.jax.step_functions import StepMetrics, TrainState
     from gradcombine.integrations.jax.training_step import TrainStep, train_step
     from gradcombine.integrations.jax.value_and_grad import value_and_grad
@@ -16,11 +17,14 @@ __all__ = [
     "UNTIL_FLUSH",
     "Loss",
     "LossOutput",
+    "RequestStep",
+    "Slot",
     "StepMetrics",
     "TrainState",
     "TrainStep",
     "detect_lost_peers",
     "grads_by_denominator",
+    "request_step",
     "train_step",
     "value_and_grad",
     "zero",

@@ -162,6 +162,37 @@ def opened(objective: Objective, state: Any) -> TrainState:
     return as_arrays(state)
 
 
+def parts_like(
+    objective: Objective, params: Tree, carry: Tree, example: Sequence[Any], kwargs: Tree
+) -> dict[str, Tree]:
+    """Trees like the parts of a contribution; with the aux where there is an example."""
+    combined = dtypes.of_weights(x.dtype for x in jax.tree.leaves(params))  # as wide as the widest parameter
+    specs = {"grads": objective.like(params), "value": _scalar(combined), "weight": _scalar(np.float32)}
+    if not example and not kwargs:
+        return specs
+    alone = objective if is_bound(objective) else dataclasses.replace(objective, over=gc.LOCAL)
+    called = loss_arguments(objective, params, carry, example)
+    parts = jax.eval_shape(lambda *args, **kw: alone.contribution(args, kw).parts, *called, **kwargs)
+    return specs | ({"aux": on_their_mesh(parts["aux"], (called, kwargs))} if "aux" in parts else {})
+
+
+def microbatch(
+    objective: Objective, called: list[Any], kwargs: dict[str, Any], index: Array, number: Array
+) -> Contribution:
+    """The contribution of one microbatch, with the key of its number in window ``index``, as wide as the parameters."""
+    params = called[0]
+    objective.batch_positions(called)  # refuses fewer arguments
+    if objective.loss.rng_argnum is not None:
+        called[objective.loss.rng_argnum] = objective.key(called, index, number)
+    added = objective.contribution(called, kwargs)
+    grads = added.parts["grads"]
+    if jax.tree.structure(grads) == jax.tree.structure(params):
+        # Where the structures differ, the window says where.
+        grads = jax.tree.map(widened, grads, params)
+    value = added.parts["value"].astype(dtypes.of_weights(leaf.dtype for leaf in jax.tree.leaves(params)))
+    return added._replace(parts=added.parts | {"grads": grads, "value": value})
+
+
 def over_calls(
     objective: Objective,
     optimizer: optax.GradientTransformationExtraArgs,
@@ -174,25 +205,22 @@ def over_calls(
 
     def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
         params = require_init(objective, params, example, carry, kwargs)
-        combined = dtypes.of_weights(x.dtype for x in jax.tree.leaves(params))  # as wide as the widest parameter
-        specs = {"grads": objective.like(params), "value": _scalar(combined), "weight": _scalar(np.float32)}
-        if example or kwargs:
-            alone = objective if is_bound(objective) else dataclasses.replace(objective, over=gc.LOCAL)
-            called = loss_arguments(objective, params, carry, example)
-            parts = jax.eval_shape(lambda *args, **kw: alone.contribution(args, kw).parts, *called, **kwargs)
-            specs |= {"aux": on_their_mesh(parts["aux"], (called, kwargs))} if "aux" in parts else {}
+        specs = parts_like(objective, params, carry, example, kwargs)
         window = with_aux if "aux" in specs else of_gradients
         return begun(objective, optimizer, params, window.init(specs), carry)
 
     def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
         require_tree(args, kwargs)
         state = opened(objective, state)
-        params, has_aux = as_arrays(params), _has_aux(state.window)
+        params, has_aux = as_arrays(params), holds_aux(state.window)
         window = window_of(state, params)
 
         def contribute(called: list[Any], kwargs: dict[str, Any], position: Tree, own: Tree) -> tuple[Tree, Tree]:
             held, carry = AccumulateState(own[0], *position), own[1]
-            added = contribution(held, carry, called, kwargs)
+            if objective.loss.carry_argnum is not None:
+                objective.batch_positions(called)  # refuses fewer arguments
+                called[objective.loss.carry_argnum] = carry
+            added = microbatch(objective, called, kwargs, of_gradients.next(held)[0], of_gradients.number(held))
             if ("aux" in added.parts) != has_aux:
                 expected = "a state made by step.init(params, *example), whose example shows the loss's aux"
                 raise invalid(expected, f"one made {'with' if has_aux else 'without'} aux")
@@ -229,28 +257,13 @@ def over_calls(
         return (params, keep_dtypes(opt_state, kept[1])), told
 
     def window_of(state: TrainState, params: Tree) -> Window:
-        return dataclasses.replace(with_aux if _has_aux(state.window) else of_gradients, params=params)
-
-    def contribution(held: AccumulateState, carry: Tree, called: list[Any], kwargs: dict[str, Any]) -> Contribution:
-        params = called[0]
-        objective.batch_positions(called)  # refuses fewer arguments
-        if objective.loss.carry_argnum is not None:
-            called[objective.loss.carry_argnum] = carry
-        if objective.loss.rng_argnum is not None:
-            index, _ = of_gradients.next(held)
-            called[objective.loss.rng_argnum] = objective.key(called, index, of_gradients.number(held))
-        added = objective.contribution(called, kwargs)
-        grads = added.parts["grads"]
-        if jax.tree.structure(grads) == jax.tree.structure(params):
-            # Where the structures differ, the window says where.
-            grads = jax.tree.map(widened, grads, params)
-        value = added.parts["value"].astype(dtypes.of_weights(leaf.dtype for leaf in jax.tree.leaves(params)))
-        return added._replace(parts=added.parts | {"grads": grads, "value": value})
+        return dataclasses.replace(with_aux if holds_aux(state.window) else of_gradients, params=params)
 
     return init, function, flush
 
 
-def _has_aux(window: AccumulateState) -> bool:
+def holds_aux(window: AccumulateState) -> bool:
+    """Whether a window has the aux of a loss."""
     # Besides the gradients, the value and the weight, there is one part or more for each reduction of the aux.
     with within(".window"):
         require_state(window)

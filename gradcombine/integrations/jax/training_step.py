@@ -73,17 +73,18 @@ class TrainStep:
     @cached_property
     def compiled(self) -> Any:
         """``function`` under jax.jit, for instance for ``step.compiled.lower(...)``."""
-        return _compiled(self.function)
+        return compile_step(self.function)
 
     @cached_property
     def compiled_flush(self) -> Any:
         """``flush_function`` under jax.jit."""
-        return _compiled(self.flush_function)
+        return compile_step(self.flush_function)
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
+def compile_step(function: Callable[..., Any], donated: tuple[int, ...] = (0, 1)) -> Any:
+    """The function under jax.jit, these arguments donated."""
     options = _SCHEDULE if jax.default_backend() == "cpu" else None
-    return jax.jit(function, donate_argnums=(0, 1), compiler_options=options)
+    return jax.jit(function, donate_argnums=donated, compiler_options=options)
 
 
 with eval_context():

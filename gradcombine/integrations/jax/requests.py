@@ -1,0 +1,366 @@
+# pyright: standard
+"""Windows whose microbatches, and whose end, are separate requests, for several sets of parameters."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.backends.protocol import Collective
+from gradcombine.errors import importing, invalid, operation, require_integer, require_items, shown
+from gradcombine.integrations.jax.arrays import examples, place_beside, require_transformation, require_tree, usable
+from gradcombine.integrations.jax.contribution import Loss
+from gradcombine.integrations.jax.objective_of_terms import objective_of
+from gradcombine.integrations.jax.request_programs import RequestPrograms, window_of
+from gradcombine.integrations.jax.scan import divide
+from gradcombine.integrations.jax.step_functions import (
+    StepMetrics,
+    holds_aux,
+    owned,
+    parts_like,
+)
+from gradcombine.pairwise import fold_pairwise
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.numbered import NumberedState, ranges
+from gradcombine.statefile import load_replicas, save_replicas
+from gradcombine.types import Order, State, Tree
+
+if TYPE_CHECKING:
+    import optax
+
+
+class Node(NamedTuple):
+    """A part of a window.
+
+    Attributes:
+      level, place: it holds the microbatches ``[place * 2**level, (place + 1) * 2**level)``. In order "sequential" both
+        are 0, and it holds all.
+      state: of the reduction, each replica's own.
+    """
+
+    level: int
+    place: int
+    state: State
+
+
+class Slot(NamedTuple):
+    """One set of parameters, and its window.
+
+    Attributes:
+      params: the parameters.
+      opt_state: the optimizer's state.
+      window: its number, from 0: how often the optimizer has run.
+      held: the numbers of the microbatches in the window.
+      nodes: its accumulators; none where it is empty.
+    """
+
+    params: Tree
+    opt_state: Any
+    window: int = 0
+    held: frozenset[int] = frozenset()
+    nodes: tuple[Node, ...] = ()
+
+
+Slots = Mapping[Hashable, Slot]
+"""The state of a `RequestStep`: a dict, replaced and never changed. Its numbers are the host's, its arrays JAX's."""
+
+
+@dataclass(frozen=True)
+class RequestStep:
+    """A training step in separate requests; made by `request_step`.
+
+    Every method returns a new state and leaves the others' slots as they are. A slot's accumulators are donated to
+    `forward_backward`, and with parameters and optimizer state to `optim_step`: use the state that was returned.
+
+    Attributes:
+      programs: what is compiled; ``step.programs.more.lower(...)`` for instance is for an audit.
+      microbatches: the most that a window has.
+    """
+
+    programs: RequestPrograms
+    microbatches: int
+
+    @operation("request_step")
+    def init(self, params: Mapping[Hashable, Tree]) -> Slots:
+        """The state of slots by name, each with a copy of its parameters and an empty window."""
+        if not isinstance(params, Mapping):
+            raise invalid("a dict of parameters by slot", shown(params))
+        slots: Slots = {}
+        for slot, tree in params.items():
+            slots = self.add(slots, slot, tree)
+        return slots
+
+    @operation("request_step")
+    def add(self, state: Slots, slot: Hashable, params: Tree) -> Slots:
+        """One more slot. Where its parameters have the shapes of another's, nothing is compiled for it."""
+        if slot in _slots(state):
+            raise invalid("a slot that does not exist", shown(slot))
+        params = owned(params)
+        return {**state, slot: Slot(params, place_beside(params, owned(self.programs.optimizer.init(params))))}
+
+    @operation("request_step")
+    def remove(self, state: Slots, slot: Hashable) -> Slots:
+        """The state without a slot."""
+        _slot(state, slot)
+        return {name: held for name, held in state.items() if name != slot}
+
+    @operation("request_step")
+    def forward_backward(
+        self,
+        state: Slots,
+        *batch: Any,
+        slot: Hashable,
+        number: int | Sequence[int],
+        window: int | None = None,
+        **kwargs: Any,
+    ) -> Slots:
+        """Adds a microbatch's gradient to the window of a slot; the replicas exchange nothing.
+
+        Args:
+          state: the slots.
+          *batch: the loss's arguments after the parameters.
+          slot: whose parameters.
+          number: the microbatch's number in its window, from 0. One that the window holds already changes nothing, and
+            is not computed. A list of m numbers: the batch is divided into m microbatches, in this order.
+          window: the number of the window that it belongs to, as `Slot.window` counts. A request for one that has ended
+            changes nothing. None: the one that is open.
+          **kwargs: the loss's, the same for all microbatches: for instance the parameters that all slots share.
+
+        Raises:
+          GradCombineError: for a slot that does not exist, a number that is not below ``microbatches``, and as
+            `train_step`; the state is whole then.
+        """
+        held = _slot(state, slot)
+        expected = f"numbers of microbatches, from 0 to {self.microbatches - 1}"
+        numbers = [number] if not isinstance(number, (list, tuple, range)) else require_items(expected, number)
+        numbers = [require_integer(expected, n, lowest=0, highest=self.microbatches - 1) for n in numbers]
+        if len(set(numbers)) < len(numbers) or not numbers:
+            raise invalid("each microbatch once", f"the numbers {shown(number)}")
+        if not self._is_open(held, window):
+            return state
+        require_tree(batch, kwargs)
+        called = [None, *batch]
+        positions = self.programs.objective.batch_positions(called)
+        rows = self._divided([called[i] for i in positions], len(numbers))
+        for n, row in zip(numbers, rows, strict=True):
+            if n not in held.held:
+                for i, x in zip(positions, row, strict=True):
+                    called[i] = x
+                held = self._contributed(held, n, called[1:], kwargs)
+        return {**state, slot: held}
+
+    @operation("request_step")
+    def optim_step(self, state: Slots, slot: Hashable, window: int | None = None) -> tuple[Slots, StepMetrics]:
+        """Ends the window of a slot: the replicas exchange, and the optimizer runs on what it holds.
+
+        Args:
+          state, slot: as for `forward_backward`.
+          window: the number of the window to end. One that has ended changes nothing, and ``metrics.applied`` is False:
+            so a request may be sent again.
+
+        Raises:
+          GradCombineError: for a slot that does not exist, or holds nothing.
+        """
+        held = _slot(state, slot)
+        if not self._is_open(held, window):
+            return state, StepMetrics(jnp.asarray(False), jnp.zeros(()), jnp.zeros(()), None)
+        if not held.nodes:
+            raise invalid("a slot that holds microbatches", f"an empty one, {shown(slot)}")
+        whole = self._folded(held.nodes)
+        with usable(held.params, held.opt_state, whole):
+            params, opt_state, _, metrics = self.programs.end(held.params, held.opt_state, whole, np.int32(held.window))
+        return {**state, slot: Slot(params, opt_state, held.window + 1)}, metrics
+
+    @operation("request_step")
+    def discard(self, state: Slots, slot: Hashable) -> Slots:
+        """Empties the window of a slot; its number stays."""
+        held = _slot(state, slot)
+        return {**state, slot: held._replace(held=frozenset(), nodes=())}
+
+    @operation("request_step")
+    def save(self, path: str | os.PathLike[str], state: Slots, slot: Hashable) -> None:
+        """Saves the window of a slot, merged over the replicas, in a state file that tells its microbatches.
+
+        Its parameters and its optimizer's state are for a checkpoint.
+        """
+        held = _slot(state, slot)
+        if not held.nodes:
+            raise invalid("a slot that holds microbatches", f"an empty one, {shown(slot)}")
+        states = [self._saved(node, held.held) for node in held.nodes]
+        save_replicas(path, self._numbered(holds_aux(window_of(states[0].value))), states)
+
+    @operation("request_step")
+    def load(self, path: str | os.PathLike[str], state: Slots, slot: Hashable, *example: Any, **kwargs: Any) -> Slots:
+        """Replaces the window of a slot by a saved one, on any number of replicas.
+
+        Args:
+          path: of the file.
+          state, slot: whose window.
+          *example: the loss's arguments after the parameters, or specs of them, where it returns aux; with kwargs.
+
+        Raises:
+          GradCombineError: as `gradcombine.statefile.load`.
+        """
+        held = _slot(state, slot)
+        like = parts_like(self.programs.objective, held.params, None, example, kwargs)
+        states = load_replicas(path, self._numbered("aux" in like), like)
+        nodes = [self._loaded(x, held.params) for x in states]
+        if self._is_sequential:
+            nodes = [Node(0, 0, fold_pairwise(self.programs.merge, [node.state for node in nodes]))]
+        numbers = [int(n) for x in states for n in np.flatnonzero(x.counts)]
+        return {**state, slot: held._replace(held=frozenset(numbers), nodes=tuple(nodes))}
+
+    def _contributed(self, held: Slot, number: int, batch: Sequence[Any], kwargs: dict[str, Any]) -> Slot:
+        at = held.params, np.int32(held.window), np.int32(number), batch, kwargs
+        with usable(held.params, batch, kwargs, held.nodes):
+            if not self._is_sequential:
+                nodes = self._inserted(held.nodes, Node(0, number, self.programs.begin(*at)))
+            elif held.nodes:
+                nodes = (Node(0, 0, self.programs.more(held.nodes[0].state, *at)),)
+            else:
+                nodes = (Node(0, 0, self.programs.begin(*at)),)
+        return held._replace(held=held.held | {number}, nodes=nodes)
+
+    def _inserted(self, nodes: tuple[Node, ...], node: Node) -> tuple[Node, ...]:
+        """The nodes with one more, which is merged with its sibling where that is there."""
+        by_place = {(x.level, x.place): x for x in nodes}
+        while (sibling := by_place.pop((node.level, node.place ^ 1), None)) is not None:
+            first, later = sorted((node, sibling), key=lambda x: x.place)
+            node = Node(node.level + 1, node.place >> 1, self.programs.merge(first.state, later.state))
+        return (*by_place.values(), node)
+
+    def _folded(self, nodes: tuple[Node, ...]) -> State:
+        """The nodes in one, in the canonical order, of which what is missing is left out."""
+        lowest, *others = sorted(nodes, key=lambda x: x.level)
+        while others:
+            if (lowest.level, lowest.place ^ 1) not in {(x.level, x.place) for x in others}:
+                lowest = lowest._replace(level=lowest.level + 1, place=lowest.place >> 1)
+            lowest, *others = sorted(self._inserted((*others,), lowest), key=lambda x: x.level)
+        return lowest.state
+
+    def _saved(self, node: Node, held: frozenset[int]) -> NumberedState:
+        """A node merged over the replicas, with a ledger of what it holds."""
+        counts = np.zeros(self.microbatches, np.int32)
+        counts[[n for n in held if self._is_sequential or n >> node.level == node.place]] = 1
+        return NumberedState(self.programs.merged_replicas(node.state), counts)
+
+    def _loaded(self, saved: NumberedState, params: Tree) -> Node:
+        numbers, state = np.flatnonzero(saved.counts).tolist(), self.programs.on_the_first(saved.value, params)
+        if self._is_sequential:
+            return Node(0, 0, state)
+        level = len(numbers).bit_length() - 1
+        node = Node(level, numbers[0] >> level, state)
+        if numbers != list(range(node.place << level, node.place + 1 << level)):
+            raise invalid("a window saved in order 'tree'", f"a part that holds {ranges(numbers)}")
+        return node
+
+    @property
+    def _is_sequential(self) -> bool:
+        return self.programs.objective.order == "sequential"
+
+    def _numbered(self, has_aux: bool) -> Reduction:
+        return reductions.numbered(self.programs.window(has_aux).reduction, self.microbatches)
+
+    def _divided(self, rows: list[Any], count: int) -> list[list[Any]]:
+        if count == 1:
+            return [rows]
+        parts = divide(rows, count)
+        if parts.full != count or parts.rest is not None:
+            raise invalid(f"examples that {count} microbatches can share", examples(rows))
+        return [jax.tree.map(lambda x, i=i: x[i], parts.stacked) for i in range(count)]
+
+    def _is_open(self, held: Slot, window: int | None) -> bool:
+        if window is None:
+            return True
+        expected = f"the window {held.window}, or one that has ended"
+        return require_integer(expected, window, lowest=0, highest=held.window) == held.window
+
+
+def _slots(state: Any) -> Slots:
+    if not isinstance(state, Mapping):
+        raise invalid("the slots, from init", shown(state))
+    return state
+
+
+def _slot(state: Any, slot: Hashable) -> Slot:
+    slots = _slots(state)
+    if slot not in slots:
+        raise invalid(f"a slot of {shown(list(slots))}", shown(slot))
+    return slots[slot]
+
+
+@operation("request_step")
+def request_step(
+    loss: Callable[..., Any] | Loss,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatches: int,
+    weight: Callable[..., Any] | None = None,
+    reduction: Reduction | None = None,
+    over: Collective = gc.LOCAL,
+    order: Order = "sequential",
+) -> RequestStep:
+    """A training step whose gradients and whose update are separate requests, for many sets of parameters at once.
+
+    For services that accumulate on demand: `RequestStep.forward_backward` adds one numbered microbatch to the window of
+    a slot (an adapter, say), and `RequestStep.optim_step` ends the window. Requests may come in any order, twice, or
+    for a window that has ended; a number counts once. Slots share the compiled programs, and nothing is traced again
+    when one more is added; a request touches the arrays of its slot alone, so that a NaN stays there.
+
+    Args:
+      loss, weight, reduction, over: as for `gradcombine.integrations.jax.train_step`. No carry, and no totals that are
+        counted before. A random key is folded with the microbatch's number, so that a request that is sent again
+        computes the same.
+      optimizer: an optax transformation, run once a window.
+      microbatches: the largest number of microbatches in a window, 2**24 or less.
+      order: as for `gradcombine.accumulate`. "tree": the bits do not depend on the order of the requests; the window
+        has a node for each part of the canonical tree that is complete: about log2 of the microbatches if they come in
+        order, and half of them at worst.
+
+    Returns:
+      A `RequestStep`.
+
+    Raises:
+      GradCombineError: as `train_step`.
+
+    Bits: those of `gradcombine.combine` over the microbatches held, in the order of their arrival; in order "tree" in
+    the canonical order of their numbers. In precision "exact" they do not depend on any order.
+
+    Memory: a window takes one accumulator a parameter from its first microbatch to its end. A microbatch adds to it in
+    place.
+
+    >>> import jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.jax import request_step
+    >>> def loss(w, x):
+    ...     return jnp.mean(w * x)
+    >>> engine = request_step(loss, optax.sgd(1.0), microbatches=8)
+    >>> state = engine.init({"a": jnp.float32(0), "b": jnp.float32(5)})
+    >>> state = engine.forward_backward(state, jnp.float32([1, 2, 5]), slot="a", number=1)
+    >>> state = engine.forward_backward(state, jnp.float32([4]), slot="a", number=0)
+    >>> state = engine.forward_backward(state, jnp.float32([4]), slot="a", number=0)  # sent again
+    >>> state, metrics = engine.optim_step(state, slot="a")
+    >>> float(state["a"].params), float(state["b"].params)
+    (-3.0, 5.0)
+    """
+    objective = objective_of(loss, weight, reduction, over, order)
+    if objective.loss.argnums != 0:
+        raise invalid("a loss of the parameters as its first argument", f"argnums={objective.loss.argnums!r}")
+    if objective.loss.carry_argnum is not None:
+        raise invalid("a loss without a carry, as requests come in any order", "carry_argnum")
+    if objective.counts:
+        raise invalid("totals that are given or not known before", "counted ones")
+    if objective.reduction.microbatches is not None:
+        raise invalid("a reduction without a ledger: the step keeps one", repr(objective.reduction))
+    with importing("request_step"):
+        import optax  # which gradients alone do not need
+    require_transformation(optimizer)
+    most = require_integer("from 1 to 2**24 microbatches", microbatches, highest=1 << 24)
+    return RequestStep(RequestPrograms(objective, optax.with_extra_args_support(optimizer)), most)

@@ -1,0 +1,298 @@
+"""Windows over requests: every microbatch once, in every order, and each slot by itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine import reductions
+from gradcombine.integrations.jax import UNTIL_FLUSH, Loss, LossOutput, RequestStep, request_step, train_step
+from tests.integrations.jax import request_histories as histories
+
+pytestmark = pytest.mark.needs("jax")
+
+
+@pytest.fixture(autouse=True)
+def _standard_promotion() -> Any:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+RNG = np.random.default_rng(0)
+BATCHES = [RNG.standard_normal((4, 3)).astype(np.float32) * np.float32(10.0**i) for i in range(7)]
+WEIGHTS = [np.sum(x > 0) for x in BATCHES]
+W = RNG.standard_normal(3).astype(np.float32)
+TAKEN = optax.sgd(1.0)
+
+
+def loss(w: jax.Array, x: jax.Array) -> LossOutput:
+    return LossOutput(jnp.mean(jnp.square(x @ w)), weight=jnp.sum(x > 0))
+
+
+def after(step: RequestStep, numbers: list[int]) -> np.ndarray:
+    """The gradient that the optimizer got, from parameters that are 0."""
+    state = step.init({"a": np.zeros(3, np.float32)})
+    for n in numbers:
+        state = step.forward_backward(state, BATCHES[n], slot="a", number=n)
+    return -np.asarray(step.optim_step(state, slot="a")[0]["a"].params)
+
+
+def given(w: jax.Array, x: jax.Array) -> LossOutput:
+    """A loss whose gradient does not depend on the parameters."""
+    return LossOutput(jnp.sum(x[0] * w), weight=jnp.sum(x > 0))
+
+
+def combined(numbers: list[int], **settings: Any) -> np.ndarray:
+    reduction = reductions.mean(settings.pop("precision", "fast"))
+    return np.asarray(
+        gc.combine(reduction, [BATCHES[n][0] for n in numbers], [WEIGHTS[n] for n in numbers], **settings)
+    )
+
+
+SHUFFLED = [4, 0, 6, 2, 1, 5, 3]
+
+
+def test_the_bits_are_those_of_a_list() -> None:
+    step = request_step(given, TAKEN, microbatches=8)
+    np.testing.assert_array_equal(after(step, SHUFFLED), combined(SHUFFLED))
+
+
+def test_no_order_of_requests_changes_exact_sums() -> None:
+    step = request_step(given, TAKEN, microbatches=8, reduction=reductions.mean("exact"))
+    np.testing.assert_array_equal(after(step, SHUFFLED), combined([*range(7)], precision="exact"))
+
+
+@pytest.mark.parametrize("numbers", [SHUFFLED, [*range(7)], [2, 1, 0]], ids=str)
+def test_in_order_tree_the_numbers_say_the_order(numbers: list[int]) -> None:
+    step = request_step(given, TAKEN, microbatches=8, order="tree")
+    np.testing.assert_array_equal(after(step, numbers), combined(sorted(numbers), order="tree"))
+
+
+def test_in_order_tree_what_is_missing_is_left_out() -> None:
+    step = request_step(given, TAKEN, microbatches=8, order="tree")
+    mean = reductions.mean()
+    one = {n: mean.update(mean.init(W), BATCHES[n][0], WEIGHTS[n]) for n in range(7)}
+    expected = mean.merge(mean.merge(one[1], mean.merge(one[2], one[3])), one[6])
+    np.testing.assert_array_equal(after(step, [6, 3, 1, 2]), mean.finalize(expected))
+
+
+def test_a_number_counts_once() -> None:
+    step = request_step(given, TAKEN, microbatches=8)
+    np.testing.assert_array_equal(after(step, [0, 1, 0, 2, 1, 1]), combined([0, 1, 2]))
+
+
+def test_a_request_of_several_is_divided() -> None:
+    step = request_step(given, TAKEN, microbatches=8)
+    state = step.init({"a": np.zeros(3, np.float32)})
+    state = step.forward_backward(state, BATCHES[1], slot="a", number=1)
+    state = step.forward_backward(state, np.concatenate(BATCHES[:4]), slot="a", number=range(4))
+    assert state["a"].held == {0, 1, 2, 3}
+    received = -np.asarray(step.optim_step(state, "a")[0]["a"].params)
+    np.testing.assert_array_equal(received, combined([1, 0, 2, 3]))
+
+
+def test_a_request_for_a_window_that_has_ended_changes_nothing() -> None:
+    step = request_step(loss, optax.adam(0.1), microbatches=8)
+    state = step.forward_backward(step.init({"a": W}), BATCHES[0], slot="a", number=0, window=0)
+    state, metrics = step.optim_step(state, "a", window=0)
+    assert bool(metrics.applied) and state["a"].window == 1
+    assert step.forward_backward(state, BATCHES[1], slot="a", number=1, window=0) is state
+    again, metrics = step.optim_step(state, "a", window=0)
+    assert again is state and not metrics.applied
+
+
+def test_metrics_are_those_of_the_window() -> None:
+    step = request_step(
+        Loss(lambda w, x: (jnp.sum(w * x), {"n": jnp.float32(len(x))}), has_aux=True), TAKEN, microbatches=4
+    )
+    state = step.init({"a": np.float32(2)})
+    for n, size in enumerate((1, 3)):
+        state = step.forward_backward(state, np.ones(size, np.float32), slot="a", number=n)
+    _, metrics = step.optim_step(state, "a")
+    assert (float(metrics.value), float(metrics.weight)) == ((2 * 1 + 6 * 3) / 4, 4)
+    assert float(metrics.aux["n"]) == (1 * 1 + 3 * 3) / 4
+
+
+def test_slots_are_apart_and_share_what_is_compiled() -> None:
+    chex.clear_trace_counter()
+    step = request_step(chex.assert_max_traces(loss, 2), optax.adam(0.1), microbatches=8)  # a first one, and one more
+    alone = step.init({"a": W})
+    state = step.init(dict.fromkeys("abcd", W))
+    for n in range(3):
+        alone = step.forward_backward(alone, BATCHES[n], slot="a", number=n)
+        for slot in "abcd":
+            x = np.where(np.eye(4, 3, dtype=bool) & (slot == "b"), np.float32(np.nan), BATCHES[n])
+            state = step.forward_backward(state, x, slot=slot, number=n)
+    state = step.add(state, "e", W)
+    state = step.forward_backward(state, BATCHES[0], slot="e", number=0)
+    state, _ = step.optim_step(step.remove(state, "c"), "b")
+    assert np.isnan(state["b"].params).all() and set(state) == set("abde")
+    expected, received = step.optim_step(alone, "a")[0]["a"], step.optim_step(state, "a")[0]["a"]
+    chex.assert_trees_all_equal(expected.params, received.params)
+    chex.assert_trees_all_equal(expected.opt_state, received.opt_state)
+
+
+def test_a_discarded_window_leaves_nothing() -> None:
+    step = request_step(given, TAKEN, microbatches=8)
+    state = step.forward_backward(step.init({"a": np.zeros(3, np.float32)}), BATCHES[6], slot="a", number=6)
+    state = step.discard(state, "a")
+    assert state["a"].held == frozenset()
+    state = step.forward_backward(state, BATCHES[0], slot="a", number=0)
+    np.testing.assert_array_equal(-np.asarray(step.optim_step(state, "a")[0]["a"].params), combined([0]))
+
+
+def test_a_key_is_that_of_the_number() -> None:
+    def noisy(w: Any, x: Any, key: Any) -> Any:
+        return jnp.sum(w * jnp.mean(x, 0) * jax.random.normal(key, (3,)))
+
+    step = request_step(Loss(noisy, rng_argnum=2), TAKEN, microbatches=8, reduction=reductions.mean("exact"))
+    taken = []
+    for numbers in ([0, 1, 2], [2, 0, 1]):
+        state = step.init({"a": np.zeros(3, np.float32)})
+        for n in numbers:
+            state = step.forward_backward(state, BATCHES[n], jax.random.key(0), slot="a", number=n)
+        taken.append(np.asarray(step.optim_step(state, "a")[0]["a"].params))
+    np.testing.assert_array_equal(*taken)
+
+
+def test_adapters_share_parameters_that_are_not_trained() -> None:
+    def adapted(adapter: Any, x: Any, base: Any) -> Any:
+        return jnp.mean(jnp.square(x @ (base + adapter)))
+
+    step = request_step(adapted, TAKEN, microbatches=2)
+    state = step.init({0: np.zeros(3, np.float32), 1: np.ones(3, np.float32)})
+    base = jnp.asarray(W)
+    for slot in (0, 1):
+        state = step.forward_backward(state, BATCHES[0], slot=slot, number=0, base=base)
+        expected = state[slot].params - jax.grad(adapted)(state[slot].params, BATCHES[0], base)
+        state, _ = step.optim_step(state, slot)
+        np.testing.assert_allclose(state[slot].params, expected, rtol=1e-6)
+
+
+def on_mesh(kind: AxisType, *values: Any, spec: P | None = None) -> list[Any]:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, P("data") if spec is None else spec)
+    return [jax.device_put(x, sharding) for x in values]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
+    settings: dict[str, Any] = {"over": gc.jax_axis("data"), "reduction": reductions.mean("exact")}
+    step, whole = (
+        request_step(loss, TAKEN, microbatches=8, **settings),
+        train_step(loss, TAKEN, every=UNTIL_FLUSH, **settings),
+    )
+    (w, v), batches = on_mesh(kind, W, W, spec=P()), on_mesh(kind, *BATCHES)
+    state, expected = step.init({"a": w}), whole.init(v)
+    for n, x in enumerate(batches):
+        state = step.forward_backward(state, x, slot="a", number=n)
+        v, expected, _ = whole(v, expected, x)
+    node, index = state["a"].nodes[0].state, np.int32(0)
+    more = step.programs.more.lower(node, state["a"].params, index, index, [batches[0]], {}).compile()
+    assert not re.search("all-(reduce|gather|to-all)|permute|scatter", more.as_text())
+    state, _ = step.optim_step(state, "a")
+    np.testing.assert_array_equal(state["a"].params, whole.flush(v, expected)[0])
+
+
+@pytest.mark.parametrize("order", ["sequential", "tree"])
+def test_a_window_goes_on_elsewhere(order: Any, tmp_path: Path) -> None:
+    """From four replicas to one, and back."""
+    exact = reductions.mean("exact")
+    one = request_step(loss, TAKEN, microbatches=8, reduction=exact, order=order)
+    four = request_step(loss, TAKEN, microbatches=8, reduction=exact, order=order, over=gc.jax_axis("data"))
+    (w,), batches = on_mesh(AxisType.Auto, W, spec=P()), on_mesh(AxisType.Auto, *BATCHES)
+    expected, there = four.init({"a": w}), four.init({"a": w})
+    for n in range(6):
+        expected = four.forward_backward(expected, batches[n], slot="a", number=n)
+    for n in range(3):
+        there = four.forward_backward(there, batches[n], slot="a", number=n)
+    four.save(tmp_path / "there.npz", there, "a")
+    here = one.load(tmp_path / "there.npz", one.init({"a": W}), "a")
+    assert here["a"].held == {0, 1, 2}
+    one.save(tmp_path / "here.npz", here, "a")
+    there = four.load(tmp_path / "here.npz", four.init({"a": w}), "a")
+    for n in range(6):
+        there = four.forward_backward(there, batches[n], slot="a", number=n)
+    np.testing.assert_array_equal(
+        four.optim_step(there, "a")[0]["a"].params, four.optim_step(expected, "a")[0]["a"].params
+    )
+
+
+@pytest.mark.parametrize("order", histories.PRECISION)
+def test_random_histories_lose_nothing_and_count_nothing_twice(order: Any) -> None:
+    step = histories.engine(order)
+    assert [histories.differences(step, f"0:{i}") for i in range(12)] == [[]] * 12
+
+
+def test_histories_show_a_late_request_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RequestStep, "_is_open", lambda *_: True)
+    step = histories.engine("sequential")
+    assert any(histories.differences(step, f"0:{i}") for i in range(12))
+
+
+STEP = request_step(loss, TAKEN, microbatches=4)
+
+
+def requested(state: Any, slot: str = "a", **options: Any) -> Any:
+    return STEP.forward_backward(state, BATCHES[0], slot=slot, **options)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "another slot": (
+        lambda s: STEP.forward_backward(s, BATCHES[0], slot="b", number=0),
+        "a slot of ['a'], received 'b'",
+    ),
+    "a number beyond": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=4), "from 0 to 3, received 4"),
+    "a negative number": (
+        lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=-1),
+        "from 0 to 3, received -1",
+    ),
+    "a bool": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=True), "from 0 to 3, received True"),
+    "one twice": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=[1, 1]), "each microbatch once"),
+    "no number": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=[]), "each microbatch once"),
+    "rows": (
+        lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=[0, 1, 2]),
+        "that 3 microbatches can share",
+    ),
+    "a later window": (
+        lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=0, window=1),
+        "the window 0, or one",
+    ),
+    "an empty slot": (lambda s: STEP.optim_step(s, "a"), "a slot that holds microbatches, received an empty one"),
+    "nothing to save": (lambda s: STEP.save("x.npz", s, "a"), "a slot that holds microbatches"),
+    "a slot again": (lambda s: STEP.add(s, "a", W), "a slot that does not exist"),
+    "no slots": (lambda s: STEP.discard(None, "a"), "the slots, from init"),
+    "a carry": (lambda s: request_step(Loss(loss, carry_argnum=1), TAKEN, microbatches=2), "a loss without a carry"),
+    "a ledger": (
+        lambda s: request_step(loss, TAKEN, microbatches=2, reduction=reductions.numbered(reductions.mean(), 2)),
+        "a reduction without a ledger",
+    ),
+    "no microbatches": (lambda s: request_step(loss, TAKEN, microbatches=0), "from 1 to 2**24 microbatches"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_named(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(gc.GradCombineError) as caught:
+        call(STEP.init({"a": W}))
+    assert message in str(caught.value) and caught.value.operation == "request_step"
+
+
+def test_a_request_that_fails_leaves_the_slots_whole() -> None:
+    state = STEP.forward_backward(STEP.init({"a": W}), BATCHES[0], slot="a", number=0)
+    with pytest.raises((gc.GradCombineError, TypeError, ValueError)):
+        STEP.forward_backward(state, BATCHES[1][:, :2], slot="a", number=1)
+    state = STEP.forward_backward(state, BATCHES[1], slot="a", number=1)
+    assert STEP.optim_step(state, "a")[0]["a"].window == 1
