@@ -234,7 +234,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda a, b: ([a, gc.accumulate(reductions.mean(), every=2).init(np.float32(0))], 1, {}),
         "4 levels on every replica, received 1",
     ),
-    "stacked": (lambda a, b: ([a._replace(step=np.zeros(2, np.int32))], 2, {}), "leaf .step: expected int32 of shape ()"),
+    "stacked": (
+        lambda a, b: ([a._replace(step=np.zeros(2, np.int32))], 2, {}),
+        "leaf .step: expected int32 of shape ()",
+    ),
     "no power of two": (lambda a, b: ([a] * 3, 2, {}), "expected every, for order 'tree'"),
     "too many": (lambda a, b: ([a], 32, {}), "expected every, for order 'tree'"),
     "another reduction": (lambda a, b: ([reductions.sum().init(np.float32(0))] * 2, 1, {}), "expected a MeanState"),
