@@ -1,6 +1,6 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
-from gradcombine import noise, reductions, replicated, statefile
+from gradcombine import losses, noise, reductions, replicated, statefile
 from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError
 from gradcombine.places.lists import add_n, combine, mean, tree_sum
@@ -27,6 +27,7 @@ __all__ = [
     "faults",
     "jax_axis",
     "ledger",
+    "losses",
     "mean",
     "merge_replicas",
     "noise",

@@ -44,6 +44,28 @@ class Terms:
         return sorted(set(self.over.values()))
 
     @no_autograph
+    def opened(self, received: Any, weights: Any) -> tuple[Any, Any]:
+        """The terms and the weights of a loss that returns a `Ratio` of each; of another one, as they are.
+
+        Raises:
+          GradCombineError: for weights besides, and for terms of one denominator that bring different numbers.
+        """
+        terms = list(cast("Mapping[Any, Any]", received).values()) if isinstance(received, Mapping) else []
+        if not any(isinstance(x, Ratio) for x in terms):
+            return cast("Any", received), weights
+        if weights is not None:
+            raise invalid("a Ratio of each term, or weights", "both")
+        ratios, found = _named("a Ratio of each term", self.over, received), dict[str, Any]()
+        for term, value in ratios.items():
+            if not isinstance(value, Ratio):
+                raise invalid("a Ratio of each term", shown(value), f"[{term!r}]")
+            name, denominator = self.over[term], value.denominator
+            known = [_known(x) for x in (found.setdefault(name, denominator), denominator)]
+            if None not in known and known[0] != known[1]:
+                raise invalid(f"the denominator {known[0]}, as of other terms over {name!r}", known[1], f"[{term!r}]")
+        return {term: value.numerator for term, value in ratios.items()}, found
+
+    @no_autograph
     def values(self, received: Any) -> dict[str, Any]:
         """The terms of one microbatch: each a sum, a real floating scalar.
 
@@ -141,6 +163,13 @@ class Terms:
           GradCombineError: for a dict of other names, or none.
         """
         return _named(what, self.denominators, received)
+
+
+def _known(number: Any) -> float | None:
+    """The number, None where it is traced."""
+    backend = owner(number)
+    value = number if backend is None else backend.concrete(number)
+    return None if value is None else float(value)
 
 
 def _named(what: str, names: Iterable[str], received: Any) -> dict[str, Any]:

@@ -197,6 +197,12 @@ class JaxBackend:
     def argsort(self, keys: Array) -> Array:
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
 
+    def flat(self, array: Array) -> Array:
+        return jnp.ravel(array)
+
+    def row_numbers(self, array: Array) -> Array:
+        return jnp.arange(array.size, dtype=jnp.int32) // jnp.int32(array.shape[-1])
+
     def cumsum(self, array: Array) -> Array:
         return jnp.cumsum(array, dtype=jnp.int32)
 

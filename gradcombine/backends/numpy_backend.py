@@ -191,6 +191,12 @@ class NumpyBackend:
     def argsort(self, keys: Array) -> Array:
         return np.argsort(keys, kind="stable").astype(np.int32)
 
+    def flat(self, array: Array) -> Array:
+        return np.reshape(array, -1)
+
+    def row_numbers(self, array: Array) -> Array:
+        return np.arange(array.size, dtype=np.int32) // np.int32(array.shape[-1])
+
     def cumsum(self, array: Array) -> Array:
         return np.cumsum(array, dtype=np.int32)
 

@@ -199,6 +199,14 @@ class Backend(Protocol):
         """The int32 positions that sort a vector of integers; equal ones stay in their order."""
         ...
 
+    def flat(self, array: Array) -> Array:
+        """All elements along one axis."""
+        ...
+
+    def row_numbers(self, array: Array) -> Array:
+        """For each element, of `flat`, the number of its row along the last axis, int32."""
+        ...
+
     def cumsum(self, array: Array) -> Array:
         """The running totals of an int32 vector."""
         ...

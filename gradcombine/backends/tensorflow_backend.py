@@ -236,6 +236,12 @@ class TensorflowBackend:
     def argsort(self, keys: Array) -> Array:
         return tf.argsort(keys, stable=True)
 
+    def flat(self, array: Array) -> Array:
+        return tf.reshape(array, [-1])
+
+    def row_numbers(self, array: Array) -> Array:
+        return tf.range(tf.size(array)) // tf.shape(array)[-1]
+
     def cumsum(self, array: Array) -> Array:
         return tf.cumsum(array)
 

@@ -55,7 +55,7 @@ from tests.contract.kinds import (
 
 PUBLIC = (
     *("gradcombine", "gradcombine.reductions", "gradcombine.statefile", "gradcombine.noise", "gradcombine.replicated"),
-    *("gradcombine.sparse", "gradcombine.resilience.faults", "gradcombine.resilience.ledger"),
+    *("gradcombine.losses", "gradcombine.sparse", "gradcombine.resilience.faults", "gradcombine.resilience.ledger"),
     *("gradcombine.foreign_orders", "gradcombine.verify", "gradcombine.audit", "gradcombine.integrations.jax"),
     *("gradcombine.integrations.jax.zero", "gradcombine.integrations.optax", "gradcombine.integrations.tensorflow"),
     *("gradcombine.integrations.keras", "gradcombine.integrations.horovod"),
@@ -151,6 +151,20 @@ COMPARED = ("an array of strings", "an array of dates", "a structured array", *B
 """Leaves that are named as not compared."""
 
 
+SIZES = only([1, 2], none=None, text="ab", floats=[0.5, 1.5], number=3, bools=[True, False])
+MATRIX = np.ones((2, 3), np.float32)
+PER_TOKEN = {
+    "values": only(MATRIX, none=None, integers=np.ones((2, 3), int), scalar=np.float32(1), lists=[[1.0]], text="a"),
+    "mask": only(None, shape=np.ones(3), text="a", texts=np.array([["a"] * 3] * 2)),
+    "segments": only(None, shape=np.ones(3, int), floats=MATRIX, negative=-np.ones((2, 3), int), text="a"),
+    "groups": only(
+        np.zeros(2, int), none=None, shape=np.zeros(3, int), negative=np.int32([0, -1]), floats=MATRIX[:, 0]
+    ),
+    "of": choice("tokens"),
+    "normalizer": NUMBER,
+}
+
+
 def saved() -> str:
     statefile.save("saved.npz", SUM, SUM.init(TREE))
     return "saved.npz"
@@ -232,6 +246,11 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     },
     "foreign_orders.mean_of_means": {"weights": WEIGHTS.without("a set")},
     "verify.assert_equal_bits": dict.fromkeys("ab", TREES.without(*COMPARED)),
+    **{f"losses.{name}": PER_TOKEN for name in ("token_mean", "group_mean")},
+    **{f"losses.sequence_mean_of_token_{name}": PER_TOKEN for name in ("mean", "sum")},
+    "losses.deal": {"tokens": SIZES, "groups": SIZES, "parts": POSITIVE},
+    "losses.pack": {"tokens": SIZES, "length": POSITIVE},
+    "losses.require_whole": {"microbatches": only([[0]], none=None, text="ab", cut=[[0], [0]], floats=[[0.5]])},
     "foreign_orders.addn_blocks": {"names": only(None, numbers=[1, 2], a_number=5, too_few=["a"])},
     "verify.FlightRecorder": {
         "path": NEW,

@@ -200,10 +200,10 @@ class ObjectiveOfTerms(Objective):
         output, form = self._in_form(self.loss.function(*args, **kwargs))
         if output.weight is not None and self.weight is not None:
             raise invalid("weights that the loss returns or ones of the argument weight", "both")
-        weights = output.weight
+        terms, weights = self.terms.opened(output.value, output.weight)
         if self.weight is not None:
             weights = self.weight(*(args[i] for i in self.batch_positions(args)))
-        values = {term: jnp.asarray(x) for term, x in self.terms.values(output.value).items()}
+        values = {term: jnp.asarray(x) for term, x in self.terms.values(terms).items()}
         values = self.terms.widened(values)
         # Python's numbers stay known.
         stopped = {

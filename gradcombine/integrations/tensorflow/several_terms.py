@@ -102,12 +102,15 @@ class LossOfTerms:
         terms = self._terms
         with tf.GradientTape(persistent=not self._known and len(terms.denominators) > 1) as tape:
             result = loss(*batch)
+            if isinstance(result, Mapping):
+                result = (result, None)
             if not isinstance(result, tuple) or len(result) not in (2, 3):
                 raise invalid("(values, weights) or (values, weights, outputs), by name", type(result).__name__)
-            values = {term: tf.convert_to_tensor(x) for term, x in terms.values(result[0]).items()}
+            received, brought = terms.opened(*result[:2])
+            values = {term: tf.convert_to_tensor(x) for term, x in terms.values(received).items()}
             values = terms.widened(values)
             weights = {
-                name: tf.stop_gradient(x) if tf.is_tensor(x) else x for name, x in terms.weights(result[1]).items()
+                name: tf.stop_gradient(x) if tf.is_tensor(x) else x for name, x in terms.weights(brought).items()
             }
             if self._known:
                 told: dict[str, Any] = terms.shares(

@@ -1,0 +1,139 @@
+"""A loss that returns a Ratio of each term: as one that returns sums and counts apart, in every form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tensorflow as tf
+
+import gradcombine as gc
+from gradcombine import losses, reductions
+from gradcombine.integrations.jax import (
+    Loss,
+    LossOutput,
+    grads_by_denominator,
+    request_step,
+    train_step,
+    value_and_grad,
+)
+from gradcombine.integrations.tensorflow import AccumulatedStep
+from gradcombine.reductions import Ratio
+from gradcombine.verify.compare.ulp import equal_bits
+
+pytestmark = pytest.mark.needs("jax", "optax", "tensorflow")
+
+TERMS = {"ce": "tokens", "norm": "tokens", "seq": "sequences"}
+RNG = np.random.default_rng(0)
+X, MASK = RNG.normal(size=(8, 6)).astype(np.float32), RNG.random((8, 6)) < 0.5
+
+
+def ratios(w: Any, x: Any, mask: Any) -> dict[str, Ratio]:
+    return {
+        "ce": losses.token_mean(w * x, mask),
+        "norm": losses.token_mean(w * w * x, mask),
+        "seq": losses.sequence_mean_of_token_mean(w * x * x, mask),
+    }
+
+
+def apart(w: Any, x: Any, mask: Any) -> LossOutput:
+    found = ratios(w, x, mask)
+    weights = {name: found[term].denominator for term, name in TERMS.items()}
+    return LossOutput({term: part.numerator for term, part in found.items()}, weights)
+
+
+def whole(w: Any, x: Any, mask: Any) -> LossOutput:
+    return LossOutput(ratios(w, x, mask))
+
+
+@pytest.mark.parametrize("form", [ratios, whole], ids=["a dict", "a LossOutput"])
+@pytest.mark.parametrize("totals", [None, "counted"])
+def test_ratios_are_sums_and_counts(form: Any, totals: Any) -> None:
+    of = {"terms": TERMS, "totals": totals}
+    found = value_and_grad(Loss(form, **of), 4)(jnp.float32(2), X, MASK)
+    expected = value_and_grad(Loss(apart, **of), 4)(jnp.float32(2), X, MASK)
+    value = found[0].value if isinstance(found[0], LossOutput) else found[0]
+    assert equal_bits(found[1], expected[1])
+    assert all(equal_bits(value[term], expected[0].value[term]) for term in TERMS)
+
+
+def test_no_division_changes_a_step() -> None:
+    for step in (
+        train_step(Loss(ratios, terms=TERMS), optax.sgd(1.0), microbatches=4),
+        train_step(Loss(ratios, terms=TERMS), optax.sgd(1.0), microbatches=1),
+    ):
+        w, _, metrics = step(jnp.float32(2), step.init(jnp.float32(2)), X, MASK)
+        tokens, rows = MASK.sum(), MASK.any(1).sum()
+        per_row = (X * X * MASK).sum(1) / np.maximum(MASK.sum(1), 1)
+        gradient = 5 * np.float64((X * MASK).sum()) / tokens + per_row.sum() / rows
+        np.testing.assert_allclose(2 - w, gradient, rtol=1e-5)
+        assert float(metrics.weight["sequences"]) == rows and float(metrics.weight["tokens"]) == tokens
+
+
+def test_requests_take_several_denominators() -> None:
+    step = request_step(Loss(ratios, terms=TERMS), optax.sgd(1.0), microbatches=4)
+    state = step.init({"a": np.float32(2)})
+    for n in (2, 0, 3, 1):
+        state = step.forward_backward(state, X[2 * n : 2 * n + 2], MASK[2 * n : 2 * n + 2], slot="a", number=n)
+    state, metrics = step.optim_step(state, "a")
+    once = train_step(Loss(ratios, terms=TERMS), optax.sgd(1.0), microbatches=1)
+    w, _, expected = once(jnp.float32(2), once.init(jnp.float32(2)), X, MASK)
+    np.testing.assert_allclose(state["a"].params, w, rtol=1e-6)
+    assert float(metrics.weight["tokens"]) == float(expected.weight["tokens"])
+
+
+def test_gradients_by_denominator_of_ratios() -> None:
+    output, grads = grads_by_denominator(ratios, TERMS)(jnp.float32(2), X, MASK)
+    expected, others = grads_by_denominator(apart, TERMS)(jnp.float32(2), X, MASK)
+    assert all(equal_bits(grads[name], others[name]) for name in others)
+    assert int(output.weight["tokens"]) == int(expected.weight["tokens"])
+
+
+def test_variables_take_them_too() -> None:
+    steps, variables = [], []
+    for form in (ratios, lambda *args: tuple(apart(*args))[:2]):
+        w = tf.Variable(2.0)
+        subtract = lambda gradients, of: of[0].assign_sub(gradients[0])  # noqa: E731
+        steps.append(AccumulatedStep(lambda x, m, form=form, w=w: form(w, x, m), [w], subtract, every=4, terms=TERMS))
+        variables.append(w)
+    for step in steps:
+        for n in range(4):
+            step(tf.constant(X[2 * n : 2 * n + 2]), tf.constant(MASK[2 * n : 2 * n + 2]))
+    assert equal_bits(variables[0], variables[1]) and float(variables[0]) != 2
+
+
+def test_a_metric_has_its_own_denominator() -> None:
+    def loss(w: Any, x: Any, mask: Any) -> LossOutput:
+        kl = losses.sequence_mean_of_token_mean(x, mask)
+        output = losses.token_mean(w * x, mask)
+        return LossOutput(output.numerator, weight=output.denominator, aux={"kl": kl})
+
+    of = Loss(loss, aux_reduction={"kl": reductions.ratio()})
+    found = [value_and_grad(of, k)(jnp.float32(2), X, MASK)[0].aux["kl"] for k in (1, 4)]
+    expected = gc.combine(reductions.ratio(), [losses.sequence_mean_of_token_mean(X, MASK)])
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "weights besides": (
+        lambda w, x, m: LossOutput(ratios(w, x, m), {"tokens": 1, "sequences": 1}),
+        "a Ratio of each term, or weights, received both",
+    ),
+    "some alone": (lambda w, x, m: ratios(w, x, m) | {"ce": w}, "leaf ['ce']: expected a Ratio of each term"),
+    "one missing": (lambda w, x, m: {"ce": Ratio(w, 1)}, "leaf ['norm']: expected a Ratio of each term"),
+    "counts that differ": (
+        lambda w, x, m: {"ce": Ratio(w, 1), "norm": Ratio(w, 2), "seq": Ratio(w, 1)},
+        "leaf ['norm']: expected the denominator 1.0, as of other terms over 'tokens', received 2.0",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_named(name: str) -> None:
+    loss, message = REFUSED[name]
+    with pytest.raises(gc.GradCombineError) as caught:
+        value_and_grad(Loss(loss, terms=TERMS), 1)(jnp.float32(2), X, MASK)
+    assert message in str(caught.value)
