@@ -105,7 +105,8 @@ class LossOfTerms:
             if isinstance(result, Mapping):
                 result = (result, None)
             if not isinstance(result, tuple) or len(result) not in (2, 3):
-                raise invalid("(values, weights) or (values, weights, outputs), by name", type(result).__name__)
+                expected = "a Ratio of each term, (values, weights) or (values, weights, outputs), by name"
+                raise invalid(expected, type(result).__name__)
             received, brought = terms.opened(*result[:2])
             values = {term: tf.convert_to_tensor(x) for term, x in terms.values(received).items()}
             values = terms.widened(values)

@@ -187,7 +187,8 @@ def test_refused() -> None:
             "leaf ['microbatches']: expected a total of each",
         ),
         (lambda: step(lambda x, mask: ({"ce": w}, {}))(x, mask), "leaf ['z']: expected a value of each term"),
-        (lambda: step(lambda x, mask: {"ce": w})(x, mask), "(values, weights) or (values, weights, outputs)"),
+        (lambda: step(lambda x, mask: w)(x, mask), "a Ratio of each term, (values, weights) or (values, weights, outp"),
+        (lambda: step(lambda x, mask: dict.fromkeys(TERMS, w * 1))(x, mask), "expected a weight of each denominator"),
     ]
     for call, message in refused:
         with pytest.raises(gc.GradCombineError) as caught:
