@@ -13,6 +13,7 @@ PAGES = (
     "README.md",
     "docs/algebra.md",
     "docs/guides/horovod.md",
+    "docs/guides/jax.md",
     "docs/index.md",
     "docs/losses.md",
     "docs/reliability.md",

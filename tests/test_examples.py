@@ -27,6 +27,9 @@ SHOWS = {
     "jax_multi_process.py": r"process 0 of 2: loss .*\n(.*\n)*same bits: True",
     "keras_fit.py": r"one batch +loss (0\.\d+) after 87 updates\nAccumulate +loss \1 after 87 updates\n"
     r"Keras .* after 84 updates",
+    "nnx_language_model.py": r"resumed: the window holds the microbatches \[0, 1\]\n"
+    r"loss 4\.\d+ -> 0\.9\d in 40 updates\nfour microbatches in a scan +off by \de-0[56]\n"
+    r"mean of means +off by \de-01\nfour requests +off by \de-0[56]\n",
     "optax_chain.py": r"before +loss 2\.\d+\n(.*\n)*epoch 4 +loss 0\.[0-4]\d+ +\d+ updates",
     "port_tf_to_jax.py": r"as ported: step 0: introduced by the combine.*\nwith the microbatches' weights: "
     r"step 0: introduced by the optimizer.*\nwith the epsilon of Keras: 6 windows agree\n",
@@ -63,6 +66,7 @@ AUDITED = (
     "adapters_by_request.py",
     "jax_multi_process.py",
     "keras_fit.py",
+    "nnx_language_model.py",
     "optax_chain.py",
     "port_tf_to_jax.py",
     "port_torch_to_flax.py",

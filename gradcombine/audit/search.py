@@ -362,11 +362,12 @@ class Search(Subject[Instruction]):
         return False
 
     def _is_counter(self, predicate: Node) -> bool:
-        """Whether integers alone decide: no value of any float is among what it depends on."""
+        """Whether integers alone decide: no value of any float, nor an array of data, is among what it depends on."""
         flow, closure = self.flow, self.closure(predicate)
         shapes = [flow.places[node].shape for node in closure if flow.places[node].x.shapes]
         scalar = any(not shape.dims and shape.kind == "pred" for shape in shapes)
-        held = any(flow.places[node].x.opcode == "parameter" for node in closure)
+        parameters = [flow.places[node].shape for node in closure if flow.places[node].x.opcode == "parameter"]
+        held = bool(parameters) and all(shape.elements == 1 for shape in parameters)
         exchanged = any(flow.places[node].x.collective for node in closure)
         return scalar and held and not exchanged and not any(shape.is_float for shape in shapes)
 

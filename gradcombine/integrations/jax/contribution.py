@@ -3,58 +3,31 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradcombine import reductions
+from gradcombine import reductions, tree
 from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.denominators import Totals
 from gradcombine.errors import MOST, invalid, require_collective, require_flag, require_order, shown
 from gradcombine.integrations.jax.arrays import examples, in_own_words
+from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.places.replicas import LOCAL
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction, Weighed, require_reduction
 from gradcombine.reductions.numbered import without_numbers
+from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, Order, Tree
-
-
-class LossOutput(NamedTuple):
-    """Result of a loss, in place of a scalar, and of `value_and_grad` then.
-
-    Attributes:
-      value: the loss, a real floating scalar; with ``terms``, a dict of sums. Of the whole window: combined as the
-        gradients are.
-      weight: of this microbatch, a scalar, for instance the number of tokens that a mean loss is over. None: as the
-        argument ``weight`` says. Of the whole window: the sum of weights, float32.
-      aux: a tree of arrays, for instance metrics. Of the whole window: combined by ``aux_reduction``.
-      carry: what the next microbatch gets in the place ``carry_argnum``. Of the whole window: the last one's.
-    """
-
-    value: Any
-    weight: Any = None
-    aux: Any = None
-    carry: Any = None
-
-
-@jax.tree_util.register_static
-class Form(enum.Enum):
-    """The form in which a loss returns its value. A node without leaves: it may pass through any transformation."""
-
-    SCALAR = enum.auto()
-    WITH_AUX = enum.auto()
-    OUTPUT = enum.auto()
 
 
 @jax.tree_util.register_static
@@ -81,56 +54,6 @@ class Contribution(NamedTuple):
     known: Known
     carry: Tree
     form: Form
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A loss with the roles of its arguments and the form of its result, for what a plain function does not say.
-
-    Attributes:
-      function: ``function(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating
-        scalar, ``(scalar, aux)`` with ``has_aux``, or a `LossOutput`.
-      argnums: the arguments to differentiate by; for `train_step` the first one, the parameters.
-      batch_argnums: the arguments to divide, trees of arrays with one first axis of n examples. None: all positional
-        arguments that have no other role. What is not divided, keyword arguments too, goes to each microbatch whole.
-      rng_argnum: the argument that is a random key. Microbatch i of m on replica r gets ``fold_in(key, r * m + i)``;
-        the key itself has to be the same on all replicas.
-      carry_argnum: the argument that is threaded through the microbatches, as batch statistics are. The loss returns
-        the next one as ``LossOutput.carry``. Replicas carry their own: `gradcombine.all_reduce` combines them.
-      has_aux: as for jax.value_and_grad.
-      aux_reduction: for ``aux``: a reduction, or a tree of them that aux begins with, as for
-        `gradcombine.reductions.per_leaf`: ``{"loss": mean(), "tokens": sum(), "amax": max(), "logits": last()}``. None:
-        as for the value.
-      differentiate: False: ``function`` returns ``(value, gradients)`` itself, as a function that jax.value_and_grad
-        has made does. Gradients may be narrower than the parameters.
-      terms: for a loss of several terms, the name of each one's denominator: ``{"ce": "tokens", "balance":
-        "microbatches"}``. The loss returns, in the place of a scalar, a dict of the terms by name, each a *sum*; and as
-        its weight (in a `LossOutput`, or by ``weight``) a dict of the denominators by name, each the number that the
-        microbatch adds to it. The gradient is that of ``sum_j (sum_i L_ij) / (sum_i W_ij)`` over all microbatches i of
-        all replicas: see `docs/losses.md`. The value is the dict of the terms, each divided by its denominator's total,
-        the weight that of the totals. ``reduction`` is a mean (with ``totals``, a sum) of any precision; aux without an
-        ``aux_reduction`` is the mean over the microbatches that weigh anything. Weights are constants to the gradient.
-      totals: how the denominators' totals are known before the gradients. None: they are not, and each denominator has
-        an accumulator and a backward pass of its own. ``"counted"``: the weights of all microbatches are computed first
-        (what else the loss computes is left out; with a carry, they are those of the first one) and exchanged, and
-        one accumulator and one backward pass do. ``"given"``: the same, with the totals over all microbatches and
-        replicas as a keyword argument of each call, ``totals={"tokens": 4096, "microbatches": 8}``.
-    """
-
-    function: Callable[..., Any]
-    argnums: int | Sequence[int] = 0
-    batch_argnums: int | Sequence[int] | None = None
-    rng_argnum: int | None = None
-    carry_argnum: int | None = None
-    has_aux: bool = False
-    aux_reduction: Tree | None = None
-    differentiate: bool = True
-    terms: Mapping[str, str] | None = None
-    totals: Totals | None = None
-
-    @classmethod
-    def of(cls, loss: Callable[..., Any] | Loss) -> Loss:
-        return loss if isinstance(loss, Loss) else cls(loss)
 
 
 @dataclass(frozen=True)
@@ -181,24 +104,42 @@ class Objective:
         """The key among the arguments, folded with numbers: of a window, of a contribution."""
         (position,) = _positions(self.loss.rng_argnum)
         with in_own_words("a key of jax.random in the place rng_argnum"):
-            return reduce(jax.random.fold_in, numbers, args[position])
+            return reduce(fold_in, numbers, args[position])
 
     def params(self, args: Sequence[Any]) -> Tree:
         """The arguments to differentiate by, in the structure of the gradients."""
         chosen = self.loss.argnums
         return tuple(args[i] for i in chosen) if isinstance(chosen, Sequence) else args[chosen]
 
+    @property
+    def average(self) -> Reduction:
+        """The reduction of what is combined as the gradients are, but in precision "fast": the value, and the aux."""
+        # Marked as an average, a member of per_leaf gets the weight itself, as it does outside of one.
+        return reductions.mean() if self.reduction.scales_by_weight else Weighed(reductions.sum())
+
+    @property
+    def aux_reduction(self) -> Tree:
+        """The reduction of the aux, or a tree of them that it begins with."""
+        return self.average if self.loss.aux_reduction is None else self.loss.aux_reduction
+
+    @property
+    def average_of_aux(self) -> Reduction:
+        """What combines aux without an ``aux_reduction``."""
+        return self.average if self.loss.terms is None else reductions.mean()
+
+    def differentiated_of(self, args: Sequence[Any]) -> list[Any]:
+        """The arguments to differentiate by, as many of them as there are."""
+        return [args[i] for i in _positions(self.loss.argnums) if i < len(args)]
+
     def combined(self, has_aux: bool, of_gradients: Callable[[Reduction], Reduction] = lambda own: own) -> Reduction:
         """The reduction of the parts of a `Contribution`; ``of_gradients`` may put another in place of the own one."""
-        # Marked as an average, a member of per_leaf gets the weight itself, as it does outside of one.
-        average = reductions.mean() if self.reduction.scales_by_weight else Weighed(reductions.sum())
         members = {
             "grads": Weighed(of_gradients(without_numbers(self.reduction))),
-            "value": average,
+            "value": self.average,
             "weight": reductions.sum(),
         }
         if has_aux:
-            members["aux"] = average if self.loss.aux_reduction is None else self.loss.aux_reduction
+            members["aux"] = self.aux_reduction
         return reductions.per_leaf(members)
 
     def window(self, every: int | Callable[[Array], Any], max_every: int | None = None, *, has_aux: bool) -> Window:
@@ -259,6 +200,9 @@ class Objective:
         total = parsed.cast(backend, np.dtype(np.float32))
         parts = {"grads": grads, "value": jnp.asarray(value), "weight": total}
         if jax.tree.leaves(rest.aux):
+            _require_no_mean_of_ratios(
+                self.average if self.loss.aux_reduction is None else self.loss.aux_reduction, rest.aux
+            )
             parts["aux"] = jax.tree.map(jnp.asarray, rest.aux)
         return Contribution(parts, weight, Known(parsed.known), jax.tree.map(jnp.asarray, rest.carry), form)
 
@@ -359,26 +303,21 @@ class Objective:
         return [*_positions(self.loss.argnums), *_positions(self.loss.rng_argnum), *_positions(self.loss.carry_argnum)]
 
 
-def opened(output: Any, has_aux: bool) -> tuple[LossOutput, Form]:
-    """Converts the result of a loss to a `LossOutput`, and says which form it had.
+def fold_in(keys: Tree, number: Any) -> Tree:
+    """A key, or each one of a tree of keys of any shape, with a number folded in."""
 
-    Raises:
-      ValueError: for anything but (scalar, aux) where ``has_aux``.
-    """
-    if isinstance(output, LossOutput):
-        return output, Form.OUTPUT
-    if not has_aux:
-        return LossOutput(output), Form.SCALAR
-    value, aux = output
-    return LossOutput(value, aux=aux), Form.WITH_AUX
+    def fold(key: Any) -> Any:
+        function: Callable[[Any], Any] = partial(_fold_in, number)
+        if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            for _ in range(key.ndim):
+                function = jax.vmap(function)
+        return function(key)
+
+    return jax.tree.map(fold, keys, is_leaf=lambda x: x is None)
 
 
-def closed(form: Form, values: dict[str, Tree], carry: Tree) -> Any:
-    """Combined values, in the form in which the loss returned its own."""
-    output = LossOutput(values["value"], values["weight"], values.get("aux"), carry)
-    if form is Form.OUTPUT:
-        return output
-    return output.value if form is Form.SCALAR else (output.value, output.aux)
+def _fold_in(number: Any, key: Any) -> Any:
+    return jax.random.fold_in(key, number)
 
 
 def _positions(role: int | Sequence[int] | None) -> list[int]:
@@ -389,6 +328,20 @@ def _positions(role: int | Sequence[int] | None) -> list[int]:
 
 def _is_position(role: Any) -> bool:
     return isinstance(role, int) and not isinstance(role, bool) and 0 <= role <= MOST
+
+
+def _require_no_mean_of_ratios(aux_reduction: Tree, aux: Tree) -> None:
+    """Refuses a `Ratio` in what a mean combines: both of its parts would be weighed and divided."""
+    members, prefix = tree.flatten(aux_reduction, is_leaf=lambda node: isinstance(node, Reduction))
+    for path, member, part in zip(prefix.paths(), members, tree.split_as(prefix, aux), strict=True):
+        for inner, node in jax.tree_util.tree_leaves_with_path(part, is_leaf=_is_ratio):
+            if _is_ratio(node) and isinstance(member, Reduction) and member.divides:
+                where = f".aux{path}{jax.tree_util.keystr(inner)}"
+                raise invalid("reductions.ratio() in aux_reduction, for a Ratio", member.description, where)
+
+
+def _is_ratio(node: Any) -> bool:
+    return isinstance(node, Ratio)
 
 
 def _described(value: Any) -> str:

@@ -20,7 +20,8 @@ from gradcombine.backends.registry import load
 from gradcombine.denominators import Terms, require_totals
 from gradcombine.errors import invalid, operation
 from gradcombine.integrations.jax.arrays import require_tree
-from gradcombine.integrations.jax.contribution import Form, Loss, LossOutput, Objective
+from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.loss import Form, Loss, LossOutput
 from gradcombine.integrations.jax.on_replicas import mark_own
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios_of

@@ -17,7 +17,8 @@ from gradcombine import reductions
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import importing, invalid, operation, require_integer, require_items, shown
 from gradcombine.integrations.jax.arrays import examples, place_beside, require_transformation, require_tree, usable
-from gradcombine.integrations.jax.contribution import Loss
+from gradcombine.integrations.jax.loss import Loss
+from gradcombine.integrations.jax.modules import accepting_modules, differentiated, with_differentiated
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.request_programs import RequestPrograms, window_of
 from gradcombine.integrations.jax.scan import divide
@@ -90,7 +91,10 @@ class RequestStep:
 
     @operation("request_step")
     def init(self, params: Mapping[Hashable, Tree]) -> Slots:
-        """The state of slots by name, each with a copy of its parameters and an empty window."""
+        """The state of slots by name, each with a copy of its parameters and an empty window.
+
+        Parameters are a tree of arrays, or a module of flax.nnx or equinox without random streams or state.
+        """
         if not isinstance(params, Mapping):
             raise invalid("a dict of parameters by slot", shown(params))
         slots: Slots = {}
@@ -103,8 +107,9 @@ class RequestStep:
         """One more slot. Where its parameters have the shapes of another's, nothing is compiled for it."""
         if slot in _slots(state):
             raise invalid("a slot that does not exist", shown(slot))
-        params = owned(params)
-        return {**state, slot: Slot(params, place_beside(params, owned(self.programs.optimizer.init(params))))}
+        arrays = owned(differentiated(params)[0])
+        opt_state = place_beside(arrays, owned(self.programs.optimizer.init(arrays)))
+        return {**state, slot: Slot(with_differentiated(params, arrays), opt_state)}
 
     @operation("request_step")
     def remove(self, state: Slots, slot: Hashable) -> Slots:
@@ -174,10 +179,10 @@ class RequestStep:
             return state, StepMetrics(jnp.asarray(False), jnp.zeros(()), jnp.zeros(()), None)
         if not held.nodes:
             raise invalid("a slot that holds microbatches", f"an empty one, {shown(slot)}")
-        whole = self._folded(held.nodes)
-        with usable(held.params, held.opt_state, whole):
-            params, opt_state, _, metrics = self.programs.end(held.params, held.opt_state, whole, np.int32(held.window))
-        return {**state, slot: Slot(params, opt_state, held.window + 1)}, metrics
+        whole, (params, _) = self._folded(held.nodes), differentiated(held.params)
+        with usable(params, held.opt_state, whole):
+            params, opt_state, _, metrics = self.programs.end(params, held.opt_state, whole, np.int32(held.window))
+        return {**state, slot: Slot(with_differentiated(held.params, params), opt_state, held.window + 1)}, metrics
 
     @operation("request_step")
     def discard(self, state: Slots, slot: Hashable) -> Slots:
@@ -210,17 +215,19 @@ class RequestStep:
           GradCombineError: as `gradcombine.statefile.load`.
         """
         held = _slot(state, slot)
-        like = parts_like(self.programs.objective, held.params, None, example, kwargs)
+        params, rest = differentiated(held.params)
+        like = parts_like(self.programs.objective, params, None, example, kwargs | rest if example else kwargs)
         states = load_replicas(path, self._numbered("aux" in like), like)
-        nodes = [self._loaded(x, held.params) for x in states]
+        nodes = [self._loaded(x, params) for x in states]
         if self._is_sequential:
             nodes = [Node(0, 0, fold_pairwise(self.programs.merge, [node.state for node in nodes]))]
         numbers = [int(n) for x in states for n in np.flatnonzero(x.counts)]
         return {**state, slot: held._replace(held=frozenset(numbers), nodes=tuple(nodes))}
 
     def _contributed(self, held: Slot, number: int, batch: Sequence[Any], kwargs: dict[str, Any]) -> Slot:
-        at = held.params, np.int32(held.window), np.int32(number), batch, kwargs
-        with usable(held.params, batch, kwargs, held.nodes):
+        params, rest = differentiated(held.params)
+        at = params, np.int32(held.window), np.int32(number), batch, kwargs | rest
+        with usable(params, batch, kwargs, held.nodes):
             if not self._is_sequential:
                 nodes = self._inserted(held.nodes, Node(0, number, self.programs.begin(*at)))
             elif held.nodes:
@@ -350,7 +357,7 @@ def request_step(
     >>> float(state["a"].params), float(state["b"].params)
     (-3.0, 5.0)
     """
-    objective = objective_of(loss, weight, reduction, over, order)
+    objective = objective_of(accepting_modules(Loss.of(loss)), weight, reduction, over, order)
     if objective.loss.argnums != 0:
         raise invalid("a loss of the parameters as its first argument", f"argnums={objective.loss.argnums!r}")
     if objective.loss.carry_argnum is not None:

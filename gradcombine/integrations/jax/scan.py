@@ -17,7 +17,8 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
 from gradcombine.errors import invalid, require_integer
 from gradcombine.integrations.jax.arrays import as_arrays, examples
-from gradcombine.integrations.jax.contribution import Contribution, Form, Objective
+from gradcombine.integrations.jax.contribution import Contribution, Objective
+from gradcombine.integrations.jax.loss import Form
 from gradcombine.integrations.jax.objective_of_terms import ObjectiveOfTerms
 from gradcombine.integrations.jax.on_replicas import align, aligned, divided, mark_own
 from gradcombine.places.time import whole_window

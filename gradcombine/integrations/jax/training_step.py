@@ -16,10 +16,17 @@ from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import importing, invalid, operation, require_flag
 from gradcombine.integrations.jax.arrays import require_transformation, usable
-from gradcombine.integrations.jax.contribution import Loss
+from gradcombine.integrations.jax.loss import Loss
+from gradcombine.integrations.jax.modules import closed_if_open, of_modules, open_module
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.scan import require_count
-from gradcombine.integrations.jax.step_functions import StepMetrics, TrainState, over_calls, whole_windows
+from gradcombine.integrations.jax.step_functions import (
+    StepFunctions,
+    StepMetrics,
+    TrainState,
+    over_calls,
+    whole_windows,
+)
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Array, Order, Tree
 
@@ -56,8 +63,10 @@ class TrainStep:
         """One call; returns ``params, state, metrics``."""
         if _is_transformed():
             return self.function(params, state, *args, **kwargs)
+        params = params if (module := open_module(params)) is None else module
         with usable(params, state, args, kwargs):
-            return self.compiled(params, state, *args, **kwargs)
+            params, state, metrics = self.compiled(params, state, *args, **kwargs)
+        return closed_if_open(params), state, metrics
 
     @operation("train_step")
     def flush(self, params: Tree, state: TrainState) -> tuple[Tree, TrainState, StepMetrics]:
@@ -67,8 +76,10 @@ class TrainStep:
         """
         if _is_transformed():
             return self.flush_function(params, state)
+        params = params if (module := open_module(params)) is None else module
         with usable(params, state):
-            return self.compiled_flush(params, state)
+            params, state, metrics = self.compiled_flush(params, state)
+        return closed_if_open(params), state, metrics
 
     @cached_property
     def compiled(self) -> Any:
@@ -115,7 +126,8 @@ def train_step(
     Either a call brings one microbatch, and every ``every``-th call ends a window, or a call brings the batch of a
     whole window, which is divided into ``microbatches``. The optimizer runs on the weighted mean of the window's
     gradients over its microbatches and over the replicas, which exchange once a window. The loss is differentiated by
-    its first argument, the parameters.
+    its first argument, the parameters: a tree of arrays, or a module of flax.nnx or equinox, as for `value_and_grad`.
+    The step returns the updated module, whose state has changed where a window has ended.
 
     Args:
       loss, weight, reduction, over, order: as for `gradcombine.integrations.jax.value_and_grad`. The weight's default
@@ -188,14 +200,17 @@ def train_step(
     require_flag("interleaved", interleaved)
     require_transformation(optimizer)
     wrapped = optax.with_extra_args_support(optimizer)
-    if objective.counts and microbatches is None:
-        raise invalid("microbatches, for totals that are counted before a window", "every")
-    if microbatches is None:
-        functions = over_calls(objective, wrapped, 1 if every is None else every, max_every)
-    elif every is None:
-        functions = whole_windows(objective, wrapped, require_count(microbatches), interleaved)
-    else:
+    if every is not None and microbatches is not None:
         raise invalid("every or microbatches", "both")
+
+    def functions(loss: Loss) -> StepFunctions:
+        objective = objective_of(loss, weight, reduction, over, order)
+        if microbatches is not None:
+            return whole_windows(objective, wrapped, require_count(microbatches), interleaved)
+        if objective.counts:
+            raise invalid("microbatches, for totals that are counted before a window", "every")
+        return over_calls(objective, wrapped, 1 if every is None else every, max_every)
+
     named = operation("train_step")
-    init, function, flush = functions
+    init, function, flush = of_modules(Loss.of(loss), functions, objective.average_of_aux)
     return TrainStep(named(init), named(function), named(flush))

@@ -10,7 +10,8 @@ import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import operation, require_flag
 from gradcombine.integrations.jax.arrays import require_tree
-from gradcombine.integrations.jax.contribution import Loss, closed
+from gradcombine.integrations.jax.loss import Loss, closed
+from gradcombine.integrations.jax.modules import Opened, of_module, opened_or_arrays, write_state
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.scan import require_count, scan_window
 from gradcombine.reductions.algebra import Reduction
@@ -37,6 +38,11 @@ def value_and_grad(
 
     A weight that counts what the loss is a mean over (examples, tokens) makes this the gradient of the whole batch,
     however its examples and tokens fall into microbatches and replicas; the mean of the microbatches' means is not.
+
+    The first argument may be a module of flax.nnx or equinox. Gradients are then as nnx.value_and_grad and
+    equinox.filter_value_and_grad return them: of nnx.Param, or of inexact arrays. A nnx.Module's random streams get the
+    number of the microbatch folded in. Its other variables are combined over microbatches and replicas, and written
+    into it: nnx.BatchStat by the mean, others by the reduction that their class has as the attribute ``combined_by``.
 
     Args:
       loss: ``loss(*args, **kwargs)`` of one microbatch, as for jax.value_and_grad: returns a real floating scalar or a
@@ -113,13 +119,27 @@ def value_and_grad(
     """
     objective = objective_of(loss, weight, reduction, over, order)
     require_flag("interleaved", interleaved)
-    count = require_count(microbatches)
+    count, own = require_count(microbatches), Loss.of(loss)
 
     @operation("value_and_grad")
     @wraps(objective.loss.function)
     def combined(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+        module = next(filter(None, map(opened_or_arrays, objective.differentiated_of(args))), None)
+        if module is not None:
+            return of_opened(module, list(args), kwargs)
         require_tree(args, kwargs)
         values, carry, form = scan_window(objective, count, interleaved, args, kwargs)
         return closed(form, values, carry), values["grads"]
+
+    def of_opened(module: Opened, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree]:
+        of = of_module(own, module, len(args), objective.average_of_aux)
+        whole = args[0]
+        args, kwargs = of.arguments(module, args, kwargs, carried=True)
+        require_tree(args, kwargs)
+        with_module = objective_of(of.loss, weight, reduction, over, order)
+        values, carry, _ = scan_window(with_module, count, interleaved, args, kwargs)
+        module, aux = of.returned(module, values.get("aux"))
+        write_state(whole, module)
+        return closed(of.forms[-1], values | {"aux": aux}, carry), values["grads"]
 
     return combined

@@ -19,7 +19,8 @@ from gradcombine.audit import Target
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.errors import attribute, invalid, require_integer, shown, within
 from gradcombine.integrations.jax.arrays import examples, require_transformation, require_tree
-from gradcombine.integrations.jax.contribution import Loss, Objective
+from gradcombine.integrations.jax.contribution import Objective
+from gradcombine.integrations.jax.loss import Loss
 
 
 @dataclass(frozen=True)

@@ -117,6 +117,17 @@ def test_a_metric_has_its_own_denominator() -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
+@pytest.mark.parametrize("by", [None, {"kl": reductions.mean()}], ids=["none", "a mean"])
+@pytest.mark.parametrize("terms", [None, TERMS], ids=["one term", "terms"])
+def test_no_mean_is_taken_of_ratios(by: Any, terms: Any) -> None:
+    def loss(w: Any, x: Any, mask: Any) -> LossOutput:
+        aux = {"kl": losses.token_mean(x, mask)}
+        return LossOutput(jnp.sum(w * x), aux=aux) if terms is None else LossOutput(ratios(w, x, mask), aux=aux)
+
+    with pytest.raises(gc.GradCombineError, match=r"\['kl'\]: expected reductions.ratio\(\) in aux_reduction"):
+        value_and_grad(Loss(loss, terms=terms, aux_reduction=by), 2)(jnp.float32(2), X, MASK)
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "weights besides": (
         lambda w, x, m: LossOutput(ratios(w, x, m), {"tokens": 1, "sequences": 1}),

@@ -1,0 +1,294 @@
+"""Modules of flax.nnx and equinox in the place of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import gradcombine as gc
+from gradcombine import losses, reductions
+from gradcombine.integrations.jax import Loss, LossOutput, request_step, train_step, value_and_grad
+from gradcombine.integrations.optax import accumulate
+from gradcombine.verify.compare.ulp import equal_bits
+
+pytestmark = pytest.mark.needs("jax", "optax", "flax", "equinox")
+
+RNG = np.random.default_rng(0)
+X, MASK = RNG.normal(size=(16, 3)).astype(np.float32), (RNG.random(16) < 0.6).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def _promotion() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+class Linear(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(3, 1, rngs=rngs)
+        self.offset = nnx.Variable(jnp.float32(0.5))  # a constant
+
+    def __call__(self, x: Any) -> Any:
+        return jnp.tanh(self.linear(x)[:, 0] + self.offset)
+
+
+class WithState(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.norm, self.dropout = nnx.BatchNorm(3, momentum=0.5, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+        self.linear = nnx.Linear(3, 1, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.linear(self.dropout(self.norm(x)))[:, 0]
+
+
+def loss(model: Any, x: Any, mask: Any) -> LossOutput:
+    term = losses.token_mean(model(x) ** 2, mask)
+    return LossOutput(term.numerator / term.denominator, weight=term.denominator)
+
+
+def of_equinox(model: Any, x: Any, mask: Any) -> LossOutput:
+    return loss(lambda x: jax.vmap(model)(x)[:, 0], x, mask)
+
+
+def value_of(function: Any) -> Any:
+    return lambda model, x, mask: function(model, x, mask).value
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return all(equal_bits(x, y) for x, y in zip(arrays(a), arrays(b), strict=True))
+
+
+def arrays(model: Any) -> list[Any]:
+    return jax.tree.leaves(
+        nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else eqx.filter(model, eqx.is_array)
+    )
+
+
+def mlp() -> eqx.nn.MLP:
+    return eqx.nn.MLP(3, 1, 4, 1, key=jax.random.key(1))
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("k", [1, 4, 5])
+def test_gradients_are_those_of_one_batch(k: int, jit: bool) -> None:
+    model, module = Linear(nnx.Rngs(0)), mlp()
+    for function, own, transform, plain in (
+        (loss, model, nnx.jit, nnx.value_and_grad),
+        (of_equinox, module, eqx.filter_jit, eqx.filter_value_and_grad),
+    ):
+        combined = value_and_grad(function, k)
+        output, grads = (transform(combined) if jit else combined)(own, X, MASK)
+        value, expected = plain(value_of(function))(own, X, MASK)
+        assert jax.tree.structure(grads) == jax.tree.structure(expected)
+        assert output.weight == MASK.sum()
+        np.testing.assert_allclose(output.value, value, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_statistics_are_the_mean_over_microbatches(k: int) -> None:
+    model = WithState(nnx.Rngs(0))
+    value_and_grad(Loss(lambda m, x: m(x).sum()), k)(model, X)
+    parts = X.reshape(k, -1, 3).astype(np.float64)
+    np.testing.assert_allclose(model.norm.mean[...], 0.5 * parts.mean(1).mean(0), rtol=1e-5)
+    np.testing.assert_allclose(model.norm.var[...], 0.5 + 0.5 * parts.var(1).mean(0), rtol=1e-5)
+    assert model.dropout.rngs.count[...] == 1
+
+
+def test_each_microbatch_has_keys_of_its_own() -> None:
+    class Drop(nnx.Module):
+        def __init__(self) -> None:
+            self.w, self.dropout = nnx.Param(jnp.ones(())), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+
+    def dropped(model: Drop, x: Any, key: Any = None) -> tuple[Any, Any]:
+        own = () if key is None else jax.random.uniform(key)
+        return model.w[...] * 1.0, {"rows": model.dropout(x), "own": own}
+
+    for rng in (None, 2):
+        made = Loss(
+            dropped, has_aux=True, aux_reduction={"rows": reductions.sum(), "own": reductions.sum()}, rng_argnum=rng
+        )
+        keys = () if rng is None else (jax.random.key(7),)
+        model = Drop()
+        masks = []
+        for k in (1, 4, 4):
+            (_, aux), _ = value_and_grad(made, k)(model, np.ones((4, 64 // k), np.float32), *keys)
+            masks.append(aux["rows"])
+        assert model.dropout.rngs.count[...] == 3
+        assert set(np.unique(masks[0])) == {0, 2}  # one mask
+        assert len(np.unique(masks[1])) > 2  # the sum of four different ones
+        assert not equal_bits(masks[1], masks[2])  # and the next call draws others
+        (_, again), _ = value_and_grad(made, 4)(Drop(), np.ones((4, 16), np.float32), *keys)
+        (_, twice), _ = value_and_grad(made, 4)(Drop(), np.ones((4, 16), np.float32), *keys)
+        assert equal_bits(again["rows"], twice["rows"])
+
+
+class Amax(nnx.Variable):
+    combined_by = reductions.max()
+
+
+class Scaled(nnx.Module):
+    def __init__(self, kind: type[nnx.Variable]) -> None:
+        self.w, self.amax = nnx.Param(jnp.float32(2)), kind(jnp.float32(0))
+
+    def __call__(self, x: Any) -> Any:
+        self.amax[...] = jnp.max(jnp.abs(x))
+        return self.w * x
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_a_variable_is_combined_as_its_class_says(k: int) -> None:
+    model = Scaled(Amax)
+    value_and_grad(lambda m, x: m(x).sum(), k)(model, X)
+    assert model.amax[...] == np.abs(X).max()
+
+
+def steps(k: int, **settings: Any) -> Any:
+    step = train_step(Loss(loss), optax.adam(0.1), **settings)
+    model, state = Linear(nnx.Rngs(0)), None
+    state = step.init(model)
+    for _ in range(2):
+        for x, mask in zip(np.split(X, k), np.split(MASK, k), strict=True):
+            model, state, metrics = step(model, state, x, mask)
+    return model, metrics
+
+
+def test_train_steps_take_modules() -> None:
+    over_calls, metrics = steps(4, every=4)
+    in_a_scan, _ = steps(1, microbatches=4)
+    assert isinstance(over_calls, Linear) and metrics.applied and metrics.weight == MASK.sum()
+    assert same_bits(over_calls, in_a_scan)
+    assert over_calls.offset[...] == 0.5  # neither differentiated nor optimized
+    model, optimizer = Linear(nnx.Rngs(0)), nnx.Optimizer(Linear(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
+    for _ in range(2):
+        optimizer.update(model, nnx.jit(value_and_grad(loss, 4))(model, X, MASK)[1])
+    for a, b in zip(arrays(model), arrays(in_a_scan), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_state_changes_where_a_window_ends() -> None:
+    step = train_step(lambda m, x: m(x).sum(), optax.sgd(0.0), every=4)
+    model = WithState(nnx.Rngs(0))
+    state = step.init(model, X[:4])
+    for i, x in enumerate(np.split(X, 4)):
+        assert equal_bits(model.norm.mean[...], np.zeros(3, np.float32))
+        model, state, metrics = step(model, state, x)
+        assert metrics.applied == (i == 3) and metrics.aux is None
+    np.testing.assert_allclose(model.norm.mean[...], 0.5 * X.astype(np.float64).mean(0), rtol=1e-5)
+    for x in np.split(X, 4)[:2]:
+        model, state, metrics = step(model, state, x)
+    before = np.array(model.norm.mean[...])
+    model, state, metrics = step.flush(model, state)
+    np.testing.assert_allclose(model.norm.mean[...], 0.5 * before + 0.5 * X[:8].astype(np.float64).mean(0), rtol=1e-5)
+
+
+def test_train_steps_take_equinox() -> None:
+    step = train_step(of_equinox, optax.adam(0.1), every=2)
+    model, expected = mlp(), mlp()
+    state, tx = step.init(model), optax.adam(0.1)
+    opt_state = tx.init(eqx.filter(expected, eqx.is_inexact_array))
+    for x, mask in zip(np.split(X, 2), np.split(MASK, 2), strict=True):
+        model, state, _ = step(model, state, x, mask)
+    grads = eqx.filter_grad(value_of(of_equinox))(expected, X, MASK)
+    updates, _ = tx.update(grads, opt_state)
+    expected = eqx.apply_updates(expected, updates)
+    assert model.activation is expected.activation
+    for a, b in zip(arrays(model), arrays(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_requests_take_modules() -> None:
+    for function, model in ((loss, Linear(nnx.Rngs(0))), (of_equinox, mlp())):
+        engine = request_step(function, optax.sgd(0.1), microbatches=2)
+        state = engine.init({"a": model, "b": model})
+        for n in (1, 0):
+            state = engine.forward_backward(state, X[8 * n : 8 * n + 8], MASK[8 * n : 8 * n + 8], slot="a", number=n)
+        state, _ = engine.optim_step(state, slot="a")
+        step = train_step(function, optax.sgd(0.1), every=2)
+        whole, opt = jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, model), step.init(model)
+        for n in (1, 0):
+            whole, opt, _ = step(whole, opt, X[8 * n : 8 * n + 8], MASK[8 * n : 8 * n + 8])
+        assert same_bits(state["a"].params, whole)
+        assert type(state["b"].params) is type(model)
+
+
+def test_over_replicas() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    one, many = WithState(nnx.Rngs(0)), WithState(nnx.Rngs(0))
+    with jax.set_mesh(mesh):
+        nnx.jit(value_and_grad(lambda m, x: m(x).sum(), 2, over=gc.jax_axis("data")))(many, X)
+    value_and_grad(lambda m, x: m(x).sum(), 8)(one, X)
+    np.testing.assert_allclose(many.norm.mean[...], one.norm.mean[...], rtol=1e-6)
+    np.testing.assert_allclose(many.norm.var[...], one.norm.var[...], rtol=1e-6)
+
+
+def test_terms_of_a_module() -> None:
+    def terms(m: Any, x: Any, mask: Any) -> LossOutput:
+        found = {"a": losses.token_mean(m(x), mask), "b": losses.token_mean(m(x) ** 2)}
+        return LossOutput(found, aux=jnp.mean(x))
+
+    made = Loss(terms, terms={"a": "tokens", "b": "rows"})
+    found = [value_and_grad(made, k)(Linear(nnx.Rngs(0)), X, MASK) for k in (1, 4)]
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_optax_form() -> None:
+    model = Linear(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, accumulate(optax.sgd(0.1), every=2), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: Any, x: Any) -> None:
+        optimizer.update(model, nnx.grad(lambda m, x: m(x).mean())(model, x))
+
+    before = np.array(model.linear.kernel[...])
+    whole = nnx.grad(lambda m, x: m(x).mean())(model, X)
+    step(model, optimizer, X[:8])
+    assert equal_bits(model.linear.kernel[...], before)
+    step(model, optimizer, X[8:])
+    np.testing.assert_allclose(before - model.linear.kernel[...], 0.1 * whole["linear"]["kernel"][...], rtol=1e-4)
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "a variable without a reduction": (
+        lambda: value_and_grad(lambda m, x: m(x).sum(), 2)(Scaled(nnx.Variable), X),
+        "leaf .amax: expected a reduction as the class attribute combined_by",
+    ),
+    "modules in a dict": (
+        lambda: value_and_grad(lambda m, x: m["a"](x).sum(), 2)({"a": Linear(nnx.Rngs(0))}, X),
+        "expected one module, or a tree of arrays, received a dict of modules",
+    ),
+    "another position": (
+        lambda: value_and_grad(Loss(lambda x, m: m(x).sum(), argnums=1), 2)(X, Linear(nnx.Rngs(0))),
+        "expected a loss of the module as its first argument, received argnums=1",
+    ),
+    "state in requests": (
+        lambda: request_step(loss, optax.sgd(0.1), microbatches=2).init({"a": WithState(nnx.Rngs(0))}),
+        "a module without state and random streams",
+    ),
+    "a window without an example": (
+        lambda: train_step(lambda m, x: m(x).sum(), optax.sgd(0.1), every=2)(
+            model := WithState(nnx.Rngs(0)),
+            train_step(lambda m, x: m(x).sum(), optax.sgd(0.1), every=2).init(model),
+            X,
+        ),
+        "whose example shows the loss's aux",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_mistakes_are_named(name: str) -> None:
+    call, message = REFUSED[name]
+    with pytest.raises(gc.GradCombineError) as caught:
+        call()
+    assert message in str(caught.value)
