@@ -139,10 +139,6 @@ class Section(NamedTuple):
 SHOWN = 12
 """How many rows of a long table are shown."""
 
-SHORT = 20
-"""Words up to this length are not broken."""
-
-
 LONGEST = 400
 """Characters of a cell; of a longer one the middle is left out."""
 
@@ -197,7 +193,7 @@ def show(console: Console, verdict: str, passes: bool | None, sections: Sequence
             console.print(Text(section.note, "dim"))
         if section.rows:
             shown = len(section.rows) if section.whole else min(SHOWN, len(section.rows))
-            console.print(_table(section, shown, console.width))
+            console.print(_table(section, shown, console.width) or _lines(section, shown, console.width))
             if len(section.rows) > shown:
                 console.print(f"and {len(section.rows) - shown:,} more")
         console.print()
@@ -207,11 +203,14 @@ def show(console: Console, verdict: str, passes: bool | None, sections: Sequence
     console.print(answer)
 
 
-def _table(section: Section, shown: int, width: int) -> Table:
+def _table(section: Section, shown: int, width: int) -> Table | None:
+    """The rows as a table; None where a word of one has no room in its column."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rows = section.rows[:shown]
     used = section.used(shown)  # two spaces are between them
     widths = _widths([[section.columns[i], *(row.cells[i] for row in rows)] for i in used], width - 2 * len(used) + 1)
+    if widths is None:
+        return None
     for i, fixed in zip(used, widths, strict=True):
         justify = "left" if i == 0 else "right"
         table.add_column(section.columns[i], overflow="fold", width=fixed, justify=justify)
@@ -220,14 +219,34 @@ def _table(section: Section, shown: int, width: int) -> Table:
     return table
 
 
-def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int | None]:
-    """Widths at which no short word is broken; None for each if there is no room for that."""
-    words = [max((len(word) for text in texts for word in text.split()), default=0) for texts in columns]
-    least = [word if word <= SHORT else SHORT // 2 for word in words]
+def _lines(section: Section, shown: int, width: int) -> Text:
+    """The rows one below the other: the first cell, and the others with the names of their columns."""
+    lines, used = list[tuple[str, str]](), section.used(shown)
+    for row in section.rows[:shown]:
+        style = "" if row.passes else "red"
+        lines.append((f"{row.cells[used[0]]}\n", f"{style} bold"))
+        cells = [f"{section.columns[i]} {row.cells[i]}" for i in used[1:] if row.cells[i]]
+        lines.extend((f"  {line}\n", style) for line in _joined(cells, width - 2))
+    return Text.assemble(*lines[:-1], (lines[-1][0].rstrip("\n"), lines[-1][1]))
+
+
+def _joined(cells: Sequence[str], width: int) -> list[str]:
+    """Lines of cells with commas between; none is broken."""
+    lines = [""]
+    for cell in cells:
+        if lines[-1] and len(lines[-1]) + len(cell) + 2 > width:
+            lines.append("")
+        lines[-1] += f", {cell}" if lines[-1] else cell
+    return lines
+
+
+def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
+    """Widths at which no word is broken; None if there is no room for that."""
+    least = [max((len(word) for text in texts for word in text.split()), default=0) for texts in columns]
     if sum(least) > room:
-        return [None] * len(columns)
+        return None
     chosen = [max(map(len, texts)) for texts in columns]
     while sum(chosen) > room:
         _, widest = max((size, i) for i, size in enumerate(chosen) if size > least[i])
         chosen[widest] -= 1
-    return list(chosen)
+    return chosen

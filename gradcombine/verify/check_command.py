@@ -27,7 +27,7 @@ def check_command(
             "of gradcombine.verify.check_step. make_step(microbatches) returns step(params, batch)."
         ),
     ],
-    microbatches: Annotated[str | None, typer.Option(help="Numbers to divide by, as 2,4.")] = None,
+    microbatches: Annotated[str | None, typer.Option(help="Numbers of microbatches, as 2,4.")] = None,
     devices: Annotated[str | None, typer.Option(help="Numbers of devices, as 1,8.")] = None,
     returns: Annotated[
         str | None, typer.Option(help="What the step returns: gradients (means over the examples), or params.")
@@ -36,19 +36,21 @@ def check_command(
         str | None, typer.Option(help="module:callable, (params, examples) -> {term: (gradient of its sum, weight)}.")
     ] = None,
     allow: Annotated[
-        str | None, typer.Option(help=f"Causes that are by design, of {', '.join(BY_DESIGN)}.", metavar="CAUSES")
+        str | None, typer.Option(help=f"Causes that are intended: {', '.join(BY_DESIGN)}.", metavar="CAUSES")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(help="Give up after so many seconds.", min=0.001)] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds after which to give up.", min=0.001)] = None,
     baseline: Annotated[
         Path | None, typer.Option(help="An earlier --json: fail only on causes that are new.", metavar="FILE")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with a picture.", metavar="FILE")] = None,
 ) -> None:
-    """Are k microbatches one batch, in your step? Runs it on one batch and on its divisions, and names the cause.
+    """Checks that k microbatches give what one batch does, in a step of your own, and names the cause if not.
 
-    Exit status: 0 if they are, 1 if not (with --baseline, for a cause that is new), 2 for what cannot be imported, cut
-    or run, 3 if not all could be compared.
+    Exit status: 0 if they do, 1 if not (with --baseline, for a cause that is new), 2 for what cannot be imported,
+    divided or run, 3 if not all could be compared.
+
+    Example: `gradcombine check train:make_case --microbatches 2,4`
     """
     console = Console()
     with errors("check"):

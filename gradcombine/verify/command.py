@@ -61,8 +61,11 @@ def gradcombine_command(
 ) -> None:
     """Combines gradients over lists, time and replicas: one algebra, the same answer in JAX and TensorFlow.
 
-    To begin: `gradcombine diff before.npz after.npz`
+    To begin: `gradcombine check train:make_case`, or `gradcombine diff before.npz after.npz`
     """
+
+
+app.command("check")(check_command)
 
 
 @app.command("diff")
@@ -74,30 +77,35 @@ def diff_command(
         float | None,
         typer.Option(help="Pass leaves whose largest difference is at most this part of their largest element.", min=0),
     ] = None,
-    rules: Annotated[Path | None, typer.Option(help="A TOML file that says which leaf is which.")] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="A TOML file that maps the leaves of one side to those of the other.")
+    ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="The same in float64: which side is off, in units of its own rounding noise?")
+        str | None,
+        typer.Option(help="The same leaves in float64: says which side is inaccurate, in units of its rounding noise."),
     ] = None,
     roundings: Annotated[
-        float | None, typer.Option(help="How many roundings in a row that noise is of; by default estimated.", min=1)
+        float | None, typer.Option(help="Successive roundings in that noise; estimated by default.", min=1)
     ] = None,
     gradients: Annotated[
         bool | None,
         typer.Option(
             "--gradients/--values",
-            help="What the dumps hold, where two biases of one side are one of the other: values add up, gradients do "
-            "not. By default told by names (grads.pt, gradients/...), and by biases that differ.",
+            help="Whether the dumps hold gradients or values, where two biases of one side are one of the other: "
+            "values are added up, gradients are not. By default decided by names (grads.pt, gradients/...).",
         ),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page with plots.", metavar="FILE")] = None,
 ) -> None:
-    """Where do two dumps differ? Leaf by leaf, to the bit: gradients, parameters, states, or two runs' logs of digests.
+    """Compares two dumps leaf by leaf, to the bit: gradients, parameters, states, or two runs' logs of digests.
 
     Reads .npz, .safetensors, .pt, .h5 and .weights.h5 files, tf.train and Orbax checkpoints; a dump of one framework
     may be compared with one of another.
 
     Exit status: 0 if all leaves were compared and pass, 1 if not, 2 for what cannot be read.
+
+    Example: `gradcombine diff tensorflow.npz jax.safetensors --max-ulp 4`
     """
     with errors("diff"):
         if html is not None:
@@ -190,12 +198,14 @@ def explain_command(
         ),
     ] = None,
 ) -> None:
-    """Finds the order of additions, precision and scaling that made a result of its contributions, to the bit.
+    """Finds the order of additions, precision and scaling by which contributions give a result, to the bit.
 
     Leaves that the result lacks are ignored.
 
     Exit status: 0 if a known order gives the result, 1 if none does, or if all do, which explains nothing, 2 for what
     cannot be read.
+
+    Example: `gradcombine explain rank0.npz rank1.npz --result reduced.npz --weights 3,1`
     """
     console = Console()
     with errors("explain"):
@@ -233,8 +243,8 @@ def audit_command(
     target: Annotated[
         str | None,
         typer.Option(
-            help="A machine that need not be here: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's "
-            "description and :8. By default, this machine."
+            help="Hardware that you don't have, to compile for: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file "
+            "of a card's description and :8. By default, this machine."
         ),
     ] = None,
     fail_on: Annotated[
@@ -250,6 +260,8 @@ def audit_command(
 
     Exit status: 0 if there is nothing to fail on, 1 for findings of the names in --fail-on, or, with --baseline, for
     what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory.
+
+    Example: `gradcombine audit train:step --target h100:8`
     """
     console = Console()
     with errors("audit"):
@@ -261,7 +273,7 @@ def audit_command(
                 raise invalid(f"a path in an existing folder for {option}", str(path))
         chosen, before = report.names(fail_on), None if baseline is None else report.read_baseline(baseline)
         with Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True) as bar:
-            bar.add_task("compiling")
+            bar.add_task(f"compiling for {label(target)}" if target else "compiling")
             reports = audit_named(what, target)
         if json is not None:
             json.write_text(json_format.dumps(report.as_json(reports), indent=1, allow_nan=False) + "\n")
@@ -285,9 +297,6 @@ def audit_command(
     raise typer.Exit(0 if clean else 1)
 
 
-app.command("check")(check_command)
-
-
 @app.command("plan")
 def plan_command(
     what: Annotated[
@@ -299,7 +308,7 @@ def plan_command(
     ],
     target: Annotated[
         str | None,
-        typer.Option(help="A machine that need not be here, as for audit. By default, this machine."),
+        typer.Option(help="Hardware that you don't have, as for audit. By default, this machine."),
     ] = None,
     ways: Annotated[
         str | None,
@@ -311,6 +320,8 @@ def plan_command(
 
     Exit status: 0 if a way fits, 1 if the audit of the best one has findings, 2 for what cannot be read or compiled, 3
     if no way fits the target's memory.
+
+    Example: `gradcombine plan train:problem --target h100:8`
     """
     console = Console()
     with errors("plan"):

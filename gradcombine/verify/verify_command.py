@@ -41,9 +41,11 @@ def verify_command(
         ),
     ] = False,
 ) -> None:
-    """Does all of it hold on this machine? Gradients of a real model in NumPy, JAX and TensorFlow, compared bit by bit.
+    """Checks the library on this machine: gradients of a real model in NumPy, JAX and TensorFlow, bit by bit.
 
     Exit status: 0 if every row keeps what it promises, 1 if not, 2 for wrong options.
+
+    Example: `gradcombine verify --html report.html`
     """
     with errors("verify"):
         require_installed("verify", *VERIFIES, *(() if html is None else DRAWS), extra="verify")

@@ -107,11 +107,13 @@ def test_the_help_leads_to_a_verb_at_80_columns(monkeypatch: pytest.MonkeyPatch)
     text = CliRunner().invoke(app, ["--help"]).stdout
     assert max(map(len, text.splitlines())) <= 80
     verbs = [line.split()[1] for line in text.partition("Commands")[2].splitlines()[1:] if line[2:3].isalpha()]
-    assert verbs == ["diff", "explain", "audit", "check", "plan", "verify"]
+    assert verbs == ["check", "diff", "explain", "audit", "plan", "verify"]
     for verb in verbs:
         _, found, rest = CliRunner().invoke(app, [verb, "--help"]).stdout.partition("Exit status")
-        paragraph = f"{found}{rest.partition('╭')[0]}".strip().splitlines()
+        status, example, line = rest.partition("╭")[0].partition("Example: ")
+        paragraph = f"{found}{status}".strip().splitlines()
         assert paragraph and all(len(line.strip()) > 60 for line in paragraph[:-1])
+        assert example and line.startswith(f"gradcombine {verb} ")
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ import math
 from collections import Counter
 from typing import Any, cast
 
+import numpy as np
+
 from gradcombine.reporting.sections import Cells, HeatMap, Histogram, Section
-from gradcombine.verify.compare.meter import Element
+from gradcombine.verify.compare.meter import Element, LeafDifference
 from gradcombine.verify.compare.reference import LIMIT, Judgement
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
 from gradcombine.verify.diff.by_step import StepReport
@@ -193,10 +195,22 @@ def _cells(row: Row) -> Cells:
             f"{leaf.relative:.1e}",
             f"{1 - leaf.cosine:.1e}",
             *(" | ".join(map(str, pair)) if any(pair) else "" for pair in (leaf.nans, leaf.infs)),
-            "" if leaf.worst is None else f"[{leaf.worst.at}] {leaf.worst.a!r} | {leaf.worst.b!r}",
+            _worst(leaf),
         ),
         row.passes,
     )
+
+
+def _worst(leaf: LeafDifference) -> str:
+    if leaf.worst is None:
+        return ""
+    a, b = (_digits(x, dtype) for x, dtype in zip((leaf.worst.a, leaf.worst.b), leaf.dtypes, strict=True))
+    return f"[{leaf.worst.at}] {a} | {b}"
+
+
+def _digits(value: object, dtype: str) -> str:
+    """A number in the fewest digits that tell it from the others of its dtype."""
+    return str(np.float32(value)) if isinstance(value, float) and dtype != "float64" else repr(value)
 
 
 def _histogram(row: Row) -> Histogram:

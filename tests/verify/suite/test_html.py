@@ -130,6 +130,18 @@ def test_80_columns_break_no_word_and_the_verdict_is_first_and_last() -> None:
     assert max(map(len, lines)) <= 80 and lines[0] == lines[-1] == "All is well."
 
 
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_no_name_and_no_number_is_folded(width: int) -> None:
+    name, worst = "params/encoder/layers_0/attention/query/kernel", "[196] -1.2826493 | -1.2827775"
+    columns = ("leaf", "shape", "dtype", "largest", "median", "relative", "worst")
+    rows = [Cells((name, "64 x 64", "float32", "16,777,216 ulp", "1,076 ulp", "3.3e-05", worst), False)]
+    console = Console(width=width, file=io.StringIO())
+    show(console, "1 does not pass.", False, [Section("Leaves", columns=columns, rows=rows)])
+    text = console.file.getvalue()  # pyright: ignore[reportAttributeAccessIssue]
+    assert max(map(len, text.splitlines())) <= width
+    assert all(word in text for word in (name, *worst.split(), "16,777,216", "3.3e-05"))
+
+
 @pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command, with the run itself replaced."""
