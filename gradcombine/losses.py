@@ -6,11 +6,12 @@ denominators are added, and divided once at the end; a filter that leaves sequen
 count is known when every microbatch has run.
 
 Common arguments, arrays of NumPy, JAX or TensorFlow, eager or traced:
-  values: per token, of shape (..., T), a real float dtype.
-  mask: of their shape: bool, or a number that is 0 where a token does not count. None: all count. What stands at a
-    token that does not count, NaN too, has no effect and no gradient.
-  segments: of packed rows, of their shape: the integers from 0 to T, each the number of a sequence in its row, 0 for
-    padding. None: a row is one sequence.
+
+- ``values``: per token, of shape (..., T), a real float dtype.
+- ``mask``: of their shape: bool, or a number that is 0 where a token does not count. None: all count. What stands at a
+  token that does not count, NaN too, has no effect and no gradient.
+- ``segments``: of packed rows, of their shape: the integers from 0 to T, each the number of a sequence in its row, 0
+  for padding. None: a row is one sequence.
 
 A sequence, or a group, without a token that counts is none. Where there is none at all, numerator and denominator are
 0, whose quotient is 0 in `gradcombine.reductions.ratio`. Numerators are differentiable in the values; denominators are
