@@ -124,7 +124,7 @@ class Objective:
 
     @property
     def average_of_aux(self) -> Reduction:
-        """What combines aux without an ``aux_reduction``."""
+        """The reduction of aux where there is no ``aux_reduction``."""
         return self.average if self.loss.terms is None else reductions.mean()
 
     def differentiated_of(self, args: Sequence[Any]) -> list[Any]:

@@ -29,7 +29,7 @@ OPENED = "__opened_module__"
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Static:
-    """What of a module is no array: a node without leaves, compared by value."""
+    """A part of a module that is no array: a node without leaves, compared by value."""
 
     value: Any
 
