@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from html import unescape
 from importlib import import_module
 from pathlib import Path
@@ -89,6 +93,43 @@ def require_live_links(app: Any, exception: Exception | None) -> None:
                 logging.getLogger(__name__).warning("%s: a dead link to %s", path.relative_to(root), link)
 
 
+STEPS = """
+
+def make_audited():
+    return make_step(4), make_case()[1:]
+"""
+DUMPS = """
+import numpy as np
+kernel = np.linspace(-1, 1, 600, dtype=np.float32).reshape(20, 30)
+np.savez("old.npz", **{"dense/kernel": kernel, "dense/bias": kernel[0]})
+np.savez("new.npz", **{"dense/kernel": np.nextafter(kernel, np.float32(2)), "dense/bias": kernel[0]})
+"""
+COMMAND = [sys.executable, "-c", "from gradcombine.verify.main import main; main()"]
+REPORTS = {"check": ["steps:make_case"], "audit": ["steps:make_audited"], "diff": ["old.npz", "new.npz"]}
+
+
+def write_reports(app: Any, exception: Exception | None) -> None:
+    """The pages that the gallery shows: of the step of check.md, and of two dumps that differ."""
+    if exception is not None or app.builder.format != "html":
+        return
+    reports = Path(app.outdir) / "reports"
+    reports.mkdir(exist_ok=True)
+    step = re.findall(
+        r"^```python\n(.*?)^```", (Path(app.srcdir) / "check.md").read_text(encoding="utf-8"), re.S | re.M
+    )[0]
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "steps.py").write_text(step + STEPS, encoding="utf-8")
+        paths = [folder, str(Path(gradcombine.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        run = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "check": False}
+        subprocess.run([sys.executable, "-c", DUMPS], **run)
+        for verb, arguments in REPORTS.items():
+            page = reports / f"{verb}.html"
+            done = subprocess.run([*COMMAND, verb, *arguments, "--html", str(page)], **run)
+            if done.returncode not in (0, 1) or not page.exists():
+                logging.getLogger(__name__).warning("no report of %s: %s", verb, done.stderr)
+
+
 def skip_fields(app: Any, what: str, name: str, x: Any, skip: bool, options: Any) -> bool | None:
     """Leaves out the fields of named tuples, which their class describes, and Python only by their number."""
     return True if (getattr(x, "__doc__", None) or "").startswith("Alias for field number") else None
@@ -98,4 +139,5 @@ def setup(app: Any) -> None:
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("env-check-consistency", require_all_names)
     app.connect("doctree-resolved", require_descriptions)
+    app.connect("build-finished", write_reports)
     app.connect("build-finished", require_live_links)

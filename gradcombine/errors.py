@@ -101,7 +101,7 @@ class MissingPackageError(GradCombineError, ImportError):
     """A package that is not installed, with the one command that installs it.
 
     Args:
-      operation: the door, function or command that needs it.
+      operation: the integration, function or command that needs it.
       modules: those that were not found, by their names in ``import``.
       extra: of this package, that has them all; by default the smallest one that has the first.
 

@@ -18,6 +18,7 @@ PAGES = (
     "docs/losses.md",
     "docs/reliability.md",
     "docs/replicated.md",
+    "docs/tasks.md",
 )
 PROGRAMS = ("docs/audit.md", "docs/plan.md", "docs/state_files.md", "docs/verification.md")
 """Pages whose listings go on with what the ones before them made."""
@@ -48,7 +49,7 @@ def test_a_listing_prints_what_it_says(
     assert said or "assert " in listing
 
 
-@pytest.mark.parametrize("name", ["algebra", "performance"])
+@pytest.mark.parametrize("name", ["algebra", "losses", "performance"])
 def test_pictures_are_those_that_their_scripts_draw(name: str) -> None:
     script = runpy.run_path(str(ROOT / "docs" / f"draw_{name}.py"))
     for theme in script["THEMES"]:
@@ -58,3 +59,18 @@ def test_pictures_are_those_that_their_scripts_draw(name: str) -> None:
 def test_the_table_of_ratios_is_that_of_what_is_stored() -> None:
     script = runpy.run_path(str(ROOT / "docs" / "draw_performance.py"))
     assert script["PAGE"].read_text() == script["page"]()
+
+
+STRANGE = re.compile(r"\bdoors?\b|\bways over\b|\bhouses?\b|\bparts? company\b|\bwhere (they|two runs) part\b")
+"""Metaphors that the field has plain words for: integration, migration, diverge, resume."""
+
+
+def test_pages_and_messages_use_the_words_of_the_field() -> None:
+    pages = [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("gradcombine/**/*.py"),
+        *ROOT.glob("examples/**/*.py"),
+    ]
+    found = [f"{path.relative_to(ROOT)}: {word[0]}" for path in pages for word in STRANGE.finditer(path.read_text())]
+    assert not found
