@@ -48,9 +48,9 @@ SHOWS = {
     "survive_faults.py": r"started anew 1 time, loss 0\.1294\nsame bits: True",
     "tf_strategies.py": r"none +loss 0\.775\d +accuracy 0\.\d+",
     "tf_function_step.py": r"epoch 1: loss 2\.\d+ -> .*\n(.*\n)*epoch 5: .* -> 0\.[0-4]\d+\n.* steps, 1 trace",
-    "ways_over_jax.py": r"MultiSteps +1e-01 +\de-08\n.*same numbers +1e-01 +1e-01\noptax.microbatch +4e-02 +\de-08\n"
+    "migrate_jax.py": r"MultiSteps +1e-01 +\de-08\n.*same numbers +1e-01 +1e-01\noptax.microbatch +4e-02 +\de-08\n"
     r"a scan by hand +1e-01 +\de-08\nnum_items_in_batch +\de.0[08] +\de-08\nMaxText +\de-08 +\de-08\n",
-    "ways_over_tensorflow.py": r"(.* +1e-01 +\de-08\n){3}",
+    "migrate_tensorflow.py": r"(.* +1e-01 +\de-08\n){3}",
 }
 
 
@@ -76,7 +76,7 @@ AUDITED = (
     "survive_faults.py",
     "tf_function_step.py",
     "tf_strategies.py",
-    "ways_over_jax.py",
+    "migrate_jax.py",
 )
 """Those that compile a step."""
 

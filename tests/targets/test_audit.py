@@ -124,7 +124,7 @@ AUDITED: dict[str, tuple[str, ...]] = {
     "scan_text": (),
     "several_denominators": ("tensorflow",),
     "survive_faults": (),
-    "ways_over_jax": (),
+    "migrate_jax": (),
 }
 """The examples that compile a step in JAX, and what each imports beside it."""
 

@@ -1,4 +1,4 @@
-"""The same window of padded sentences in the ways people use, and in gradcombine's: how far each is from one batch.
+"""One window of padded sentences, with what people use and with gradcombine: how far each gradient is from one batch.
 
 Eight sentences in four microbatches of two; they hold 3 to 14 tokens, so a mean of the microbatches' means is not the
 mean over tokens.
