@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, cast
 
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.errors import invalid, require_one_of, shown, within
+from gradcombine.errors import invalid, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.ratios import Ratio, ratio
 from gradcombine.reductions.weights import parse, presence
 from gradcombine.types import Array, no_autograph
-
-Totals: TypeAlias = Literal["counted", "given"]
-"""How the totals of a window's denominators are known before its gradients. ``"counted"``: by one pass over the
-weights. ``"given"``: by the caller."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +178,3 @@ def _named(what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
     if others := [name for name in found if name not in names]:
         raise invalid(f"{expected} alone", "one more", f"[{others[0]!r}]")
     return {name: found[name] for name in names}
-
-
-def require_totals(totals: Any) -> None:
-    """Refuses what is not a way to know totals, or None."""
-    if totals is not None:
-        require_one_of(f"totals of {list(get_args(Totals))}, or None", totals, get_args(Totals))

@@ -11,11 +11,11 @@ import unicodedata
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
-from gradcombine.types import F, Order, no_autograph
+from gradcombine.types import F, no_autograph
 
 _MOST_CHARACTERS = 300
 """Of what was received, in a message."""
@@ -295,17 +295,6 @@ def require_one_of(expected: str, value: Any, choices: Sequence[str]) -> None:
     """Refuses what is not one of some names."""
     if not isinstance(value, str) or value not in choices:
         raise invalid(expected, shown(value))
-
-
-def require_order(order: Any) -> None:
-    """Refuses what is not an order of combination."""
-    require_one_of("order 'sequential' or 'tree'", order, get_args(Order))
-
-
-def require_collective(over: Any, expected: str = "a collective: LOCAL, jax_axis(name) or tf_replicas()") -> None:
-    """Refuses what is not a collective."""
-    if isinstance(over, type) or attribute(over, "all_gather") is None:
-        raise invalid(expected, shown(over))
 
 
 def require_items(expected: str, values: Any) -> list[Any]:

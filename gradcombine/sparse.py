@@ -12,8 +12,9 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.errors import attribute, invalid, operation, require_flag, require_integer, within
+from gradcombine.errors import attribute, invalid, operation, require_integer, within
 from gradcombine.formats.entry import holds_numbers
+from gradcombine.settings import check
 from gradcombine.types import Array, Tree
 
 __all__ = ["RowSparse", "add_rows", "densify", "row_sparse", "to_dense"]
@@ -306,7 +307,7 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     array([1., 5.], dtype=float32)
     """
     slices = row_slices(rows)
-    require_flag("unique", unique)
+    check(unique=unique)
     if slices is None:
         raise invalid("a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
     backend = resolve([table, slices.indices, slices.values])

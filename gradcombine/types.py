@@ -23,6 +23,15 @@ State: TypeAlias = Any
 Order: TypeAlias = Literal["sequential", "tree"]
 """``"sequential"``: one running value. ``"tree"``: the canonical binary tree over the contributions' numbers."""
 
+Precision: TypeAlias = Literal["fast", "compensated", "exact"]
+"""Of a sum: see `gradcombine.reductions.sum`."""
+
+Overflow: TypeAlias = Literal["error", "check"]
+"""What happens to one row too many: see `gradcombine.reductions.row_sum`."""
+
+Totals: TypeAlias = Literal["counted", "given"]
+"""How the totals of several denominators are known before the gradients."""
+
 
 class BinaryCounter(NamedTuple):
     """Partial states of 1, 2, 4, 8 ... contributions.

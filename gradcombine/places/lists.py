@@ -9,9 +9,10 @@ from typing import Any
 
 from gradcombine import reductions, tree
 from gradcombine.backends.registry import owner
-from gradcombine.errors import invalid, operation, renamed, require_order, shown
+from gradcombine.errors import invalid, operation, renamed, shown
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.reductions.algebra import Reduction, derived, require_reduction
+from gradcombine.reductions.algebra import Reduction, derived
+from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
 from gradcombine.types import Array, Order, State, Tree
 
@@ -59,8 +60,7 @@ def combine(
 
 
 def _combine(reduction: Reduction, values: Any, weights: Any = None, order: Order = "sequential") -> Tree:
-    require_reduction(reduction)
-    require_order(order)
+    check(reduction=reduction, order=order)
     trees = _list("trees", values)
     scales = [1] * len(trees) if weights is None else _weights(weights)
     if not trees:

@@ -10,9 +10,10 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, load_collective, resolve
-from gradcombine.errors import invalid, operation, require_collective, require_order, shown, within
+from gradcombine.errors import invalid, operation, shown, within
 from gradcombine.places.time import replace_window, whole_window
-from gradcombine.reductions.algebra import Reduction, derived, require_reduction
+from gradcombine.reductions.algebra import Reduction, derived
+from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Array, Order, State, Tree
 
 
@@ -111,9 +112,7 @@ def all_reduce(
     >>> gc.all_reduce(gc.reductions.mean(), np.float32([1, 2]), over=gc.LOCAL)
     array([1., 2.], dtype=float32)
     """
-    require_reduction(reduction)
-    require_order(order)
-    require_collective(over)
+    check(reduction=reduction, order=order, over=over)
     over.size()  # refuses a call from outside of the replicas
     leaves, structure = tree.flatten(value)
     # A value may be NumPy's; replicas exchange arrays of the rank's framework.
@@ -157,9 +156,7 @@ def merge_replicas(reduction: Reduction, state: State, over: Collective, order: 
     >>> acc.value(gc.merge_replicas(gc.reductions.mean(), state, over=gc.LOCAL))
     array([1., 2.], dtype=float32)
     """
-    require_reduction(reduction)
-    require_order(order)
-    require_collective(over)
+    check(reduction=reduction, order=order, over=over)
     if isinstance(state, AccumulateState):
         return replace_window(reduction, state, reduction.all_merge(whole_window(reduction, state), over, order))
     return reduction.all_merge(state, over, order)

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, require_count, resolve, shape_of
-from gradcombine.errors import MOST, GradCombineError, invalid, operation, require_integer, require_order, shown, within
+from gradcombine.errors import MOST, GradCombineError, invalid, operation, shown, within
 from gradcombine.places import binary_counter
-from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
+from gradcombine.settings import EXPECTED_LENGTH, LENGTH, check, valid
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
-
-_EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a function of the window index (of 32 bits)"
 
 
 class Accumulator(NamedTuple):
@@ -79,10 +78,8 @@ def accumulate(
     >>> bool(acc.ready(state)), acc.value(state)
     (True, {'w': array([2.5, 3.5], dtype=float32)})
     """
-    require_reduction(reduction)
-    require_order(order)
-    length = every if callable(every) else require_length(every)
-    longest = None if max_every is None else require_length(max_every)
+    check(reduction=reduction, order=order)
+    length, longest = valid("every", every), valid("max_every", max_every)
     depth = 1
     if order == "tree":
         longest = longest if callable(length) else length
@@ -202,7 +199,7 @@ def check_state(reduction: Reduction, state: State) -> None:
 
 def require_state_of(reduction: Reduction, state: State) -> None:
     """`check_state`, for functions that give errors a name of their own."""
-    require_reduction(reduction)
+    check(reduction=reduction)
     part, path = state, ""
     if isinstance(state, AccumulateState):
         # TensorFlow's wrappers of tuples are instances of tuple alone.
@@ -248,11 +245,6 @@ def _require_begun_here(backend: Backend, state: AccumulateState, length: int | 
         raise invalid(expected, int(step), ".step")
 
 
-def require_length(every: Any) -> int:
-    """The integer that the length of a window is."""
-    return require_integer(_EXPECTED_LENGTH, every)
-
-
 def length_at(length: int | Callable[[Array], Any], index: Array) -> Array:
     """The length of window number ``index``, where it is given as a number or as a function."""
     if not callable(length):
@@ -260,12 +252,12 @@ def length_at(length: int | Callable[[Array], Any], index: Array) -> Array:
     every = length(index)
     backend = owner(every)
     if backend is None:
-        return require_length(every)
+        return LENGTH(every)
     known = backend.concrete(backend.asarray(every))
     if known is not None:
-        return require_length(known)
+        return LENGTH(known)
     if backend.dtype(every).kind not in "iu":
-        raise invalid(_EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
+        raise invalid(EXPECTED_LENGTH, f"a traced {backend.dtype(every)}")
     return backend.maximum(every, backend.full((), 1, backend.dtype(every)))
 
 

@@ -18,12 +18,13 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.errors import MOST, invalid, require_collective, require_order, shown
+from gradcombine.errors import MOST, invalid, shown
 from gradcombine.places.replicas import LOCAL, merge_replicas
-from gradcombine.places.time import Accumulator, accumulate, length_at, require_length, whole_window
+from gradcombine.places.time import Accumulator, accumulate, length_at, whole_window
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.numbered import Numbered
+from gradcombine.settings import Settings
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
 
 UNTIL_FLUSH = MOST
@@ -44,7 +45,7 @@ class RunIf(Protocol):
 
 
 @dataclass(frozen=True)
-class Window:
+class Window(Settings):
     """Contributions of several replicas over time. Pure functions of an `AccumulateState`.
 
     A window is full after ``every`` microbatches, those of weight 0 and those left out counted, or when it is flushed.
@@ -68,10 +69,7 @@ class Window:
     max_every: int | None = None
 
     def __post_init__(self) -> None:
-        require_collective(self.over)
-        require_order(self.order)
-        if not callable(self.every):
-            object.__setattr__(self, "every", require_length(self.every))
+        super().__post_init__()
         _ = self.accumulator  # a bad function is refused here, before there is a state
 
     @cached_property

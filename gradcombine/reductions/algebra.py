@@ -10,8 +10,9 @@ from typing import Any
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import GradCombineError, attribute, invalid, operation
+from gradcombine.errors import GradCombineError, operation
 from gradcombine.pairwise import fold_pairwise
+from gradcombine.settings import check
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
@@ -176,7 +177,7 @@ class Wrapper(Reduction):
     """
 
     def __init__(self, of: Reduction) -> None:
-        require_reduction(of)
+        check(reduction=of)
         self.of = of
         self.name = of.name
         self.scales_by_weight = of.scales_by_weight
@@ -274,14 +275,6 @@ class Weighed(OnContributions):
     def __init__(self, of: Reduction) -> None:
         super().__init__(of)
         self.scales_by_weight = True
-
-
-def require_reduction(reduction: Any, path: str = "") -> None:
-    """Raises for anything but a Reduction; ``reductions.mean`` for ``reductions.mean()`` is the likely slip."""
-    if not isinstance(reduction, Reduction):
-        name = attribute(reduction, "__name__") if callable(reduction) else None
-        received = type(reduction).__name__ if name is None else f"{name}, not called"
-        raise invalid("a Reduction, for instance reductions.mean()", received, path)
 
 
 def described(*parts: Any, **settings: Any) -> str:

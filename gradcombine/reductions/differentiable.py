@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid, operation
-from gradcombine.reductions.algebra import Reduction, Wrapper, derived, require_reduction
+from gradcombine.reductions.algebra import Reduction, Wrapper, derived
+from gradcombine.settings import check
 from gradcombine.types import Order, State, Tree
 
 
@@ -39,7 +40,7 @@ def differentiable(reduction: Reduction) -> Reduction:
     >>> jax.grad(loss)(jnp.float32([1, 2]))
     Array([1.5, 2.5], dtype=float32)
     """
-    require_reduction(reduction)
+    check(reduction=reduction)
     return reduction if reduction.derivative is None else Differentiable(reduction)
 
 

@@ -12,12 +12,13 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
-from gradcombine.errors import invalid, operation, require_flag, require_items, require_one_of, shown
+from gradcombine.errors import invalid, operation, require_items, require_one_of, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight
+from gradcombine.settings import check, valid
 from gradcombine.types import Array
 
 _KINDS = (*dtypes.NUMERIC, "bool")
@@ -89,10 +90,7 @@ def elementwise(
     if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise invalid("a name", shown(name))
     finalize = _as_it_is if finalize is None else finalize
-    functions: dict[str, Callable[..., Any]] = {"update": update, "merge": merge, "finalize": finalize}
-    for role, function in functions.items():
-        if not callable(function):
-            raise invalid(f"a function as {role}", shown(function))
+    check(update=update, merge=merge, finalize=finalize)
     if not callable(empty) and not _are_numbers(empty):
         raise invalid("a number, a tuple of numbers or a function as empty", shown(empty))
     expected = f"kinds among {list(_KINDS)}"
@@ -103,8 +101,7 @@ def elementwise(
         require_one_of(expected, kind, _KINDS)
     settings = dtypes.Settings(dtype, output_dtype)
     cell = _Defined(name, tuple(taken), settings, empty, update, merge, finalize)
-    scales = require_flag("scales_by_weight", scales_by_weight)
-    return Treewise(cell, _state_of(name), scales_by_weight=scales)
+    return Treewise(cell, _state_of(name), scales_by_weight=valid("scales_by_weight", scales_by_weight))
 
 
 def _are_numbers(empty: Any) -> bool:

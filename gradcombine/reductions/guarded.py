@@ -10,11 +10,12 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, placeholder, resolve, shape_of
-from gradcombine.errors import invalid, operation, renamed, require_flag, shown
+from gradcombine.errors import invalid, operation, renamed, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, of_each_rank
 from gradcombine.reductions.weights import parse
+from gradcombine.settings import check, valid
 from gradcombine.types import Array, Order, State, Tree
 
 
@@ -53,11 +54,8 @@ class Written(Reduction):
     ) -> None:
         if not isinstance(name, str) or not name:  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("a name", shown(name))
-        functions = {"init": init, "update": update, "merge": merge, "finalize": finalize}
-        for what, function in functions.items():
-            if not callable(function):
-                raise invalid(f"a function as {what}", shown(function))
-        self.name, self.scales_by_weight = name, require_flag("scales_by_weight", scales_by_weight)
+        check(init=init, update=update, merge=merge, finalize=finalize)
+        self.name, self.scales_by_weight = name, valid("scales_by_weight", scales_by_weight)
         self.own_init, self.own_update, self.own_merge, self.own_finalize = init, update, merge, finalize
 
     @operation()

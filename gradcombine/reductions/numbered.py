@@ -12,9 +12,10 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import in_words, is_absent, is_array_of, require_scalar, resolve
-from gradcombine.errors import invalid, operation, require_integer
-from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
+from gradcombine.errors import invalid, operation
+from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.dtypes import INT32
+from gradcombine.settings import check, valid
 from gradcombine.types import Array, Order, State, Tree
 
 PLACEHOLDER = -1
@@ -91,11 +92,10 @@ def numbered(reduction: Reduction, microbatches: int) -> Reduction:
     >>> gc.merge_replicas(mean, state, over=gc.LOCAL).levels[0].counts
     array([1, 1, 0, 1], dtype=int32)
     """
-    require_reduction(reduction)
+    check(reduction=reduction)
     if reduction.microbatches is not None:
         raise invalid("a reduction without a ledger", repr(reduction))
-    count = require_integer("from 1 to 2**24 microbatches", microbatches, highest=1 << 24)
-    return NumberedReduction(reduction, count)
+    return NumberedReduction(reduction, valid("microbatches", microbatches))
 
 
 class NumberedReduction(Wrapper):

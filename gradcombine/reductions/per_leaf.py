@@ -9,8 +9,9 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import invalid, operation, within
-from gradcombine.reductions.algebra import Reduction, described, require_reduction
+from gradcombine.reductions.algebra import Reduction, described
 from gradcombine.reductions.weights import presence
+from gradcombine.settings import check
 from gradcombine.types import Order, State, Tree
 
 
@@ -46,7 +47,8 @@ def per_leaf(reductions: Tree) -> Reduction:
     """
     members, prefix = tree.flatten(reductions, is_leaf=lambda node: isinstance(node, Reduction))
     for path, member in zip(prefix.paths(), members, strict=True):
-        require_reduction(member, path)
+        with within(path):
+            check(reduction=member)
     return PerLeaf(members, prefix)
 
 

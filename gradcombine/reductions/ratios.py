@@ -10,11 +10,12 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import invalid, operation, require_items, shown, within
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
+from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.numbered import numbered, without_numbers
 from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.sums import mean as mean_
 from gradcombine.reductions.weights import parse, where
+from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
 from gradcombine.types import State, Tree
 
@@ -65,7 +66,7 @@ def ratio(mean: Reduction | None = None) -> Reduction:
 
 
 def _ratio(mean: Reduction) -> Reduction:
-    require_reduction(mean)
+    check(reduction=mean)
     if not mean.divides:
         raise invalid("a mean, as reductions.mean or reductions.row_mean makes it", mean.name)
     return RatioReduction(mean)
@@ -142,7 +143,7 @@ def ratios(denominators: Iterable[str], mean: Reduction | None = None) -> Reduct
 def ratios_of(denominators: Iterable[str], mean: Reduction | None = None) -> Reduction:
     """`ratios`, for functions that give errors a name of their own."""
     own = mean_() if mean is None else mean
-    require_reduction(own)
+    check(reduction=own)
     combined = Ratios(per_leaf({name: _ratio(without_numbers(own)) for name in _names(denominators)}))
     return combined if own.microbatches is None else numbered(combined, own.microbatches)
 

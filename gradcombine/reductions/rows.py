@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import dtype_of, shape_of
-from gradcombine.errors import invalid, operation, require_integer, require_one_of, shown
+from gradcombine.errors import invalid, operation, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.adding import over_weight, zero_if_empty
 from gradcombine.reductions.algebra import Reduction
@@ -20,6 +19,7 @@ from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight, weighted
+from gradcombine.settings import Settings
 from gradcombine.sparse import (
     MOST_ROWS,
     Distinct,
@@ -32,7 +32,7 @@ from gradcombine.sparse import (
     row_slices,
     union,
 )
-from gradcombine.types import Array
+from gradcombine.types import Array, Overflow
 
 
 class RowTable(NamedTuple):
@@ -137,11 +137,8 @@ def result(backend: Backend, table: RowTable, finished: Array) -> RowSparse:
     return RowSparse(backend.where(padding & lost, last, table.indices), values, table.extent)
 
 
-Overflow = Literal["error", "check"]
-
-
 @dataclass(frozen=True)
-class Rows(Cell):
+class Rows(Settings, Cell):
     """An accumulator that is a `RowTable`.
 
     Attributes:
@@ -157,11 +154,6 @@ class Rows(Cell):
     overflow: Overflow
     settings: dtypes.Settings
     kinds: tuple[str, ...] = ("float", "complex")
-
-    def __post_init__(self) -> None:
-        capacity = require_integer("a capacity of 1 row or more", self.capacity, highest=sys.maxsize)
-        object.__setattr__(self, "capacity", capacity)
-        require_one_of(f"overflow of {list(get_args(Overflow))}", self.overflow, get_args(Overflow))
 
     is_leaf = staticmethod(is_row_sparse)
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any
 
-from gradcombine.errors import invalid, operation, require_integer, require_one_of, shown
+from gradcombine.errors import invalid, operation, require_integer, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.adding import Added, Compensated, over_weight, zero_if_empty
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY
 from gradcombine.reductions.treewise import Treewise, TreewiseState
-
-Precision = Literal["fast", "compensated", "exact"]
+from gradcombine.settings import check
+from gradcombine.types import Precision
 
 
 class SumState(TreewiseState):
@@ -74,7 +74,7 @@ def sum(
     >>> gc.combine(gc.reductions.sum(), [np.float32([1, 2]), np.float32([3, 4])], weights=[1, 10])
     array([31., 42.], dtype=float32)
     """
-    _require_precision(precision)
+    check(precision=precision)
     settings = dtypes.Settings(dtype, output_dtype)
     if precision == "compensated":
         cell = Compensated("sum", settings, divides=False)
@@ -117,7 +117,7 @@ def mean(
     >>> gc.combine(gc.reductions.mean(), [np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
     array([1.75, 2.75], dtype=float32)
     """
-    _require_precision(precision)
+    check(precision=precision)
     settings = dtypes.Settings(dtype, output_dtype)
     if precision == "compensated":
         cell = Compensated("mean", settings, divides=True)
@@ -132,11 +132,6 @@ def mean(
         return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **own)
     cell = Added("mean", ("float", "complex"), over_weight, settings)
     return Treewise(cell, MeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True)
-
-
-def _require_precision(precision: str) -> None:
-    """Refuses a precision that no algorithm here has."""
-    require_one_of(f"a precision of {list(get_args(Precision))}", precision, get_args(Precision))
 
 
 def _needs_room(max_terms: int) -> bool:

@@ -10,10 +10,11 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
-from gradcombine.errors import invalid, operation, require_number
+from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import OnContributions, Reduction, described, require_reduction
+from gradcombine.reductions.algebra import OnContributions, Reduction, described
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
+from gradcombine.settings import check, valid
 from gradcombine.sparse import densify, is_row_sparse, row_slices
 from gradcombine.types import Array, State, Tree
 
@@ -139,8 +140,8 @@ def clipped(reduction: Reduction, max_norm: float) -> Reduction:
     >>> gc.combine(gc.reductions.clipped(gc.reductions.mean(), 5), [np.float32([3, 4]), np.float32([30, 40])])
     array([3., 4.], dtype=float32)
     """
-    require_reduction(reduction)
-    return Clipped(reduction, require_number("a positive and finite max_norm", max_norm, np.nextafter(0, 1)))
+    check(reduction=reduction)
+    return Clipped(reduction, valid("max_norm", max_norm))
 
 
 class Clipped(OnContributions):

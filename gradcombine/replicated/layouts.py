@@ -11,11 +11,12 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import MOST_REPLICAS, GradCombineError, invalid, operation, require_collective, require_integer
+from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.places.lists import combine
 from gradcombine.places.replicas import all_reduce
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
+from gradcombine.settings import collective, valid
 from gradcombine.types import Array, Order, Tree
 
 BOOL = np.dtype(np.bool_)
@@ -154,8 +155,7 @@ def stacked(replicas: int) -> Stacked:
     >>> replicated.stacked(4)
     stacked(4)
     """
-    expected = f"from 1 to {MOST_REPLICAS} replicas"
-    return Stacked(require_integer(expected, replicas, highest=MOST_REPLICAS))
+    return Stacked(valid("replicas", replicas))
 
 
 def layout(over: Any, order: Order) -> Layout:
@@ -163,5 +163,4 @@ def layout(over: Any, order: Order) -> Layout:
     if isinstance(over, Stacked):
         return Stacked(over.replicas, order)
     expected = "a collective, LOCAL, jax_axis(name) or tf_replicas(), or replicated.stacked(n)"
-    require_collective(over, expected)
-    return PerReplica(over, order)
+    return PerReplica(collective(expected)(over), order)

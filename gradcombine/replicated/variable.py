@@ -11,10 +11,11 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import described, is_absent, resolve
-from gradcombine.errors import GradCombineError, invalid, operation, require_order, shown, within
+from gradcombine.errors import GradCombineError, invalid, operation, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.replicated.layouts import Layout, Stacked, layout
 from gradcombine.replicated.policy import Aggregation, Policy, Synchronization, decide
+from gradcombine.settings import check
 from gradcombine.types import Array, Order, Tree
 
 
@@ -113,7 +114,7 @@ def variable(
     >>> [float(y) for y in jax.vmap(step, axis_name="data")(np.float32([1, 4]))]
     [12.5, 12.5]
     """
-    require_order(order)
+    check(order=order)
     place = layout(over, order)
     policy = decide(aggregation, synchronization, over)
     contexts = _Contexts(policy, place)

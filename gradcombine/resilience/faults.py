@@ -28,12 +28,13 @@ from gradcombine.backends.registry import (
     shape_of,
 )
 from gradcombine.digests import digest
-from gradcombine.errors import invalid, operation, require_collective
+from gradcombine.errors import invalid, operation
 from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, require_state
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.resilience.ledger import ledgers_in
+from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State, Tree
 
 KINDS = ("structure", "nan", "infinity", "stale", "doubled", "differs")
@@ -97,7 +98,7 @@ def find(over: Collective, values: Tree = None, *, window: AccumulateState | Non
     >>> bool(found.found), found.table.tolist()
     (True, [[0, 1, 0, 0, 0, 0]])
     """
-    require_collective(over)
+    check(over=over)
     size, rank = over.size(), over.rank()
     parts = [(name, *tree.flatten(part)) for name, part in (("values", values), ("twins", twins))]
     if window is not None:
@@ -198,7 +199,7 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
     >>> float(total.finalize(gc.faults.drop(total, state, faults)))
     0.0
     """
-    require_reduction(reduction)
+    check(reduction=reduction)
     _require_faults(faults)
     if isinstance(state, AccumulateState):
         require_state(state)

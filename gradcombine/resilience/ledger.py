@@ -15,20 +15,18 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, resolve, shape_of
 from gradcombine.errors import (
-    MOST_REPLICAS,
     invalid,
     operation,
-    require_collective,
     require_integer,
     require_items,
     require_list,
-    require_order,
     shown,
 )
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places.time import replace_window, whole_window
-from gradcombine.reductions.algebra import Reduction, of_each_rank, require_reduction
+from gradcombine.reductions.algebra import Reduction, of_each_rank
 from gradcombine.reductions.numbered import NumberedState, ranges
+from gradcombine.settings import check, valid
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State
 
 Assignment = Sequence[Sequence[int]]
@@ -130,8 +128,7 @@ def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) 
     >>> ledger.deal([3], 3, held=[[0], [1], [2]])
     [[3], [], []]
     """
-    expected = f"from 1 to {MOST_REPLICAS} replicas"
-    count = require_integer(expected, replicas, highest=MOST_REPLICAS)
+    count = valid("replicas", replicas)
     holders: list[list[int]] = [[]] * count if held is None else _numbers("what each replica holds", held)
     if len(holders) != count:
         raise invalid(f"what each of {count} replicas holds", f"that of {len(holders)}")
@@ -188,9 +185,7 @@ def merge_held(
     >>> float(total.finalize(merged))
     3.0
     """
-    require_reduction(reduction)
-    require_order(order)
-    require_collective(over)
+    check(reduction=reduction, order=order, over=over)
     assignment = _numbers("an assignment, a list for each replica", assignment)
     places = _places(assignment, over.size())
     states = require_list("a list of states, one per logical replica", held)

@@ -15,7 +15,8 @@ from gradcombine.backends.registry import resolve
 from gradcombine.errors import invalid, operation, require_list
 from gradcombine.formats import Entry
 from gradcombine.places.time import depth_of, require_state_of
-from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
 from gradcombine.statefile import container
 from gradcombine.statefile import header as headers
 from gradcombine.statefile.container import array_name, decoding, refused, require_path
@@ -163,7 +164,7 @@ def inspect(path: str | os.PathLike[str]) -> Header:
 
 def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[State]) -> None:
     """Writes one state per replica."""
-    require_reduction(reduction)
+    check(reduction=reduction)
     target = require_path(path)
     parts = [on_host(state) for state in states]
     first = layout(parts[0])
@@ -195,7 +196,7 @@ def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[
 
 def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, replicas: int | None = None) -> list[State]:
     """One state per replica."""
-    require_reduction(reduction)
+    check(reduction=reduction)
     source = require_path(path)
     with decoding(source):
         contents = container.read(source)

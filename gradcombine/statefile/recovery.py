@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.errors import GradCombineError, invalid, operation, require_integer, require_path
-from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.errors import GradCombineError, invalid, operation
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.plain import last
 from gradcombine.resilience import ledger
+from gradcombine.settings import check, valid
 from gradcombine.statefile.files import inspect, load, require_composition, save
 from gradcombine.statefile.header import on_host
 from gradcombine.types import State, Tree
@@ -69,7 +70,7 @@ def begin_window(folder: str | os.PathLike[str], index: int, begun: Tree) -> Non
     >>> run.window, run.begun, sorted(run.parts)
     (0, {'w': array([0., 0.], dtype=float32)}, [3])
     """
-    index = require_integer("the index of a window, from 0", index, 0)
+    index = valid("index", index)
     path = _path(folder, index, _BEGUN)
     path.parent.mkdir(parents=True, exist_ok=True)
     if not _is_there(path, begun):
@@ -96,7 +97,7 @@ def save_part(folder: str | os.PathLike[str], index: int, holder: int, reduction
       GradCombineError: for a window that has not begun, a state without a ledger, and as `save`.
       OSError: where the file cannot be written. The last part is whole then, so that training may go on without it.
     """
-    path = _path(folder, index, str(require_integer("a holder, from 0", holder, 0)))
+    path = _path(folder, index, str(valid("holder", holder)))
     if not _path(folder, index, _BEGUN).is_file():
         raise invalid("a window that begin_window has begun", index)
     ledger.read(state)
@@ -129,8 +130,8 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
     has the bits of the unbroken run in precision ``"exact"``, and in order ``"tree"`` if the holders are logical
     replicas.
     """
-    require_reduction(reduction)
-    files, left_out = _files(require_path("a folder", folder)), dict[str, str]()
+    check(reduction=reduction)
+    files, left_out = _files(valid("folder", folder)), dict[str, str]()
     window, begun = 0, start
     beginnings = sorted(((index, file) for file, index, holder in files if holder == _BEGUN), reverse=True)
     for index, file in beginnings:
@@ -188,8 +189,8 @@ def _is_there(path: Path, begun: Tree) -> bool:
 
 
 def _path(folder: str | os.PathLike[str], index: int, holder: str) -> Path:
-    number = require_integer("the index of a window, from 0", index, 0)
-    return require_path("a folder", folder) / _name(number, holder)
+    number = valid("index", index)
+    return valid("folder", folder) / _name(number, holder)
 
 
 def _name(index: int, holder: str) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import MOST, MOST_REPLICAS, invalid, operation, require_flag, require_integer, require_list
+from gradcombine.errors import MOST, invalid, operation, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places import binary_counter
 from gradcombine.places.time import depth_of, require_state, require_state_of, whole_window
-from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check, valid
 from gradcombine.types import AccumulateState, Array, BinaryCounter, State
 
 
@@ -66,10 +67,9 @@ def resize(
     >>> int(left.step), float(old.value(left)), float(old.value(right))
     (2, 1.0, 2.5999999046325684)
     """
-    require_reduction(reduction)
+    check(reduction=reduction, full=full)
     parts = require_list("a list of states, one per replica", states)
-    count = require_integer(f"from 1 to {MOST_REPLICAS} replicas", replicas, highest=MOST_REPLICAS)
-    require_flag("full", full)
+    count = valid("replicas", replicas)
     if every is not None:
         require_integer("a window length of 1 or more", every)
     for part in parts:

@@ -15,18 +15,17 @@ from gradcombine.errors import (
     GradCombineError,
     invalid,
     operation,
-    require_collective,
     require_flag,
     require_items,
     require_number,
     require_one_of,
-    require_order,
     shown,
 )
 from gradcombine.integrations.tensorflow import indexed_slices as sparse
 from gradcombine.places import replicas
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
 from gradcombine.types import Array, Order, Tree
 
 Op = Literal["average", "sum", "min", "max", "product", "adasum"]
@@ -110,8 +109,7 @@ class AllReduce:
         sparse_as_dense: bool = False,
         order: Order = "sequential",
     ) -> None:
-        require_order(order)
-        require_collective(over)
+        check(order=order, over=over)
         require_one_of(f"an op of {list(get_args(Op))}", op, get_args(Op))
         prescale_factor, postscale_factor, gradient_predivide_factor = (
             require_number("finite factors, and no predivision by 0", factor, -math.inf)

@@ -17,16 +17,17 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.errors import MOST, invalid, require_collective, require_flag, require_order, shown
+from gradcombine.errors import MOST, invalid, require_flag, shown
 from gradcombine.integrations.jax.arrays import examples, in_own_words
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.places.replicas import LOCAL
 from gradcombine.places.window import Window
-from gradcombine.reductions.algebra import Reduction, Weighed, require_reduction
+from gradcombine.reductions.algebra import Reduction, Weighed
 from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
+from gradcombine.settings import check
 from gradcombine.types import Array, Order, Tree
 
 
@@ -70,12 +71,11 @@ class Objective:
     order: Order = "sequential"
 
     def __post_init__(self) -> None:
-        require_reduction(self.reduction)
+        check(reduction=self.reduction)
         loss = self.loss
         for name in ("has_aux", "differentiate"):
             require_flag(name, getattr(loss, name))
-        require_order(self.order)
-        require_collective(self.over)
+        check(order=self.order, over=self.over)
         axis = self.reduction.summed_over
         if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
             raise invalid(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))

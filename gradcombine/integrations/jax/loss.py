@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from gradcombine.denominators import Totals
-from gradcombine.types import Tree
+from gradcombine.types import Totals, Tree
 
 
 class LossOutput(NamedTuple):

@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from gradcombine import reductions
-from gradcombine.errors import invalid
+from gradcombine.errors import invalid, within
 from gradcombine.integrations.jax.arrays import require_levels
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
-from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
 from gradcombine.types import Tree
 
 OPENED = "__opened_module__"
@@ -126,7 +127,8 @@ class State:
         for path, variable in _variables(module.rest):
             by = getattr(type(variable), "combined_by", own.get(type(variable)))
             if by is not None:
-                require_reduction(by, _shown(path))
+                with within(_shown(path)):
+                    check(reduction=by)
                 self.reductions[_shown(path)] = by
 
     def of(self, before: Tree, module: Any) -> dict[str, Any]:

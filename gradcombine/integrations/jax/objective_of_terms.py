@@ -17,7 +17,7 @@ from gradcombine import reductions
 from gradcombine.backends.jax_versions import vjp_by_name
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.denominators import Terms, require_totals
+from gradcombine.denominators import Terms
 from gradcombine.errors import invalid, operation
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Objective
@@ -26,6 +26,7 @@ from gradcombine.integrations.jax.on_replicas import mark_own
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios_of
 from gradcombine.reductions.weights import parse
+from gradcombine.settings import check
 from gradcombine.types import Array, Order, Tree
 
 
@@ -40,7 +41,7 @@ def objective_of(
     loss = Loss.of(loss)
     mean = reductions.mean() if reduction is None else reduction
     objective = Objective(loss, weight, mean, over, order)
-    require_totals(loss.totals)
+    check(totals=loss.totals)
     if loss.terms is None:
         if loss.totals is not None:
             raise invalid("terms, for totals", "none")

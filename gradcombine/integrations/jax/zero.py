@@ -18,8 +18,9 @@ from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
 from gradcombine.errors import invalid, operation, require_integer, shown
 from gradcombine.formats.entry import first_line
 from gradcombine.places.replicas import LOCAL
-from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
+from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.sums import MeanState, SumState
+from gradcombine.settings import check
 from gradcombine.types import Array, Order, State, Tree
 
 
@@ -70,7 +71,7 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
     >>> jax.vmap(window, axis_name="data")(grads, jnp.float32([[1, 3], [2, 2]])).tolist()
     [[2.125, 2.625], [3.375, 0.0]]
     """
-    require_reduction(reduction)
+    check(reduction=reduction)
     axis = _axis(over)
     if not isinstance(reduction.init(jax.ShapeDtypeStruct((), jnp.float32)), (SumState, MeanState)):
         raise invalid("reductions.sum() or reductions.mean() in precision 'fast'", reduction.name)
@@ -228,7 +229,7 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     >>> zero.exchange_costs(gc.reductions.mean(), spec, every=4, replicas=8)["reduce_scatter"]
     ExchangeCost(sent=17500, accumulators=500)
     """
-    require_reduction(reduction)
+    check(reduction=reduction)
     every = require_integer("1 microbatch or more", every)
     replicas = require_integer("1 replica or more", replicas)
     leaves, _ = tree.flatten(like)

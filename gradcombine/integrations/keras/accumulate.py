@@ -16,8 +16,7 @@ from gradcombine.integrations.keras.losses import Unweighed
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, reduction_of
 from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.places.window import Window
-from gradcombine.reductions.sums import Precision
-from gradcombine.types import Order
+from gradcombine.types import Order, Precision
 
 # As in Keras itself, the backend is chosen at import, and the other framework need not be installed.
 if keras.backend.backend() == "tensorflow":

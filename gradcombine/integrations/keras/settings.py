@@ -13,7 +13,7 @@ import keras
 from gradcombine import reductions
 from gradcombine.errors import GradCombineError, attribute, invalid, require_items, shown
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.sums import Precision
+from gradcombine.types import Precision
 
 
 def require_jax(method: str) -> None:

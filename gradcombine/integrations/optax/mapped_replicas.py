@@ -15,15 +15,14 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.errors import (
     invalid,
     operation,
-    require_collective,
     require_integer,
     require_items,
-    require_order,
     shown,
 )
 from gradcombine.integrations.jax.on_replicas import on_replicas
 from gradcombine.integrations.optax.skip import SkipState
-from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Order, Tree
 
 
@@ -57,9 +56,7 @@ def all_reduce(
     [-2.0, -2.0]
     """
     reduction = gc.reductions.mean() if reduction is None else reduction
-    require_reduction(reduction)
-    require_order(order)
-    require_collective(over)
+    check(reduction=reduction, order=order, over=over)
 
     def init(params: optax.Params) -> optax.EmptyState:
         del params
@@ -114,7 +111,7 @@ def map_replicas(
     >>> float(w)
     -2.0
     """
-    require_collective(over)
+    check(over=over)
     if not callable(function):
         raise invalid("a function", shown(function))
     expected = "batch_argnums that are numbers of positional arguments"

@@ -11,7 +11,6 @@ import tensorflow as tf
 from gradcombine import reductions, tree
 from gradcombine.backends.registry import in_words, is_array_of
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.denominators import Totals
 from gradcombine.errors import invalid, operation, require_items, shown
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
@@ -39,7 +38,7 @@ from gradcombine.integrations.tensorflow.state import (
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import AccumulateState, Order
+from gradcombine.types import AccumulateState, Order, Totals
 
 __all__ = ["AccumulatedStep"]
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.denominators import Terms, Totals, require_totals
+from gradcombine.denominators import Terms
 from gradcombine.errors import invalid
 from gradcombine.integrations.tensorflow.state import ReplicaState, in_local_variables
 from gradcombine.places.window import Window
@@ -19,6 +19,8 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios_of
 from gradcombine.reductions.weights import parse
+from gradcombine.settings import check
+from gradcombine.types import Totals
 
 
 class WindowMetrics(NamedTuple):
@@ -61,7 +63,7 @@ class LossOfTerms:
 
     def __init__(self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None) -> None:
         self._terms, self._known = Terms(terms), totals is not None
-        require_totals(totals)
+        check(totals=totals)
         if totals == "counted":
             raise invalid("totals that are given, as a call brings one microbatch", "counted")
         if self._known:

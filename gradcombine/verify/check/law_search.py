@@ -20,7 +20,8 @@ from gradcombine.errors import (
     shown,
 )
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, require_reduction
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
 from gradcombine.types import State, Tree
 from gradcombine.verify.check.laws import (
     DETERMINISTIC,
@@ -149,7 +150,7 @@ def check_reduction(
     merge(b, a): array([0., 0.], dtype=float32)
     If it need not hold: check_reduction(..., commutative=False).
     """
-    require_reduction(reduction)
+    check(reduction=reduction)
     ulps = require_integer("ulps from 0 to 2**20", ulps, 0, 2**20)
     examples = require_integer("1 example or more", examples)
     require_installed("check_reduction", "hypothesis")
