@@ -29,7 +29,7 @@ def supervise(start, patience, limit=float("inf")):
       limit: seconds for everything.
 
     Returns:
-      How often all were started anew.
+      How often all were restarted.
     """
     deadline, attempt = time.monotonic() + limit, 0
     while not _have_ended_well(*start(attempt), patience, deadline):
@@ -135,7 +135,7 @@ def work(address, folder, size, rank, told, killed_after):
 
 
 def run(folder, size, killed_after=None):
-    """Trains to the end; returns the parameters, and how often all processes were started anew."""
+    """Trains to the end; returns the parameters, and how often all processes were restarted."""
     context = multiprocessing.get_context("spawn")
 
     def start(attempt):
@@ -160,7 +160,7 @@ def main():
         (calm, _), (struck, restarts) = run(quiet, 1), run(faulty, 2, killed_after=6)
     x, y = microbatch(WINDOWS, 0)
     loss = np.mean((x @ struck - y) ** 2)
-    print(f"killed after its 6th microbatch: started anew {restarts} time, loss {loss:.4f}")
+    print(f"killed after its 6th microbatch: restarted {restarts} time, loss {loss:.4f}")
     print(f"same bits: {calm.tobytes() == struck.tobytes()}")
 
 

@@ -45,7 +45,7 @@ SHOWS = {
     r"JAX, totals unknown +gradient off by \d\.\de-0[78]\n"
     r"JAX, totals counted +gradient off by \d\.\de-0[78]\nTensorFlow +gradient off by \d\.\de-0[78]\n"
     r"mean of means +gradient off by 7\.\de-01\n",
-    "survive_faults.py": r"started anew 1 time, loss 0\.1294\nsame bits: True",
+    "survive_faults.py": r"restarted 1 time, loss 0\.1294\nsame bits: True",
     "tf_strategies.py": r"none +loss 0\.775\d +accuracy 0\.\d+",
     "tf_function_step.py": r"epoch 1: loss 2\.\d+ -> .*\n(.*\n)*epoch 5: .* -> 0\.[0-4]\d+\n.* steps, 1 trace",
     "migrate_jax.py": r"MultiSteps +1e-01 +\de-08\n.*same numbers +1e-01 +1e-01\noptax.microbatch +4e-02 +\de-08\n"

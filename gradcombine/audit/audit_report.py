@@ -67,7 +67,7 @@ def page_sections(
 
 def _undrawn(report: Audit) -> str:
     graph = isinstance(report.program, Graph)
-    return "a graph does not tell what takes how long" if graph else "nothing is computed, moved or exchanged"
+    return "times cannot be read from a graph" if graph else "nothing is computed, moved or exchanged"
 
 
 def explanations() -> dict[str, str]:
@@ -328,7 +328,11 @@ def _controls(program: Program | Graph) -> list[Cells]:
     for name, x, loops in program.executed():
         if x.opcode == "while":
             trips = program.trips(name, x)
-            kind = "loop" if program.repeats(name, x) or trips is not None else "branch, as a loop of one turn or none"
+            kind = (
+                "loop"
+                if program.repeats(name, x) or trips is not None
+                else "branch, as a loop of at most one iteration"
+            )
             count = (
                 "unknown" if kind == "loop" and trips is None else f"{times(loops) * (1 if trips is None else trips):,}"
             )
@@ -341,7 +345,7 @@ def _controls(program: Program | Graph) -> list[Cells]:
             if x.opcode == "select" and x.bytes >= 1024 and program.chosen_whole(of, x):
                 selects[short(program.source(x))] += 1
     for source, count in selects.items():
-        rows.append(Cells((f"{count} arrays selected whole: both are computed", "", source)))
+        rows.append(Cells((f"{count} arrays selected: both are computed", "", source)))
     return rows
 
 

@@ -87,7 +87,7 @@ class Audit(NamedTuple):
     def bounds(self) -> dict[str, Bound]:
         """Of compute, memory and exchange: the longest is the bound of the call, where they overlap perfectly."""
         if self.turns is None or self.beside is None or self.flops is None:
-            nothing = Bound(None, "a graph does not tell")
+            nothing = Bound(None, "not known from a graph")
             return bounds(self.target, {}, 0, self.exchanges) | {"compute": nothing, "memory": nothing}
         return bounds(self.target, self.flops, self.turns + self.beside, self.exchanges)
 

@@ -85,7 +85,9 @@ def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
         step,
         lambda: Program(step.as_text(), shardings=shardings(step)),
     )
-    memory = foreign("a compiled function that tells its memory", step, lambda: _memory(step.memory_analysis(), target))
+    memory = foreign(
+        "a compiled function with a memory analysis", step, lambda: _memory(step.memory_analysis(), target)
+    )
     return Built(program, memory, _donated(step, len(program.parameters)))
 
 

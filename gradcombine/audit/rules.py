@@ -128,7 +128,7 @@ def optimizer_every_microbatch(subject: Subject[X]) -> Iterator[Finding]:
     """Reports what is computed anew, and keeps what it held where a counter says so."""
     if kept := subject.kept():
         moved = 2 * sum(size for _, size in kept)
-        what = f"{len(kept)} {subject.noun} are computed anew in each call, and a counter decides to keep the old ones"
+        what = f"{len(kept)} {subject.noun} are computed in each call, and a counter decides to keep the old ones"
         yield Finding("optimizer-every-microbatch", what, subject.source(kept[0][0]), len(kept), moved=moved)
 
 

@@ -305,7 +305,7 @@ class Search(Subject[Instruction]):
         # What lies in a TPU's fast memory moves nothing.
         if moved < COPIED and not any(True for name, x, _ in inner for _ in self.program.products(name, x)):
             return ""
-        return f" is counted as one turn, of {size_text(moved)}"
+        return f" is counted as one iteration, of {size_text(moved)}"
 
     @cached_property
     def gates(self) -> Gates:

@@ -122,7 +122,7 @@ class Loop(Generic[X]):
     trips: int | None
 
     def __str__(self) -> str:
-        return f"a loop of {'an unknown number of' if self.trips is None else self.trips} turns"
+        return f"a loop of {'an unknown number of' if self.trips is None else self.trips} iterations"
 
 
 class Exchange(NamedTuple, Generic[X]):

@@ -112,7 +112,7 @@ def _bands(
                 turns = "?" if loop.trips is None else f"{loop.trips:,}"
                 each = (_time if published else size_text)(width * total)
                 source = short(program.source(loop.operation))
-                words = f"a loop of {turns} turns, {each} each" + f", {source}" * bool(source)
+                words = f"a loop of {turns} iterations, {each} each" + f", {source}" * bool(source)
                 found.append(Band(starts[begun], width, depth, f"x {turns}", words))
             begun = i
     return found
@@ -126,7 +126,7 @@ def _exchange(report: Audit, number: int) -> str:
 
 
 def _note(report: Audit, published: bool) -> str:
-    turns = " A turn of a loop is drawn once."
+    turns = " One iteration of a loop is drawn."
     if not published:
         return (
             f"Nothing is published of {report.target.name}: an operation is as wide as the bytes that it moves and "

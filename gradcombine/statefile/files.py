@@ -223,9 +223,7 @@ def require_composition(source: Path, header: Header, reduction: Reduction) -> N
     if header.reduction != reduction.name:
         raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
     if header.settings is None:
-        text = (
-            f"statefile.load: {source} does not tell the settings of its reduction: {reduction.description} is assumed"
-        )
+        text = f"statefile.load: {source} lacks the settings of its reduction: {reduction.description} is assumed"
         warnings.warn(text, stacklevel=4)
     elif header.settings != reduction.description:
         raise refused(f"states of {reduction.description}", f"states of {header.settings}")

@@ -143,7 +143,7 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
     else:
         if any(index > 0 for index, _ in beginnings):
             received = "; ".join(f"{name}: {why}" for name, why in left_out.items())
-            raise invalid("a beginning that is whole", received)
+            raise invalid("an undamaged beginning", received)
     parts = dict[int, State]()
     for file, index, holder in files:
         if index == window and holder != _BEGUN:

@@ -134,7 +134,7 @@ def _depth(levels: int, shift: int | None, every: int | None) -> int:
     if levels == 1:
         return 1
     if shift is None or levels + shift < 1:
-        expected = "every, for order 'tree' where the old window's length does not tell the new one's"
+        expected = "every, for order 'tree' where it does not follow from the old window's length"
         raise invalid(expected, "None")
     return levels + shift
 

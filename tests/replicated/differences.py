@@ -51,7 +51,7 @@ DIFFERENCES = (
         _refused,
     ),
     Difference(
-        "a refused cross-replica write, ON_READ with NONE, eager",
+        "a rejected cross-replica write, ON_READ with NONE, eager",
         lambda case: (
             case.column == "eager"
             and case.key.startswith("ON_READ|NONE|")

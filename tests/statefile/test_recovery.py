@@ -168,7 +168,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     statefile.begin_window(tmp_path, 1, other)
     for index in range(2):
         os.truncate(tmp_path / f"window-0000000{index}.begun.npz", 10)
-    with pytest.raises(GradCombineError, match=r"a beginning that is whole, received window-00000001\.begun\.npz: "):
+    with pytest.raises(GradCombineError, match=r"an undamaged beginning, received window-00000001\.begun\.npz: "):
         statefile.recover(tmp_path, MEAN, START, START)
 
 

@@ -100,7 +100,7 @@ def test_a_file_of_the_version_before_loads_and_says_what_it_does_not_tell(tmp_p
     statefile.save(path, clipped, state)
     rewritten(path, lambda entries, fields: (fields.update(version=2), fields.pop("settings")))
     assert statefile.inspect(path).settings is None
-    with pytest.warns(UserWarning, match=r"does not tell the settings of its reduction: clipped\(mean\(\), max_norm=1"):
+    with pytest.warns(UserWarning, match=r"lacks the settings of its reduction: clipped\(mean\(\), max_norm=1"):
         loaded = statefile.load(path, clipped, LIKE)
     assert json.dumps(loaded.levels[0].value["w"].tolist()) == json.dumps(state.levels[0].value["w"].tolist())
     with pytest.raises(gc.GradCombineError, match="expected states of 'sum'"):

@@ -160,7 +160,7 @@ class Graph(Values, Subject[Operation]):
         arrays = [self.arrays[v] for x in inside for v in x.outputs]
         made = sum(array.bytes for array in arrays)
         unknown = any(array.kind and not array.exact for array in arrays)
-        return f", {loop.operation.name}, is counted as one turn" if made >= COPIED or unknown else ""
+        return f", {loop.operation.name}, is counted as one iteration" if made >= COPIED or unknown else ""
 
     def _reducing(self) -> Iterator[Exchange[Operation]]:
         return (x for x in self.exchanges if x.kind in REDUCING and not x.few and x.members > 1)

@@ -184,7 +184,7 @@ class Exact(Cell):
           GradCombineError: for a state of a reduction with more or less room.
         """
         if len(total.digits.words) != self._words(digits.grid_of(backend, total.digits).word):
-            raise invalid("a state made with room for as many terms", total.digits.in_words)
+            raise invalid("a state made for as many terms", total.digits.in_words)
         return total.digits
 
     @property

@@ -58,7 +58,7 @@ def explain(standard: StepStandard, case: Case) -> Answer:
             return cause, "; ".join(filter(None, (detail, text)))
     text = _far(standard, case)
     if standard.subject.returns_params and not standard.depends_on_places:
-        text += "; gradients in place of new parameters would tell more"
+        text += "; gradients in place of new parameters would show more"
     if standard.subject.returns_params and case.terms is not None:
         text += "; no gradient that reaches the optimizer was found that is the sum of the terms"
     return Cause.UNEXPLAINED, text

@@ -66,7 +66,7 @@ class Explanation(NamedTuple):
     def __str__(self) -> str:
         matches = self.matches
         if not self.elements:
-            return f"all {len(self.verdicts)} known ways give this result: it does not tell which one made it"
+            return f"all {len(self.verdicts)} known ways give this result: it cannot be said which one made it"
         if matches:
             lines = [f"the result is, to the bit: {matches[0].candidate}"]
             lines += [f"  as well as: {verdict.candidate}" for verdict in matches[1:LISTED]]

@@ -63,7 +63,7 @@ def verdict(plan: Plan) -> str:
     best, fitting = plan.best, sum(row.fits for row in plan.rows)
     if best is None:
         refused = sum(bool(row.refused) for row in plan.rows)
-        return f"none of {len(plan.rows)} ways fits a device of {plan.target.name}; {refused} were refused"
+        return f"none of {len(plan.rows)} ways fits a device of {plan.target.name}; {refused} were rejected"
     bound = "" if best.seconds is None else f", {best.seconds:.3g} s a window at the bound of {best.by}"
     return f"{best.name} is the best of {len(plan.rows)} ways, of which {fitting} fit{bound}"
 

@@ -161,7 +161,7 @@ def _of_log(side: str, log: Log) -> Iterator[str]:
     if log.damaged:
         numbers = ", ".join(map(str, log.damaged[:SHOWN]))
         last = f" after step {max(step for step, _ in log.rows)}" if log.rows else ""
-        yield f"{side} is cut off or damaged in line {numbers}; what is whole was read, and ends{last or ' there'}"
+        yield f"{side} is cut off or damaged in line {numbers}; the complete lines end{last or ' there'}"
     for (step, replica), offsets in sorted(log.rows.items()):
         rows = [log.digests(offset) for offset in offsets] if len(offsets) > 1 else []
         at = next((i for earlier in rows for i, x in enumerate(earlier) if x != rows[-1][i]), None)

@@ -90,7 +90,7 @@ _NOTES = {
     "The mean of means is a contrast: it has to differ by more than rounding.",
     "kernels": "Nothing is combined here. In the combine above, one framework's gradients are the input of all rows.",
     "training": "ratio: what was found over what is allowed. The windows' losses are below.",
-    "audit": "Exchanges once a window, no work or copy in vain; `gradcombine audit` tells the same of any step.",
+    "audit": "Exchanges once a window, no work or copy without use; `gradcombine audit` reports on any step.",
 }
 
 _DISTANCES = (

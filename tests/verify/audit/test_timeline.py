@@ -63,7 +63,7 @@ def test_where_nothing_is_published_widths_are_bytes(step: Audit) -> None:
     # A product of two arrays, then in a turn an exchange, which reads and writes one, and a sum of two.
     product, exchange, total = 3 * SIZE, 2 * SIZE + SENT, 3 * SIZE + 2 * SIZE + SENT + 3 * SIZE
     (band,) = drawing.bands
-    assert band.label == "x 5" and band.words.startswith("a loop of 5 turns")
+    assert band.label == "x 5" and band.words.startswith("a loop of 5 iterations")
     assert [band.start, band.width] == pytest.approx([float(product / total), float(1 - product / total)])
     assert [mark.at for mark in drawing.marks] == pytest.approx([float((product + exchange / 2) / total)])
     assert drawing.marks[0].words == "1: all-reduce of 16.0 KiB over 8 devices, 5 times in a call"
