@@ -91,6 +91,20 @@ def _as_array(x: Any) -> Any:
     return None
 
 
+KEPT = "a state of the optimizer that it keeps"
+
+
+def keep_dtypes(new: Tree, old: Tree) -> Tree:
+    """A state in the dtypes that it had: some transformations promote theirs, which no conditional or scan allows."""
+
+    def keep(x: Any, like: Any) -> Any:
+        expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
+        return x if expected is None or received is None or expected == received else x.astype(expected)
+
+    with in_own_words(KEPT):
+        return jax.tree.map(keep, new, old)
+
+
 def require_transformation(optimizer: Any) -> None:
     """Refuses what is not an optax.GradientTransformation, of two functions."""
     import optax  # which gradients alone do not need

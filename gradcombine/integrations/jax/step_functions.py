@@ -14,7 +14,7 @@ import numpy as np
 import gradcombine as gc
 from gradcombine.backends.registry import require_count
 from gradcombine.errors import GradCombineError, attribute, invalid, within
-from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_tree
+from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_tree
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import on_replicas, on_their_mesh, own_state
 from gradcombine.integrations.jax.run_if import run_if
@@ -90,20 +90,6 @@ def optimize(
         raise invalid(expected, str(error)) from error
     told = StepMetrics(jnp.asarray(True), values["value"], values["weight"], values.get("aux"))
     return (optax.apply_updates(params, updates), opt_state), told
-
-
-KEPT = "a state of the optimizer that it keeps"
-
-
-def keep_dtypes(new: Tree, old: Tree) -> Tree:
-    """A state in the dtypes that it had: some transformations promote theirs, which no conditional or scan allows."""
-
-    def keep(x: Any, like: Any) -> Any:
-        expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
-        return x if expected is None or received is None or expected == received else x.astype(expected)
-
-    with in_own_words(KEPT):
-        return jax.tree.map(keep, new, old)
 
 
 def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Any]) -> list[Any]:

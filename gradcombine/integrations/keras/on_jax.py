@@ -13,6 +13,7 @@ import numpy as np
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow
+from gradcombine.integrations.keras_optimizers import without_update
 from gradcombine.places.window import Window
 from gradcombine.types import AccumulateState, Tree
 
@@ -84,9 +85,9 @@ class JaxWindow(KerasWindow):
         return self.read(lambda variable: variable.value)
 
     def _apply_if(self, condition: Any, window: AccumulateState) -> None:
-        states = self._optimizer.variables
-        before = [x.value for x in self._targets], [x.value for x in states]
-        unseen = sorted(set(range(len(self._targets))) - self._seen)
+        variables = [*self._targets, *self._optimizer.variables]
+        trained, places = len(self._targets), {id(x): i for i, x in enumerate(variables)}
+        unseen = sorted(set(range(trained)) - self._seen)
         # In another process or trace; the last mark is of the window.
         touched = self.touched.value[:-1] > 0
         held = touched[np.array(unseen, np.int32)].any()
@@ -94,23 +95,26 @@ class JaxWindow(KerasWindow):
         def apply(kept: Tree, combined: Tree) -> tuple[Tree, tuple[()]]:
             gradients = self.parts.join(combined)
 
-            def without(left_out: Sequence[int], kept: Tree) -> tuple[Tree, tuple[()]]:
-                chosen = [None if i in left_out else x for i, x in enumerate(gradients)]
-                trained, state = self._optimizer.stateless_apply(kept[1], chosen, kept[0])
-                return (list(trained), list(state)), ()
+            def run(gradients: list[Any], kept: list[Any]) -> tuple[list[Any], tuple[()]]:
+                after, state = self._optimizer.stateless_apply(kept[trained:], gradients, kept[:trained])
+                return [*after, *state], ()
 
             if not unseen:
-                return without((), kept)
+                return run(gradients, kept)
 
-            def with_held(kept: Tree) -> tuple[Tree, tuple[()]]:
-                (trained, state), _ = without((), kept)
-                for i in unseen:  # one that never had a gradient has no update
-                    trained[i] = jnp.where(touched[i], trained[i], kept[0][i])
-                return (trained, state), ()
+            def run_mixed(kept: list[Any]) -> tuple[list[Any], tuple[()]]:
+                """Applies all gradients, and takes back what that has done to variables without one, and to slots."""
+                given = [jnp.where(touched[i], x, 0) if i in unseen else x for i, x in enumerate(gradients)]
+                after, _ = run(given, kept)
+                for i in unseen:
+                    for x, value in without_update(self._optimizer, self._targets[i], lambda x: kept[places[id(x)]]):
+                        after[places[id(x)]] = jnp.where(touched[i], after[places[id(x)]], value)
+                return after, ()
 
-            kept, _ = run_if(held, with_held, kept)
-            return run_if(~held, partial(without, unseen), kept) if self._seen else (kept, ())
+            kept, _ = run_if(held, run_mixed, kept)
+            without = [None if i in unseen else x for i, x in enumerate(gradients)]
+            return run_if(~held, partial(run, without), kept) if self._seen else (kept, ())
 
-        _, (trained, state), _ = self.rules.apply_if(condition, window, apply, before, run_if)
-        for variable, value in zip([*self._targets, *states], [*trained, *state], strict=True):
+        _, after, _ = self.rules.apply_if(condition, window, apply, [x.value for x in variables], run_if)
+        for variable, value in zip(variables, after, strict=True):
             variable.assign(value)

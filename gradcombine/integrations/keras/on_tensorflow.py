@@ -14,7 +14,7 @@ from gradcombine.errors import invalid
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
 from gradcombine.integrations.tensorflow.accumulated_step import dense_gradient, require_synchronous
-from gradcombine.integrations.tensorflow.boundary import from_first_replica, summed_over_replicas
+from gradcombine.integrations.tensorflow.boundary import Update, overwrites
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
@@ -44,6 +44,7 @@ class TensorflowWindow(KerasWindow):
         position = {"step": step, "index": index}
         levels, everywhere = self.structure.children[0], replace(rules, over=tf_replicas())
         self._windows = ReplicaState(everywhere, levels, leaves, position, self.resumed)
+        self._update = Update(self._strategy, None, optimizer, variables, complete=True)
         self._flush_all = tf.function(self._flush_replicas, autograph=False)
 
     @tf.autograph.experimental.do_not_convert
@@ -114,52 +115,27 @@ class TensorflowWindow(KerasWindow):
     @tf.autograph.experimental.do_not_convert
     def _apply_if(self, strategy: tf.distribute.Strategy, condition: Any) -> None:
         # The windows' lengths are the same on all replicas: they depend on the window's index alone.
-        unseen = [i for i in range(len(self._targets)) if i not in self._seen]
+        known = sorted(self._seen)
 
-        def apply(left_out: Sequence[int]) -> None:
-            with summed_over_replicas(self._optimizer) as summed:
-                strategy.extended.call_for_each_replica(self._apply, args=(left_out, summed))
-
-        def rest() -> None:
-            if self._seen:
-                apply(unseen)
-
-        def held() -> Any:
-            """Marks of the unseen variables that had a gradient on this replica in another process or trace."""
-            return tf.cast(tf.gather(self.touched.value, unseen) > 0, tf.int32)
-
-        def full() -> None:
-            if not unseen:
-                apply(())
+        def apply() -> None:
+            merged = strategy.run(self._windows.value)
+            merged = self.parts.join(merged)
+            if len(known) == len(self._targets):
+                self._update.run(merged, known)
                 return
-            counts = strategy.reduce("sum", strategy.extended.call_for_each_replica(held), axis=None)
+            # In another process or trace a variable may have had a gradient, on any replica.
+            counts = strategy.reduce("sum", strategy.run(self._marks), axis=None)
+            noted = tf.constant([i in self._seen for i in range(len(self._targets))])
+            self._update.run_where(noted | (counts > 0), merged, known)
 
-            def apply_held() -> None:
-                targets = [self._targets[i] for i in unseen]
-                before = [tf.convert_to_tensor(x) for x in targets]
-                apply(())
-                for i, (target, old) in enumerate(zip(targets, before, strict=True)):
-                    # What has no gradient has no update.
-                    target.assign(tf.where(counts[i] > 0, tf.convert_to_tensor(target), old))
+        tf.cond(strategy.experimental_local_results(condition)[0], apply, lambda: None)
 
-            tf.cond(tf.reduce_any(counts > 0), apply_held, rest)
-
-        tf.cond(strategy.experimental_local_results(condition)[0], full, lambda: None)
-
-    @tf.autograph.experimental.do_not_convert
-    def _apply(self, left_out: Sequence[int], summed: bool) -> None:
-        gradients = self.parts.join(self._windows.value())
-        if not summed:
-            given = zip(gradients, from_first_replica(gradients), self._targets, strict=True)
-            # What takes its variable's place is not summed.
-            gradients = [x if _overwrites(target) else one for x, one, target in given]
-        for i in left_out:
-            gradients[i] = None
-        self._optimizer.apply(gradients, self._targets)
+    def _marks(self) -> Any:
+        return tf.cast(self.touched.value[:-1] > 0, tf.int32)
 
     def _unscaled(self, gradient: Any, target: Any) -> Any:
         """The gradient of this replica's loss, which Keras has divided by the number of replicas that sum theirs."""
-        if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or _overwrites(target):
+        if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
 
@@ -173,7 +149,3 @@ class TensorflowWindow(KerasWindow):
 def _in_cross_replica(function: Callable[..., None], *args: Any) -> None:
     context: Any = tf.distribute.get_replica_context()
     context.merge_call(function, args=args)
-
-
-def _overwrites(target: Any) -> bool:
-    return getattr(target, "overwrite_with_gradient", False)

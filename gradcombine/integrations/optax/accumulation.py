@@ -17,10 +17,9 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import require_count
 from gradcombine.denominators import Terms
 from gradcombine.errors import GradCombineError, invalid, operation, shown, within
-from gradcombine.integrations.jax.arrays import as_arrays, place_beside, require_transformation
+from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_transformation
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
-from gradcombine.integrations.jax.step_functions import keep_dtypes
 from gradcombine.integrations.optax.skip import Skip, SkipState, decide, first_detail
 from gradcombine.integrations.optax.updates import cast_as, gradients_like, in_dtypes_of_window, init_for
 from gradcombine.places.time import require_state
@@ -132,34 +131,9 @@ def accumulate(
     >>> updates["w"].tolist()
     [-3.0, -2.0]
     """
-    microbatches = Accumulation(inner, every, reduction, over, skip, order, max_every, denominators)
-    # On one replica the branches are elementwise, and GPUs fuse them with what reads the updates: a loop would have to
-    # write these.
-    branch = conditional if microbatches.window.over is gc.LOCAL else run_if
-
-    @operation("accumulate")
-    def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        *,
-        weight: Any = 1.0,
-        flush: Any = False,
-        number: Any = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, AccumulateUpdatesState]:
-        added, dtypes = microbatches.contribute(updates, state, params, weight, flush, number)
-
-        def transform(inner_state: Any, gradients: Tree) -> tuple[Any, optax.Updates]:
-            result, new = microbatches.inner.update(cast_as(gradients, dtypes), inner_state, params, **extra_args)
-            return keep_dtypes(new, inner_state), result
-
-        window, inner_state, result = microbatches.window.apply_if(
-            added.applied, added.window, transform, added.inner, branch
-        )
-        return result, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
-
-    return optax.GradientTransformationExtraArgs(operation("accumulate")(microbatches.init), update)
+    accumulation = Accumulation(inner, every, reduction, over, skip, order, max_every, denominators)
+    named = operation("accumulate")
+    return optax.GradientTransformationExtraArgs(named(accumulation.init), named(accumulation.update))
 
 
 class ApplyingTransformation(NamedTuple):
@@ -217,39 +191,17 @@ def accumulate_and_apply(
     >>> params["w"].tolist(), bool(state.applied)
     ([-2.0, -3.0], True)
     """
-    settings = every, reduction, over, skip, order, max_every, denominators
-    microbatches = Accumulation(inner, *settings)
-
-    @operation("accumulate_and_apply")
-    def apply(
-        updates: optax.Updates,
-        state: AccumulateUpdatesState,
-        params: optax.Params,
-        *,
-        weight: Any = 1.0,
-        flush: Any = False,
-        number: Any = None,
-        **extra_args: Any,
-    ) -> tuple[Tree, AccumulateUpdatesState]:
-        params = as_arrays(params)
-        added, dtypes = microbatches.contribute(updates, state, params, weight, flush, number)
-
-        def transform(kept: Tree, gradients: Tree) -> tuple[Tree, Tree]:
-            params, inner_state = kept
-            result, new = microbatches.inner.update(cast_as(gradients, dtypes), inner_state, params, **extra_args)
-            return (optax.apply_updates(params, result), keep_dtypes(new, inner_state)), ()
-
-        kept = (params, added.inner)
-        window, (params, inner_state), _ = microbatches.window.apply_if(
-            added.applied, added.window, transform, kept, run_if
-        )
-        return params, added._replace(window=window, inner=inner_state, applied=jnp.asarray(added.applied))
-
-    return ApplyingTransformation(operation("accumulate_and_apply")(microbatches.init), apply)
+    accumulation = Accumulation(inner, every, reduction, over, skip, order, max_every, denominators, applies=True)
+    named = operation("accumulate_and_apply")
+    return ApplyingTransformation(named(accumulation.init), named(accumulation.update))
 
 
 class Accumulation:
-    """The window, the inner transformation and the skip function; the arguments are those of `accumulate`."""
+    """The window, the inner transformation and the skip function; the arguments are those of `accumulate`.
+
+    Args:
+      applies: whether `update` returns updated parameters in place of updates.
+    """
 
     def __init__(
         self,
@@ -260,7 +212,8 @@ class Accumulation:
         skip: Skip | None,
         order: Order,
         max_every: int | None,
-        denominators: Sequence[str] | None = None,
+        denominators: Sequence[str] | None,
+        applies: bool = False,
     ) -> None:
         self._terms = None
         if denominators is not None:
@@ -272,7 +225,7 @@ class Accumulation:
         if skip is not None and not callable(skip):
             raise invalid("a skip function, or None", shown(skip))
         self.inner = optax.with_extra_args_support(inner)
-        self._skip = skip
+        self._skip, self._applies = skip, applies
 
     def init(self, params: optax.Params) -> AccumulateUpdatesState:
         """No window begun."""
@@ -288,7 +241,37 @@ class Accumulation:
         state = AccumulateUpdatesState(window, self.inner.init(params), jnp.asarray(False), skipped)
         return place_beside(like, state)
 
-    def contribute(
+    def update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        weight: Any = 1.0,
+        flush: Any = False,
+        number: Any = None,
+        **extra_args: Any,
+    ) -> tuple[Tree, AccumulateUpdatesState]:
+        """One more microbatch, and the inner transformation where it ends the window."""
+        params = as_arrays(params) if self._applies else params
+        added, dtypes = self._contribute(updates, state, params, weight, flush, number)
+
+        def transform(kept: tuple[Any, Tree], gradients: Tree) -> tuple[tuple[Any, Tree], Tree]:
+            inner_state, its = kept
+            its = its if self._applies else params
+            result, new = self.inner.update(cast_as(gradients, dtypes), inner_state, its, **extra_args)
+            new = keep_dtypes(new, inner_state)
+            return ((new, optax.apply_updates(its, result)), ()) if self._applies else ((new, ()), result)
+
+        # On one replica the branches that return updates are elementwise, and GPUs fuse them with what reads the
+        # updates: a loop would have to write these.
+        branch = run_if if self._applies or self.window.over is not gc.LOCAL else conditional
+        kept = added.inner, params if self._applies else ()
+        window, kept, result = self.window.apply_if(added.applied, added.window, transform, kept, branch)
+        state = added._replace(window=window, inner=kept[0], applied=jnp.asarray(added.applied))
+        return (kept[1] if self._applies else result), state
+
+    def _contribute(
         self, updates: optax.Updates, state: Any, params: optax.Params | None, weight: Any, flush: Any, number: Any
     ) -> tuple[AccumulateUpdatesState, Tree]:
         """One more microbatch.

@@ -16,8 +16,14 @@ import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load, require_scalar
 from gradcombine.errors import GradCombineError, invalid, operation, require_flag, shown
-from gradcombine.integrations.jax.arrays import as_arrays, in_own_words, place_beside, require_transformation
-from gradcombine.integrations.jax.step_functions import KEPT, keep_dtypes
+from gradcombine.integrations.jax.arrays import (
+    KEPT,
+    as_arrays,
+    in_own_words,
+    keep_dtypes,
+    place_beside,
+    require_transformation,
+)
 from gradcombine.integrations.optax.skip import Skip, decide, first_detail
 from gradcombine.integrations.optax.updates import cast_as, gradients_like, init_for
 from gradcombine.reductions import dtypes

@@ -11,13 +11,14 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine.errors import attribute
+from gradcombine.integrations.keras_optimizers import has_several, with_inner, without_update
 from gradcombine.integrations.tensorflow.state import converted
 
 _UPDATE, _SUM = "_backend_update_step", "_all_reduce_sum_gradients"
 
 
 @contextmanager
-def summed_over_replicas(optimizer: Any) -> Iterator[bool]:
+def _summed_over_replicas(optimizer: Any) -> Iterator[bool]:
     """Tells a Keras optimizer, within the context, that the gradients are summed over replicas already.
 
     The method that sums them is private to Keras: it is replaced in optimizers that use Keras' own, while the boundary
@@ -40,33 +41,29 @@ def summed_over_replicas(optimizer: Any) -> Iterator[bool]:
                 del vars(one)[_SUM]
 
 
-def has_several(optimizer: Any) -> bool:
-    """Whether there is a MultiOptimizer in a chain of optimizers."""
-    return any(attribute(x, "optimizers") is not None for x in with_inner(optimizer))
-
-
-def from_first_replica(gradients: list[tf.Tensor]) -> list[tf.Tensor]:
+def _from_first_replica(gradients: list[tf.Tensor], targets: Sequence[Any]) -> list[tf.Tensor]:
     """The gradients, which all replicas have, with zeros on all but the first: for optimizers that sum over replicas.
 
-    What is not finite stays on all of them, so that a LossScaleOptimizer decides the same on each.
+    What is not finite stays on all of them, so that a LossScaleOptimizer decides the same on each; and what takes its
+    variable's place, which Keras does not sum.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1:
         return gradients
     first = tf.equal(context.replica_id_in_sync_group, 0)
-    return [tf.where(first | ~tf.math.is_finite(x), x, tf.zeros_like(x)) for x in gradients]
+    return [
+        x if overwrites(target) else tf.where(first | ~tf.math.is_finite(x), x, tf.zeros_like(x))
+        for x, target in zip(gradients, targets, strict=True)
+    ]
+
+
+def overwrites(target: Any) -> bool:
+    """Whether the gradient of a variable takes its place, as of the scales of Keras' float8 layers."""
+    return getattr(target, "overwrite_with_gradient", False)
 
 
 def _as_they_are(grads_and_vars: Any) -> Any:
     return grads_and_vars
-
-
-def with_inner(optimizer: Any) -> Iterator[Any]:
-    """An optimizer, those of a MultiOptimizer, and the one inside of a LossScaleOptimizer."""
-    yield optimizer
-    inner = attribute(optimizer, "inner_optimizer")
-    for one in [*([] if inner is None else [inner]), *(attribute(optimizer, "optimizers") or ())]:
-        yield from with_inner(one)
 
 
 def _sums_as_keras(optimizer: Any) -> bool:
@@ -77,9 +74,6 @@ def _sums_as_keras(optimizer: Any) -> bool:
     return all(x.startswith("keras.") for x in modules) and any(_SUM in x for x in names)
 
 
-_AVERAGES = "_model_variables_moving_average"
-
-
 class Update:
     """The update that a step applies to its variables.
 
@@ -88,12 +82,22 @@ class Update:
       apply: ``apply(gradients, variables)``, where there is no optimizer.
       optimizer: of Keras, or None.
       targets: all variables.
+      complete: whether the optimizer gets None for variables without a gradient, and warns; else it does not get them.
+        A MultiOptimizer takes no fewer than all variables.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, apply: Any, optimizer: Any, targets: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        apply: Any,
+        optimizer: Any,
+        targets: Sequence[Any],
+        complete: bool = False,
+    ) -> None:
         self._strategy, self._apply, self._optimizer, self._targets = strategy, apply, optimizer, list(targets)
+        self._complete = complete or has_several(optimizer)
 
-    def run(self, merged: Sequence[Any], indices: Collection[int], status: Any) -> None:
+    def run(self, merged: Sequence[Any], indices: Collection[int], status: Any = None) -> None:
         """Applies the gradients of the variables of these indices; nothing where there are none.
 
         Args:
@@ -109,18 +113,17 @@ class Update:
             with self._strategy.scope():
                 converted(self._apply, status)(gradients, [targets[i] for i in indices])
             return
-        # Those that have none are left out, but a MultiOptimizer takes no fewer than all variables.
-        chosen = range(len(targets)) if has_several(self._optimizer) else indices
-        with summed_over_replicas(self._optimizer) as summed:
+        chosen = range(len(targets)) if self._complete else indices
+        with _summed_over_replicas(self._optimizer) as summed:
 
             def apply(merged: list[Any]) -> None:
-                whole = merged if summed else from_first_replica(merged)
+                whole = merged if summed else _from_first_replica(merged, targets)
                 gradients = [whole[i] if i in indices else None for i in chosen]
                 self._optimizer.apply(gradients, [targets[i] for i in chosen])
 
             self._strategy.run(apply, args=(merged,))
 
-    def run_where(self, touched: Any, merged: Sequence[Any], known: Collection[int], status: Any) -> None:
+    def run_where(self, touched: Any, merged: Sequence[Any], known: Collection[int], status: Any = None) -> None:
         """Applies the gradients of the variables that have had one, which is decided where the graph runs.
 
         Args:
@@ -146,38 +149,15 @@ class Update:
 
     def _run_mixed(self, touched: Any, merged: Sequence[Any], others: Sequence[int], status: Any) -> None:
         """Applies all gradients, and takes back what that has done to variables without one, and to their slots."""
-        kept = [(i, x, value) for i in others for x, value in self._without_update(i)]
-        self.run(merged, range(len(self._targets)), status)
+        kept = [
+            (i, x, value)
+            for i in others
+            for x, value in without_update(self._optimizer, self._targets[i], tf.convert_to_tensor)
+        ]
+        # A maximum over nothing, say, is no number that a norm over all gradients may hold.
+        given = list(merged)
+        for i in others:
+            given[i] = self._strategy.run(lambda x, i=i: tf.where(touched[i], x, tf.zeros_like(x)), args=(merged[i],))
+        self.run(given, range(len(self._targets)), status)
         for i, x, value in kept:
             x.assign(tf.where(touched[i], tf.convert_to_tensor(x), value))
-
-    def _without_update(self, i: int) -> Iterator[tuple[Any, tf.Tensor]]:
-        """A variable and its slots, with the values that they have after an update of others."""
-        target = self._targets[i]
-        value = tf.convert_to_tensor(target)
-        yield target, value
-        for one in () if self._optimizer is None else with_inner(self._optimizer):
-            for name, slot in _slots(one, target):
-                old = tf.convert_to_tensor(slot)
-                # Keras averages all of its variables, those that it does not train at this step among them.
-                yield slot, _averaged(one, old, value) if name == _AVERAGES else old
-
-
-def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
-    """The optimizer's slots of a variable, by the name of the list that holds them."""
-    indices, key = attribute(optimizer, "_trainable_variables_indices"), attribute(optimizer, "_var_key")
-    if indices is None or key is None or key(target) not in indices:
-        return
-    index = indices[key(target)]
-    for name, values in vars(optimizer).items():
-        if isinstance(values, (list, tuple)) and len(values) == len(indices) and name != "_trainable_variables":
-            slot = values[index]
-            if attribute(slot, "assign") is not None and name != "_variables":
-                yield name, slot
-
-
-def _averaged(optimizer: Any, average: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
-    """Keras' moving average of a variable after a step, the first of which is the variable itself."""
-    is_first = tf.equal(tf.convert_to_tensor(optimizer.iterations), 0)
-    momentum = tf.where(is_first, tf.zeros((), average.dtype), tf.cast(optimizer.ema_momentum, average.dtype))
-    return momentum * average + (1 - momentum) * tf.cast(value, average.dtype)

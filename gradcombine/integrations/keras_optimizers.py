@@ -1,0 +1,63 @@
+"""Keras optimizers inside of one another, and the slots that they keep for a variable; imports no framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from gradcombine.backends.registry import resolve
+from gradcombine.errors import attribute
+
+_AVERAGES = "_model_variables_moving_average"
+
+
+def with_inner(optimizer: Any) -> Iterator[Any]:
+    """An optimizer, those of a MultiOptimizer, and the one inside of a LossScaleOptimizer."""
+    yield optimizer
+    inner = attribute(optimizer, "inner_optimizer")
+    for one in [*([] if inner is None else [inner]), *(attribute(optimizer, "optimizers") or ())]:
+        yield from with_inner(one)
+
+
+def has_several(optimizer: Any) -> bool:
+    """Whether there is a MultiOptimizer in a chain of optimizers."""
+    return any(attribute(x, "optimizers") is not None for x in with_inner(optimizer))
+
+
+def without_update(optimizer: Any, target: Any, read: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
+    """A variable and its slots, each with its value after an update of other variables alone.
+
+    Args:
+      optimizer: built.
+      target: one of its variables.
+      read: the value of a variable before the update.
+    """
+    value = read(target)
+    yield target, value
+    for one in with_inner(optimizer):
+        for name, slot in _slots(one, target):
+            # Keras averages all of its variables, those that it does not train at this step among them.
+            old = read(slot)
+            yield slot, _averaged(old, value, one.ema_momentum, read(one.iterations)) if name == _AVERAGES else old
+
+
+def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
+    """The optimizer's slots of a variable, by the name of the list that holds them."""
+    indices, key = attribute(optimizer, "_trainable_variables_indices"), attribute(optimizer, "_var_key")
+    if indices is None or key is None or key(target) not in indices:
+        return
+    index = indices[key(target)]
+    for name, values in vars(optimizer).items():
+        if isinstance(values, (list, tuple)) and len(values) == len(indices) and name != "_trainable_variables":
+            slot = values[index]
+            if attribute(slot, "assign") is not None and name != "_variables":
+                yield name, slot
+
+
+def _averaged(average: Any, value: Any, momentum: float, iterations: Any) -> Any:
+    """Keras' moving average of a variable after a step, the first of which is the variable itself."""
+    backend = resolve([average])
+    dtype = backend.dtype(average)
+    zero = backend.full((), 0, dtype)
+    kept = backend.where(iterations == 0, zero, backend.full((), momentum, dtype))
+    return kept * average + (1 - kept) * backend.cast(value, dtype)
