@@ -17,7 +17,6 @@ from gradcombine.errors import (
     attribute,
     invalid,
     operation,
-    require_flag,
     require_integer,
     require_items,
     require_one_of,
@@ -40,6 +39,7 @@ from gradcombine.integrations.tensorflow.state import (
 )
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
 
 Mode = Literal["eager", "graph"]
 
@@ -107,13 +107,14 @@ class LocalGradientAggregation(WithSeen):
         scale_local_gradients: bool = True,
         reduction: Reduction | None = None,
     ) -> None:
-        if not callable(allreduce):
-            raise invalid("a function as allreduce", shown(allreduce))
+        check(
+            allreduce=allreduce,
+            sparse_as_dense=sparse_as_dense,
+            average_aggregated_gradients=average_aggregated_gradients,
+            scale_local_gradients=scale_local_gradients,
+        )
         if size is not None and not callable(size):
             size = require_integer("a size of 1 or more, a function of it or None", size)
-        require_flag("sparse_as_dense", sparse_as_dense)
-        require_flag("average_aggregated_gradients", average_aggregated_gradients)
-        require_flag("scale_local_gradients", scale_local_gradients)
         super().__init__()
         self._k = _passes(backward_passes_per_step)
         if mode is not None:

@@ -15,7 +15,6 @@ from gradcombine.errors import (
     GradCombineError,
     invalid,
     operation,
-    require_flag,
     require_items,
     require_number,
     require_one_of,
@@ -109,7 +108,7 @@ class AllReduce:
         sparse_as_dense: bool = False,
         order: Order = "sequential",
     ) -> None:
-        check(order=order, over=over)
+        check(order=order, over=over, sparse_as_dense=sparse_as_dense)
         require_one_of(f"an op of {list(get_args(Op))}", op, get_args(Op))
         prescale_factor, postscale_factor, gradient_predivide_factor = (
             require_number("finite factors, and no predivision by 0", factor, -math.inf)
@@ -122,7 +121,6 @@ class AllReduce:
             raise HorovodError(text, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
         if compression is not None and op in ("min", "max"):
             raise invalid(f"no compression for {op!r}", shown(compression))
-        require_flag("sparse_as_dense", sparse_as_dense)
         self._over, self._op = over, op
         self._order: Order = order
         self._before = prescale_factor / gradient_predivide_factor

@@ -17,7 +17,7 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.errors import MOST, invalid, require_flag, shown
+from gradcombine.errors import MOST, invalid
 from gradcombine.integrations.jax.arrays import examples, in_own_words
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
@@ -71,17 +71,12 @@ class Objective:
     order: Order = "sequential"
 
     def __post_init__(self) -> None:
-        check(reduction=self.reduction)
         loss = self.loss
-        for name in ("has_aux", "differentiate"):
-            require_flag(name, getattr(loss, name))
-        check(order=self.order, over=self.over)
+        check(reduction=self.reduction, weight=self.weight, over=self.over, order=self.order)
+        check(loss=loss.function, has_aux=loss.has_aux, differentiate=loss.differentiate)
         axis = self.reduction.summed_over
         if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
             raise invalid(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
-        for name, function in (("loss", loss.function), ("weight", self.weight)):
-            if not callable(function) and not (name == "weight" and function is None):
-                raise invalid(f"a function as {name}", shown(function))
         if loss.argnums is None:
             raise invalid("the positions of the parameters as argnums", None)
         roles = [*self._taken(), *_positions(loss.batch_argnums)]

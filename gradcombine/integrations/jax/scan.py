@@ -15,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load
-from gradcombine.errors import invalid, require_integer
+from gradcombine.errors import invalid
 from gradcombine.integrations.jax.arrays import as_arrays, examples
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.loss import Form
@@ -95,12 +95,6 @@ def _most_blocks(x: Any) -> int:
     explicit = entry if isinstance(entry, tuple) else (entry,)
     names = [*kind.mesh.auto_axes, *(name for name in explicit if name is not None)]
     return math.prod(kind.mesh.shape[name] for name in names)
-
-
-def require_count(microbatches: Any) -> int:
-    """Refuses a number of microbatches that is not an integer of 1 or more."""
-    expected = "a number of microbatches that is an integer of 1 or more"
-    return require_integer(expected, microbatches)
 
 
 class Turn(NamedTuple):

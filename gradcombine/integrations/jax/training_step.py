@@ -14,12 +14,11 @@ from jax.core import eval_context
 import gradcombine as gc
 from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import importing, invalid, operation, require_flag
+from gradcombine.errors import importing, invalid, operation
 from gradcombine.integrations.jax.arrays import require_transformation, usable
 from gradcombine.integrations.jax.loss import Loss
 from gradcombine.integrations.jax.modules import closed_if_open, of_modules, open_module
 from gradcombine.integrations.jax.objective_of_terms import objective_of
-from gradcombine.integrations.jax.scan import require_count
 from gradcombine.integrations.jax.step_functions import (
     StepFunctions,
     StepMetrics,
@@ -28,6 +27,7 @@ from gradcombine.integrations.jax.step_functions import (
     whole_windows,
 )
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check, valid
 from gradcombine.types import Array, Order, Tree
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ def train_step(
     with importing("train_step"):
         import optax  # which gradients alone do not need
 
-    require_flag("interleaved", interleaved)
+    check(interleaved=interleaved)
     require_transformation(optimizer)
     wrapped = optax.with_extra_args_support(optimizer)
     if every is not None and microbatches is not None:
@@ -206,7 +206,7 @@ def train_step(
     def functions(loss: Loss) -> StepFunctions:
         objective = objective_of(loss, weight, reduction, over, order)
         if microbatches is not None:
-            return whole_windows(objective, wrapped, require_count(microbatches), interleaved)
+            return whole_windows(objective, wrapped, valid("microbatches", microbatches), interleaved)
         if objective.counts:
             raise invalid("microbatches, for totals that are counted before a window", "every")
         return over_calls(objective, wrapped, 1 if every is None else every, max_every)

@@ -8,13 +8,14 @@ from typing import Any
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import operation, require_flag
+from gradcombine.errors import operation
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.loss import Loss, closed
 from gradcombine.integrations.jax.modules import Opened, of_module, opened_or_arrays, write_state
 from gradcombine.integrations.jax.objective_of_terms import objective_of
-from gradcombine.integrations.jax.scan import require_count, scan_window
+from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check, valid
 from gradcombine.types import Order, Tree
 
 
@@ -118,8 +119,8 @@ def value_and_grad(
     (20.0, 100.0, 22.0)
     """
     objective = objective_of(loss, weight, reduction, over, order)
-    require_flag("interleaved", interleaved)
-    count, own = require_count(microbatches), Loss.of(loss)
+    check(interleaved=interleaved)
+    count, own = valid("microbatches", microbatches), Loss.of(loss)
 
     @operation("value_and_grad")
     @wraps(objective.loss.function)

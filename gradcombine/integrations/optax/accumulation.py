@@ -16,7 +16,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import require_count
 from gradcombine.denominators import Terms
-from gradcombine.errors import GradCombineError, invalid, operation, shown, within
+from gradcombine.errors import GradCombineError, invalid, operation, within
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_transformation
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
@@ -26,6 +26,7 @@ from gradcombine.places.time import require_state
 from gradcombine.places.window import require_flag
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio, ratios_of
+from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Array, Order, Tree
 
 
@@ -221,9 +222,8 @@ class Accumulation:
             self._terms = Terms({name: name for name in denominators})
         reduction = gc.reductions.mean() if reduction is None else reduction
         self.window = ReplicatedWindow(reduction, every, gc.LOCAL if over is None else over, order, max_every)
+        check(skip=skip)
         require_transformation(inner)
-        if skip is not None and not callable(skip):
-            raise invalid("a skip function, or None", shown(skip))
         self.inner = optax.with_extra_args_support(inner)
         self._skip, self._applies = skip, applies
 

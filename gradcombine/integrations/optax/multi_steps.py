@@ -15,7 +15,7 @@ import optax
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load, require_scalar
-from gradcombine.errors import GradCombineError, invalid, operation, require_flag, shown
+from gradcombine.errors import GradCombineError, invalid, operation, shown
 from gradcombine.integrations.jax.arrays import (
     KEPT,
     as_arrays,
@@ -29,6 +29,7 @@ from gradcombine.integrations.optax.updates import cast_as, gradients_like, init
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import Settings
+from gradcombine.settings import check, valid
 from gradcombine.types import AccumulateState, Array, State, Tree
 
 _MATCHING = "gradients that match the state"
@@ -107,17 +108,16 @@ class MultiSteps:
         *,
         compat: bool = False,
     ) -> None:
+        check(should_skip_update_fn=should_skip_update_fn)
         require_transformation(opt)
-        if should_skip_update_fn is not None and not callable(should_skip_update_fn):
-            raise invalid("a skip function, or None", shown(should_skip_update_fn))
         try:
             self._ready = gc.accumulate(gc.reductions.sum(), every_k_schedule).ready
         except GradCombineError as error:
             raise invalid(error.expected, error.received) from None
         self._opt = optax.with_extra_args_support(opt)
         self._skip = should_skip_update_fn
-        self._compat = compat = require_flag("compat", compat)
-        self._use_grad_mean = use_grad_mean = require_flag("use_grad_mean", use_grad_mean)
+        self._compat = compat = valid("compat", compat)
+        self._use_grad_mean = use_grad_mean = valid("use_grad_mean", use_grad_mean)
         asked = dtypes.parse(accumulator_dtype)
         dtype = None if asked is None else jax.dtypes.canonicalize_dtype(asked)
         self._rule: WindowRule = (OptaxOrder if compat else Sums)(use_grad_mean, dtype)

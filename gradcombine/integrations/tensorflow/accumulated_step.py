@@ -38,6 +38,7 @@ from gradcombine.integrations.tensorflow.state import (
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Order, Totals
 
 __all__ = ["AccumulatedStep"]
@@ -131,8 +132,7 @@ class AccumulatedStep(WithSeen):
         totals: Totals | None = None,
     ) -> None:
         optimizer = keras_optimizer(apply)
-        if not callable(gradients):
-            raise invalid("a function as gradients", shown(gradients))
+        check(gradients=gradients)
         super().__init__()
         self._strategy = tf.distribute.get_strategy()
         self._require_cross_replica()

@@ -41,7 +41,7 @@ def made(loss: Any = linear, optimizer: Any = NEGATE, **options: Any) -> Any:
     [
         ({"every": 0}, "expected a window length that is an integer of 1 or more"),
         ({"every": 2.5}, "received 2.5"),
-        ({"microbatches": 0}, "expected a number of microbatches"),
+        ({"microbatches": 0}, r"expected from 1 to 2\*\*24 microbatches"),
         ({"every": 2, "microbatches": 2}, "expected every or microbatches, received both"),
         ({"optimizer": optax.sgd}, "expected an optax.GradientTransformation, received function"),
         ({"every": lambda index: 2, "order": "tree"}, "expected max_every"),

@@ -203,7 +203,7 @@ ROLES = {x.name for x in fields(Loss)} - {"function"}
 @pytest.mark.parametrize(
     ("options", "args", "message"),
     [
-        ({"microbatches": 0}, (), "expected a number of microbatches that is an integer of 1 or more, received 0"),
+        ({"microbatches": 0}, (), "expected from 1 to 2\\*\\*24 microbatches, received 0"),
         ({"microbatches": 2.0}, (), "received 2.0"),
         ({"loss": 3}, (), "expected a function as loss, received 3"),
         ({"weight": 3}, (), "expected a function as weight, received 3"),
