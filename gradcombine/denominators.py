@@ -12,9 +12,10 @@ from gradcombine.errors import invalid, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.per_leaf import per_leaf
-from gradcombine.reductions.ratios import Ratio, ratio
+from gradcombine.reductions.ratios import Ratio, ratio, ratios_of
+from gradcombine.reductions.sums import sum as sum_
 from gradcombine.reductions.weights import parse, presence
-from gradcombine.types import Array, no_autograph
+from gradcombine.types import Array, Tree, no_autograph
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,11 @@ class Terms:
 
     Attributes:
       over: the name of each term's denominator.
+      known: whether a window's totals of the denominators are known before its gradients.
     """
 
     over: Mapping[str, str]
+    known: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.over, Mapping) or not self.over:  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -107,16 +110,43 @@ class Terms:
             for name in self.denominators
         }
 
-    def ratios(self, values: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Ratio]:
-        """By term, what one microbatch contributes to its value; for `reduction_of_values`."""
-        return {term: Ratio(value, weights[self.over[term]]) for term, value in values.items()}
+    def reduction(self, given: Reduction | None) -> Reduction:
+        """Combines the gradients: a mean for each denominator, or a sum where the totals are known.
+
+        Raises:
+          GradCombineError: for a reduction that does not fit.
+        """
+        if not self.known:
+            return ratios_of(self.denominators, given)
+        combined = sum_() if given is None else given
+        if combined.scales_by_weight:
+            raise invalid("a sum, for terms that are divided by known totals", combined.name)
+        return combined
 
     def reduction_of_values(self) -> Reduction:
-        """Combines the terms of a window: each the ratio of its sum and its denominator's."""
-        return per_leaf({term: ratio() for term in self.over})
+        """Combines the terms of a window, each with its denominator's total."""
+        return sum_() if self.known else per_leaf({term: ratio() for term in self.over})
+
+    def like(self, gradients: Tree) -> Tree:
+        """Contributions of such gradients, for `reduction`."""
+        return gradients if self.known else {name: Ratio(gradients, 1) for name in self.denominators}
+
+    def contribution(self, gradients: Mapping[str, Tree], weights: Mapping[str, Any]) -> dict[str, Ratio]:
+        """One microbatch for `reduction`, of its gradients by denominator."""
+        return {name: Ratio(gradients[name], weights[name]) for name in self.denominators}
 
     @no_autograph
-    def shares(
+    def parts(self, values: Mapping[str, Any], weights: Mapping[str, Any], totals: Any = None) -> dict[str, Any]:
+        """By term, one microbatch for `reduction_of_values`.
+
+        Raises:
+          GradCombineError: for totals that are none, where they are known.
+        """
+        if self.known:
+            return self._shares(values, weights, self.weights(totals, "a total of each denominator"))
+        return {term: Ratio(value, weights[self.over[term]]) for term, value in values.items()}
+
+    def _shares(
         self, values: Mapping[str, Any], weights: Mapping[str, Any], totals: Mapping[str, Any]
     ) -> dict[str, Array]:
         """By term, what one microbatch adds to a window's ``sum / total``; in float32 at least.

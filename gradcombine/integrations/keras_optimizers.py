@@ -1,3 +1,4 @@
+# pyright: standard
 """Keras optimizers inside of one another, and the slots that they keep for a variable; imports no framework."""
 
 from __future__ import annotations
@@ -6,7 +7,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import attribute
 
 _AVERAGES = "_model_variables_moving_average"
 
@@ -14,14 +14,14 @@ _AVERAGES = "_model_variables_moving_average"
 def with_inner(optimizer: Any) -> Iterator[Any]:
     """An optimizer, those of a MultiOptimizer, and the one inside of a LossScaleOptimizer."""
     yield optimizer
-    inner = attribute(optimizer, "inner_optimizer")
-    for one in [*([] if inner is None else [inner]), *(attribute(optimizer, "optimizers") or ())]:
+    inner = getattr(optimizer, "inner_optimizer", None)
+    for one in [*([] if inner is None else [inner]), *(getattr(optimizer, "optimizers", None) or ())]:
         yield from with_inner(one)
 
 
 def has_several(optimizer: Any) -> bool:
     """Whether there is a MultiOptimizer in a chain of optimizers."""
-    return any(attribute(x, "optimizers") is not None for x in with_inner(optimizer))
+    return any(getattr(x, "optimizers", None) is not None for x in with_inner(optimizer))
 
 
 def without_update(optimizer: Any, target: Any, read: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
@@ -43,14 +43,14 @@ def without_update(optimizer: Any, target: Any, read: Callable[[Any], Any]) -> I
 
 def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
     """The optimizer's slots of a variable, by the name of the list that holds them."""
-    indices, key = attribute(optimizer, "_trainable_variables_indices"), attribute(optimizer, "_var_key")
+    indices, key = getattr(optimizer, "_trainable_variables_indices", None), getattr(optimizer, "_var_key", None)
     if indices is None or key is None or key(target) not in indices:
         return
     index = indices[key(target)]
     for name, values in vars(optimizer).items():
         if isinstance(values, (list, tuple)) and len(values) == len(indices) and name != "_trainable_variables":
             slot = values[index]
-            if attribute(slot, "assign") is not None and name != "_variables":
+            if getattr(slot, "assign", None) is not None and name != "_variables":
                 yield name, slot
 
 

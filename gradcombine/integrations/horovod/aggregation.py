@@ -14,7 +14,6 @@ from gradcombine.backends.registry import load
 from gradcombine.errors import (
     MOST,
     GradCombineError,
-    attribute,
     invalid,
     operation,
     require_integer,
@@ -211,7 +210,7 @@ class LocalGradientAggregation(WithSeen):
         """
 
         def only_count() -> list[Any]:
-            counters = attribute(optimizer, "iterations"), kwargs.get("global_step")
+            counters = getattr(optimizer, "iterations", None), kwargs.get("global_step")
             return [x.assign_add(tf.ones((), x.dtype)) for x in counters if x is not None]
 
         with run_after(self._written):
@@ -305,7 +304,7 @@ def _spec(gradient: Any, variable: Any, i: int) -> tf.TensorSpec:
 
 
 def _key(variable: Any) -> Any:
-    ref = attribute(variable, "ref")
+    ref = getattr(variable, "ref", None)
     return ref() if callable(ref) else id(variable)
 
 

@@ -1,4 +1,3 @@
-# pyright: standard
 """A loss: the roles of its arguments and the forms of its result."""
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput
 from gradcombine.integrations.jax.on_replicas import mark_own
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.ratios import Ratio, ratios_of
+from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
 from gradcombine.settings import check
 from gradcombine.types import Array, Order, Tree
@@ -46,19 +46,13 @@ def objective_of(
         if loss.totals is not None:
             raise invalid("terms, for totals", "none")
         return objective
-    several = Terms(loss.terms)
+    several = Terms(loss.terms, loss.totals is not None)
     if not loss.differentiate:
         raise invalid("a loss to differentiate, for terms", "differentiate=False")
-    if loss.totals is None:
-        combined, of_values = ratios_of(several.denominators, reduction), several.reduction_of_values()
-    else:
-        combined, of_values = reductions.sum() if reduction is None else reduction, reductions.sum()
-        if combined.scales_by_weight:
-            raise invalid("a sum, for terms that are divided by known totals", combined.name)
     aux = reductions.mean() if loss.aux_reduction is None else loss.aux_reduction
-    parts = {"terms": of_values, "weights": reductions.sum(), "aux": aux}
+    parts = {"terms": several.reduction_of_values(), "weights": reductions.sum(), "aux": aux}
     of_terms = replace(loss, aux_reduction=parts, differentiate=loss.totals is not None)
-    return ObjectiveOfTerms(of_terms, weight, combined, over, order)
+    return ObjectiveOfTerms(of_terms, weight, several.reduction(reduction), over, order)
 
 
 @operation("grads_by_denominator")
@@ -119,7 +113,7 @@ class ObjectiveOfTerms(Objective):
 
     @cached_property
     def terms(self) -> Terms:
-        return Terms({} if self.loss.terms is None else self.loss.terms)
+        return Terms({} if self.loss.terms is None else self.loss.terms, self.loss.totals is not None)
 
     @property
     def counts(self) -> bool:
@@ -141,7 +135,7 @@ class ObjectiveOfTerms(Objective):
         return kwargs | {"totals": {name: totals[i] for i, name in enumerate(self.terms.denominators)}}
 
     def like(self, params: Tree) -> Tree:
-        return params if self.loss.totals is not None else {name: Ratio(params, 1) for name in self.terms.denominators}
+        return self.terms.like(params)
 
     def told(self, values: dict[str, Tree]) -> dict[str, Tree]:
         aux = values["aux"]
@@ -167,12 +161,10 @@ class ObjectiveOfTerms(Objective):
 
         _, pull_back, (output, form) = vjp_by_name(summed, *(args[i] for i in positions))
         weights = {self.terms.over[term]: part.denominator for term, part in output.aux["terms"].items()}
-
-        def gradient(name: str) -> Tree:
-            grads = pull_back(name)
-            return grads if isinstance(self.loss.argnums, Sequence) else grads[0]
-
-        return output, form, {name: Ratio(gradient(name), weights[name]) for name in self.terms.denominators}
+        grads = {name: pull_back(name) for name in self.terms.denominators}
+        if not isinstance(self.loss.argnums, Sequence):
+            grads = {name: of_one for name, (of_one,) in grads.items()}
+        return output, form, self.terms.contribution(grads, weights)
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
         kwargs = dict(kwargs)
@@ -180,11 +172,8 @@ class ObjectiveOfTerms(Objective):
             raise invalid("totals={...} of the window's denominators, in each call", "none")
         given = kwargs.pop("totals") if self.loss.totals is not None else None
         values, weights, output, form = self._terms_of(args, kwargs)
-        if self.loss.totals is None:
-            total, told = jnp.float32(0), self.terms.ratios(values, weights)
-        else:
-            told = self.terms.shares(values, weights, self.terms.weights(given, "a total of each denominator"))
-            total = self.terms.total(told)
+        told = self.terms.parts(values, weights, given)
+        total = jnp.float32(0) if self.loss.totals is None else self.terms.total(told)
         aux = {"terms": told, "weights": jax.tree.map(self._number, weights), "aux": output.aux}
         return LossOutput(total, self.terms.present(weights), aux, output.carry), form
 

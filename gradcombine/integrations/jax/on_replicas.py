@@ -172,7 +172,7 @@ def divided(over: Collective, reduction: Reduction, state: State, params: Tree) 
     of an all-reduce of which only parts are read, all at one place.
 
     Args:
-      operation, over: as for `on_replicas`.
+      over: as for `on_replicas`.
       reduction: the state's.
       state: outside of the mapped function.
       params: those whose gradients the value's part "grads" has: it is split as they are, where that is known.

@@ -13,7 +13,7 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.backends.registry import require_count
-from gradcombine.errors import GradCombineError, attribute, invalid, within
+from gradcombine.errors import GradCombineError, invalid, within
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_tree
 from gradcombine.integrations.jax.contribution import Contribution, Objective
 from gradcombine.integrations.jax.on_replicas import on_replicas, on_their_mesh, own_state
@@ -254,7 +254,7 @@ def holds_aux(window: AccumulateState) -> bool:
     with within(".window"):
         require_state(window)
     level = next(iter(window.levels), None)  # none of a step with microbatches
-    parts = attribute(level.value if isinstance(level, NumberedState) else level, "parts")
+    parts = getattr(level.value if isinstance(level, NumberedState) else level, "parts", None)
     if not isinstance(parts, tuple):
         received = "none" if level is None else type(level).__name__
         raise invalid("a state that step.init made", received, ".window.levels")

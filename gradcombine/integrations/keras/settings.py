@@ -11,7 +11,8 @@ from typing import Any, Literal, get_args
 import keras
 
 from gradcombine import reductions
-from gradcombine.errors import GradCombineError, attribute, invalid, require_items, shown
+from gradcombine.errors import GradCombineError, invalid, require_items, shown
+from gradcombine.integrations.keras_optimizers import with_inner
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Precision
 
@@ -26,7 +27,7 @@ def require_variables(variables: Any) -> list[Any]:
     """The variables, as a list; refuses what is none."""
     found = require_items("a list of variables", variables)
     for i, x in enumerate(found):
-        if attribute(x, "assign") is None or attribute(x, "trainable") is None:
+        if getattr(x, "assign", None) is None or getattr(x, "trainable", None) is None:
             raise invalid("a variable", shown(x), f"[{i}]")
     return found
 
@@ -42,9 +43,9 @@ def inner_optimizer(argument: Any) -> Any:
         raise invalid("a Keras optimizer, its name or its config", shown(argument)) from failed
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise invalid("a Keras optimizer, its name or its config", type(argument).__name__)
-    if any(hasattr(x, "flush") for x in chain(optimizer)):
+    if any(hasattr(x, "flush") for x in with_inner(optimizer)):
         raise invalid("an optimizer that does not accumulate already", f"{type(optimizer).__name__} around another one")
-    steps = [getattr(x, "gradient_accumulation_steps", None) for x in chain(optimizer)]
+    steps = [getattr(x, "gradient_accumulation_steps", None) for x in with_inner(optimizer)]
     if any(steps):
         raise invalid("an inner optimizer without gradient_accumulation_steps", max(filter(None, steps)))
     return optimizer

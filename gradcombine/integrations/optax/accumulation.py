@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from gradcombine.integrations.optax.updates import cast_as, gradients_like, in_d
 from gradcombine.places.time import require_state
 from gradcombine.places.window import require_flag
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.ratios import Ratio, ratios_of
+from gradcombine.reductions.ratios import ratios_of
 from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Array, Order, Tree
 
@@ -218,7 +218,7 @@ class Accumulation:
     ) -> None:
         self._terms = None
         if denominators is not None:
-            reduction = ratios_of(denominators, reduction)
+            reduction = ratios_of(denominators, reduction)  # raises for names that are none
             self._terms = Terms({name: name for name in denominators})
         reduction = gc.reductions.mean() if reduction is None else reduction
         self.window = ReplicatedWindow(reduction, every, gc.LOCAL if over is None else over, order, max_every)
@@ -230,11 +230,14 @@ class Accumulation:
     def init(self, params: optax.Params) -> AccumulateUpdatesState:
         """No window begun."""
         params = as_arrays(params)
-        like = gradients_like(params)
-        window = jax.tree.map(jnp.asarray, init_for(lambda like: self.window.init(self._each(like, Ratio, 1)), like))
+        like, terms = gradients_like(params), self._terms
+        window = jax.tree.map(
+            jnp.asarray, init_for(lambda like: self.window.init(like if terms is None else terms.like(like)), like)
+        )
         skipped: Any = ()
         if self._skip is not None:
-            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, self._each(like)))
+            updates = like if terms is None else dict.fromkeys(terms.denominators, like)
+            skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, updates))
         # Outside of the mapped function the axis is not bound, and there is nothing to mark.
         with contextlib.suppress(GradCombineError):
             window, skipped = self.window.own(window), self._varying(skipped)
@@ -257,8 +260,7 @@ class Accumulation:
         added, dtypes = self._contribute(updates, state, params, weight, flush, number)
 
         def transform(kept: tuple[Any, Tree], gradients: Tree) -> tuple[tuple[Any, Tree], Tree]:
-            inner_state, its = kept
-            its = its if self._applies else params
+            inner_state, its = kept[0], cast(Any, kept[1] if self._applies else params)
             result, new = self.inner.update(cast_as(gradients, dtypes), inner_state, its, **extra_args)
             new = keep_dtypes(new, inner_state)
             return ((new, optax.apply_updates(its, result)), ()) if self._applies else ((new, ()), result)
@@ -286,7 +288,7 @@ class Accumulation:
         if self._terms is not None:
             weights = self._terms.weights(weight)
             gradients = self._terms.named("gradients of each denominator", updates)
-            entering, weight = {name: Ratio(gradients[name], weights[name]) for name in weights}, 1
+            entering, weight = self._terms.contribution(gradients, weights), 1
         contribution, dtypes = in_dtypes_of_window(self.window, entering, state.window)
         left_out: Any = False
         detail: Any = ()
@@ -299,10 +301,6 @@ class Accumulation:
         in_a_row = skipped.in_a_row if isinstance(skipped, SkipState) else None
         window, due = self.window.due(window, flush=flush, left_out_in_a_row=in_a_row)
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
-
-    def _each(self, like: Tree, of: Callable[..., Any] = lambda like: like, *more: Any) -> Tree:
-        """The like of the contributions, where that of one gradient is given."""
-        return like if self._terms is None else {name: of(like, *more) for name in self._terms.denominators}
 
     def _varying(self, skipped: Any) -> Any:
         return skipped._replace(detail=mark_own(self.window.over, skipped.detail)) if self._skip is not None else ()

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcombine.errors import attribute
 from gradcombine.integrations.keras_optimizers import has_several, with_inner, without_update
 from gradcombine.integrations.tensorflow.state import converted
 
@@ -68,7 +67,7 @@ def _as_they_are(grads_and_vars: Any) -> Any:
 
 def _sums_as_keras(optimizer: Any) -> bool:
     """Whether all that an optimizer does from ``apply`` to the sum is Keras' own, and the sum is in its known place."""
-    modules = [str(getattr(attribute(optimizer, x), "__module__", "")) for x in ("apply", _UPDATE, _SUM)]
+    modules = [str(getattr(getattr(optimizer, x, None), "__module__", "")) for x in ("apply", _UPDATE, _SUM)]
     updates = [vars(cls).get(_UPDATE) for cls in type(optimizer).__mro__]
     names = [getattr(getattr(x, "__code__", None), "co_names", ()) for x in updates]
     return all(x.startswith("keras.") for x in modules) and any(_SUM in x for x in names)

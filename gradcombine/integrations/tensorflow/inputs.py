@@ -7,15 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradcombine.errors import attribute, invalid
+from gradcombine.errors import invalid
 from gradcombine.integrations.tensorflow.indexed_slices import dense
 
 
 def keras_optimizer(apply: Any) -> Any:
     """The Keras optimizer that is passed, by itself or as one of its methods; None for another function."""
-    bound = attribute(apply, "__self__")
+    bound = getattr(apply, "__self__", None)
     owner = apply if bound is None else bound
-    if attribute(owner, "apply_gradients") is not None and attribute(owner, "built") is not None:
+    if getattr(owner, "apply_gradients", None) is not None and getattr(owner, "built", None) is not None:
         return owner
     if not callable(apply):
         raise invalid("a Keras optimizer or a function", type(apply).__name__)
@@ -46,7 +46,7 @@ def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
 def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
     """Refuses what is not a variable of this strategy."""
     # A Keras variable holds the tf.Variable as its value.
-    variable = target if isinstance(target, tf.Variable) else attribute(target, "value")
+    variable = target if isinstance(target, tf.Variable) else getattr(target, "value", None)
     if not isinstance(variable, tf.Variable):
         raise invalid("a variable", type(target).__name__, path)
     if isinstance(variable, tf.experimental.dtensor.DVariable):

@@ -17,7 +17,7 @@ from gradcombine.integrations.tensorflow.state import ReplicaState, in_local_var
 from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.ratios import Ratio, ratios_of
+from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
 from gradcombine.settings import check
 from gradcombine.types import Totals
@@ -53,7 +53,6 @@ class LossOfTerms:
     """A loss of several terms.
 
     Args:
-      operation: for error messages.
       terms, totals: as for `AccumulatedStep`.
       reduction: as the caller has given it.
 
@@ -62,33 +61,28 @@ class LossOfTerms:
     """
 
     def __init__(self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None) -> None:
-        self._terms, self._known = Terms(terms), totals is not None
         check(totals=totals)
+        self._terms = Terms(terms, totals is not None)
         if totals == "counted":
             raise invalid("totals that are given, as a call brings one microbatch", "counted")
-        if self._known:
-            self.reduction = reductions.sum() if reduction is None else reduction
-            if self.reduction.scales_by_weight:
-                raise invalid("a sum, for terms that are divided by known totals", self.reduction.name)
-        else:
-            self.reduction = ratios_of(self._terms.denominators, reduction)
+        self.reduction = self._terms.reduction(reduction)
 
     @property
     def is_given(self) -> bool:
         """Whether each call has to bring the totals."""
-        return self._known
+        return self._terms.known
 
     def like(self, specs: Sequence[Any]) -> Any:
         """Specs of the contributions for gradients of these shapes and dtypes."""
-        return specs if self._known else {name: Ratio(specs, 1) for name in self._terms.denominators}
+        return self._terms.like(specs)
 
     def metrics(self, window: Window, specs: Sequence[Any]) -> ReplicaState:
         """A state for what is told of such windows."""
         self._dtype = dtypes.of_weights(BACKEND.dtype(spec) for spec in specs)
-        of_values = reductions.sum() if self._known else self._terms.reduction_of_values()
-        combined = reductions.per_leaf({"value": of_values, "weight": reductions.sum()})
+        parts = {"value": self._terms.reduction_of_values(), "weight": reductions.sum()}
+        combined = reductions.per_leaf(parts)
         number = tf.TensorSpec((), self._dtype)
-        values = {term: number if self._known else Ratio(number, 1) for term in self._terms.over}
+        values = {term: number if self._terms.known else Ratio(number, 1) for term in self._terms.over}
         weights = {name: tf.TensorSpec((), tf.float32) for name in self._terms.denominators}
         return in_local_variables(replace(window, reduction=combined), {"value": values, "weight": weights})
 
@@ -102,7 +96,7 @@ class LossOfTerms:
           be told of it; and the outputs of the loss, at most one.
         """
         terms = self._terms
-        with tf.GradientTape(persistent=not self._known and len(terms.denominators) > 1) as tape:
+        with tf.GradientTape(persistent=not terms.known and len(terms.denominators) > 1) as tape:
             result = loss(*batch)
             if isinstance(result, Mapping):
                 result = (result, None)
@@ -115,19 +109,14 @@ class LossOfTerms:
             weights = {
                 name: tf.stop_gradient(x) if tf.is_tensor(x) else x for name, x in terms.weights(brought).items()
             }
-            if self._known:
-                told: dict[str, Any] = terms.shares(
-                    values, weights, terms.weights(totals, "a total of each denominator")
-                )
-                sums = {"": terms.total(told)}
-            else:
-                told, sums = terms.ratios(values, weights), terms.summed(values)
+            told = terms.parts(values, weights, totals)
+            sums = {"": terms.total(told)} if terms.known else terms.summed(values)
         grads = {name: tape.gradient(x, targets) for name, x in sums.items()}
         return grads, weights, terms.present(weights), self._told(told, weights), list(result[2:])
 
     def contribution(self, gradients: Mapping[str, list[Any]], weights: Mapping[str, Any]) -> Any:
         """The contribution to the window, of dense gradients."""
-        return gradients[""] if self._known else {name: Ratio(x, weights[name]) for name, x in gradients.items()}
+        return gradients[""] if self._terms.known else self._terms.contribution(gradients, weights)
 
     def opened(self, values: Mapping[str, Any]) -> WindowMetrics:
         """The metrics of a window, of its combined parts."""

@@ -11,17 +11,18 @@ import pytest
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
 from tests.integrations.keras.cases import Model, linear
+from tests.spec.selection import cases
 
 RNG = np.random.default_rng(3)
 ROWS, BATCH, EVERY = 11, 4, 3
 X, Y = RNG.normal(size=(ROWS, 2)).astype(np.float32), RNG.normal(size=(ROWS, 1)).astype(np.float32)
 COUNTED = RNG.integers(1, 9, ROWS).astype(np.float32)
-SETTINGS = [
-    pytest.param({}, id="default"),
-    pytest.param({"jit_compile": True}, id="jit"),
-    pytest.param({"run_eagerly": True}, id="eager", marks=pytest.mark.full),
-    pytest.param({"steps_per_execution": 2}, id="several", marks=pytest.mark.full),
-]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "jit": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "several": {"steps_per_execution": 2},
+}
 
 
 class Plain(keras.Model):
@@ -48,26 +49,33 @@ def change(loss: Any, reduction: Any, model: type, settings: dict[str, Any], **f
     return 1 - made.weights[0].numpy()[:, 0].astype(np.float64)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("model", [Plain, Model])
-def test_a_sum_of_summed_losses_is_the_sum_over_the_epoch(model: type, settings: dict[str, Any]) -> None:
-    received = change(squares("sum"), "sum", model, settings)
+KINDS = {"plain": Plain, "weighted": Model}
+EACH = pytest.mark.parametrize(
+    ("kind", "settings"), cases([("plain", "jit"), ("weighted", "default")], KINDS, SETTINGS)
+)
+
+
+@EACH
+def test_a_sum_of_summed_losses_is_the_sum_over_the_epoch(kind: str, settings: str) -> None:
+    received = change(squares("sum"), "sum", KINDS[kind], SETTINGS[settings])
     np.testing.assert_allclose(received, gradient(np.ones(ROWS)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("model", [Plain, Model])
-def test_means_by_sample_weights_have_their_sum(model: type, settings: dict[str, Any]) -> None:
-    received = change(squares("mean_with_sample_weight"), "mean", model, settings, sample_weight=COUNTED)
+@EACH
+def test_means_by_sample_weights_have_their_sum(kind: str, settings: str) -> None:
+    weighted = squares("mean_with_sample_weight")
+    received = change(weighted, "mean", KINDS[kind], SETTINGS[settings], sample_weight=COUNTED)
     np.testing.assert_allclose(received, gradient(COUNTED / COUNTED.sum(dtype=np.float64)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("model", [Plain, Model])
+LOSSES = {"mse": "mse", "weighted": squares("mean_with_sample_weight"), "mean": squares("mean")}
+
+
 @pytest.mark.parametrize(
-    "loss", ["mse", squares("mean_with_sample_weight"), squares("mean")], ids=["mse", "weighted", "mean"]
+    ("kind", "loss"), cases([("plain", "mse"), ("weighted", "weighted"), ("weighted", "mean")], KINDS, LOSSES)
 )
-def test_means_over_examples_have_their_number(model: type, loss: Any) -> None:
-    received = change(loss, "mean", model, {})
+def test_means_over_examples_have_their_number(kind: str, loss: str) -> None:
+    received = change(LOSSES[loss], "mean", KINDS[kind], {})
     np.testing.assert_allclose(received, gradient(np.full(ROWS, 1 / ROWS)), rtol=1e-5)
 
 

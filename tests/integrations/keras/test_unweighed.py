@@ -12,14 +12,15 @@ import pytest
 
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
 from tests.integrations.keras.cases import ON_JAX, Batches, Model, linear, warned_of
+from tests.spec.selection import cases, named
 
 X, Y = np.ones((11, 2), np.float32), np.ones((11, 1), np.float32)
-SETTINGS = [
-    pytest.param({}, id="default"),
-    pytest.param({"jit_compile": True}, id="jit"),
-    pytest.param({"run_eagerly": True}, id="eager"),
-    pytest.param({"steps_per_execution": 2}, id="several"),
-]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "jit": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "several": {"steps_per_execution": 2},
+}
 
 
 class Plain(keras.Model):
@@ -50,14 +51,21 @@ def warned(model: Any, data: Any, **settings: Any) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", named(("jit", "eager"), SETTINGS))
 def test_arrays_warn_at_the_first_step(settings: dict[str, Any]) -> None:
     assert warned(compiled(**settings), (X, Y), batch_size=4)[0] == 1
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("kind", ["dataset", "generator"])
-def test_other_data_warn_once_a_short_batch_has_come(settings: dict[str, Any], kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    cases(
+        [("default", "generator"), ("jit", "dataset"), ("eager", "dataset"), ("several", "dataset")],
+        SETTINGS,
+        ("dataset", "generator"),
+    ),
+)
+def test_other_data_warn_once_a_short_batch_has_come(name: str, kind: str) -> None:
+    settings = SETTINGS[name]
     data = batches(4, 4, 3) if kind == "dataset" else (batches(4, 4, 3)[i] for i in range(3))
     counts = warned(compiled(**settings), data, steps_per_epoch=None if kind == "dataset" else 3)
     if "steps_per_execution" not in settings:

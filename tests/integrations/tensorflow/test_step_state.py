@@ -173,51 +173,6 @@ def test_results_that_do_not_fit_are_refused(result: Any, message: str) -> None:
     assert w.numpy().tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_gradient_that_another_trace_does_not_have_is_applied(replicas: int) -> None:
-    """The window ends in the function that was traced without it; what never had one is not touched."""
-    strategy = mirrored(replicas)
-    with strategy.scope():
-        a, b, c = (tf.Variable(1.0) for _ in range(3))
-        optimizer = keras.optimizers.AdamW(0.5, weight_decay=0.5)
-        step = AccumulatedStep(lambda g, both: ([g, g if both else None, None], 1), [a, b, c], optimizer, every=3)
-        train = tf.function(step)
-        for both in (False, True, False):
-            train(tf.constant(1.0), both)
-    # A step of Adam is its learning rate, after a decay of 0.5 * 0.5.
-    np.testing.assert_allclose([a.numpy(), b.numpy(), c.numpy()], [0.25, 0.25, 1], rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("ends", ["call", "flush"])
-@pytest.mark.parametrize("way", ["checkpoint", "states"])
-def test_a_restored_window_holds_what_this_process_has_no_gradient_of(
-    tmp_path: Path, way: str, ends: str, compiled: bool, replicas: int
-) -> None:
-    """What the window has seen is in its state, not in the process that traced it."""
-    strategy = mirrored(replicas)
-
-    def made(both: bool) -> tuple[AccumulatedStep, list[tf.Variable]]:
-        variables = [tf.Variable(0.0) for _ in range(3)]
-        return AccumulatedStep(
-            lambda g: ([g, 2 * g if both else None, None], 1), variables, replace, every=2
-        ), variables
-
-    with strategy.scope():
-        before, _ = made(both=True)
-        before(tf.constant(3.0))
-        step, variables = made(both=False)
-        if way == "checkpoint":
-            tf.train.Checkpoint(step=step).restore(tf.train.Checkpoint(step=before).save(tmp_path / "window"))
-        else:
-            step.load_states(before.states())
-        calls = step.flush if ends == "flush" else lambda: step(tf.constant(1.0))
-        (tf.function(calls) if compiled else calls)()
-    received = [x.numpy() for x in variables]
-    assert received == ([3, 6, 0] if ends == "flush" else [2, 3, 0])
-
-
 def test_what_belongs_to_another_strategy_is_refused() -> None:
     outside, plain = tf.Variable(tf.zeros(3)), keras.optimizers.SGD()
     unscoped = AccumulatedStep(given, [outside], replace, every=2)
