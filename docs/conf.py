@@ -47,9 +47,12 @@ python_maximum_signature_line_length = 100
 
 PUBLIC = (
     "gradcombine",
+    "gradcombine.losses",
     "gradcombine.noise",
     "gradcombine.reductions",
     "gradcombine.replicated",
+    "gradcombine.resilience.faults",
+    "gradcombine.resilience.ledger",
     "gradcombine.statefile",
     "gradcombine.verify",
     "gradcombine.audit",

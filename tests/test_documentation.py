@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
     "docs/algebra.md",
+    *(f"docs/api/{path.name}" for path in sorted((ROOT / "docs/api").glob("*.md"))),
     "docs/guides/horovod.md",
     "docs/guides/jax.md",
     "docs/index.md",
