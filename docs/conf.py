@@ -33,6 +33,7 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 copybutton_prompt_text = ">>> "
 
+add_module_names = False
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_type_aliases = {"Tree": "Tree", "Array": "Array", "State": "State"}

@@ -27,6 +27,7 @@ from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.types import AccumulateState, Order, Tree
+from gradcombine.verify.suite.defects import audited as named
 from gradcombine.verify.suite.digits import PIXELS, Batch, initial_parameters
 from gradcombine.verify.suite.outcomes import CLEAN, LIST, REPLICAS, TIME, TIME_AND_REPLICAS, Finding
 from gradcombine.verify.suite.places import (
@@ -257,8 +258,8 @@ EVERY, ROWS, RATE = 4, 8, 0.1
 """Of the steps that are audited: microbatches of a window, examples of each, the optimizer's rate."""
 
 
-def audited(replicas: int, inject_fault: bool) -> Finding:
-    """The library's own steps, compiled and traced on this machine, in one row: an audit has to find nothing.
+def audited(replicas: int, inject_fault: bool) -> tuple[Finding, Finding]:
+    """Rows of two audits: optax.MultiSteps, whose defect has to be named; the library's steps, which have none.
 
     Args:
       replicas: over which they run.
@@ -273,7 +274,7 @@ def audited(replicas: int, inject_fault: bool) -> Finding:
     found = {name: {x.name for x in report.findings} for name, report in audits.items()}
     defects = "; ".join(f"{name}: {', '.join(sorted(names))}" for name, names in found.items() if names)
     labels = {"steps": ", ".join(found), "defects": defects or "none"}
-    return Finding("audit", labels, CLEAN, not defects)
+    return named(_in_optax(inject_fault=True)), Finding("audit", labels, CLEAN, not defects)
 
 
 def _in_jax(replicas: int, **settings: Any) -> Audit:

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, cast
 from gradcombine.reporting.sections import Cells, Curves, Section
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
 
-BITS, BOUND, DIFFERS, CLEAN = "bits", "bound", "differs", "clean"
+BITS, BOUND, DIFFERS, CLEAN, NAMED = "bits", "bound", "differs", "clean", "named"
 """Promises of a row: the reference's bits; a distance within the rounding bound; as a contrast, one beyond it; no
-defect in what is compiled.
+defect in a step; as a contrast, a defect that has to be named.
 """
 
 LIST, TIME, REPLICAS, TIME_AND_REPLICAS = "list", "time", "replicas", "time x replicas"
@@ -77,6 +77,7 @@ _TITLES = {
     "full batch": "Full batch: microbatches of different sizes against one batch",
     "kernels": "Kernels: one batch's gradient by JAX and by TensorFlow",
     "training": "Training with accumulated gradients, in both frameworks",
+    "defects": "Defects: steps that check and audit have to name, and one repaired",
     "audit": "Audit: what the library's own steps do when they are compiled",
 }
 
@@ -90,6 +91,7 @@ _NOTES = {
     "The mean of means is a contrast: it has to differ by more than rounding.",
     "kernels": "Nothing is combined here. In the combine above, one framework's gradients are the input of all rows.",
     "training": "ratio: what was found over what is allowed. The windows' losses are below.",
+    "defects": "`gradcombine check module:make_case` and `gradcombine audit module:make_step` answer for your steps.",
     "audit": "Exchanges once a window, no work or copy without use; `gradcombine audit` reports on any step.",
 }
 
@@ -151,8 +153,8 @@ def found(finding: Finding) -> str:
         return "equal bits"
     if finding.promise == DIFFERS and finding.holds:
         return "differs"
-    if finding.promise == CLEAN:
-        return "clean" if finding.holds else "defects"
+    if finding.promise in (CLEAN, NAMED):
+        return finding.promise if finding.holds else {CLEAN: "defects", NAMED: "missed"}[finding.promise]
     if finding.ulps == NAN_DISTANCE:
         return "NaN"
     if finding.ulps is None:
@@ -176,10 +178,9 @@ def _done(report: Report) -> str:
     known = settings["versions"] | settings.get("libraries", {}) | python
     versions = ", ".join(f"{name} {version}" for name, version in known.items())
     return (
-        "The gradients of one classifier on real images, in microbatches of different sizes, were combined by NumPy, "
-        "JAX and TensorFlow in lists, over time, over replicas and both, eager and compiled, and compared bit by bit "
-        "with one reference; then both frameworks trained with them. If all promises are kept, then on this machine "
-        "the place, the mode and the framework do not change the answer.\n"
+        "The gradients of one classifier, in microbatches of different sizes, combined by NumPy, JAX and TensorFlow in "
+        "lists, over time, over replicas and both, eager and compiled, compared bit by bit with one reference; then a "
+        "training in both frameworks.\n"
         + "\n".join(text for text in (settings.get("date"), settings.get("command"), versions) if text)
     )
 

@@ -19,8 +19,8 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.verify.compare.ulp import equal_bits
+from gradcombine.verify.suite import defects, frameworks, places
 from gradcombine.verify.suite import digits as problem
-from gradcombine.verify.suite import frameworks, places
 from gradcombine.verify.suite.digits import Batch, analyse, analyse_mean
 from gradcombine.verify.suite.outcomes import BITS, BOUND, DIFFERS, Finding, Report
 from gradcombine.verify.suite.places import Case, Contributions
@@ -79,7 +79,7 @@ def _rows(
     beside: ProcessPoolExecutor,
 ) -> tuple[list[Finding], dict[str, list[float]]]:
     own = [case for case in frameworks.cases(counts, full) if case.framework != "tensorflow"]
-    count = len(own) + 4
+    count = len(own) + 5
     examples, parameters = problem.load(), problem.initial_parameters()
     batches = list(problem.cut(examples, problem.SIZES))
 
@@ -93,13 +93,17 @@ def _rows(
     source = contributions["jax"]
     tensorflow = beside.submit(_in_tensorflow, counts, full, source, inject_fault)
     audited = beside.submit(frameworks.audited, min(2, max(counts)), inject_fault)
+    started("a step with a defect, and repaired", count)
+    few = slice(defects.EXAMPLES)
+    accused = list(defects.checked(examples.images[few], examples.labels[few].astype(np.float32)))
     combined = _combine(own, source, lambda name: started(name, count))
     started("full batch and kernels", count)
     models = list(_models(contributions, parameters, batches))
     started("training", count)
     curves, trained = _train(examples)
     started("TensorFlow's rows and the audit, in a process of their own", count)
-    return [*combined, *tensorflow.result(), *models, *trained, audited.result()], curves
+    found, clean = audited.result()
+    return [*combined, *tensorflow.result(), *models, *accused, found, *trained, clean], curves
 
 
 def _settings(command: str, counts: list[int], inject_fault: bool) -> dict[str, Any]:
