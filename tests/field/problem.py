@@ -5,14 +5,15 @@ Its gradient is written down in float64 here, without any of the packages under 
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 
-WORDS, ROWS, LENGTH = 12, 8, 10
+WORDS, ROWS, LENGTH = map(int, os.environ.get("FIELD_SIZES", "12,8,10").split(","))  # others for audits
 _RNG = np.random.default_rng(0)
 TABLE = _RNG.normal(size=(WORDS, WORDS)).astype(np.float32)
-LENGTHS = np.array([9, 3, 10, 5, 2, 8, 6, 4])
+LENGTHS = np.resize([9, 3, 10, 5, 2, 8, 6, 4], ROWS)
 TOKENS = _RNG.integers(0, WORDS, (ROWS, LENGTH)).astype(np.int32)
 MASK = (np.arange(LENGTH) < LENGTHS[:, None]).astype(np.float32)
 BATCH = {"tokens": TOKENS, "mask": MASK}

@@ -25,7 +25,7 @@ _SUMS = "return sums and counts from each microbatch, add up both, and divide on
 _AT_THE_END = "run it once, on the combined gradient at the end of a window"
 
 REMEDIES: Mapping[Cause, str] = {
-    Cause.MEAN_OF_MEANS: f"{_SUMS}; or weigh each mean by its tokens or examples (`train_step(weight=...)`)",
+    Cause.MEAN_OF_MEANS: f"{_SUMS}; or weigh each mean by its tokens or examples",
     Cause.SUM: "divide by the sum of the weights, or average in place of adding",
     Cause.SCALED: "divide once: by the sum of the weights, and not by the number of microbatches or devices as well",
     Cause.COEFFICIENTS: "weigh each microbatch by what its loss is a mean over",
@@ -45,6 +45,7 @@ REMEDIES: Mapping[Cause, str] = {
     Cause.SELECTION: "choose among the examples of the whole batch before it is divided",
     Cause.STATISTICS: "synchronize them over the batch; or, if it is meant so, `--allow statistics`, "
     "`report.allowing('statistics')`",
+    Cause.ADVANCED: "move it once a window; or, if it is meant so, `--allow state`, `report.allowing('state')`",
     Cause.SCATTER: "add rows where indices meet (`.at[i].add`), in place of setting them",
     Cause.STATE: "return what a call changes, and pass it in; reset accumulators at the beginning of a window",
     Cause.NOT_FINITE: "guard the divisor of a microbatch without tokens: sums and counts need none",

@@ -119,6 +119,7 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Answer]:
     yield from linear(standard, case)
     yield from _padded(standard, case)
     yield from moves.moved(standard, case)
+    yield from moves.advanced(standard, case)
     yield from moves.decayed(standard, case)
     yield from _ignored(standard, case)
     yield from _before_update(standard, case)

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from gradcombine.verify.check.case import Answer, Case, accounts_for, partitions, split_by, weights_of
+from gradcombine.verify.check.case import Answer, Case, accounts_for, combined, partitions, split_by, weights_of
 from gradcombine.verify.check.leaves import as_floats, widened
 from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import WHOLE, NotWide, Rows
@@ -105,6 +105,38 @@ def moved(standard: StepStandard, case: Case) -> Iterator[Answer]:
         one, made = (step.read(subject.params, subject.batch).updates for step in steps)
         if made != one:
             yield Cause.MOVED_EACH, f"its optimizers make {made} steps, and {one} in one batch"
+
+
+def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """A state that moves at each microbatch whatever its examples are, as the power iteration of a spectral norm."""
+    subject = standard.subject
+    if not subject.returns_params:
+        return
+    start = [widened(x) for _, x in subject.param_leaves]
+    run = subject.wide if case.wide else subject.run
+    one = standard.best.floats
+    for name, pieces in partitions(subject.examples, case.split).items():
+        part = standard.repeated(pieces[0])
+        same = [] if part is None else standard.shares(part.floats, one, case.wide)[: len(start)]
+        moving = [i for i, share in enumerate(same) if share <= 1 and np.any(one[i])]
+        if not moving:
+            return
+        at, made = list(start), list[Floats]()
+        try:
+            for rows in pieces:
+                made.append(run(WHOLE, subject.rows(standard.copies(rows)), start=at).floats)
+                at = [x + made[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(at)]
+        except (NotWide, ValueError):
+            continue
+        summed = {i: sum(x[i] for x in made) for i in moving}
+        rest = range(len(start), len(one))  # of PyTorch's optimizers, the gradients that reach them
+        for weights in weights_of(standard, pieces):
+            predicted = [summed.get(i, x) for i, x in enumerate(combined(weights, made))]
+            if accounts_for(standard, case, predicted, len(pieces)) or (
+                rest and accounts_for(standard, case, predicted, len(pieces), [*moving, *rest])
+            ):
+                yield Cause.ADVANCED, f"{standard.names[moving[0]]} moves {len(pieces)} times{split_by(name)}"
+                return
 
 
 def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:

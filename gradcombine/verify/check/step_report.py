@@ -36,6 +36,7 @@ class Cause(StrEnum):
     DENOMINATOR = "a term of the loss is divided by what does not count it"
     BY_PLACE = "microbatches weigh by their places, as where a schedule or a decay acts at each of them"
     MOVED_EACH = "the parameters move at each microbatch"
+    ADVANCED = "a state moves at each microbatch, by design or not, as the power iteration of a spectral norm does"
     KEY = "a random key is used again for each microbatch"
     RANDOM = "the result depends on the places of the examples, as random numbers do that are drawn for each microbatch"
     NOT_EXCHANGED = "the devices' gradients are not added up, as where a psum or pmean is missing"
@@ -50,7 +51,7 @@ class Cause(StrEnum):
     UNKNOWN = "a gradient that is not the mean reaches the inner optimizer"
 
 
-BY_DESIGN = {"statistics": Cause.STATISTICS}
+BY_DESIGN = {"statistics": Cause.STATISTICS, "state": Cause.ADVANCED}
 """Causes that may be meant, by the names that `StepReport.allowing` takes."""
 
 
@@ -145,7 +146,8 @@ class StepReport(NamedTuple):
         Args:
           causes: ``"statistics"``: the examples of a microbatch act on each other, as by batch normalization, in-batch
             negatives or a balance of experts by microbatch. Everything else about such a division has been compared: it
-            is the mean of what its microbatches give by themselves.
+            is the mean of what its microbatches give by themselves. ``"state"``: a state that no example enters moves at
+            each microbatch, as the power iteration of a spectral norm; the rest is the mean of what they give with it.
 
         Raises:
           GradCombineError: for another name; other causes are defects, or hide what was not compared.

@@ -110,6 +110,20 @@ def decays_within(sums: Any, k: int) -> Any:
     return step
 
 
+def iterated(sums: Any, k: int) -> Any:
+    """A state without examples, as of a spectral norm, that moves at each microbatch and scales its gradient."""
+
+    def step(state: Any, batch: Any) -> Any:
+        p, u = state
+        made, moved = [sums(p, part) for part in defects.pieces(batch, k)], p
+        for grads, _ in made:
+            u = (u + u.dtype.type(1)) / u.dtype.type(2)
+            moved = [x - g * u[0] / sum(n for _, n in made) for x, g in zip(moved, grads, strict=True)]
+        return moved, u
+
+    return step
+
+
 def relabelled(sums: Any, k: int) -> Any:
     """A batch that says what it is, and how it is to be scaled."""
 
@@ -149,6 +163,9 @@ WRITTEN: dict[str, tuple[Any, Any, Any, dict[str, Any], Cause | None, str]] = {
     "decay of new parameters": (decayed_each, PARAMS, BATCH, NEW, Cause.ADDED, "times the new parameters"),
     "decay between microbatches": (
         decays_within, PARAMS, BATCH | {"mask": np.ones_like(BATCH["mask"])}, NEW, Cause.MOVED, "by -0.00097656",
+    ),
+    "a state that no example enters": (
+        iterated, (PARAMS, np.float32([0.5, 0.25])), BATCH, NEW, Cause.ADVANCED, "[1] moves 2 times",
     ),
     "a name and a function": (relabelled, PARAMS, BATCH | {"task": "words", "scale": np.negative}, {}, None, ""),
 }  # fmt: skip
