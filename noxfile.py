@@ -1,8 +1,9 @@
 """Environments of their own, made by uv: the suites on other versions, each extra alone, and the distributions.
 
 ``nox -l`` lists the sessions; ``nox -s versions`` runs the quick suite on the lowest, the default and the newest
-versions, ``nox -s distributions`` builds, checks and installs what is released, ``nox -s field`` checks
-released packages, ``nox -s ratios`` measures benchmarks again. What follows ``--`` goes to pytest, or to the gate.
+versions, ``nox -s distributions`` builds, checks and installs what is released, ``nox -s field`` and
+``nox -s field_audit`` check released packages, ``nox -s ratios`` measures benchmarks again. What follows ``--`` goes to
+pytest, or to the gate.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ ACCELERATED = "aqtp qwix pathwaysutils tokamax ml-goodput-measurement"
 TORCH, TRANSFORMERS = "torch==2.13.0", ("4.45.2", "4.46.3", "4.57.6", "5.23.0")
 
 FIELD = {
-    "jax": ("3.11", "optax==0.2.8 flax==0.12.8 equinox==0.13.8", ""),
+    "jax": ("3.11", "optax==0.2.8 flax==0.12.8 equinox==0.13.8 dm-haiku==0.0.17", ""),
     "keras": ("3.11", "keras==3.15.1 tensorflow==2.21.0 jax", ""),
     "keras-hub": ("3.11", "keras-hub==0.32.0 keras==3.15.1 jax", ""),
     "privacy": ("3.11", "jax-privacy==2.0.0 flax", ""),
@@ -116,7 +117,14 @@ FIELD = {
 """By name: the Python, what is installed, and what is installed without its requirements (accelerators' packages)."""
 
 HARNESSES = {
-    "jax": ("optax_multi_steps", "optax_apply_every", "optax_micro_grad", "flax_nnx_optimizer", "equinox_loop"),
+    "jax": (
+        "optax_multi_steps",
+        "optax_apply_every",
+        "optax_micro_grad",
+        "flax_nnx_optimizer",
+        "equinox_loop",
+        "haiku_loop",
+    ),
     "keras": ("keras_optimizer",),
     "keras-hub": ("keras_hub_fit",),
     "privacy": ("jax_privacy_clipped",),
@@ -130,6 +138,9 @@ HARNESSES = {
     "maxtext 0.2.4": ("maxtext_balance",),
     "maxtext 0.2.5": ("maxtext_balance",),
 }
+
+COMPILED = ("jax", "privacy", "numpyro", "brax", "drjax", "tunix", "easydel", "maxtext 0.2.4", "maxtext 0.2.5")
+"""Environments whose steps are one program of JAX."""
 
 LACKING = """
 import importlib, importlib.util, os, sys
@@ -163,6 +174,19 @@ def ratios(session: nox.Session) -> None:
     session.run("python", "benchmarks/gate.py", *session.posargs)
 
 
+def of_package(session: nox.Session, name: str) -> str:
+    """Makes the environment of this name; returns its interpreter."""
+    python, packages, alone = FIELD[name]
+    environment = Path(session.create_tmp()).absolute() / name.replace(" ", "-")
+    interpreter = str(environment / "bin" / "python")
+    session.run("uv", "venv", "-q", "--clear", "--python", python, str(environment), external=True)
+    install = ("uv", "pip", "install", "-q", "--python", interpreter)
+    session.run(*install, "-e", ".", *packages.split(), external=True)
+    if alone:
+        session.run(*install, "--no-deps", *alone.split(), external=True)
+    return interpreter
+
+
 @nox.session(python=False)
 def field(session: nox.Session) -> None:
     """Checks steps of released packages, each in an environment of its own, and writes the table of docs/field.md.
@@ -171,19 +195,30 @@ def field(session: nox.Session) -> None:
     """
     rows: list[str] = []
     for name in session.posargs or FIELD:
-        python, packages, alone = FIELD[name]
-        environment = Path(session.create_tmp()).absolute() / name.replace(" ", "-")
-        interpreter = str(environment / "bin" / "python")
-        session.run("uv", "venv", "-q", "--clear", "--python", python, str(environment), external=True)
-        install = ("uv", "pip", "install", "-q", "--python", interpreter)
-        session.run(*install, "-e", ".", *packages.split(), external=True)
-        if alone:
-            session.run(*install, "--no-deps", *alone.split(), external=True)
+        interpreter = of_package(session, name)
         made = session.run(interpreter, "-m", "tests.field.run", *HARNESSES[name], external=True, silent=True)
         rows += [line for line in str(made).splitlines() if line.startswith('{"')]
     found = Path(session.create_tmp()) / "rows.json"
     found.write_text("\n".join(rows))
     session.run("python", "-m", "tests.field.table", str(found), *["--keep"] * bool(session.posargs))
+
+
+@nox.session(python=False)
+def field_audit(session: nox.Session) -> None:
+    """Compiles the JAX steps of released packages for 8 CPUs, 8 H100s and 16 TPU chips, and prints what audits find."""
+    for name in session.posargs or COMPILED:
+        interpreter = of_package(session, name)
+        shown = session.run(interpreter, "-c", "import jax; print(jax.__version__)", external=True, silent=True)
+        version = str(shown).split()[-1]
+        install = ("uv", "pip", "install", "-q", "--python", interpreter)
+        session.run(*install, f"jax[tpu]=={version}", external=True)
+        compilers = (f"jax-cuda12-plugin=={version}", f"jax-cuda12-pjrt=={version}")
+        session.run(*install, "--no-deps", *compilers, external=True)
+        environment = {"JAX_PLATFORMS": "cpu", "FIELD_SIZES": "1024,128,128"}
+        environment["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+        for target in ("here", "h100:8", "v5e:4x4"):
+            command = (interpreter, "-m", "tests.field.audited", target, *HARNESSES[name])
+            session.run(*command, env=environment, external=True)
 
 
 @nox.session(python="3.11")

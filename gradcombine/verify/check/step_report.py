@@ -146,8 +146,9 @@ class StepReport(NamedTuple):
         Args:
           causes: ``"statistics"``: the examples of a microbatch act on each other, as by batch normalization, in-batch
             negatives or a balance of experts by microbatch. Everything else about such a division has been compared: it
-            is the mean of what its microbatches give by themselves. ``"state"``: a state that no example enters moves at
-            each microbatch, as the power iteration of a spectral norm; the rest is the mean of what they give with it.
+            is the mean of what its microbatches give by themselves. ``"state"``: a state that no example enters moves
+            at each microbatch, as the power iteration of a spectral norm; the rest is the mean of what they give with
+            it.
 
         Raises:
           GradCombineError: for another name; other causes are defects, or hide what was not compared.

@@ -123,7 +123,7 @@ def test_what_is_by_design_is_allowed_by_name(here: Path) -> None:
     assert (found["verdict"], found["causes"], found["allowed"][0]["cause"]) == ("passes", [], "STATISTICS")
     assert run("wrong_case", "--allow", "statistics")[0] == 1
     status, text = run("wrong_case", "--allow", "sum")
-    assert (status, "causes among statistics to allow, received 'sum'" in text) == (2, True), text
+    assert (status, "causes among statistics, state to allow, received 'sum'" in text) == (2, True), text
 
 
 def test_terms_are_named_on_the_command_line(here: Path) -> None:
