@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,12 +14,15 @@ from gradcombine.audit.rules import RULES, Finding
 from gradcombine.audit.subject import Loop, short, size_text, times
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.timeline import timeline
-from gradcombine.errors import GradCombineError, invalid, operation, require_file
-from gradcombine.formats.safetensors import distinct
+from gradcombine.errors import invalid, operation
+from gradcombine.reporting.earlier import read_earlier
 from gradcombine.reporting.sections import Cells, Section
 
 VERSION = 1
 """Of the JSON."""
+
+STATUS = {True: 0, False: 1, None: 4}
+"""The exit status of each answer; None: it cannot be told. 2 is for what cannot be read, 3 for a target's memory."""
 
 COMPARED = ("moved", "sent", "flops", "temporary")
 """Totals of a report that a later one must not exceed."""
@@ -40,13 +42,14 @@ def page_sections(
 ) -> list[Section]:
     """The sections of a page: the result of `worse`, all programs, and in full those with findings."""
     counted = frozenset(fail_on)
-    parts, told = list[Section](), [one for one in reports if one.findings or len(reports) == 1]
+    parts, shown = list[Section](), [one for one in reports if one.findings or len(reports) == 1]
     if worse:
         parts.append(Section("Worse than before", columns=("what",), rows=[Cells((x,), False) for x in worse]))
     if len(reports) > 1:
-        rows = [Cells((one.name, _sum_up(one)), not any(x.name in counted for x in one.findings)) for one in reports]
+        answers = [(one, verdict(one, counted).removeprefix(f"{one.name}: ")) for one in reports]
+        rows = [Cells((one.name, answer), passes(one, counted) is not False) for one, answer in answers]
         parts.append(Section("Programs", columns=("program", ""), rows=rows))
-    for one in told:
+    for one in shown:
         drawing = timeline(one)
         parts += [
             _bound(one),
@@ -61,7 +64,7 @@ def page_sections(
             _totals(one),
             *_unread(one),
         ]
-    names = {x.name for one in told for x in one.findings}
+    names = {x.name for one in shown for x in one.findings}
     return parts + [Section(name, anchor=name, text=text) for name, text in explanations().items() if name in names]
 
 
@@ -105,29 +108,47 @@ def _found(report: Audit) -> list[Section]:
     return [Section("Findings", columns=("finding", "times", "cost", "at the bound"), rows=rows, whole=True)]
 
 
+def passes(report: Audit, fail_on: Iterable[str]) -> bool | None:
+    """Whether a program has none of the defects to fail on; None where they may be in what could not be read."""
+    counted = set(fail_on)
+    if any(x.name in counted for x in report.findings):
+        return False
+    return None if counted.intersection(report.undecided) else True
+
+
+def passes_of_all(reports: Iterable[Audit], fail_on: Iterable[str]) -> bool | None:
+    """`passes` of all of them: the worst."""
+    counted = frozenset(fail_on)
+    answers = {passes(one, counted) for one in reports}
+    return False if False in answers else None if None in answers else True
+
+
 def verdict(report: Audit, fail_on: Iterable[str]) -> str:
     """One line."""
-    if not report.findings:
-        return f"{report.name}: {_sum_up(report)}"
     counted = set(fail_on)
+    left = [name for name in report.undecided if name in counted]
+    unknown = f"; cannot tell of {', '.join(left)}" if left else ""
+    if not report.findings:
+        return f"{report.name}: {_sum_up(report, bool(left))}{unknown}"
     total, failing = len(report.findings), sum(x.name in counted for x in report.findings)
-    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {_sum_up(report)}"
+    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {_sum_up(report)}{unknown}"
 
 
-def verdict_of_all(reports: Sequence[Audit], fail_on: Iterable[str]) -> tuple[str, bool]:
-    """One line, and whether there is nothing to fail on."""
+def verdict_of_all(reports: Sequence[Audit], fail_on: Iterable[str]) -> str:
+    """One line."""
     counted = frozenset(fail_on)
-    failing = sum(any(x.name in counted for x in one.findings) for one in reports)
     if len(reports) == 1:
-        return verdict(reports[0], counted), not failing
-    return f"{len(reports)} programs, {failing} with findings to fail on", not failing
+        return verdict(reports[0], counted)
+    answers = Counter(passes(one, counted) for one in reports)
+    unknown = f", {answers[None]} of which defects cannot be told" if answers[None] else ""
+    return f"{len(reports)} programs, {answers[False]} with findings to fail on{unknown}"
 
 
-def _sum_up(report: Audit) -> str:
+def _sum_up(report: Audit, unknown: bool = False) -> str:
     counts = Counter(x.name for x in report.findings)
     if not counts:
         left = "" if len(report.judged) == len(RULES) else f" of {len(RULES)}"
-        return f"clean; {len(report.judged)}{left} defects looked for"
+        return f"{'nothing found' if unknown else 'clean'}; {len(report.judged)}{left} defects looked for"
     return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
 
 
@@ -155,10 +176,12 @@ class Measured(NamedTuple):
     Attributes:
       totals: by the names in `COMPARED`; None where only HLO was read.
       costs: of all findings of a name: how many, and how often, what they move, send and compute.
+      undecided: the defects that could not be told.
     """
 
     totals: dict[str, float | None]
     costs: dict[str, tuple[float, ...]]
+    undecided: frozenset[str]
 
 
 Baseline = dict[tuple[str, str, int], Measured]
@@ -172,17 +195,7 @@ def read_baseline(path: Path) -> Baseline:
     Raises:
       GradCombineError: a file that cannot be read, or of another form or version.
     """
-    expected = "a baseline that --json has written"
-    file = require_file(expected, path)
-    try:
-        content: Any = json.loads(file.read_text(), object_pairs_hook=distinct)
-        if content["version"] != VERSION:
-            raise invalid(f"a baseline of version {VERSION}", content["version"])
-        return _measured(content["programs"])
-    except GradCombineError:
-        raise
-    except (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError, OverflowError) as error:
-        raise invalid(expected, f"{path}: {type(error).__name__}: {error}") from None
+    return read_earlier(path, VERSION, lambda content: _measured(content["programs"]))
 
 
 @operation("audit")
@@ -237,6 +250,7 @@ def _one(report: Audit) -> dict[str, Any]:
             for x in report.exchanges
         ],
         "looked_for": report.judged,
+        "undecided": report.undecided,
         "unread": report.unread,
         "findings": [x._asdict() | {"seconds": report.seconds(x)} for x in report.findings],
     }
@@ -251,7 +265,7 @@ def _measured(programs: Iterable[Mapping[str, Any]]) -> Baseline:
             costs[x["name"]] = tuple(map(sum, zip(costs.get(x["name"], NO_COST), cost, strict=True)))
         totals = {name: None if program[name] is None else _finite(program[name]) for name in COMPARED}
         key = program["name"], program["target"]
-        found[*key, seen[key]] = Measured(totals, costs)
+        found[*key, seen[key]] = Measured(totals, costs, frozenset(map(str, program.get("undecided", ()))))
         seen[key] += 1
     return found
 
@@ -272,6 +286,8 @@ def _compared(now: Measured, before: Measured, fail_on: set[str]) -> Iterator[st
         earlier = before.costs.get(name, NO_COST)
         if name in fail_on and any(b > a for a, b in zip(earlier, cost, strict=True)):
             yield f"{name}, {_words(earlier)} -> {_words(cost)}"
+    if lost := sorted(fail_on & now.undecided - before.undecided):
+        yield f"cannot be told any more: {', '.join(lost)}"
 
 
 def _words(costs: tuple[float, ...]) -> str:

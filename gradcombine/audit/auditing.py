@@ -70,9 +70,29 @@ class Audit(NamedTuple):
         if isinstance(self.program, Graph):
             names = ", ".join(name for name in RULES if name not in self.judged)
             found += ["what is moved in memory, and products", names, *self.program.unread()]
-        elif self.program.devices > 1 and "" in map(self.program.sharding, self.program.parameters):
+        elif self._unsplit:
             found.append("how arguments are split, and so what devices repeat")
         return found
+
+    @property
+    def undecided(self) -> list[str]:
+        """The names of the defects that may be in what could not be read."""
+        found = set(RULES).difference(self.judged)
+        if isinstance(self.program, Graph):
+            found |= set(RULES) if self.program.notes else set()
+            found |= {"many-small-collectives"} if not all(x.exact for x in self.exchanges) else set()
+        else:
+            found |= {"donation-lost"} if self.memory is None else set()
+            found |= {"batch-gathered", "repeated-work", "repeated-collective"} if self._unsplit else set()
+        return [name for name in RULES if name in found]
+
+    @property
+    def _unsplit(self) -> bool:
+        """Whether nothing says how the arguments of a program for several devices are split."""
+        program = self.program
+        if isinstance(program, Graph) or program.devices == 1:
+            return False
+        return "" in map(program.sharding, program.parameters)
 
     @property
     def exchanges(self) -> Sequence[Exchange[Any]]:
@@ -110,7 +130,7 @@ class Audit(NamedTuple):
 
 @operation("audit")
 def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
-    """Tells what a compiled step does: what it moves, copies, exchanges and repeats.
+    """Reports what a compiled step moves, copies, exchanges and repeats.
 
     Nothing runs: a jitted function is lowered and compiled for its arguments, a tf.function is traced.
 
@@ -120,12 +140,13 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
         for this machine or for one device of the target, otherwise its graph.
       *args: of a jitted function: arrays or ``jax.ShapeDtypeStruct``, with the shardings that they will have; of a
         tf.function: what it is called with, or ``tf.TensorSpec``.
-      target: a machine that need not be here: what `find_target` gives, or its name, which is for functions alone.
-        Their arguments on a mesh of other devices are moved to a mesh of the same shape on the target's; a step that
-        holds a mesh by itself has to be built with the target's devices.
+      target: hardware to compile for, which need not be attached: the result of `find_target`, or, for functions, its
+        name. Arguments on a mesh of other devices are moved to a mesh of the same shape of the target's devices; a step
+        that holds a mesh has to be built with the target's devices.
 
     Returns:
-      What was found; ``findings`` is empty for a step without a known defect.
+      The report: ``findings`` is empty for a step without a known defect; ``undecided`` names the defects that may be
+      in a part that could not be read.
 
     Raises:
       GradCombineError: what cannot be compiled or read.
@@ -139,7 +160,7 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
     """
     if is_function(step):
         return _of_tensorflow(step, args, target)
-    found = target if isinstance(target, Target) else find_target(target)
+    found = find_target(target)
     if isinstance(target, str) and attribute(step, "lower") is None:
         raise invalid(A_STEP, shown(step))
     return _audited(compile_step(step, args, found), found)
@@ -147,7 +168,7 @@ def audit(step: Any, *args: Any, target: str | Target | None = None) -> Audit:
 
 @operation("audit")
 def audit_file(path: str | Path, target: str | Target | None = None) -> list[Audit]:
-    """Tells what a program does that another tool has compiled.
+    """Reports what a program does that another tool has compiled.
 
     Args:
       path: a file of optimized HLO, text or proto, a folder that XLA dumped to (``--xla_dump_to``), or a SavedModel.
@@ -159,7 +180,7 @@ def audit_file(path: str | Path, target: str | Target | None = None) -> list[Aud
     Raises:
       GradCombineError: what cannot be read, or is not optimized; a folder without a program.
     """
-    found = target if isinstance(target, Target) else find_target(target, compiles=False)
+    found = find_target(target, compiles=False)
     folder = require_path("a file of HLO, or a folder", path)
     if (saved := folder / "saved_model.pb" if folder.is_dir() else folder).name == "saved_model.pb" and saved.is_file():
         expected = "a SavedModel that can be read"
@@ -180,7 +201,9 @@ def _optimized(path: Path, text: str) -> Program:
 
 
 @operation("audit")
-def audit_named(what: str, target: str | None = None) -> list[Audit]:
+def audit_named(
+    what: str, target: str | None = None, progress: Callable[[str], None] = lambda name: None
+) -> list[Audit]:
     """Audits what a command line names.
 
     Args:
@@ -189,6 +212,7 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
         If it has a parameter named devices, or one without a default, it is called with the target's devices, of which
         it makes its mesh.
       target: see `find_target`.
+      progress: called with the name of each step before it.
 
     Returns:
       One report for each program.
@@ -198,8 +222,11 @@ def audit_named(what: str, target: str | None = None) -> list[Audit]:
       OutOfMemoryError: a step that needs more memory than the target has.
     """
     if require_path(_NAMED, what).exists():
+        progress(f"reading {what}")
         return audit_file(what, target)
+    progress(f"importing and calling {what}")
     made, found = made_by("audit", what, target)
+    progress(f"compiling for {found.name}")
     # Whatever else a foreign object does when it is asked for something.
     return foreign("a step that can be audited", what, lambda: [_audit_made(what, made, found)])
 
@@ -274,7 +301,7 @@ def _devices(make: Callable[..., Any], target: Target) -> tuple[Any, ...]:
 
 def _of_tensorflow(step: Any, args: Sequence[Any], target: str | Target | None) -> Audit:
     """A graph, which needs no compiler, or what XLA makes of it: TensorFlow's own here, the target's there."""
-    machine = target if isinstance(target, Target) else find_target(target, compiles=target is None)
+    machine = find_target(target, compiles=target is None)
     expected = "a tf.function that is traced, and compiled where it asks for that, for its arguments"
     function = foreign(expected, step, lambda: read_function(step, args, optimized=machine.here))
     if isinstance(function, Graph):

@@ -142,17 +142,8 @@ class Flow:
 
     def inner(self, computation: str) -> set[str]:
         """A computation and all that run inside of it."""
-        names = (
-            "body",
-            "condition",
-            "calls",
-            "to_apply",
-            "branch_computations",
-            "true_computation",
-            "false_computation",
-        )
         computations = self.module.computations
-        return walk([computation], lambda name: (of for x in computations[name].values() for of in x.called(*names)))
+        return walk([computation], lambda name: (of for x in computations[name].values() for of in x.called(*CALLED)))
 
     def _leaves(self, name: str, x: Instruction) -> range:
         first = self.node(name, x)

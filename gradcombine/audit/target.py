@@ -116,17 +116,20 @@ class Target(NamedTuple):
 
 
 @operation("audit")
-def find_target(name: str | None = None, *, compiles: bool = True) -> Target:
+def find_target(name: str | Target | None = None, *, compiles: bool = True) -> Target:
     """The machine of this name.
 
     Args:
       name: "h100:8" (one host), "h100:64x8" (hosts by devices), "v5e:16x16" (chips of a slice), or the path of a
-        GpuTargetConfigProto in text form and ":" with a number or hosts x devices; None for this machine.
+        GpuTargetConfigProto in text form and ":" with a number or hosts x devices; None for this machine. A `Target`
+        is returned as it is.
       compiles: whether its compiler is needed; without, there are no devices, but the figures.
 
     Raises:
       GradCombineError: a name that is none of these, or a compiler that is not installed.
     """
+    if isinstance(name, Target):
+        return name
     if name is None:
         if not compiles:
             return Target("an unknown machine", (), 1, None)

@@ -1,25 +1,82 @@
-"""How the commands of the terminal show names and errors, and read numbers."""
+"""Parts that the commands share: options, progress, reports and their files, names and errors."""
 
 from __future__ import annotations
 
+import json as json_format
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from pathlib import Path
+from typing import Annotated, NamedTuple, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from gradcombine.audit import OutOfMemoryError
-from gradcombine.errors import GradCombineError, invalid, legible
-from gradcombine.reporting.sections import legible_lines
+from gradcombine.errors import GradCombineError, invalid, legible, require_installed
+from gradcombine.reporting.sections import Section, legible_lines, show
 
 Number = TypeVar("Number", int, float)
 
 DRAWS = ("jinja2", "matplotlib")
 """Packages that an HTML page needs."""
+
+Json: TypeAlias = Annotated[Path | None, typer.Option(help="Write the full report to this file.", metavar="FILE")]
+Html: TypeAlias = Annotated[Path | None, typer.Option(help="Write the report as one HTML page.", metavar="FILE")]
+
+
+class Files(NamedTuple):
+    """Files that a command writes its report to, beside the screen."""
+
+    json: Path | None = None
+    html: Path | None = None
+
+    def require(self, command: str) -> None:
+        """Raises before any work is done if a file cannot be written."""
+        if self.html is not None:
+            require_installed(command, *DRAWS)
+        for option, path in (("--json", self.json), ("--html", self.html)):
+            if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
+                raise invalid(f"a path in an existing folder for {option}", str(path))
+
+    def write_json(self, content: object) -> None:
+        if self.json is not None:
+            self.json.write_text(json_format.dumps(content, indent=1, allow_nan=False) + "\n")
+
+    def write_page(self, title: str, verdict: str, passes: bool | None, sections: Sequence[Section]) -> None:
+        if self.html is not None:
+            from gradcombine.reporting import page  # needs matplotlib, which takes a second to import
+
+            page.write(self.html, title, verdict, passes, sections)
+
+    def write(
+        self, title: str, verdict: str, passes: bool | None, sections: Sequence[Section], content: object
+    ) -> None:
+        """Shows a report on the screen, and writes the files."""
+        show(Console(), verdict, passes, sections)
+        self.write_json(content)
+        self.write_page(title, verdict, passes, sections)
+
+
+Step: TypeAlias = Callable[[str, int, int], None]
+"""Takes the name of a step as it begins, how many are done, and how many there are."""
+
+
+@contextmanager
+def progress(first: str) -> Generator[Step, None, None]:
+    """Shows on stderr, if that is a terminal, what runs and for how long; ``first`` is the name of the first step."""
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(label(first), total=None)
+
+        def step(name: str, done: int = 0, total: int = 0) -> None:
+            bar.update(task, description=label(name[-40:]), completed=done, total=total or None)
+
+        yield step
 
 
 def plain(text: str, style: str = "") -> Text:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gradcombine.errors import GradCombineError, operation, require_file
+from gradcombine.errors import operation
+from gradcombine.reporting.earlier import read_earlier
 from gradcombine.reporting.sections import Cells, HeatMap, Section
 from gradcombine.verify.check.step_report import Cause, Fault, StepReport, Verdict
 
@@ -167,17 +167,9 @@ def read_baseline(path: Path) -> frozenset[tuple[str, str]]:
     Raises:
       GradCombineError: a file that cannot be read, or of another form or version.
     """
-    expected = "a baseline that --json has written"
-    file = require_file(expected, path)
-    try:
-        content: Any = json.loads(file.read_text())
-        if content["version"] != VERSION:
-            raise GradCombineError("check", f"a baseline of version {VERSION}", content["version"])
-        return frozenset((str(each["cause"]), str(each["run"])) for each in content["causes"])
-    except GradCombineError:
-        raise
-    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise GradCombineError("check", expected, f"{path}: {type(error).__name__}: {error}") from None
+    return read_earlier(
+        path, VERSION, lambda content: frozenset((str(x["cause"]), str(x["run"])) for x in content["causes"])
+    )
 
 
 def new_causes(report: StepReport, before: frozenset[tuple[str, str]]) -> list[str]:

@@ -14,9 +14,7 @@ from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, require_reference
-from gradcombine.verify.compare.ulp import (
-    comparable,
-)
+from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.pytorch import converted
 
 SHOWN = 8
@@ -109,7 +107,7 @@ def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float
         if exact is not None:
             measured.append(_errors(name, left, right, exact.get(name)))
     return Comparison(
-        tuple(sorted(leaves, key=badness)),
+        tuple(sorted(leaves, key=lambda leaf: leaf.badness)),
         tuple(name for name in lefts if name not in rights),
         tuple(name for name in rights if name not in lefts),
         tuple(shapes),
@@ -182,16 +180,6 @@ def assert_within_ulp(a: Tree, b: Tree, ulp: int | Mapping[str, int] | Callable[
         raise AssertionError("\n".join(_lines(comparison, far)))
 
 
-def badness(leaf: LeafDifference) -> tuple[bool, int, float, str]:
-    """A sort key: leaves that differ come first, the largest distance before all."""
-    return leaf.equal_bits, -leaf.max_ulp, -leaf.relative, leaf.name
-
-
-def describe_ulp(leaf: LeafDifference) -> str:
-    """A distance in words."""
-    return "NaN on one side" if leaf.nan_against_number else f"up to {leaf.max_ulp:,} ulp"
-
-
 def _named(value: Tree) -> dict[str, np.ndarray]:
     leaves, structure = tree.flatten(converted(value))
     paths = structure.paths()
@@ -215,7 +203,7 @@ def _lines(comparison: Comparison, leaves: list[LeafDifference]) -> list[str]:
 
 def _described(leaf: LeafDifference) -> str:
     dtype = leaf.dtypes[0] if leaf.same_dtype else f"{leaf.dtypes[0]} against {leaf.dtypes[1]}"
-    text = f"{leaf.name} {dtype} {leaf.shape}: {describe_ulp(leaf)}, {leaf.relative:.1e} relative"
+    text = f"{leaf.name} {dtype} {leaf.shape}: {leaf.distance}, {leaf.relative:.1e} relative"
     if leaf.nans != (0, 0):
         text += f"; NaN {leaf.nans[0]:,} against {leaf.nans[1]:,}"
     if leaf.worst is None:

@@ -77,6 +77,16 @@ class LeafDifference(NamedTuple):
         """Whether an element is NaN on one side only."""
         return self.ulp_counts[-1] > 0
 
+    @property
+    def badness(self) -> tuple[bool, int, float, str]:
+        """A sort key: leaves that differ come first, the largest distance before all."""
+        return self.equal_bits, -self.max_ulp, -self.relative, self.name
+
+    @property
+    def distance(self) -> str:
+        """The largest distance in words."""
+        return "NaN on one side" if self.nan_against_number else f"up to {self.max_ulp:,} ulp"
+
 
 class Meter:
     """Measures a pair of leaves that arrives in pieces, in C order.

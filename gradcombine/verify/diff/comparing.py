@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradcombine.errors import invalid, operation, require_integer, require_number, shown
-from gradcombine.verify.compare.comparison import badness
 from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
@@ -206,7 +205,7 @@ def diff(
         left_out += unjudged
     if _follow_names(rows):
         rows = [row._replace(passes=False) if row.transposed and _is_square(row) else row for row in rows]
-    rows.sort(key=lambda row: (row.passes, *badness(row.difference)))
+    rows.sort(key=lambda row: (row.passes, *row.difference.badness))
     tied = (*_tied(a, only_a), *_tied(b, only_b))
     return DiffReport(tuple(rows), only_a, only_b, done, tuple(left_out), _mixed_up(a, b, rows), tied)
 

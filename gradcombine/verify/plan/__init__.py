@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from gradcombine.audit import Target, find_target
 from gradcombine.audit.auditing import made_by
 from gradcombine.errors import invalid, operation, require_items, shown
-from gradcombine.verify.plan.rows import Figures, Plan, Row, explained, rank
+from gradcombine.verify.plan.ranking import Figures, Plan, Row, explained, rank
 
 if TYPE_CHECKING:
     import optax
@@ -63,7 +63,7 @@ def plan(
     >>> found.best.name, found.best.compiled.sent
     ('window', 0.0)
     """
-    found = target if isinstance(target, Target) else find_target(target)
+    found = find_target(target)
     asked = {"microbatches": microbatches, "mesh": mesh, "axis": axis, "weight": weight}
     return _planned(found, names, loss=loss, params=params, batch=batch, optimizer=optimizer, **asked)
 
@@ -110,6 +110,7 @@ def plan_named(
     Raises:
       GradCombineError: as `plan`; a module that does not import, a callable that returns something else.
     """
+    progress(f"importing and calling {what}", 0, 0)
     made, found = made_by("plan", what, target)
     needed = ("loss", "params", "batch", "optimizer", "microbatches")
     optional = ("mesh", "axis", "weight")

@@ -20,7 +20,7 @@ from gradcombine.audit.target import bounds
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.integrations.jax import run_if, value_and_grad
 from gradcombine.verify.plan.problem import Problem, plain
-from gradcombine.verify.plan.rows import Figures, Row
+from gradcombine.verify.plan.ranking import Figures, Row
 from gradcombine.verify.plan.ways import Part, Way, code, programs, split_specs
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.errors import invalid, operation, require_path, shown
-from gradcombine.verify.compare.comparison import describe_ulp
 from gradcombine.verify.diff.by_step import dumps_by_step
 from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, require_allowed
 from gradcombine.verify.diff.dumps import Dump, open_dump
@@ -55,7 +54,7 @@ class Divergence(NamedTuple):
         text = f"step {self.step}: introduced by {self.introduced_by}"
         if self.row is not None:
             leaf = self.row.difference
-            text += f"; worst leaf {leaf.name}, {describe_ulp(leaf)}, {leaf.relative:.1e} relative"
+            text += f"; worst leaf {leaf.name}, {leaf.distance}, {leaf.relative:.1e} relative"
             if self.row.transposed:
                 order = self.row.pair.axes or tuple(range(len(leaf.shape)))
                 text += f", with its axes in the order {order}, which no rule asks for"

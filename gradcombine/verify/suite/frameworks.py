@@ -27,8 +27,8 @@ from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.types import AccumulateState, Order, Tree
+from gradcombine.verify.suite.classifier import PIXELS, Batch, initial_parameters
 from gradcombine.verify.suite.defects import audited as named
-from gradcombine.verify.suite.digits import PIXELS, Batch, initial_parameters
 from gradcombine.verify.suite.outcomes import CLEAN, LIST, REPLICAS, TIME, TIME_AND_REPLICAS, Finding
 from gradcombine.verify.suite.places import (
     MEAN,

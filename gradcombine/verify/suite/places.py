@@ -18,7 +18,7 @@ import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.types import AccumulateState, Order, Tree
 from gradcombine.verify.compare.ulp import equal_bits, ulp_distance
-from gradcombine.verify.suite import digits as problem
+from gradcombine.verify.suite import classifier as problem
 from gradcombine.verify.suite.outcomes import BITS, BOUND, LIST, REPLICAS, TIME_AND_REPLICAS, Finding
 
 MEAN = gc.reductions.mean()

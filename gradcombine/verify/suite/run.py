@@ -1,7 +1,7 @@
 """The whole verification, one step at a time: the combine, the models, a training in both frameworks, an audit.
 
 The frameworks' kernels (matmul, tanh, softmax) add in orders of their own, so of gradients no bits are promised: two
-float32 computations of one gradient are as far apart as both their errors, bounded in `digits`, at most.
+float32 computations of one gradient are as far apart as both their errors, bounded in `classifier`, at most.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.verify.compare.ulp import equal_bits
+from gradcombine.verify.suite import classifier as problem
 from gradcombine.verify.suite import defects, frameworks, places
-from gradcombine.verify.suite import digits as problem
-from gradcombine.verify.suite.digits import Batch, analyse, analyse_mean
+from gradcombine.verify.suite.classifier import Batch, analyse, analyse_mean
 from gradcombine.verify.suite.outcomes import BITS, BOUND, DIFFERS, Finding, Report
 from gradcombine.verify.suite.places import Case, Contributions
 

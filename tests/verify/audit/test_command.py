@@ -198,6 +198,8 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
     assert max(map(len, done.output.splitlines())) <= 80
     last = done.output.splitlines()[-1]
     assert ("clean" in last) is (status == 0 and len(arguments) == 1)
+    # A compiled program is read as a whole.
+    assert "cannot tell" not in done.output
 
 
 @pytest.mark.parametrize(
@@ -299,13 +301,27 @@ def test_programs_of_one_name_are_compared_each_with_its_own(here: Path) -> None
     for i, n in enumerate((64, 128)):
         text = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((n, n), jnp.float32)).compile().as_text()
         (here / f"module_{i}.cpu_after_optimizations.txt").write_text(text or "")
-    assert run(".", "--json", "before.json").exit_code == 0
+    # HLO alone does not tell what is donated.
+    assert run(".", "--json", "before.json").exit_code == 4
+    assert run(".", "--fail-on", "narrow-accumulator").exit_code == 0
     assert run(".", "--baseline", "before.json").exit_code == 0
     (here / "module_0.cpu_after_optimizations.txt").write_text(
         (here / "module_1.cpu_after_optimizations.txt").read_text()
     )
     done = run(".", "--baseline", "before.json")
     assert done.exit_code == 1 and f"flops {2 * 64**3:,} -> {2 * 128**3:,}" in done.output
+
+
+@pytest.mark.needs("tensorflow")
+def test_what_could_be_told_before_and_cannot_be_now_is_worse(here: Path) -> None:
+    assert run("graphs:clean", "--json", "before.json").exit_code == 4
+    before = json.loads((here / "before.json").read_text())
+    (program,) = before["programs"]
+    (here / "less.json").write_text(json.dumps(before | {"programs": [program | {"undecided": ["repeated-work"]}]}))
+    done = run("graphs:clean", "--baseline", "less.json")
+    words = "cannot be told any more: batch-gathered, copies-at-boundary, donation-lost"
+    assert done.exit_code == 1 and words in " ".join(done.output.split())
+    assert run("graphs:clean", "--baseline", "less.json", "--fail-on", "repeated-work").exit_code == 0
 
 
 def test_files_of_other_tools(here: Path) -> None:
@@ -362,7 +378,7 @@ def test_every_finding_has_a_section_of_the_documentation() -> None:
 @pytest.mark.parametrize(
     ("name", "status", "words"),
     [
-        ("clean", 0, "clean; 7 of 11 defects looked for"),
+        ("clean", 4, "nothing found; 7 of 11 defects looked for; cannot tell of batch-gathered, repeated-work"),
         ("until", 1, "unknown-trip-count"),
         ("traced", 2, "a ConcreteFunction without arguments"),
         ("fails", 2, "a tf.function that is traced"),
@@ -373,10 +389,13 @@ def test_the_command_of_a_graph(here: Path, name: str, status: int, words: str) 
     done = run(f"graphs:{name}", "--json", "found.json")
     assert done.exit_code == status, done.output
     assert words in " ".join(done.output.split()) and "it runs" not in done.output
-    if status < 2:
+    if status != 2:
         (one,) = json.loads((here / "found.json").read_text())["programs"]
         assert (one["moved"], one["flops"], one["temporary"]) == (None, None, None)
-        assert len(one["looked_for"]) == 7 and one["unread"]
+        assert len(one["looked_for"]) == 7 and len(one["undecided"]) == 4 and one["unread"]
+        # The defects that were looked for are judged by themselves.
+        judged = run(f"graphs:{name}", "--fail-on", ",".join(one["looked_for"]))
+        assert judged.exit_code == status % 4, judged.output
         # The name is the same however often the function was traced.
         again = run(f"graphs:{name}", "--baseline", "found.json")
         assert again.exit_code == 0, again.output

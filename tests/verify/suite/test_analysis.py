@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from gradcombine.verify.suite import digits as problem
-from gradcombine.verify.suite.digits import analyse, analyse_mean
+from gradcombine.verify.suite import classifier as problem
+from gradcombine.verify.suite.classifier import analyse, analyse_mean
 
 BATCHES = list(problem.cut(problem.load(), problem.SIZES[:4]))
 PARAMETERS = problem.initial_parameters()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradcombine as gc
-from gradcombine.verify.suite import digits as problem
+from gradcombine.verify.suite import classifier as problem
 
 NUMBERS = st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False)
 TERMS = st.lists(st.tuples(NUMBERS, st.integers(1, 1000)), min_size=1, max_size=24)

@@ -161,7 +161,9 @@ def test_the_command_writes_the_page(tmp_path: Path, options: list[str], status:
     assert ("promises not kept" in path.read_text()) == bool(status)
 
 
-def test_a_page_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["verify", "--html", str(tmp_path / "nowhere" / "out.html")], env={"COLUMNS": "200"})
-    assert done.exit_code == 2
-    assert "is not a directory" in done.output
+@pytest.mark.parametrize("option", ["--html", "--json"])
+def test_a_report_that_cannot_be_written_is_refused_at_once(tmp_path: Path, option: str) -> None:
+    for path in (tmp_path / "nowhere" / "out", tmp_path):
+        done = CliRunner().invoke(app, ["verify", option, str(path)])
+        assert (done.exit_code, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"verify: expected a path in an existing folder for {option}, received ")
