@@ -130,14 +130,14 @@ def main() -> None:
         for kernel, bias in [layer.trainable_variables]
     }
     ported = optax.adam(RATE)
-    mended = optax.inject_hyperparams(optax.adam)(learning_rate=RATE, eps=keras_epsilon)
+    repaired = optax.inject_hyperparams(optax.adam)(learning_rate=RATE, eps=keras_epsilon)
     with tempfile.TemporaryDirectory() as folder:
         old = Path(folder) / "keras"
         keras_run(old, model)
         for name, optimizer, weighted in (
             ("as ported", ported, False),
             ("with the microbatches' weights", ported, True),
-            ("with the epsilon of Keras", mended, True),
+            ("with the epsilon of Keras", repaired, True),
         ):
             new = Path(folder) / name.replace(" ", "_")
             flax_run(new, params, optimizer, weighted)

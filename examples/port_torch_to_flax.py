@@ -113,7 +113,7 @@ def main() -> None:
         torch.save(model.state_dict(), file)
         old = {name: entry.whole() for name, entry in open_dump(file).items()}
         torch_run(Path(folder) / "torch", model)
-        for name, parts in (("as ported", ("key", "query", "value")), ("mended", ("query", "key", "value"))):
+        for name, parts in (("as ported", ("key", "query", "value")), ("repaired", ("query", "key", "value"))):
             params = ported(old, parts)
             place = Path(folder) / name.replace(" ", "_")
             with record(place / "weights") as recorder:

@@ -20,7 +20,7 @@ WINDOWS, MICROBATCHES, WIDTH = 3, 8, 32
 
 # quickstart: begin
 def supervise(start, patience, limit=float("inf")):
-    """Runs processes until all have ended well; where one fails, or none gets on, ends all of them and starts anew.
+    """Runs processes until all have ended well; where one fails, or none gets on, ends all of them and restarts.
 
     Args:
       start: ``start(attempt) -> (processes, progress)``: started multiprocessing processes, and a function whose result
@@ -81,7 +81,7 @@ def make_merge(devices):
     return jax.jit(mapped), (states,)
 
 
-def train(folder, size, rank, told, killed_after=None):
+def train(folder, size, rank, reached, killed_after=None):
     """One process: what there is of the run, its part of what is missing, and then window after window."""
     import jax
     import jax.numpy as jnp
@@ -105,8 +105,8 @@ def train(folder, size, rank, told, killed_after=None):
             x, y = microbatch(window, number)
             state = mean.update(state, Numbered(np.asarray(gradient(w, x, y)), number), len(x))
             statefile.save_part(folder, window, rank, mean, state)
-            told[rank] += 1
-            if told[rank] == killed_after:
+            reached[rank] += 1
+            if reached[rank] == killed_after:
                 os.kill(os.getpid(), signal.SIGKILL)
         stacked = jax.tree.map(
             lambda x, spec: jax.make_array_from_process_local_data(spec.sharding, np.asarray(x)[None]), state, specs
@@ -126,11 +126,11 @@ def microbatch(window, number):
     return x, x @ np.linspace(-1, 1, WIDTH, dtype=np.float32)
 
 
-def work(address, folder, size, rank, told, killed_after):
+def work(address, folder, size, rank, reached, killed_after):
     import jax
 
     jax.distributed.initialize(address, num_processes=size, process_id=rank)
-    train(folder, size, rank, told, killed_after)
+    train(folder, size, rank, reached, killed_after)
     os._exit(0)
 
 
@@ -142,12 +142,12 @@ def run(folder, size, killed_after=None):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
-        told, processes = context.RawArray("q", size), []
+        reached, processes = context.RawArray("q", size), []
         for rank in range(size):
             fault = killed_after if (attempt, rank) == (0, size - 1) else None
-            processes.append(context.Process(target=work, args=(address, folder, size, rank, told, fault)))
+            processes.append(context.Process(target=work, args=(address, folder, size, rank, reached, fault)))
             processes[-1].start()
-        return processes, lambda: list(told)
+        return processes, lambda: list(reached)
 
     restarts = supervise(start, patience=30, limit=100)
     zeros = np.zeros(WIDTH, np.float32)

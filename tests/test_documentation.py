@@ -14,6 +14,7 @@ PAGES = (
     "README.md",
     "docs/algebra.md",
     *(f"docs/api/{path.name}" for path in sorted((ROOT / "docs/api").glob("*.md"))),
+    "docs/flight_recorder.md",
     "docs/guides/horovod.md",
     "docs/guides/jax.md",
     "docs/index.md",

@@ -36,7 +36,7 @@ SHOWS = {
     "port_torch_to_flax.py": r"as ported: 9 of 11 leaves have the same bits\n"
     r" +attention\.q_proj_weight is like params/attention/key/kernel\n"
     r" +attention\.k_proj_weight is like params/attention/query/kernel\n +step 0: introduced by the gradients.*\n"
-    r"mended: 11 of 11 leaves have the same bits\n +3 steps agree\n",
+    r"repaired: 11 of 11 leaves have the same bits\n +3 steps agree\n",
     "resume_across_frameworks.py": r"saved: states of 'mean' on 4 replicas.*\n10 more calls on two replicas; "
     r"the window is full: True\nequal bits: True",
     "scan_text.py": r"sentences of 2 to 64 words\nmean over tokens +gradient off by \d\.\de-0[5-9], .*\n"
