@@ -1,4 +1,3 @@
-# pyright: standard
 """Compiles a step and tells what it does."""
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from gradcombine.audit.compiling import (
     A_STEP,
@@ -235,13 +234,15 @@ _NAMED = "module:callable, or a file or a folder that exists"
 
 
 def _audit_made(what: str, made: Any, target: Target) -> Audit:
-    pair: Any = made if isinstance(made, tuple) else ()
-    if len(pair) == 2 and isinstance(pair[1], tuple | list):
-        return audit(pair[0], *pair[1], target=target)
-    known = hasattr(made, "compile") or hasattr(made, "memory_analysis") or is_function(made)
-    if not isinstance(made, tuple) and known:
+    if isinstance(made, tuple):
+        pair = cast("tuple[Any, ...]", made)
+        if len(pair) == 2 and isinstance(pair[1], tuple | list):
+            return audit(pair[0], *cast("Sequence[Any]", pair[1]), target=target)
+        received = f"({', '.join(type(x).__name__ for x in pair)})"
+    elif hasattr(made, "compile") or hasattr(made, "memory_analysis") or is_function(made):
         return audit(made, target=target)
-    received = f"({', '.join(type(x).__name__ for x in pair)})" if isinstance(made, tuple) else shown(made)
+    else:
+        received = shown(made)
     expected = f"{what} to return a jitted function and a tuple of arguments, or one that is lowered or traced"
     raise invalid(expected, received)
 
@@ -275,7 +276,7 @@ def callable_named(verb: str, what: str) -> Callable[..., Any]:
     Raises:
       GradCombineError: a module that does not import, or without a callable of this name.
     """
-    module, _, name = what.partition(":") if isinstance(what, str) else ("", "", "")
+    module, _, name = what.partition(":") if isinstance(what, str) else ("", "", "")  # pyright: ignore[reportUnnecessaryIsInstance]
     if not module or not name.isidentifier():
         raise invalid(_NAMED if verb == "audit" else "module:callable", shown(what))
     if str(Path.cwd()) not in sys.path:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine.audit.subject import Exchange
+from gradcombine.audit.subject import Exchange, X
 from gradcombine.errors import invalid, operation, shown
 
 H100 = """
@@ -227,7 +227,7 @@ class Bound(NamedTuple):
     arithmetic: str
 
 
-def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Sequence[Exchange]) -> dict[str, Bound]:
+def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Sequence[Exchange[X]]) -> dict[str, Bound]:
     """Of compute, memory and exchange.
 
     Args:
@@ -262,7 +262,7 @@ def _memory(moved: float, figures: Figures) -> Bound:
     return Bound(seconds, f"{moved:,.0f} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
 
 
-def _exchange(exchanges: Sequence[Exchange], per_host: int, figures: Figures) -> Bound:
+def _exchange(exchanges: Sequence[Exchange[X]], per_host: int, figures: Figures) -> Bound:
     within = across = 0.0
     for x in exchanges:
         hosts, away = x.leaves_host(per_host)

@@ -1,4 +1,3 @@
-# pyright: standard
 """A timeline of one call: the operations in order, with their computation, bytes and exchanges."""
 
 from __future__ import annotations

@@ -1,4 +1,3 @@
-# pyright: standard
 """A report as one HTML file that needs nothing beside it, to be attached to a pull request."""
 
 from __future__ import annotations
@@ -124,7 +123,7 @@ def _draw(chart: Histogram | HeatMap | Curves) -> str:
         case Curves():
             figure = _curves(chart)
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})  # pyright: ignore[reportUnknownMemberType]
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
@@ -158,8 +157,8 @@ def _heat_map(chart: HeatMap) -> Figure:
     axes.set_yticks(range(len(chart.values)), list(map(_short, chart.values)), fontsize=6)
     axes.set_xticks(range(len(chart.steps)), chart.steps, fontsize=6)
     axes.set_xlabel("step", fontsize=7)
-    bar = figure.colorbar(image, ax=axes, ticks=list(chart.ticks))
-    bar.ax.set_yticklabels(list(chart.ticks.values()), fontsize=6)
+    ticks: Any = figure.colorbar(image, ax=axes, ticks=list(chart.ticks)).ax  # pyright: ignore[reportUnknownMemberType]
+    ticks.set_yticklabels(list(chart.ticks.values()), fontsize=6)
     return figure
 
 

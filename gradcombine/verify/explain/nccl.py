@@ -1,4 +1,3 @@
-# pyright: standard
 """The orders in which PyTorch's processes add gradients, as far as their sources say so: DDP, and NCCL's all-reduces.
 
 - **Accumulation.** ``.grad`` is a left chain over the backward passes, in the parameter's dtype (autograd's
@@ -180,7 +179,7 @@ def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
     size = same.shape[1]
     places = np.where(same, size, np.arange(size, dtype=np.int64))
     ends = np.minimum.accumulate(places[:, ::-1], axis=1)[:, ::-1]
-    chosen, starts, at = np.zeros(size, np.intp), [], 0
+    chosen, starts, at = np.zeros(size, np.intp), list[int](), 0
     while at < size:
         best = int(ends[:, at].argmax())
         end = int(ends[best, at])

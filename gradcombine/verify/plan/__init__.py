@@ -1,4 +1,3 @@
-# pyright: standard
 """The ways to run a window of microbatches side by side, compiled for the machine that it will run on."""
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from gradcombine.audit import Target, find_target
 from gradcombine.audit.auditing import made_by
 from gradcombine.errors import invalid, operation, require_items, shown
+from gradcombine.types import Tree
 from gradcombine.verify.plan.ranking import Figures, Plan, Row, explained, rank
 
 if TYPE_CHECKING:
@@ -21,9 +21,9 @@ __all__ = ["Figures", "Plan", "Row", "plan", "plan_named"]
 
 @operation("plan")
 def plan(
-    loss: Callable[..., Any] | Loss,
-    params: Any,
-    batch: Any,
+    loss: Callable[..., Tree] | Loss,
+    params: Tree,
+    batch: Tree,
     optimizer: optax.GradientTransformation,
     *,
     microbatches: int,
@@ -31,7 +31,7 @@ def plan(
     mesh: Any = None,
     axis: str = "data",
     names: Sequence[str] | None = None,
-    weight: Callable[..., Any] | None = None,
+    weight: Callable[..., Tree] | None = None,
 ) -> Plan:
     """Compiles a window of microbatches in several ways, and tells what each takes; nothing runs.
 
@@ -64,7 +64,7 @@ def plan(
     ('window', 0.0)
     """
     found = find_target(target)
-    asked = {"microbatches": microbatches, "mesh": mesh, "axis": axis, "weight": weight}
+    asked: dict[str, Any] = {"microbatches": microbatches, "mesh": mesh, "axis": axis, "weight": weight}
     return _planned(found, names, loss=loss, params=params, batch=batch, optimizer=optimizer, **asked)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from gradcombine.audit.subject import Exchange
 from gradcombine.audit.target import bounds
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.integrations.jax import run_if, value_and_grad
+from gradcombine.types import Array, Tree
 from gradcombine.verify.plan.problem import Problem, plain
 from gradcombine.verify.plan.ranking import Figures, Row
 from gradcombine.verify.plan.ways import Part, Way, code, programs, split_specs
@@ -43,7 +44,7 @@ def _microbatch(problem: Problem) -> Part:
     """The gradients of one microbatch of each replica, and nothing else."""
     gradient = value_and_grad(problem.loss, 1, weight=problem.weight)
 
-    def one(params: Any, *batch: Any) -> Any:
+    def one(params: Tree, *batch: Tree) -> Tree:
         return jax.tree.map(lambda x: x[None], gradient(params, *batch)[1])
 
     rows = [P(problem.axis) if divided else P() for divided in problem.rows]
@@ -172,7 +173,7 @@ def predict(problem: Problem, way: Way, one: Figures) -> Figures:
     return Figures(moved, k * one.sent + sums.sent + gathers * (n - 1) / n * p, kept + max(working, sums.memory))
 
 
-def held(values: Any) -> int:
+def held(values: Tree) -> int:
     """Bytes of specs on each device."""
     leaves = jax.tree.leaves(values)
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
@@ -194,10 +195,10 @@ def _exchange(way: Way, n: int, k: int, a: float, wire: float) -> Figures:
     return Figures(wire + wire / n, ring * wire, wire)
 
 
-def _narrowed(values: Any) -> Any:
+def _narrowed(values: Tree) -> Tree:
     """Floats as bfloat16."""
 
-    def one(x: Any) -> Any:
+    def one(x: Array) -> jax.ShapeDtypeStruct:
         narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 2
         return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if narrow else x.dtype, sharding=x.sharding)
 

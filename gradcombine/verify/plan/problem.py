@@ -21,6 +21,7 @@ from gradcombine.errors import attribute, invalid, require_integer, shown, withi
 from gradcombine.integrations.jax.arrays import examples, require_transformation, require_tree
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.loss import Loss
+from gradcombine.types import Array, Tree
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Problem:
     """
 
     loss: Loss
-    weight: Callable[..., Any] | None
+    weight: Callable[..., Tree] | None
     optimizer: optax.GradientTransformation
-    params: Any
-    batch: tuple[Any, ...]
+    params: Tree
+    batch: tuple[Tree, ...]
     rows: tuple[bool, ...]
     microbatches: int
     mesh: Mesh
@@ -52,22 +53,22 @@ class Problem:
     def replicas(self) -> int:
         return self.mesh.shape[self.axis]
 
-    def spec(self, x: Any, where: P) -> jax.ShapeDtypeStruct:
+    def spec(self, x: Array, where: P) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self.mesh, where))
 
-    def part(self, parts: int) -> tuple[Any, ...]:
+    def part(self, parts: int) -> tuple[Tree, ...]:
         """The batch of one of so many equal parts of a window."""
 
-        def one(x: Any) -> Any:
+        def one(x: Array) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct((x.shape[0] // parts, *x.shape[1:]), x.dtype, sharding=x.sharding)
 
         return tuple(jax.tree.map(one, x) if divided else x for x, divided in zip(self.batch, self.rows, strict=True))
 
     @cached_property
-    def paths(self) -> dict[tuple[Any, ...], Any]:
+    def paths(self) -> dict[tuple[object, ...], jax.ShapeDtypeStruct]:
         return dict(jax.tree_util.tree_leaves_with_path(self.params))
 
-    def beside(self, values: Any, first: bool = False) -> Any:
+    def beside(self, values: Tree, first: bool = False) -> Tree:
         """Specs of a state, each array split as the parameter is that it belongs to.
 
         Args:
@@ -75,7 +76,7 @@ class Problem:
           first: whether each replica has its own, along a first axis that is added.
         """
 
-        def one(path: tuple[Any, ...], x: Any) -> Any:
+        def one(path: tuple[object, ...], x: Array) -> jax.ShapeDtypeStruct:
             of = [self.paths.get(path[i:j]) for i in range(len(path) + 1) for j in range(i, len(path) + 1)]
             where = next((p.sharding.spec for p in of if p is not None and p.shape == x.shape), P())
             if not first:
@@ -86,16 +87,16 @@ class Problem:
 
 
 def problem_of(
-    loss: Callable[..., Any] | Loss,
-    params: Any,
-    batch: Any,
+    loss: Callable[..., Tree] | Loss,
+    params: Tree,
+    batch: Tree,
     optimizer: Any,
     *,
     microbatches: int,
     target: Target,
     mesh: Any = None,
     axis: str = "data",
-    weight: Callable[..., Any] | None = None,
+    weight: Callable[..., Tree] | None = None,
 ) -> Problem:
     require_transformation(optimizer)
     k = require_integer("microbatches as an integer of 1 or more", microbatches)
@@ -106,7 +107,7 @@ def problem_of(
     positions = objective.batch_positions([params, *args])
     rows = tuple(i + 1 in positions for i in range(len(args)))
 
-    def placed(path: Any, x: Any, first: str | None = None) -> Any:
+    def placed(path: Any, x: Array, first: str | None = None) -> jax.ShapeDtypeStruct:
         if not isinstance(x, (jax.Array, jax.ShapeDtypeStruct)):
             with within(jax.tree_util.keystr(path)):
                 x = NUMPY.asarray(x)
@@ -142,7 +143,7 @@ def _axes(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def _mesh(target: Target, mesh: Any, axis: str, values: Any) -> Any:
+def _mesh(target: Target, mesh: Any, axis: str, values: Tree) -> Any:
     """A mesh of the target's devices."""
     if not isinstance(axis, str):
         raise invalid("the name of an axis", shown(axis))
@@ -167,7 +168,7 @@ def _mesh(target: Target, mesh: Any, axis: str, values: Any) -> Any:
     return Mesh(devices, tuple(sizes), axis_types=kinds)
 
 
-def plain(values: Any) -> Any:
+def plain(values: Tree) -> Tree:
     """Shapes and dtypes alone."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), values)
 
@@ -180,7 +181,7 @@ def across_elements(problem: Problem) -> str | None:
     """The first operation by which the optimizer makes one element's update of other elements; None without one."""
     like = plain(problem.params)
 
-    def update(grads: Any, state: Any, params: Any) -> Any:
+    def update(grads: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
         tx = optax.with_extra_args_support(problem.optimizer)
         value = jax.ShapeDtypeStruct((), "float32")
         return tx.update(grads, state, params, value=jax.numpy.zeros(value.shape, value.dtype))

@@ -17,7 +17,7 @@ import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid, shown
 from gradcombine.integrations.jax import TrainState, zero
-from gradcombine.types import AccumulateState
+from gradcombine.types import AccumulateState, Array, Tree
 from gradcombine.verify.plan.problem import Problem, across_elements, plain
 
 CALLS = ("window", "every", "flush", "accumulate")
@@ -81,10 +81,10 @@ def way_of(name: str) -> Way:
     return Way("".join(calls) or "window", "".join(places) or "replicated", tuple(numbers))
 
 
-def split(values: Any, mesh: Mesh, axis: str) -> Any:
+def split(values: Tree, mesh: Mesh, axis: str) -> Tree:
     """Shardings that split each array over one more axis, along the largest dimension that it divides."""
 
-    def one(x: Any) -> NamedSharding:
+    def one(x: Array) -> NamedSharding:
         own = x.sharding.spec if isinstance(x.sharding, NamedSharding) else P()
         entries = [*own, *[None] * (x.ndim - len(own))]
         free = [i for i, n in enumerate(x.shape) if entries[i] is None and n and n % mesh.shape[axis] == 0]
@@ -95,20 +95,20 @@ def split(values: Any, mesh: Mesh, axis: str) -> Any:
     return jax.tree.map(one, values)
 
 
-def shardings(values: Any) -> Any:
+def shardings(values: Tree) -> Tree:
     """The shardings of arrays, for the results that replace them."""
     return jax.tree.map(lambda x: x.sharding, values)
 
 
-def gathered(optimizer: optax.GradientTransformation, where: Any) -> optax.GradientTransformationExtraArgs:
+def gathered(optimizer: optax.GradientTransformation, where: Tree) -> optax.GradientTransformationExtraArgs:
     """An optimizer whose state is split, and whose updates lie as the parameters do."""
     inner = optax.with_extra_args_support(optimizer)
 
-    def lies(x: Any, sharding: NamedSharding) -> Any:
+    def lies(x: Array, sharding: NamedSharding) -> Array:
         explicit = jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
         return (jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint)(x, sharding)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         updates, state = inner.update(updates, state, params, **extra)
         return jax.tree.map(lies, updates, where), state
 
@@ -119,33 +119,35 @@ def on_shards(optimizer: optax.GradientTransformation, over: Collective) -> opta
     """An elementwise optimizer of shards, which gathers its updates."""
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> Any:
+    def init(params: Tree) -> Tree:
         return inner.init(zero.shard(params, over))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(updates: Tree, state: Tree, params: Tree = None, **extra: object) -> tuple[Tree, Tree]:
         updates, state = inner.update(updates, state, zero.shard(params, over), **extra)
         return zero.gather(updates, params, over), state
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def specs_of_shards(optimizer: optax.GradientTransformation, params: Any, mesh: Mesh, axis: str) -> TrainState:
+def specs_of_shards(optimizer: optax.GradientTransformation, params: Tree, mesh: Mesh, axis: str) -> TrainState:
     """How the state of a step is split whose optimizer is `on_shards`."""
     sizes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((-(-x.size // mesh.shape[axis]),), x.dtype), params)
     inner = jax.tree.map(lambda x: P(axis) if x.ndim else P(), jax.eval_shape(optimizer.init, sizes))
-    window: Any = AccumulateState(P(axis), P(), P())  # pyright: ignore[reportArgumentType]
+    window: Tree = AccumulateState(P(axis), P(), P())  # pyright: ignore[reportArgumentType]
     return TrainState(window, inner, P())
 
 
-def on_each(function: Callable[..., Any], mesh: Mesh, axis: str, specs: TrainState, rows: tuple[P, ...]) -> Any:
+def on_each(
+    function: Callable[..., Tree], mesh: Mesh, axis: str, specs: TrainState, rows: tuple[P, ...]
+) -> Callable[..., Tree]:
     """A step's function on each replica; what of a window is its own has a first axis outside, and so have metrics."""
 
-    def change(state: Any, levels: Callable[[Any], Any]) -> Any:
+    def change(state: Tree, levels: Callable[[Array], Array]) -> Tree:
         return state._replace(window=state.window._replace(levels=jax.tree.map(levels, state.window.levels)))
 
-    def one(params: Any, state: Any, *batch: Any) -> Any:
-        params, state, told = function(params, change(state, lambda x: x[0]), *batch)
-        return params, change(state, lambda x: x[None]), jax.tree.map(lambda x: x[None], told)
+    def one(params: Tree, state: Tree, *batch: Tree) -> tuple[Tree, Tree, Tree]:
+        params, state, metrics = function(params, change(state, lambda x: x[0]), *batch)
+        return params, change(state, lambda x: x[None]), jax.tree.map(lambda x: x[None], metrics)
 
     returned = (P(), specs, P(axis))
     return jax.shard_map(
@@ -153,10 +155,12 @@ def on_each(function: Callable[..., Any], mesh: Mesh, axis: str, specs: TrainSta
     )
 
 
-def begun(init: Callable[..., Any], mesh: Mesh, axis: str, specs: TrainState, rows: tuple[P, ...]) -> Any:
+def begun(
+    init: Callable[..., Tree], mesh: Mesh, axis: str, specs: TrainState, rows: tuple[P, ...]
+) -> Callable[..., Tree]:
     """A step's init(params, *example) on each replica."""
 
-    def one(params: Any, *example: Any) -> Any:
+    def one(params: Tree, *example: Tree) -> Tree:
         state = init(params, *example)
         levels = jax.tree.map(lambda x: x[None], state.window.levels)
         return state._replace(window=state.window._replace(levels=levels))
@@ -164,10 +168,10 @@ def begun(init: Callable[..., Any], mesh: Mesh, axis: str, specs: TrainState, ro
     return jax.shard_map(one, mesh=mesh, in_specs=(P(), *rows), out_specs=specs, axis_names={axis}, check_vma=False)
 
 
-def own_key(function: Callable[..., Any], at: int, axis: str) -> Callable[..., Any]:
+def own_key(function: Callable[..., Tree], at: int, axis: str) -> Callable[..., Tree]:
     """A function whose random key, an argument, is made each replica's own."""
 
-    def called(*args: Any, **kwargs: Any) -> Any:
+    def called(*args: Tree, **kwargs: Tree) -> Tree:
         own = jax.random.fold_in(args[at], jax.lax.axis_index(axis))
         return function(*args[:at], own, *args[at + 1 :], **kwargs)
 
@@ -180,13 +184,12 @@ HELPERS = {f.__name__: f for f in (split, shardings, gathered, on_shards, specs_
 IMPORTS = {
     "collections.abc": "Callable",
     "functools": "partial",
-    "typing": "Any",
     "": "jax, optax, gradcombine as gc",
     "jax.sharding": "Mesh, NamedSharding, PartitionSpec as P",
     "gradcombine.backends.protocol": "Collective",
     "gradcombine.integrations.jax": "UNTIL_FLUSH, LossOutput, TrainState, train_step, value_and_grad, zero",
     "gradcombine.integrations.optax": "accumulate_and_apply, map_replicas",
-    "gradcombine.types": "AccumulateState",
+    "gradcombine.types": "AccumulateState, Array, Tree",
 }
 
 SPLIT = """
@@ -323,7 +326,7 @@ def _imports(text: str) -> Iterator[str]:
             yield f"from {module} import {', '.join(used)}"
 
 
-Part: TypeAlias = tuple[Any, tuple[Any, ...], int]
+Part: TypeAlias = tuple[Callable[..., Tree], tuple[Tree, ...], int]
 """A jitted step, its arguments as specs with their shardings, and how often a window calls it."""
 
 
@@ -346,7 +349,7 @@ def programs(problem: Problem, way: Way) -> list[Part]:
     local: dict[str, Any] = names | {"over": gc.LOCAL}
     names["over"] = gc.jax_axis(problem.axis)
     exec(steps.step, names)
-    example: Any = () if accumulates or way.calls == "window" else problem.part(k)
+    example: tuple[Tree, ...] = () if accumulates or way.calls == "window" else problem.part(k)
     if way.place == "zero2":
         if across := across_elements(problem):
             expected = "an elementwise optimizer for zero2, which sees shards of the parameters"
@@ -386,7 +389,7 @@ def programs(problem: Problem, way: Way) -> list[Part]:
     return [(call, args, k)] + [(end, args[:2], 1)] * (way.calls == "flush")
 
 
-def split_specs(problem: Problem, values: Any) -> Any:
+def split_specs(problem: Problem, values: Tree) -> Tree:
     """Specs of arrays that are split over the replicas too."""
     where = split(values, problem.mesh, problem.axis)
     return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), values, where)

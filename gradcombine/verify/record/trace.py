@@ -1,4 +1,3 @@
-# pyright: standard
 """Runs that leave a trace: a file of arrays for each step, from programs that run or are compiled."""
 
 from __future__ import annotations
@@ -143,7 +142,7 @@ class Recording:
         else:
             import tensorflow as tf
 
-            tf.numpy_function(called, [step, *arrays], [])
+            tf.numpy_function(called, [step, *arrays], [])  # pyright: ignore[reportUnknownMemberType]
 
 
 class Recorder(Recording):

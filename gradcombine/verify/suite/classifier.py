@@ -1,4 +1,3 @@
-# pyright: standard
 """The problem: handwritten digits, a small classifier, and its gradient without rounding, with bounds for float32."""
 
 from __future__ import annotations

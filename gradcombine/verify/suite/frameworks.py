@@ -26,7 +26,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.integrations.jax import train_step
 from gradcombine.integrations.optax import accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from gradcombine.types import AccumulateState, Order, Tree
+from gradcombine.types import AccumulateState, Array, Order, Tree
 from gradcombine.verify.suite.classifier import PIXELS, Batch, initial_parameters
 from gradcombine.verify.suite.defects import audited as named
 from gradcombine.verify.suite.outcomes import CLEAN, LIST, REPLICAS, TIME, TIME_AND_REPLICAS, Finding
@@ -42,8 +42,8 @@ from gradcombine.verify.suite.places import (
 )
 
 Window = tuple[gc.Accumulator, AccumulateState]
-Compiled = Callable[[Callable[..., Any]], Callable[..., Any]]
-Spread = Callable[[Callable[..., Any], int, tuple[Tree, np.ndarray]], list[Tree]]
+Compiled = Callable[[Callable[..., Tree]], Callable[..., Tree]]
+Spread = Callable[[Callable[..., Tree], int, tuple[Tree, np.ndarray]], list[Tree]]
 """Runs a function on replicas, each with its block of stacked values and weights: each one's result."""
 
 
@@ -58,11 +58,11 @@ class Framework(NamedTuple):
       window: a full window of stacked values and weights, within such a function.
     """
 
-    array: Callable[[Any], Any]
+    array: Callable[[Array], Array]
     compiled: Mapping[str, Compiled]
     spread: Mapping[str, Spread]
     over: Collective
-    window: Callable[[Tree, Any, Order], Window]
+    window: Callable[[Tree, Array, Order], Window]
 
 
 def exported(tree: Tree) -> dict[str, np.ndarray]:
@@ -84,7 +84,7 @@ def cases(counts: Sequence[int], full: bool) -> Iterator[Case]:
             yield Case(name, mode, place, count, order, partial(run, framework, mapped, count, order))
 
 
-def _arrays(framework: Framework, given: Contributions) -> tuple[list[Tree], list[Any]]:
+def _arrays(framework: Framework, given: Contributions) -> tuple[list[Tree], list[Array]]:
     values = [{name: framework.array(leaf) for name, leaf in value.items()} for value in given.values]
     return values, [framework.array(np.float32(weight)) for weight in given.weights]
 
@@ -112,17 +112,17 @@ def _on_replicas(framework: Framework, spread: Spread, count: int, order: Order,
 
 
 def _in_windows(framework: Framework, spread: Spread, count: int, order: Order, given: Contributions) -> list[Tree]:
-    def run(values: Tree, weights: Any) -> Tree:
+    def run(values: Tree, weights: Array) -> Tree:
         return merged(framework.window(values, weights, order), framework.over, order)
 
     return spread(run, count, given.stacked(count, len(given.weights) // count))
 
 
-def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+def _eager(function: Callable[..., Tree]) -> Callable[..., Tree]:
     return function
 
 
-def _unrolled(compiled: Compiled, values: Tree, weights: Any, order: Order) -> Window:
+def _unrolled(compiled: Compiled, values: Tree, weights: Array, order: Order) -> Window:
     steps = range(weights.shape[0])
     return over_time(
         [{name: x[i] for name, x in values.items()} for i in steps], [weights[i] for i in steps], order, compiled
@@ -133,22 +133,24 @@ def _scan(values: Tree, weights: jax.Array, order: Order) -> Window:
     accumulator = gc.accumulate(MEAN, every=len(weights), order=order)
     empty = accumulator.init(jax.tree.map(lambda value: value[0], values))
 
-    def step(state: AccumulateState, contribution: Any) -> tuple[AccumulateState, None]:
+    def step(state: AccumulateState, contribution: tuple[Tree, Array]) -> tuple[AccumulateState, None]:
         return accumulator.update(contribution[0], state, contribution[1]), None
 
     return accumulator, lax.scan(step, empty, (values, weights))[0]
 
 
-def _alone(function: Callable[..., Any], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
+def _alone(function: Callable[..., Tree], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
     return [function({name: x[rank] for name, x in dealt[0].items()}, dealt[1][rank]) for rank in range(count)]
 
 
-def _pmap(function: Callable[..., Any], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
+def _pmap(function: Callable[..., Tree], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
     return _by_rank(jax.pmap(function, "data", devices=jax.devices()[:count])(*dealt), count)
 
 
-def _shard_map(check_vma: bool, function: Callable[..., Any], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
-    def local(*blocks: Any) -> Any:
+def _shard_map(
+    check_vma: bool, function: Callable[..., Tree], count: int, dealt: tuple[Tree, np.ndarray]
+) -> list[Tree]:
+    def local(*blocks: Tree) -> Tree:
         result = function(*jax.tree.map(lambda block: block[0], blocks))
         return jax.tree.map(lambda leaf: leaf[None], result)
 
@@ -164,10 +166,10 @@ def _by_rank(stacked: Tree, count: int) -> list[Tree]:
     return [{name: result[rank] for name, result in results.items()} for rank in range(count)]
 
 
-def _mirrored(function: Callable[..., Any], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
+def _mirrored(function: Callable[..., Tree], count: int, dealt: tuple[Tree, np.ndarray]) -> list[Tree]:
     replicas = _strategy(count)
 
-    def block_of(context: tf.distribute.ReplicaContext) -> Any:
+    def block_of(context: tf.distribute.ReplicaContext) -> Tree:
         return tf.nest.map_structure(lambda block: tf.constant(block[context.replica_id_in_sync_group]), dealt)
 
     arguments = replicas.experimental_distribute_values_from_function(block_of)
@@ -219,14 +221,14 @@ _MORE: dict[str, dict[tuple[str, str], Callable[[Order, Contributions], list[Tre
 """Rows of one replica that are not of every mode, by mode and place."""
 
 
-def _loss(parameters: Mapping[str, Any], images: jax.Array, labels: jax.Array) -> jax.Array:
+def _loss(parameters: Mapping[str, Array], images: jax.Array, labels: jax.Array) -> jax.Array:
     hidden = jnp.tanh(images @ parameters["w1"] + parameters["b1"])
     logits = hidden @ parameters["w2"] + parameters["b2"]
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1).mean()
 
 
 @tf.function(reduce_retracing=True)
-def _gradients(parameters: dict[str, Any], images: tf.Tensor, labels: tf.Tensor) -> dict[str, Any]:
+def _gradients(parameters: dict[str, Array], images: tf.Tensor, labels: tf.Tensor) -> dict[str, Array]:
     """The gradient and the ``"loss"``."""
     with tf.GradientTape() as tape:
         tape.watch(parameters)
@@ -237,17 +239,17 @@ def _gradients(parameters: dict[str, Any], images: tf.Tensor, labels: tf.Tensor)
 
 
 @jax.jit
-def _measure_jax(parameters: dict[str, Any], batch: Batch) -> dict[str, Any]:
+def _measure_jax(parameters: dict[str, Array], batch: Batch) -> dict[str, Array]:
     value, gradients = jax.value_and_grad(_loss)(parameters, *batch)
     return gradients | {"loss": value}
 
 
-def _measure_tensorflow(parameters: dict[str, Any], batch: Batch) -> dict[str, Any]:
+def _measure_tensorflow(parameters: dict[str, Array], batch: Batch) -> dict[str, Array]:
     tensors = {name: tf.convert_to_tensor(leaf) for name, leaf in parameters.items()}
     return _gradients(tensors, tf.constant(batch.images), tf.constant(batch.labels))
 
 
-MEASURES: dict[str, Callable[[dict[str, Any], Batch], dict[str, Any]]] = {
+MEASURES: dict[str, Callable[[dict[str, Array], Batch], dict[str, Array]]] = {
     "jax": _measure_jax,
     "tensorflow": _measure_tensorflow,
 }
@@ -280,7 +282,7 @@ def audited(replicas: int, inject_fault: bool) -> tuple[Finding, Finding]:
 def _in_jax(replicas: int, **settings: Any) -> Audit:
     mesh = Mesh(np.array(jax.devices()[:replicas]), ("data",))
 
-    def placed(tree: Any, *axes: str) -> Any:
+    def placed(tree: Tree, *axes: str) -> Tree:
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
 
@@ -295,7 +297,7 @@ def _in_jax(replicas: int, **settings: Any) -> Audit:
 def _in_optax(inject_fault: bool) -> Audit:
     tx: Any = optax.MultiSteps(optax.adam(RATE), EVERY) if inject_fault else accumulate(optax.adam(RATE), EVERY)
 
-    def step(parameters: Any, state: Any, gradients: Any) -> Any:
+    def step(parameters: Tree, state: Tree, gradients: Tree) -> tuple[Tree, Tree]:
         updates, state = tx.update(gradients, state, parameters)
         return optax.apply_updates(parameters, updates), state
 
@@ -308,11 +310,11 @@ def _in_tensorflow(replicas: int) -> Audit:
     with strategy.scope():
         variables = {name: tf.Variable(tf.constant(leaf)) for name, leaf in initial_parameters().items()}
 
-        def gradients(images: tf.Tensor, labels: tf.Tensor) -> Any:
+        def gradients(images: tf.Tensor, labels: tf.Tensor) -> tuple[Tree, Array]:
             found = _gradients(dict(variables), images, labels)
             return [found[name] for name in variables], tf.size(labels)
 
-        def descend(gradients: Any, variables: Any) -> None:
+        def descend(gradients: Tree, variables: Tree) -> None:
             for gradient, variable in zip(gradients, variables, strict=True):
                 variable.assign_sub(RATE * gradient)
 
