@@ -22,7 +22,7 @@ VERSION = 1
 """Of the JSON."""
 
 STATUS = {True: 0, False: 1, None: 4}
-"""The exit status of each answer; None: it cannot be told. 2 is for what cannot be read, 3 for a target's memory."""
+"""The exit status of each answer; None: undecided. 2 is for what cannot be read, 3 for a target's memory."""
 
 COMPARED = ("moved", "sent", "flops", "temporary")
 """Totals of a report that a later one must not exceed."""
@@ -140,7 +140,7 @@ def verdict_of_all(reports: Sequence[Audit], fail_on: Iterable[str]) -> str:
     if len(reports) == 1:
         return verdict(reports[0], counted)
     answers = Counter(passes(one, counted) for one in reports)
-    unknown = f", {answers[None]} of which defects cannot be told" if answers[None] else ""
+    unknown = f", {answers[None]} that cannot be decided" if answers[None] else ""
     return f"{len(reports)} programs, {answers[False]} with findings to fail on{unknown}"
 
 
@@ -176,7 +176,7 @@ class Measured(NamedTuple):
     Attributes:
       totals: by the names in `COMPARED`; None where only HLO was read.
       costs: of all findings of a name: how many, and how often, what they move, send and compute.
-      undecided: the defects that could not be told.
+      undecided: the defects that may be in what was not read.
     """
 
     totals: dict[str, float | None]
@@ -287,7 +287,7 @@ def _compared(now: Measured, before: Measured, fail_on: set[str]) -> Iterator[st
         if name in fail_on and any(b > a for a, b in zip(earlier, cost, strict=True)):
             yield f"{name}, {_words(earlier)} -> {_words(cost)}"
     if lost := sorted(fail_on & now.undecided - before.undecided):
-        yield f"cannot be told any more: {', '.join(lost)}"
+        yield f"no longer decided: {', '.join(lost)}"
 
 
 def _words(costs: tuple[float, ...]) -> str:

@@ -313,13 +313,13 @@ def test_programs_of_one_name_are_compared_each_with_its_own(here: Path) -> None
 
 
 @pytest.mark.needs("tensorflow")
-def test_what_could_be_told_before_and_cannot_be_now_is_worse(here: Path) -> None:
+def test_a_defect_that_is_no_longer_decided_is_worse(here: Path) -> None:
     assert run("graphs:clean", "--json", "before.json").exit_code == 4
     before = json.loads((here / "before.json").read_text())
     (program,) = before["programs"]
     (here / "less.json").write_text(json.dumps(before | {"programs": [program | {"undecided": ["repeated-work"]}]}))
     done = run("graphs:clean", "--baseline", "less.json")
-    words = "cannot be told any more: batch-gathered, copies-at-boundary, donation-lost"
+    words = "no longer decided: batch-gathered, copies-at-boundary, donation-lost"
     assert done.exit_code == 1 and words in " ".join(done.output.split())
     assert run("graphs:clean", "--baseline", "less.json", "--fail-on", "repeated-work").exit_code == 0
 
