@@ -96,3 +96,12 @@ def test_pages_and_messages_use_the_words_of_the_field() -> None:
     found += [(path, word[0]) for path in modules for word in STRANGE.finditer(messages(path))]
     found += [(path, word[0]) for path in modules for word in METAPHORS.finditer(path.read_text())]
     assert not [f"{path.relative_to(ROOT)}: {word}" for path, word in found]
+
+
+def test_the_readme_has_600_words_beside_listings_at_most() -> None:
+    assert len(re.findall(r"\S*[A-Za-z]\S*", prose(ROOT / "README.md"))) <= 600
+
+
+def test_each_of_fifteen_tasks_has_one_listing() -> None:
+    _, *tasks = (ROOT / "docs/tasks.md").read_text().split("\n## ")
+    assert [task.count("```python\n") for task in tasks] == [1] * 15
