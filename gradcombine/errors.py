@@ -75,11 +75,12 @@ def invalid(expected: str, received: Any, path: str = "") -> GradCombineError:
     return GradCombineError("", expected, received, path)
 
 
-def operation(name: str | None = None) -> Callable[[F], F]:
+def operation(name: str | None = None, *, renames: bool = False) -> Callable[[F], F]:
     """Names a public function in the errors of `invalid` that it raises, and keeps AutoGraph out of it.
 
     Args:
       name: of the function, for users; None: the ``name`` of the object whose method it is.
+      renames: whether errors that have the name of another function get this one.
     """
 
     def decorate(function: F) -> F:
@@ -88,7 +89,7 @@ def operation(name: str | None = None) -> Callable[[F], F]:
             try:
                 return function(*args, **kwargs)
             except GradCombineError as error:
-                if not error.operation:
+                if renames or not error.operation:
                     error.rename(name or args[0].name)
                 raise
 
@@ -146,16 +147,6 @@ def importing(operation: str, extra: str | None = None) -> Generator[None, None,
         if package not in EXTRAS and package not in OTHERS:
             raise
         raise MissingPackageError(operation, [package], extra) from error
-
-
-@contextmanager
-def renamed(operation: str) -> Generator[None, None, None]:
-    """Puts another operation's name in the place of the one that an error from inside has."""
-    try:
-        yield
-    except GradCombineError as error:
-        error.rename(operation)
-        raise
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
+from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
-from gradcombine.places.replicas import Local
 from gradcombine.places.window import UNTIL_FLUSH, Window, require_flag, widened
 
 
@@ -36,7 +36,7 @@ class Host:
         return kept + 1, None
 
 
-class Two(Local):
+class Two(Collective):
     """Two replicas that have said the same, and of which the other one raised these flags."""
 
     def __init__(self, others: Sequence[int] = ()) -> None:

@@ -24,8 +24,9 @@ from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array
 
 
-class JaxBackend:
+class JaxBackend(Backend):
     name = "jax"
+    differentiates = True
 
     def owns(self, leaf: Any) -> bool:
         return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or self.absent(leaf)
@@ -129,13 +130,6 @@ class JaxBackend:
     def shift_right(self, a: Array, amount: Array | int) -> Array:
         return jnp.right_shift(a, amount)
 
-    def maximum(self, a: Array, b: Array) -> Array:
-        # XLA on CPU may drop a NaN in its own maximum, so the comparison is spelled out.
-        return jnp.where(a != a, a, jnp.where(b != b, b, jnp.where(a > b, a, b)))
-
-    def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        return self.traced_once(kernel, static, arrays)
-
     def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         return _totals(kernel, static, tuple(arrays))
 
@@ -143,15 +137,12 @@ class JaxBackend:
         # Inside of another program too: leaves of one shape are traced and lowered once.
         return _compiled(kernel, static, tuple(arrays))
 
-    def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
-        return False
-
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         known = self.concrete(condition)
         if known is not None and not any(isinstance(array, Tracer) for array in arrays):
-            return self.fused(kernel, static, arrays) if known else tuple(arrays)
+            return super().apply_if_rare(known, kernel, static, arrays)
         # A conditional would copy all of the arrays at every call. A loop of no turns leaves them where they are.
         carried = tuple(_alike(arrays, arrays))
 
@@ -168,7 +159,7 @@ class JaxBackend:
     ) -> list[Array]:
         traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
         if not traced:
-            return list(function(*leaves))
+            return super().custom_derivative(function, surrogate, leaves)
 
         @jax.custom_jvp
         def call(*arrays: Array) -> list[Array]:
@@ -197,9 +188,6 @@ class JaxBackend:
     def argsort(self, keys: Array) -> Array:
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
 
-    def flat(self, array: Array) -> Array:
-        return jnp.ravel(array)
-
     def row_numbers(self, array: Array) -> Array:
         return jnp.arange(array.size, dtype=jnp.int32) // jnp.int32(array.shape[-1])
 
@@ -212,7 +200,7 @@ class JaxBackend:
     def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
         if isinstance(condition(*carry), Tracer):
             return lax.while_loop(lambda carry: condition(*carry), lambda carry: body(*carry), carry)
-        return NUMPY.loop(condition, body, *carry)
+        return super().loop(condition, body, *carry)
 
     def repeat(
         self,
@@ -224,7 +212,7 @@ class JaxBackend:
     ) -> list[Array]:
         known = self.concrete(turns)
         if known is not None:
-            return NUMPY.repeat(known, body, carry, constants, most)
+            return super().repeat(known, body, carry, constants, most)
         carry, n = _alike([*carry, *constants], carry), len(carry)
 
         def loop(turns: Array, *arrays: Array) -> list[Array]:
@@ -266,8 +254,8 @@ class JaxBackend:
         message = str(GradCombineError(operation, expected, received))
         if isinstance(condition, Tracer):
             checkify.check(jnp.all(condition), message)
-        elif not np.all(condition):
-            raise GradCombineError(operation, expected, received)
+        else:
+            super().check(condition, operation, expected, received)
 
 
 @partial(jax.jit, static_argnums=(0, 1))
@@ -362,4 +350,4 @@ def _placed_like(leaf: Any, made: Array) -> Array:
     return made
 
 
-BACKEND: Backend = JaxBackend()
+BACKEND = JaxBackend()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gradcombine.backends.jax_versions import all_gather, varying
+from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array
 
@@ -36,7 +37,7 @@ _MOST_COUNTED = 2**13
 """Replicas over which the sums of a count's digits are exact in float32."""
 
 
-class JaxAxis:
+class JaxAxis(Collective):
     """The replicas along one or several named axes."""
 
     def __init__(self, names: str | Sequence[str]) -> None:
@@ -106,7 +107,7 @@ class JaxAxis:
         common: Sequence[Array],
     ) -> list[Array]:
         if not self._local():
-            return function(self.all_sum(summed), common)
+            return super().reduce_scatter_map(function, summed, common)
         parts = self.sum_scatter([self.rows(array) for array in summed])
         own = [self.rows(array)[self.rank()] for array in common]
         gathered = self.all_gather(function(parts, own))

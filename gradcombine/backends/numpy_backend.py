@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
-from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
-from gradcombine.errors import GradCombineError, attribute, invalid, shown
+from gradcombine.backends.protocol import Backend, Kernel
+from gradcombine.errors import attribute, invalid, shown
 from gradcombine.types import Array
 
 # A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
@@ -25,21 +25,22 @@ _PYTHON_DTYPES: dict[type, np.dtype] = {
     complex: np.dtype(np.complex64),
 }
 
+_SILENT = np.errstate(all="ignore")
+"""Decorates operations that are silent on overflow."""
+
 _BLOCK = 1 << 14
 """Elements of one array in a block."""
 
 
-class NumpyBackend:
+class NumpyBackend(Backend):
     name = "numpy"
+    differentiates = False
 
     def owns(self, leaf: Any) -> bool:
         if isinstance(leaf, (np.ndarray, np.generic, *_PYTHON_DTYPES)):
             return True
         dtype, shape = attribute(leaf, "dtype"), attribute(leaf, "shape")
         return isinstance(dtype, np.dtype) and isinstance(shape, tuple) and all(map(_is_length, shape))
-
-    def split(self, node: Any) -> Split | None:
-        return None
 
     def asarray(self, leaf: Any) -> Array:
         if type(leaf) is np.ndarray:
@@ -70,18 +71,14 @@ class NumpyBackend:
         return known or np.dtype(leaf.dtype)
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
-        return tuple(getattr(leaf, "shape", ()))
+        return leaf.shape if type(leaf) is np.ndarray else tuple(getattr(leaf, "shape", ()))
 
     def concrete(self, array: Array) -> np.ndarray | None:
         return np.asarray(array)
 
-    def absent(self, leaf: Any) -> bool:
-        return False
-
-    def make_absent(self, shape: tuple[int, ...]) -> Any:
-        return None
-
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+        if shape == ():
+            return np.array(fill, dtype)
         try:
             return np.full(shape, fill, dtype)
         except ValueError:
@@ -89,38 +86,39 @@ class NumpyBackend:
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         array = np.asarray(array)
-        with np.errstate(all="ignore"):
-            try:
-                return array.astype(dtype, copy=False)
-            except TypeError:  # ml_dtypes has no cast between some narrow dtypes, all of which float32 holds
-                return array.astype(np.float32).astype(dtype)
+        return array if array.dtype == dtype else self._rounded(array, dtype)
 
+    @_SILENT
+    def _rounded(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        try:
+            return array.astype(dtype, copy=False)
+        except TypeError:  # ml_dtypes has no cast between some narrow dtypes, all of which float32 holds
+            return array.astype(np.float32).astype(dtype)
+
+    @_SILENT
     def add(self, a: Array, b: Array) -> Array:
-        with np.errstate(all="ignore"):
-            return np.add(a, b)
+        return np.add(a, b)
 
+    @_SILENT
     def total(self, array: Array) -> Array:
-        with np.errstate(all="ignore"):
-            return np.sum(array, dtype=array.dtype)
+        return np.sum(array, dtype=array.dtype)
 
+    @_SILENT
     def product(self, a: Array, b: Array) -> Array:
-        with np.errstate(all="ignore"):
-            return np.multiply(a, b)
+        return np.multiply(a, b)
 
     def scale(self, array: Array, weight: Array) -> Array:
         if np.iscomplexobj(array):
             return _of_parts(self.scale, array, weight)
         return self.product(array, weight)
 
+    @_SILENT
     def divide(self, array: Array, divisor: Array) -> Array:
-        if np.iscomplexobj(array):
-            return _of_parts(self.divide, array, divisor)
-        with np.errstate(all="ignore"):
-            return np.divide(array, divisor)
+        return _of_parts(np.divide, array, divisor) if np.iscomplexobj(array) else np.divide(array, divisor)
 
+    @_SILENT
     def sqrt(self, array: Array) -> Array:
-        with np.errstate(all="ignore"):
-            return np.sqrt(array)
+        return np.sqrt(array)
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         return np.where(condition, a, b)
@@ -166,33 +164,8 @@ class NumpyBackend:
             for parts in zip(*([np.sum(part, dtype=np.uint32) for part in block] for block in blocks), strict=True)
         )
 
-    def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        return kernel(self, *static, *arrays)
-
-    def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
-        return False
-
-    def apply_if_rare(
-        self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
-    ) -> tuple[Array, ...]:
-        return self.fused(kernel, static, arrays) if condition else tuple(arrays)
-
-    def custom_derivative(
-        self,
-        function: Callable[..., Sequence[Array]],
-        surrogate: Callable[..., Sequence[Array]],
-        leaves: Sequence[Any],
-    ) -> list[Array]:
-        return list(function(*leaves))
-
-    def row_slices(self, leaf: Any) -> RowSlices | None:
-        return None
-
     def argsort(self, keys: Array) -> Array:
         return np.argsort(keys, kind="stable").astype(np.int32)
-
-    def flat(self, array: Array) -> Array:
-        return np.reshape(array, -1)
 
     def row_numbers(self, array: Array) -> Array:
         return np.arange(array.size, dtype=np.int32) // np.int32(array.shape[-1])
@@ -202,23 +175,6 @@ class NumpyBackend:
 
     def search_sorted(self, ordered: Array, keys: Array) -> Array:
         return np.searchsorted(ordered, keys).astype(np.int32)
-
-    def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
-        while condition(*carry):
-            carry = body(*carry)
-        return carry
-
-    def repeat(
-        self,
-        turns: Array,
-        body: Callable[[Array, list[Array], list[Array]], list[Array]],
-        carry: Sequence[Array],
-        constants: Sequence[Array],
-        most: int,
-    ) -> list[Array]:
-        for i in range(int(turns)):
-            carry = body(i, list(carry), list(constants))
-        return list(carry)
 
     def stack(self, arrays: Sequence[Array]) -> Array:
         return np.stack(arrays)
@@ -242,10 +198,6 @@ class NumpyBackend:
         result[positions[inside]] = rows[inside]
         return result
 
-    def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
-        if not np.all(condition):
-            raise GradCombineError(operation, expected, received)
-
 
 def _is_length(n: Any) -> bool:
     return isinstance(n, (int, np.integer)) and bool(n >= 0)
@@ -258,4 +210,4 @@ def _of_parts(function: Any, array: Array, scalar: Array) -> Array:
     return out
 
 
-BACKEND: Backend = NumpyBackend()
+BACKEND = NumpyBackend()

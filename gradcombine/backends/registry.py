@@ -15,7 +15,8 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import importing, invalid, shown
 
 FRAMEWORKS = ("jax", "tensorflow")
-_NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
+NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
+"""Of leaves that go along with the arrays of any framework."""
 _PLAIN = np.dtype(np.bool_)
 _INT32 = np.dtype(np.int32)
 
@@ -57,19 +58,26 @@ LEAF_TYPES: dict[type, Backend] = {}
 def owner(leaf: Any) -> Backend | None:
     """The backend of one leaf; None for what belongs to no framework."""
     known = LEAF_TYPES.get(type(leaf))
-    # JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
-    if known is not None and not (known.name == "numpy" and getattr(leaf, "dtype", _PLAIN).names):
+    if known is not None and known.name != "numpy":
         return known
-    from_numpy = isinstance(leaf, _NUMPY_TYPES)
+    if is_numpy(leaf):
+        LEAF_TYPES[type(leaf)] = numpy = load("numpy")
+        return numpy
     for backend in loaded():
         if backend.owns(leaf):
-            if not from_numpy:
+            if not isinstance(leaf, NUMPY_TYPES):
                 LEAF_TYPES[type(leaf)] = backend
             return backend
     numpy = load("numpy")
-    if from_numpy:
-        LEAF_TYPES[type(leaf)] = numpy
     return numpy if numpy.owns(leaf) else None
+
+
+def is_numpy(leaf: Any) -> bool:
+    """Whether a leaf is NumPy's or Python's, and no framework's.
+
+    JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
+    """
+    return isinstance(leaf, NUMPY_TYPES) and not getattr(leaf, "dtype", _PLAIN).names
 
 
 def is_absent(leaf: Any) -> bool:
@@ -87,7 +95,10 @@ def resolve(leaves: Iterable[Any]) -> Backend:
     found = load("numpy")
     for leaf in leaves:
         backend = LEAF_TYPES.get(type(leaf))
-        if backend is None or (backend.name == "numpy" and getattr(leaf, "dtype", _PLAIN).names):
+        if backend is None or backend.name == "numpy":
+            # As `is_numpy`, which would be half of the calls of a small update.
+            if leaf is None or (isinstance(leaf, NUMPY_TYPES) and not getattr(leaf, "dtype", _PLAIN).names):
+                continue
             backend = owner(leaf)
         if backend is None or backend is found or backend.name == "numpy":
             continue

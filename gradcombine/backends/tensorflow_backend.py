@@ -8,8 +8,8 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -17,19 +17,24 @@ import tensorflow as tf
 
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.numpy_backend import NARROW
-from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
+from gradcombine.backends.protocol import Backend, Kernel, RowSlices
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array
 
 
-class TensorflowBackend:
+class TensorflowBackend(Backend):
     name = "tensorflow"
+    differentiates = True
+    total = staticmethod(cast("Any", tf.reduce_sum))
+    sqrt = staticmethod(cast("Any", tf.sqrt))
+    argsort = staticmethod(partial(tf.argsort, stable=True))
+    cumsum = staticmethod(tf.cumsum)
+    search_sorted = staticmethod(tf.searchsorted)
+    stack = staticmethod(tf.stack)
+    slice_at = take = staticmethod(tf.gather)
 
     def owns(self, leaf: Any) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.TensorSpec, tf.IndexedSlices))
-
-    def split(self, node: Any) -> Split | None:
-        return None
 
     def asarray(self, leaf: Any) -> Array:
         if isinstance(leaf, tf.TensorSpec):
@@ -68,12 +73,6 @@ class TensorflowBackend:
             return tf.get_static_value(array) if isinstance(array, tf.Tensor) and array.shape.rank == 0 else None
         return np.asarray(array)
 
-    def absent(self, leaf: Any) -> bool:
-        return False
-
-    def make_absent(self, shape: tuple[int, ...]) -> Any:
-        return None
-
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
         if dtype not in _COMPUTED:
             raise _no_kernels(dtype)
@@ -92,9 +91,6 @@ class TensorflowBackend:
         if a.dtype.name in _CAST:  # of a state that began with arrays of NumPy
             raise _no_kernels(a.dtype.name)
         return _in_order(tf.add(a, b))
-
-    def total(self, array: Array) -> Array:
-        return tf.reduce_sum(array)
 
     def product(self, a: Array, b: Array) -> Array:
         return _in_order(tf.multiply(a, b))
@@ -116,9 +112,6 @@ class TensorflowBackend:
             return tf.divide(array, divisor)
         # XLA turns a constant scalar divisor into a multiplication by its reciprocal, which rounds twice.
         return tf.divide(array, tf.where(tf.math.is_nan(array), tf.ones((), array.dtype), divisor))
-
-    def sqrt(self, array: Array) -> Array:
-        return tf.sqrt(array)
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         if tf.executing_eagerly() and self.shape(condition) == ():
@@ -181,7 +174,7 @@ class TensorflowBackend:
     ) -> tuple[Array, ...]:
         known = self.concrete(condition)
         if known is not None:
-            return self.fused(kernel, static, arrays) if known else tuple(arrays)
+            return super().apply_if_rare(known, kernel, static, arrays)
 
         def turn(_: Array, *carried: Array) -> tuple[Array, ...]:
             return tf.constant(False), *self.fused(kernel, static, carried)
@@ -190,14 +183,11 @@ class TensorflowBackend:
         return tf.while_loop(lambda due, *_: due, turn, (condition, *arrays))[1:]
 
     def custom_derivative(
-        self,
-        function: Callable[..., Sequence[Array]],
-        surrogate: Callable[..., Sequence[Array]],
-        leaves: Sequence[Any],
+        self, function: Callable[..., Sequence[Array]], surrogate: Callable[..., Sequence[Array]], leaves: Sequence[Any]
     ) -> list[Array]:
         moving = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (tf.Tensor, tf.Variable)) and _smooth(leaf)]
         if not moving:
-            return list(function(*leaves))
+            return super().custom_derivative(function, surrogate, leaves)
         inputs = [tf.convert_to_tensor(leaves[i]) for i in moving]
 
         def replaced(arrays: Sequence[Array]) -> list[Any]:
@@ -233,20 +223,11 @@ class TensorflowBackend:
         shape = None if leaf.dense_shape is None else tf.get_static_value(leaf.dense_shape)
         return RowSlices(leaf.indices, leaf.values, None if shape is None else int(shape[0]))
 
-    def argsort(self, keys: Array) -> Array:
-        return tf.argsort(keys, stable=True)
-
     def flat(self, array: Array) -> Array:
         return tf.reshape(array, [-1])
 
     def row_numbers(self, array: Array) -> Array:
         return tf.range(tf.size(array)) // tf.shape(array)[-1]
-
-    def cumsum(self, array: Array) -> Array:
-        return tf.cumsum(array)
-
-    def search_sorted(self, ordered: Array, keys: Array) -> Array:
-        return tf.searchsorted(ordered, keys)
 
     def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
         return tf.while_loop(condition, body, carry)
@@ -261,19 +242,13 @@ class TensorflowBackend:
     ) -> list[Array]:
         known = self.concrete(turns)
         if known is not None:
-            return NUMPY.repeat(known, body, carry, constants, most)
+            return super().repeat(known, body, carry, constants, most)
 
         def turn(i: Array, *carried: Array) -> tuple[Array, ...]:
             return i + 1, *body(i, list(carried), list(constants))
 
         start = (tf.constant(0), *map(tf.convert_to_tensor, carry))
         return list(tf.while_loop(lambda i, *_: i < turns, turn, start, maximum_iterations=most)[1:])
-
-    def stack(self, arrays: Sequence[Array]) -> Array:
-        return tf.stack(arrays)
-
-    def slice_at(self, array: Array, i: Array | int) -> Array:
-        return tf.gather(array, i)
 
     def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
         if array.shape.num_elements() == 0:  # which TensorFlow refuses to write to
@@ -282,9 +257,6 @@ class TensorflowBackend:
 
     def concat(self, arrays: Sequence[Array]) -> Array:
         return tf.concat(list(arrays), axis=0)
-
-    def take(self, array: Array, positions: Array) -> Array:
-        return tf.gather(array, positions)
 
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
         if array.shape.num_elements() == 0:
@@ -298,17 +270,15 @@ class TensorflowBackend:
         value = self.concrete(condition)
         if value is None:
             tf.debugging.Assert(tf.reduce_all(condition), [str(GradCombineError(operation, expected, received))])
-        elif not np.all(value):
-            raise GradCombineError(operation, expected, received)
+        else:
+            super().check(value, operation, expected, received)
 
 
 _COMPUTED = frozenset(map(np.dtype, "?bhiqBHIQefdFD")) | {np.dtype(ml_dtypes.bfloat16)}
 """The dtypes that TensorFlow has kernels for."""
 
-
 _CAST = frozenset({"float8_e4m3fn", "float8_e5m2"})
 """Dtypes that TensorFlow casts, and does nothing else with."""
-
 
 _STORED = frozenset(dtype.name for dtype in NARROW - _COMPUTED) - _CAST
 """Dtypes that TensorFlow holds, and nothing more."""
@@ -321,10 +291,8 @@ def _no_kernels(dtype: Any) -> GradCombineError:
 _WORTH_COMPILING = 1 << 14
 """Elements of an array; a compilation takes some tenths of a second."""
 
-
 _WORTH_A_FUNCTION = 32
 """Arrays of a kernel; traced once it is one operation wherever it is called."""
-
 
 _WORTH_STACKING = 1 << 8
 """Elements of an array up to which an operation costs more than the elements that are copied."""
@@ -427,4 +395,4 @@ def _smooth(array: Array) -> bool:
     return array.dtype.is_floating or array.dtype.is_complex
 
 
-BACKEND: Backend = TensorflowBackend()
+BACKEND = TensorflowBackend()

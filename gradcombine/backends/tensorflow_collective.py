@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import tensorflow as tf
 
+from gradcombine.backends.protocol import Collective
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Array
 
 
-class TfReplicas:
+class TfReplicas(Collective):
     """The replicas of the tf.distribute strategy in scope; one replica where there is none."""
 
     def __repr__(self) -> str:
@@ -74,18 +75,6 @@ class TfReplicas:
         # Between processes the shapes get lost in a graph.
         shapes = [(context.num_replicas_in_sync, *array.shape) for array in arrays]
         return [tf.ensure_shape(x, shape) for x, shape in zip(gathered, shapes, strict=True)]
-
-    def reduce_scatter_map(
-        self,
-        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
-        summed: Sequence[Array],
-        common: Sequence[Array],
-    ) -> list[Array]:
-        # Replicas of tf.distribute have no reduce-scatter.
-        return function(self.all_sum(summed), common)
-
-    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
-        return list(arrays)
 
     def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         self._context()

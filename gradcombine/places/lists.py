@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from functools import partial
 from typing import Any
 
-from gradcombine import reductions, tree
+from gradcombine import reductions
 from gradcombine.backends.registry import owner
-from gradcombine.errors import invalid, operation, renamed, shown
-from gradcombine.pairwise import fold_pairwise
+from gradcombine.errors import invalid, operation, shown
 from gradcombine.reductions.algebra import Reduction, derived
 from gradcombine.settings import check
-from gradcombine.sparse import is_row_sparse
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, Tree
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
 """The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,
 2: EXPERIMENTAL_ACCUMULATE_N) mean the same three."""
 
 _TF_AGGREGATION_METHODS = ("add_n", "tree", "accumulate_n")
+_SUM, _MEAN = reductions.sum(), reductions.mean()
 _NO_LISTS = (dict, str, bytes, bytearray, Set)
 
 
@@ -56,11 +54,11 @@ def combine(
     >>> gc.combine(gc.reductions.mean(), [{"w": np.float32([1, 2])}, {"w": np.float32([3, 4])}], weights=[1, 3])
     {'w': array([2.5, 3.5], dtype=float32)}
     """
+    check(reduction=reduction, order=order)
     return _combine(reduction, values, weights, order)
 
 
 def _combine(reduction: Reduction, values: Any, weights: Any = None, order: Order = "sequential") -> Tree:
-    check(reduction=reduction, order=order)
     trees = _list("trees", values)
     scales = [1] * len(trees) if weights is None else _weights(weights)
     if not trees:
@@ -68,26 +66,15 @@ def _combine(reduction: Reduction, values: Any, weights: Any = None, order: Orde
     if len(scales) != len(trees):
         raise invalid(f"{len(trees)} weights", str(len(scales)))
     if reduction.derivative is None:
-        return _combined(reduction, trees, scales, order)
-    return derived(reduction, partial(_combined, order=order), trees, scales)
+        return reduction.combine(trees, scales, order)
+
+    def run(reduction: Reduction, trees: list[Tree], scales: list[Any]) -> Tree:
+        return reduction.combine(trees, scales, order)
+
+    return derived(reduction, run, trees, scales)
 
 
-def _combined(reduction: Reduction, trees: list[Tree], scales: list[Any], order: Order) -> Tree:
-    if reduction.takes_lists:
-        many = reduction.update_many(None, trees, scales, order)
-        if many is not None:
-            return reduction.finalize(many)
-    empty = reduction.init(_common(trees))
-    if order == "tree":
-        nodes = (reduction.update(empty, value, weight) for value, weight in zip(trees, scales, strict=True))
-        return reduction.finalize(fold_pairwise(reduction.merge, nodes))
-    state: State = empty
-    for value, weight in zip(trees, scales, strict=True):
-        state = reduction.update(state, value, weight)
-    return reduction.finalize(state)
-
-
-@operation("add_n")
+@operation("add_n", renames=True)
 def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
     """The sum of a list of trees.
 
@@ -116,11 +103,10 @@ def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
         name = _TF_AGGREGATION_METHODS[method]
     if not isinstance(name, str) or name not in METHODS:
         raise invalid(f"a method of {list(METHODS)} or a tf.AggregationMethod value", shown(method))
-    with renamed("add_n"):
-        return _combine(reductions.sum(), values, order=METHODS[name])
+    return _combine(_SUM, values, order=METHODS[name])
 
 
-@operation("tree_sum")
+@operation("tree_sum", renames=True)
 def tree_sum(values: Iterable[Tree]) -> Tree:
     """The sum in the canonical order: ``add_n(values, method="tree")``.
 
@@ -128,11 +114,10 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
     >>> gc.tree_sum([np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])])
     array([ 9., 12.], dtype=float32)
     """
-    with renamed("tree_sum"):
-        return _combine(reductions.sum(), values, order="tree")
+    return _combine(_SUM, values, order="tree")
 
 
-@operation("mean")
+@operation("mean", renames=True)
 def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -> Tree:
     """The weighted mean of a list of trees: ``sum(w * g) / sum(w)``, divided once.
 
@@ -142,8 +127,7 @@ def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -
     >>> gc.mean([np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
     array([1.75, 2.75], dtype=float32)
     """
-    with renamed("mean"):
-        return _combine(reductions.mean(), values, weights)
+    return _combine(_MEAN, values, weights)
 
 
 def _list(what: str, values: Any) -> list[Any]:
@@ -159,16 +143,5 @@ def _weights(weights: Any) -> list[Any]:
     backend = None if type(weights) in (list, tuple) else owner(weights)
     if backend is None or len(backend.shape(weights)) != 1:
         return _list("weights", weights)
-    with renamed("combine"):
-        array = backend.asarray(weights)
+    array = backend.asarray(weights)
     return [array[i] for i in range(backend.shape(array)[0])]
-
-
-def _common(trees: list[Tree]) -> Tree:
-    """The first tree, with each of its None leaves taken from the first tree that has a gradient there."""
-    # What a row-sparse leaf stands for is the reduction's to say: it may take dense ones beside it.
-    leaves, structure = tree.flatten(trees[0], is_row_sparse)
-    for value in trees[1:]:
-        others = tree.flatten_as(structure, value, is_row_sparse)
-        leaves = [other if leaf is None else leaf for leaf, other in zip(leaves, others, strict=True)]
-    return tree.unflatten(structure, leaves)

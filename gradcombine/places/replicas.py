@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
@@ -14,46 +12,9 @@ from gradcombine.errors import invalid, operation, shown, within
 from gradcombine.places.time import replace_window, whole_window
 from gradcombine.reductions.algebra import Reduction, derived
 from gradcombine.settings import check
-from gradcombine.types import AccumulateState, Array, Order, State, Tree
+from gradcombine.types import AccumulateState, Order, State, Tree
 
-
-class Local:
-    """One replica: every exchange returns what it was given."""
-
-    def __repr__(self) -> str:
-        return "LOCAL"
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> Array:
-        return np.int32(0)
-
-    def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        return list(arrays)
-
-    def all_max(self, arrays: Sequence[Array]) -> list[Array]:
-        return list(arrays)
-
-    def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
-        return [array[None] for array in arrays]
-
-    def reduce_scatter_map(
-        self,
-        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
-        summed: Sequence[Array],
-        common: Sequence[Array],
-    ) -> list[Array]:
-        return function(summed, common)
-
-    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
-        return list(arrays)
-
-    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
-        return None
-
-
-LOCAL: Collective = Local()
+LOCAL = Collective()
 """The collective of a program that runs on one replica."""
 
 

@@ -94,8 +94,7 @@ def accumulate(
         levels = (part,) if depth == 1 else binary_counter.empty(reduction, part, depth)
         return AccumulateState(levels, *(backend.full((), 0, INT32) for _ in range(2)))
 
-    @operation("accumulate")
-    def ready(state: AccumulateState) -> Array:
+    def is_full(state: AccumulateState) -> Array:
         require_state(state)
         if (received := depth_of(state)) != depth:
             levels = "1 level" if depth == 1 else f"{depth} levels"
@@ -104,18 +103,18 @@ def accumulate(
 
     @operation("accumulate")
     def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
-        full = ready(state)
+        full = is_full(state)
         backend = _backend(state)
         known = backend.concrete(full)
         step, index = state.step, state.index
-        zero = backend.full((), 0, INT32)
         if known is None or known:
             if known is not None:
                 _require_begun_here(backend, state, length)
-            step, index = tree.select(backend, full, (zero, index + 1), (step, index))
+            step, index = tree.select(backend, full, (backend.full((), 0, INT32), index + 1), (step, index))
         if isinstance(state.levels, BinaryCounter):
             carry = reduction.update(binary_counter.cleared(reduction, state.levels), grads, weight)
-            counter = state.levels._replace(filled=backend.where(full, zero, state.levels.filled))
+            filled = backend.where(full, backend.full((), 0, INT32), state.levels.filled)
+            counter = state.levels._replace(filled=filled)
             levels = binary_counter.count(reduction, counter, carry)
         else:
             (level,) = state.levels
@@ -135,7 +134,7 @@ def accumulate(
         index = backend.where(state.step > 0, state.index + 1, state.index)
         return AccumulateState(cleared(reduction, state.levels), backend.full((), 0, INT32), index)
 
-    return Accumulator(init, update, ready, value, restart)
+    return Accumulator(init, update, operation("accumulate")(is_full), value, restart)
 
 
 def whole_window(reduction: Reduction, state: AccumulateState) -> State:

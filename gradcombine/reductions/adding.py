@@ -197,10 +197,11 @@ def over_weight(backend: Backend, total: Array, totals: Totals) -> Array:
 
     def divisor() -> Array:
         weight = backend.cast(totals.weight, part)
-        one, infinity = (backend.full((), value, part) for value in (1, np.inf))
         # No array: JAX looks for NaN where one is made, if it is asked to.
-        weight = backend.where(weight == infinity, part.type(np.nan), weight)
-        return backend.where(_empty(totals), one, weight)
+        weight = backend.where(weight == backend.full((), np.inf, part), part.type(np.nan), weight)
+        if _has_some(backend, totals):
+            return weight
+        return backend.where(_empty(totals), backend.full((), 1, part), weight)
 
     quotient = backend.divide(backend.cast(total, working), totals.once(("divisor", part), divisor))
     return zero_if_empty(backend, backend.cast(quotient, running), totals)
@@ -208,12 +209,17 @@ def over_weight(backend: Backend, total: Array, totals: Totals) -> Array:
 
 def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
     """+0 where nothing was added."""
-    count = backend.concrete(totals.count)
-    if count is not None and count != 0:
+    if _has_some(backend, totals):
         return x
     dtype = backend.dtype(x)
     zero = totals.once(("zero", dtype), lambda: backend.full((), 0, dtype))
     return backend.where(_empty(totals), zero, x)
+
+
+def _has_some(backend: Backend, totals: Totals) -> bool:
+    """Whether something was added, as far as that is known."""
+    count = backend.concrete(totals.count)
+    return count is not None and bool(count != 0)
 
 
 def _empty(totals: Totals) -> Array:

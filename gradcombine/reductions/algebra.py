@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 from typing import Any
 
 from gradcombine import tree
@@ -13,6 +14,7 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, operation
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.settings import check
+from gradcombine.sparse import is_row_sparse
 from gradcombine.types import Array, Order, State, Tree, no_autograph
 
 
@@ -126,10 +128,16 @@ class Reduction(ABC):
         """Whether the result is a sum of ``w * g`` over that of ``w``, so that `add_weighted` has a meaning."""
         return False
 
-    @property
-    def takes_lists(self) -> bool:
-        """Whether `update_many` may take several contributions at once."""
-        return False
+    def combine(self, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
+        """The value of one contribution or more, added to an empty state in this order.
+
+        Subclasses override it where they know a faster way to the same bits.
+        """
+        empty = self.init(_common(values))
+        pairs = zip(values, weights, strict=True)
+        if order == "tree":
+            return self.finalize(fold_pairwise(self.merge, (self.update(empty, *pair) for pair in pairs)))
+        return self.finalize(reduce(lambda state, pair: self.update(state, *pair), pairs, empty))
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:
@@ -143,15 +151,6 @@ class Reduction(ABC):
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
         """``finalize`` of ``all_merge``, of states that have each had one contribution, of this weight."""
         return self.finalize(self.all_merge(state, collective, order))
-
-    def update_many(
-        self, state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order
-    ) -> State | None:
-        """The state (None: an empty one for such values) merged with all the values, combined in this order.
-
-        See `takes_lists`. None for weights that it does not take.
-        """
-        raise NotImplementedError
 
     def contribution(self, state: State, value: Tree, weight: Any) -> State:
         """One contribution by itself, for the leaves of the given state. See `adds`.
@@ -245,20 +244,14 @@ class OnContributions(Wrapper):
     def divides(self) -> bool:
         return self.of.divides
 
-    @property
-    def takes_lists(self) -> bool:
-        return self.of.takes_lists
-
     @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
         return self.of.update(state, *self.changed(value, weight))
 
     @operation()
-    def update_many(
-        self, state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order
-    ) -> State | None:
+    def combine(self, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
         changed, weighing = zip(*map(self.changed, values, weights), strict=True)
-        return self.of.update_many(state, changed, weighing, order)
+        return self.of.combine(changed, weighing, order)
 
     @operation()
     def contribution(self, state: State, value: Tree, weight: Any) -> State:
@@ -294,6 +287,16 @@ def of_each_rank(collective: Collective, arrays: Sequence[Array]) -> Iterator[li
     return ([stack[rank] for stack in gathered] for rank in range(collective.size()))
 
 
+def _common(trees: Sequence[Tree]) -> Tree:
+    """The first tree, with each of its None leaves taken from the first tree that has a gradient there."""
+    # What a row-sparse leaf stands for is the reduction's to say: it may take dense ones beside it.
+    leaves, structure = tree.flatten(trees[0], is_row_sparse)
+    for value in trees[1:]:
+        others = tree.flatten_as(structure, value, is_row_sparse)
+        leaves = [other if leaf is None else leaf for leaf, other in zip(leaves, others, strict=True)]
+    return tree.unflatten(structure, leaves)
+
+
 def derived(reduction: Reduction, run: Callable[..., Tree], *arguments: Tree) -> Tree:
     """``run(reduction, *arguments)``, with the derivative of ``run(reduction.derivative, *arguments)``.
 
@@ -310,6 +313,8 @@ def derived(reduction: Reduction, run: Callable[..., Tree], *arguments: Tree) ->
     except GradCombineError:
         return run(reduction, *arguments)  # which says better what is wrong
     backend = resolve(leaves)
+    if not backend.differentiates:
+        return run(reduction, *arguments)
     form: list[Any] = []
 
     def arrays_of(one: Reduction) -> Callable[..., Sequence[Array]]:

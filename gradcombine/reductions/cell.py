@@ -20,7 +20,7 @@ Accumulator = Any
 """An array, or a NamedTuple of arrays, tuples of them and constants; the first has as many axes as contributions."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Totals:
     """The sum of weights and the count of a state.
 

@@ -10,7 +10,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, placeholder, resolve, shape_of
-from gradcombine.errors import invalid, operation, renamed, shown
+from gradcombine.errors import GradCombineError, invalid, operation, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, of_each_rank
@@ -149,8 +149,11 @@ class Written(Reduction):
     def _alike(self, function: str, backend: Backend, expected: State, received: State) -> State:
         """Returns the state that a function made; raises if its structure, shapes or dtypes have changed."""
         olds, structure = tree.flatten(self._given(expected))
-        with renamed(f"{self.name}: what {function} returns"):
+        try:
             news = tree.flatten_as(structure, received)
+        except GradCombineError as error:
+            error.rename(f"{self.name}: what {function} returns")
+            raise
         arrays: list[Array | None] = []
         for old, new, path in zip(olds, news, structure.paths(), strict=True):
             if old is None and new is None:

@@ -15,7 +15,7 @@ from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described, of_each_rank
-from gradcombine.reductions.cell import Cell, Totals, parts, refilled, where
+from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled, where
 from gradcombine.reductions.small import Small
 from gradcombine.reductions.treewise_state import Opened, TreewiseState, summary
 from gradcombine.reductions.weights import Weight, parse
@@ -68,34 +68,29 @@ class Treewise(Reduction):
     def adds(self) -> bool:
         return self.cell.adds_terms
 
-    @property
-    def takes_lists(self) -> bool:
-        return self.cell.takes_lists
-
     @operation()
     def init(self, like: Tree) -> State:
         leaves, structure = tree.flatten(like, self.cell.is_leaf)
-        return self._begun(structure, leaves)[1]
-
-    def _begun(self, structure: tree.Structure, leaves: Sequence[Any]) -> tuple[Opened, State]:
-        """The empty state for leaves like these, also as it is when opened."""
         first = [self.cell.arrays(leaf)[0] for leaf in leaves]
         backend = resolve(first)
         made_for = [tree.static_of(x) for x in first]
 
         def empty(leaf: Any, like: Any, kind: Any) -> Any:
-            if kind.dtype is None:
-                return None
-            if not dtypes.is_of(kind.dtype, self.cell.kinds):
-                raise invalid(f"a dtype that is {' or '.join(self.cell.kinds)}", kind.dtype)
-            return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(kind.dtype), like)
+            return None if kind.dtype is None else self._empty(backend, leaf, like, kind.dtype)
 
-        opened = Opened(structure, self._each(structure, empty, leaves, first, made_for), made_for)
+        values = self._each(structure, empty, leaves, first, made_for)
         present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
         widest = dtypes.of_weights([kind.dtype for kind in made_for if kind.dtype is not None])
         weight = self.cell.empty_weight(backend, widest, present)
         count = backend.full((), 0, dtypes.INT32, present)
-        return opened, self.state(opened.value(opened.values), weight, count, tree.unflatten(structure, made_for))
+        filled = Opened(structure, values, made_for).value(values)
+        return self.state(filled, weight, count, tree.unflatten(structure, made_for))
+
+    def _empty(self, backend: Backend, leaf: Any, like: Any, dtype: np.dtype) -> Accumulator:
+        """The accumulator of a leaf of this dtype, placed like the array ``like``."""
+        if not dtypes.is_of(dtype, self.cell.kinds):
+            raise invalid(f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
+        return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(dtype), like)
 
     @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
@@ -108,21 +103,20 @@ class Treewise(Reduction):
     def _updated(self, state: State, value: Tree, weight: Any, multiplies: bool) -> State:
         flat, leaves, backend, w = self._entered(state, value, weight)
         zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
-        factor = w if multiplies else parse(backend, 1)
-
-        def masked(old: Any, new: Any) -> Any:
-            # Masked by where: a contribution of weight 0 may hold NaN.
-            return new if new is old or isinstance(zero, bool) else self.cell.masked(backend, zero, old, new)
+        factor, cell = w if multiplies else parse(backend, 1), self.cell
 
         def added(_: None, a: Any, x: Any) -> Any:
-            return masked(a, self.cell.update(backend, a, x, factor, totals))
+            new = cell.update(backend, a, x, factor, totals)
+            # Masked by where: a contribution of weight 0 may hold NaN.
+            return new if isinstance(zero, bool) else cell.masked(backend, zero, a, new)
 
         apply = self._elementwise(backend, added)
 
         def update(a: Any, kind: Any, leaf: Any) -> Any:
-            if leaf is None or backend.absent(leaf):
-                return None if a is None else masked(a, self.cell.idle(backend, a, [w], totals))
-            return apply(None, a, self._entering(backend, a, kind, leaf))
+            if leaf is not None and not backend.absent(leaf):
+                return apply(None, a, _entering(cell, backend, a, kind, leaf))
+            new = None if a is None else cell.idle(backend, a, [w], totals)
+            return new if new is a or isinstance(zero, bool) else cell.masked(backend, zero, a, new)
 
         updated = self._each(flat.structure, update, flat.values, flat.made_for, leaves, small=apply)
         if zero is True:
@@ -143,7 +137,7 @@ class Treewise(Reduction):
         def term(a: Any, kind: Any, leaf: Any) -> Array | None:
             if leaf is None or backend.absent(leaf):
                 return None
-            added = cell.term(backend, a, self._entering(backend, a, kind, leaf), w)
+            added = cell.term(backend, a, _entering(cell, backend, a, kind, leaf), w)
             if isinstance(zero, bool):
                 return None if zero else added
             dtype = backend.dtype(added)
@@ -162,12 +156,6 @@ class Treewise(Reduction):
         arrays = leaves if self.cell.is_leaf is None else [x for leaf in leaves for x in self.cell.arrays(leaf)]
         backend = resolve([*flat.arrays(), *arrays, state.count, weight])
         return flat, leaves, backend, parse(backend, weight)
-
-    def _entering(self, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any:
-        """The contribution as the cell takes it; refuses one that does not match the accumulator."""
-        if a is None:
-            raise invalid("no gradient, as where the state was made", "an array")
-        return self.cell.entering(backend, a, kind.dtype, leaf)
 
     def _elementwise(self, backend: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, or where it takes small leaves together, its calls, for `_each`."""
@@ -188,55 +176,69 @@ class Treewise(Reduction):
         return small.results(results) if isinstance(small, Small) else results
 
     @operation()
-    def update_many(
-        self, state: State | None, values: Sequence[Tree], weights: Sequence[Any], order: Order = "sequential"
-    ) -> State | None:
+    def combine(self, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
         cell = self.cell
-        if state is None:
-            leaves, structure = tree.flatten(values[0])
-            rows = [leaves, *[tree.flatten_as(structure, value) for value in values[1:]]]
-            like = leaves
-            for others in rows[1:]:
-                like = [b if a is None else a for a, b in zip(like, others, strict=True)]
-            flat, whole = self._begun(structure, like)
-        else:
-            flat, whole = self._open(state), state
-            rows = [tree.flatten_as(flat.structure, value) for value in values]
-        entered = [x for row in rows for x in row]
-        backend = resolve([*flat.arrays(), *entered, whole.count, *weights])
+        if not cell.takes_lists:
+            return super().combine(values, weights, order)
+        leaves, structure = tree.flatten(values[0])
+        rows = [leaves, *[tree.flatten_as(structure, value) for value in values[1:]]]
+        columns, entered = list(zip(*rows, strict=True)), [x for row in rows for x in row]
+        backend = resolve([*entered, *weights])
         parsed = [parse(backend, weight) for weight in weights]
         if not cell.takes_many(parsed):
-            return None
-        totals = Totals(whole.weight, whole.count)
+            return super().combine(values, weights, order)
         zeros = [w.known == 0 if w.known is not None else w.is_zero(backend) for w in parsed]
+        # A leaf that is None in some trees has a gradient if another tree has one.
+        likes = [next((x for x in column if x is not None), None) for column in columns]
+        made_for = [None if x is None or backend.absent(x) else backend.dtype(x) for x in likes]
+        present = [x for x, dtype in zip(likes, made_for, strict=True) if dtype is not None]
+        widest = dtypes.of_weights([dtype for dtype in made_for if dtype is not None])
+        empty = Totals(cell.empty_weight(backend, widest, present), backend.full((), 0, dtypes.INT32, present))
+        totals = self._totals(backend, empty, parsed, zeros, order)
+        totals = Totals(cell.link(backend, totals.weight, entered), totals.count)
 
-        def added(_: None, a: Any, *xs: Any) -> Any:
+        def combined(output: np.dtype, a: Any, *xs: Any) -> Any:
             pairs = zip(xs, zeros, strict=True)
-            present = [x if x is None or zero is False else _masked(backend, zero, x) for x, zero in pairs]
-            return cell.update_many(backend, a, present, parsed, totals, order)
+            masked = [x if x is None or zero is False else _masked(backend, zero, x) for x, zero in pairs]
+            total = cell.update_many(backend, a, masked, parsed, empty, order)
+            return cell.finish(backend, total, totals, output)
 
-        apply = self._elementwise(backend, added)
+        apply = self._elementwise(backend, combined)
 
-        def update(a: Any, kind: Any, *xs: Any) -> Any:
-            present: list[Array | None] = [None] * len(xs)
-            for i, (leaf, zero) in enumerate(zip(xs, zeros, strict=True)):
-                if leaf is not None and not backend.absent(leaf):
-                    x = self._entering(backend, a, kind, leaf)
-                    present[i] = None if zero is True else x
-            if all(x is None for x in present):
-                return None if a is None else cell.idle(backend, a, parsed, totals)
-            return apply(None, a, *present)
+        def combine(like: Any, dtype: np.dtype | None, column: Sequence[Any]) -> Any:
+            if dtype is None:
+                return None if like is None else backend.make_absent(backend.shape(like))
+            a, output = self._empty(backend, like, like, dtype), cell.output(dtype)
+            entering: list[Any] = []
+            counts = False
+            for x, zero in zip(column, zeros, strict=True):
+                if x is None or backend.absent(x):
+                    entering.append(None)
+                    continue
+                checked = cell.entering(backend, a, dtype, x)
+                entering.append(None if zero is True else checked)
+                counts |= zero is not True
+            if counts:
+                return apply(output, a, *entering)
+            return cell.finish(backend, cell.idle(backend, a, parsed, empty), totals, output)
 
-        accumulators = self._each(flat.structure, update, flat.values, flat.made_for, *rows, small=apply)
-        known = [w for w in parsed if w.known is not None]
-        total, count = whole.weight, _plus(backend, whole.count, len([w for w in known if w.known != 0]))
+        results = self._each(structure, combine, likes, made_for, columns, small=apply)
+        return tree.unflatten(structure, results)
+
+    def _totals(
+        self, backend: Backend, empty: Totals, weights: Sequence[Weight], zeros: Sequence[Array | bool], order: Order
+    ) -> Totals:
+        """The totals of contributions of these weights, in this order."""
+        known = [w for w in weights if w.known is not None]
+        total, count = empty.weight, empty.count
         if known:
-            total = cell.add_weights(backend, total, known, order)
-        for w, zero in zip(parsed, zeros, strict=True):
+            total = self.cell.add_weights(backend, total, known, order)
+            count = _plus(backend, count, len([w for w in known if w.known != 0]))
+        for w, zero in zip(weights, zeros, strict=True):
             if w.known is None:
-                total = where(backend, zero, total, cell.add_weight(backend, total, w))
+                total = where(backend, zero, total, self.cell.add_weight(backend, total, w))
                 count = backend.where(zero, count, count + 1)
-        return flat.closed(whole, accumulators, cell.link(backend, total, entered), count)
+        return Totals(total, count)
 
     @operation()
     def merge(self, a: State, b: State) -> State:
@@ -357,6 +359,13 @@ class Treewise(Reduction):
         accumulators = tree.split_as(structure, state.value)
         values = [None if isinstance(a, tree.Static) else a for a in accumulators]
         return Opened(structure, values, made_for)
+
+
+def _entering(cell: Cell, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any:
+    """The contribution as the cell takes it; raises for one that does not match the accumulator."""
+    if a is None:
+        raise invalid("no gradient, as where the state was made", "an array")
+    return cell.entering(backend, a, kind.dtype, leaf)
 
 
 def _masked(backend: Backend, zero: Array, x: Array) -> Array:

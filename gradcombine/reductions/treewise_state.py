@@ -28,7 +28,7 @@ class TreewiseState(NamedTuple):
     dtypes: Tree
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Opened:
     """A state, flattened.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +20,7 @@ from gradcombine.types import Array
 EXPECTED = "a finite weight that is not negative"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Weight:
     """A validated weight.
 
@@ -64,21 +65,18 @@ class Weight:
         """
         key = backend.name, dtype
         if key not in self._made:
-            self._made[key] = self._cast(backend, dtype)
+            known = self.known is not None
+            self._made[key] = (
+                backend.full((), self.number(dtype).item(), dtype) if known else self._traced(backend, dtype)
+            )
         return self._made[key]
 
     def number(self, dtype: np.dtype) -> np.generic:
         """A known weight as `cast` rounds it, which belongs to no framework."""
         assert self.known is not None
-        if dtypes.kind(dtype) == "integer":
-            return dtype.type(_modulo(self.known, dtype))
-        known = self.known if isinstance(self.known, float) else _float(self.known)
-        with np.errstate(over="ignore"):  # infinite above the range of the dtype
-            return np.float64(known).astype(dtype)
+        return _rounded(self.known, dtype)
 
-    def _cast(self, backend: Backend, dtype: np.dtype) -> Array:
-        if self.known is not None:
-            return backend.full((), self.number(dtype).item(), dtype)
+    def _traced(self, backend: Backend, dtype: np.dtype) -> Array:
         array = backend.cast(self.array, dtype)
         if self.refused is None or dtypes.kind(dtype) == "integer":
             return array
@@ -96,10 +94,11 @@ def parse(backend: Backend, weight: Any) -> Weight:
     """
     # NumPy's durations count as integers by their class.
     if isinstance(weight, numbers.Real) and not isinstance(weight, np.timedelta64):
+        whole = isinstance(weight, numbers.Integral)
         known = int(weight) if isinstance(weight, numbers.Integral) else _float(weight)
         if not known >= 0 or known == math.inf:
             raise invalid(EXPECTED, weight)
-        return Weight(known, None, isinstance(weight, numbers.Integral))
+        return Weight(known, None, whole)
     if owner(weight) is None:
         raise invalid(EXPECTED, type(weight).__name__)
     array = backend.asarray(weight)
@@ -141,6 +140,15 @@ def _float(x: Any) -> float:
         return float(x)
     except OverflowError:
         return math.inf
+
+
+@lru_cache(256)
+@np.errstate(over="ignore")  # infinite above the range of the dtype
+def _rounded(known: float, dtype: np.dtype) -> np.generic:
+    """A weight in a dtype; most are few numbers, for each leaf and step."""
+    if dtypes.kind(dtype) == "integer":
+        return dtype.type(_modulo(known, dtype))
+    return np.float64(known if isinstance(known, float) else _float(known)).astype(dtype)
 
 
 def _modulo(x: float, dtype: np.dtype) -> int:

@@ -39,7 +39,7 @@ class _Unknown(BaseException):
         self.arrays = arrays
 
 
-class _Replica:
+class _Replica(Collective):
     def __init__(self, rank: int, count: int, exchanged: list[list[Sequence[Array]]]) -> None:
         self._rank, self._count, self._exchanged = rank, count, iter(exchanged)
 
@@ -67,17 +67,3 @@ class _Replica:
     @operation("all_gather")
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         return [resolve(column).stack(column) for column in self._columns(arrays)]
-
-    def reduce_scatter_map(
-        self,
-        function: Callable[[Sequence[Array], Sequence[Array]], list[Array]],
-        summed: Sequence[Array],
-        common: Sequence[Array],
-    ) -> list[Array]:
-        return function(self.all_sum(summed), common)
-
-    def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
-        return list(arrays)
-
-    def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
-        return None

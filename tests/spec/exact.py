@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+from gradcombine import tree
+from gradcombine.backends.registry import resolve
 from gradcombine.pairwise import fold_pairwise
+from gradcombine.reductions.cell import Totals
+from gradcombine.reductions.weights import parse
 
 PRECISION = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8}
 
@@ -103,3 +108,22 @@ def bits(array: np.ndarray) -> np.ndarray:
     except ValueError:
         return whole
     return np.where(np.isnan(array), np.array(-1).astype(whole.dtype), whole)
+
+
+def at_once(reduction: Any, state: Any, trees: Sequence[Any], weights: Sequence[Any]) -> Any:
+    """The state after several contributions of known weights, which the cell adds in one pass, as in a list."""
+    flat, cell = reduction._open(state), reduction.cell
+    rows = [tree.flatten_as(flat.structure, value) for value in trees]
+    backend = resolve([*flat.arrays(), *(x for row in rows for x in row)])
+    parsed, totals = [parse(backend, weight) for weight in weights], Totals(state.weight, state.count)
+
+    def added(a: Any, xs: Sequence[Any]) -> Any:
+        present = [None if w.known == 0 else x for w, x in zip(parsed, xs, strict=True)]
+        if all(x is None for x in present):
+            return None if a is None else cell.idle(backend, a, parsed, totals)
+        return cell.update_many(backend, a, present, parsed, totals, "sequential")
+
+    values = [added(a, xs) for a, xs in zip(flat.values, zip(*rows, strict=True), strict=True)]
+    total = cell.add_weights(backend, state.weight, parsed, "sequential")
+    count = state.count + np.int32(len([w for w in parsed if w.known != 0]))
+    return flat.closed(state, values, total, count)

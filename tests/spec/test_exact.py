@@ -276,8 +276,7 @@ def weighted_mean(env: modes.Env, data: Any) -> Any:
 
 def test_more_than_the_digits_hold_is_nan_and_never_a_wrong_number() -> None:
     reduction = reductions.sum("exact")
-    assert reduction.update_many is not None
-    state = reduction.update_many(reduction.init(np.float32([0])), [np.float32([1])] * 4095, [1] * 4095)
+    state = exact.at_once(reduction, reduction.init(np.float32([0])), [np.float32([1])] * 4095, [1] * 4095)
     state = reduction.update(state, np.float32([1]))
     assert reduction.finalize(state) == 4096
     assert np.isnan(reduction.finalize(reduction.update(state, np.float32([1]))))
@@ -342,14 +341,18 @@ def test_many_small_leaves_have_the_bits_and_states_of_each_alone(make: Any, max
 
     def states(like: Any, terms: Any) -> list[Any]:
         one = red.update(red.update(red.init({"x": like, "empty": ()}), terms[0], weights[0]), terms[1], weights[1])
-        many = red.update_many(one, terms[2:], weights[2:], "sequential")
+        many = exact.at_once(red, one, terms[2:], weights[2:])
         return [one, many, red.merge(one, many), red.clear(many)]
 
-    together = states(like, [{"x": x, "empty": ()} for x in terms])
+    trees = [{"x": x, "empty": ()} for x in terms]
+    together, listed = states(like, trees), gc.combine(red, trees, weights)
     for i, x in enumerate(like):
         if x is None:
             continue
-        alone = states(x, [{"x": term[i], "empty": ()} for term in terms])
+        column = [{"x": term[i], "empty": ()} for term in terms]
+        alone = states(x, column)
+        (got,), (expected,) = _arrays(listed["x"][i]), _arrays(gc.combine(red, column, weights)["x"])
+        assert (got.shape, got.dtype, got.tobytes()) == (expected.shape, expected.dtype, expected.tobytes())
         for a, b in zip(together, alone, strict=True):
             assert type(a.value["x"][i]) is type(b.value["x"])
             assert a.count.tobytes() == b.count.tobytes()

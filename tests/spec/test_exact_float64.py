@@ -42,8 +42,7 @@ def patterns(n: int, size: int) -> dict[str, np.ndarray]:
 
 
 def folded(x: np.ndarray) -> Any:
-    assert SUM.update_many is not None
-    return SUM.update_many(SUM.init(x[0]), list(x), [1] * len(x))
+    return exact.at_once(SUM, SUM.init(x[0]), list(x), [1] * len(x))
 
 
 @pytest.mark.parametrize("kind", patterns(2, 2))

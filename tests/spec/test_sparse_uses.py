@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 import gradcombine as gc
-from gradcombine.places.replicas import Local
+from gradcombine.backends.protocol import Collective
 from gradcombine.reductions.rows import row_mean, row_sum
 from gradcombine.reductions.wrappers import sparse_as_dense
 from gradcombine.sparse import RowSparse, add_rows, densify, row_sparse, to_dense
@@ -64,7 +64,7 @@ def test_beside_dense_leaves_over_two_windows(name: str) -> None:
         assert result["embedding"].values[:, 1].tolist() == [16.5, 4.75, 22.5, 0, 0, 0]
 
 
-class Recorded(Local):
+class Recorded(Collective):
     """A collective of one replica, which counts what it sends."""
 
     elements = 0

@@ -148,7 +148,7 @@ TICKS = itertools.cycle(np.float32([0, 0, 1]))
 def _shortcut(**changed: Any) -> gc.Reduction:
     """A sum whose faster ways are wrong."""
     methods = {name: staticmethod(method) for name, method in changed.items()}
-    return type("Wrong", (Wrapper,), {**methods, "takes_lists": "update_many" in changed})(_summed())
+    return type("Wrong", (Wrapper,), methods)(_summed())
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,7 @@ def _shortcut(**changed: Any) -> gc.Reduction:
         ),
         (_shortcut(clear=lambda s: s), "clear gives the empty state", [([0, 0], 1)]),
         pytest.param(
-            _shortcut(
-                update_many=lambda s, values, weights, order: (
-                    _summed().init(values[0])._replace(value=values[0] * np.float32(weights[0]))
-                )
-            ),
+            _shortcut(combine=lambda values, weights, order: values[0] * np.float32(weights[0])),
             "a list, time, replicas",
             None,
             marks=pytest.mark.full,
