@@ -139,7 +139,13 @@ def skip_fields(app: Any, what: str, name: str, x: Any, skip: bool, options: Any
     return True if (getattr(x, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
+def name_aliases(app: Any, what: str, name: str, x: Any, options: Any, signature: str, returns: str) -> Any:
+    """Writes an alias by its name, also in a union, where autodoc writes the object that stands for it."""
+    return tuple(text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, returns))
+
+
 def setup(app: Any) -> None:
+    app.connect("autodoc-process-signature", name_aliases)
     app.connect("autodoc-skip-member", skip_fields)
     app.connect("env-check-consistency", require_all_names)
     app.connect("doctree-resolved", require_descriptions)
