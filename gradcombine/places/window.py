@@ -23,7 +23,7 @@ from gradcombine.places.replicas import LOCAL, merge_replicas
 from gradcombine.places.time import Accumulator, accumulate, length_at, whole_window
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.numbered import Numbered
+from gradcombine.reductions.numbered import PLACEHOLDER, Numbered, one_at
 from gradcombine.settings import Settings
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
 
@@ -154,6 +154,22 @@ class Window(Settings):
         if left_out is not False:
             weight = self._weight_unless(left_out, gradients, weight)
         return self.accumulator.update(gradients, self.own(self._going_on(state)), weight)
+
+    @no_autograph
+    def once(self, state: AccumulateState, weight: Any, number: Array) -> tuple[Any, Array]:
+        """The weight and the number of a contribution; 0 and a placeholder where the window holds the number already.
+
+        Args:
+          state: the window so far, of a reduction that is `gradcombine.reductions.numbered`.
+          weight, number: as for `contribute`, which they are for.
+        """
+        counts, microbatches = whole_window(self.reduction, state).counts, self.reduction.microbatches
+        backend = resolve([counts, number])
+        one = one_at(backend, number, 0 if microbatches is None else microbatches)
+        again = (backend.total(backend.product(backend.asarray(counts), one)) > 0) & ~self.is_over(state)
+        number = backend.asarray(number)
+        placeholder = backend.full((), PLACEHOLDER, backend.dtype(number))
+        return weights.where(backend, ~again, weight, wide=True), backend.where(again, placeholder, number)
 
     @no_autograph
     def end(self, state: AccumulateState, condition: Array | bool = True) -> AccumulateState:

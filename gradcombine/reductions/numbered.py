@@ -128,16 +128,8 @@ class NumberedReduction(Wrapper):
         name, held = self.of.name, self._open(state)
         if not isinstance(value, Numbered):
             raise invalid("Numbered(value, number)", type(value).__name__)
-        number, backend = value.number, resolve([held.counts, value.number])
-        if not isinstance(number, int) or isinstance(number, bool):
-            require_scalar("the number of a microbatch, an integer scalar", number, "iu", ".number")
-            number = backend.asarray(number)
-        known = number if isinstance(number, int) else backend.concrete(number)
-        if known is not None and not PLACEHOLDER <= int(known) < self._count:
-            expected = f"the number of a microbatch, from 0 to {self._count - 1}, or -1"
-            raise invalid(expected, int(known), ".number")
-        number = backend.asarray(number)
-        one = _one_at(backend, number, self._count)
+        backend = resolve([held.counts, value.number])
+        one = one_at(backend, value.number, self._count)
         _require_apart(name, held.counts, one)
         return NumberedState(self.of.update(held.value, value.value, weight), backend.asarray(held.counts) + one)
 
@@ -186,11 +178,18 @@ def without_numbers(reduction: Reduction) -> Reduction:
     return reduction.around(without_numbers(reduction.of))
 
 
-def _one_at(backend: Backend, number: Array, count: int) -> Array:
-    """int32 zeros with a 1 at a position, if that is one.
+def one_at(backend: Backend, number: Any, count: int) -> Array:
+    """int32 zeros with a 1 at the number of a microbatch; without it for a placeholder, or a traced number beyond.
 
     Compared in the number's own dtype: a cast to fewer bits would wrap a number around.
     """
+    if not isinstance(number, int) or isinstance(number, bool):
+        require_scalar("the number of a microbatch, an integer scalar", number, "iu", ".number")
+        number = backend.asarray(number)
+    known = number if isinstance(number, int) else backend.concrete(number)
+    if known is not None and not PLACEHOLDER <= int(known) < count:
+        raise invalid(f"the number of a microbatch, from 0 to {count - 1}, or -1", int(known), ".number")
+    number = backend.asarray(number)
     dtype = backend.dtype(number)
     most = np.iinfo(dtype).max
     places = np.arange(builtins.min(count, most + 1)).astype(dtype)

@@ -178,7 +178,8 @@ class AccumulatedStep(WithSeen):
           *batch: what ``gradients`` takes; under a strategy, tf.distribute's per-replica values.
           totals: with ``totals="given"``, by denominator the total of the window over its microbatches and replicas.
           number: of the microbatch, with a reduction that is `gradcombine.reductions.numbered`; under a strategy, a
-            per-replica value. None: that of its place.
+            per-replica value. One that the replica's window holds already counts nothing, traced or not. None: that of
+            its place.
 
         Returns:
           Whether the window was full and has been applied, a boolean scalar; and the ``outputs`` of ``gradients``, per
@@ -288,6 +289,8 @@ class AccumulatedStep(WithSeen):
             several, weights, weight, told, outputs = self._terms.computed(compute, batch, totals, targets)
             dense = {name: [*map(dense_gradient, grads, targets)] for name, grads in several.items()}
             columns, entering = list(dense.values()), [self._terms.contribution(dense, weights), told]
+        if number is not None and self._window.reduction.microbatches is not None:
+            weight, number = self._window.once(self._state.read(), weight, number)
         # What is told of a window has no ledger of its own.
         held = zip(self._held(), entering, (number, None), strict=False)
         contributed = [state.contributed(x, weight, its) for state, x, its in held]

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine.integrations.tensorflow import AccumulatedStep
+from gradcombine.integrations.tensorflow import UNTIL_FLUSH, AccumulatedStep
 from tests.integrations.tensorflow.strategies import (
     FULL,
     STRATEGIES,
@@ -247,6 +247,25 @@ def test_sparse_gradients_become_dense(strategy: Any, run: Any) -> None:
 def test_windows_of_a_length_that_changes(strategy: Any, run: Any) -> None:
     step = run(AccumulatedStep(given, [tf.Variable(tf.zeros(3))], replace, every=lambda index: index + 1))
     assert feed(strategy, step, range(6)) == [True, False, True, False, False, True]
+
+
+@pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=FULL)])
+def test_a_number_that_comes_again_counts_once(strategy: Any, run: Any, order: Any) -> None:
+    """In windows that a flush ends; and it counts in the next one."""
+    w, size = tf.Variable(tf.zeros(3)), strategy.num_replicas_in_sync
+    settings = {"reduction": gc.reductions.numbered(gc.reductions.mean(), 2 * size), "order": order, "max_every": 8}
+    module = AccumulatedStep(given, [w], subtract, every=UNTIL_FLUSH, **settings)
+    step, expected = run(module), np.zeros(3, np.float32)
+    for _ in range(2):
+        for k in (1, 0, 1, 1, 0):
+            value, weight = (per_replica(strategy, partial(of, k=k)) for of in (gradient_at, weight_at))
+            step(value, weight, number=per_replica(strategy, lambda r, k=k: np.int32(k * size + r)))
+        gc.ledger.require_once(*module.states())
+        assert module.flush()
+        expected -= exact_mean(size, range(2))
+        np.testing.assert_array_equal(w.numpy(), expected)
+    with pytest.raises(gc.GradCombineError, match=f"from 0 to {2 * size - 1}, or -1, received {2 * size}"):
+        module(value, weight, number=per_replica(strategy, lambda r: np.int32(2 * size)))
 
 
 @REPLICATED
