@@ -38,9 +38,11 @@ from gradcombine.errors import (
     require_number,
     require_one_of,
     shown,
+    within,
 )
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.ratios import Ratio
+from gradcombine.reductions.weights import parse
 from gradcombine.types import Array, no_autograph
 
 _MOST = np.iinfo(np.int32).max
@@ -57,6 +59,23 @@ def token_mean(values: Array, mask: Array | None = None) -> Ratio:
     """
     tokens = _Tokens(values, mask, None)
     return tokens.ratio(tokens.values, tokens.present)
+
+
+@operation("token_sum")
+def token_sum(values: Array, mask: Array | None = None, *, count: Array | int) -> Ratio:
+    """The sum over all tokens that count, divided by a count of the caller's.
+
+    Args:
+      values, mask: see `gradcombine.losses`.
+      count: what this microbatch adds to the denominator, a scalar from 0: its rows, its prompts, also those of which
+        no token counts.
+
+    >>> import numpy as np
+    >>> from gradcombine.losses import token_sum
+    >>> token_sum(np.float32([[1, 2, 3], [5, 0, 0]]), np.array([[1, 1, 1], [0, 0, 0]]), count=2)
+    Ratio(numerator=np.float32(6.0), denominator=2)
+    """
+    return Ratio(token_mean(values, mask).numerator, _count(count))
 
 
 @operation("sequence_mean_of_token_mean")
@@ -228,6 +247,14 @@ def _sizes(backend: Backend, ids: Array, present: Array) -> tuple[Array, Array]:
 
 def _counted(backend: Backend, mask: Array) -> Array:
     return mask if backend.dtype(mask) == np.bool_ else mask != 0
+
+
+def _count(count: Any) -> Any:
+    """The count, a weight; known ones are from 0, traced ones become NaN where they are negative."""
+    backend = resolve([] if owner(count) is None else [count])
+    with within(".count"):
+        parse(backend, count)
+    return count
 
 
 def _dimensions(array: Any) -> tuple[int | None, ...]:

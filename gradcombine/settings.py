@@ -146,6 +146,7 @@ _FLAGS = (
     "flush",
     "full",
     "fused",
+    "grad_norm",
     "has_aux",
     "interleaved",
     "packed",

@@ -13,7 +13,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
-from gradcombine.errors import invalid
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array
 
@@ -84,6 +84,10 @@ class Weight:
         return backend.where(self.refused, dtype.type(np.nan), array)
 
 
+def _refused(value: Any) -> GradCombineError:
+    return invalid(EXPECTED, f"{value}: no contribution can be taken back" if value < 0 else value)
+
+
 def parse(backend: Backend, weight: Any) -> Weight:
     """Validates a weight as far as it is known.
 
@@ -97,7 +101,7 @@ def parse(backend: Backend, weight: Any) -> Weight:
         whole = isinstance(weight, numbers.Integral)
         known = int(weight) if isinstance(weight, numbers.Integral) else _float(weight)
         if not known >= 0 or known == math.inf:
-            raise invalid(EXPECTED, weight)
+            raise _refused(weight)
         return Weight(known, None, whole)
     if owner(weight) is None:
         raise invalid(EXPECTED, type(weight).__name__)
@@ -110,7 +114,7 @@ def parse(backend: Backend, weight: Any) -> Weight:
     value, whole = backend.concrete(array), dtypes.kind(dtype) == "integer"
     if value is not None:
         if not (np.isfinite(value) and value >= 0):
-            raise invalid(EXPECTED, value)
+            raise _refused(value)
         return Weight(None, array, whole)
     if whole:
         signed = dtype.kind != "u"

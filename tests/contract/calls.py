@@ -248,6 +248,7 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "verify.assert_equal_bits": dict.fromkeys("ab", TREES.without(*COMPARED)),
     **{f"losses.{name}": PER_TOKEN for name in ("token_mean", "group_mean")},
     **{f"losses.sequence_mean_of_token_{name}": PER_TOKEN for name in ("mean", "sum")},
+    "losses.token_sum": PER_TOKEN | {"count": WEIGHT},
     "losses.deal": {"tokens": SIZES, "groups": SIZES, "parts": POSITIVE},
     "losses.pack": {"tokens": SIZES, "length": POSITIVE},
     "losses.require_whole": {"microbatches": only([[0]], none=None, text="ab", cut=[[0], [0]], floats=[[0.5]])},

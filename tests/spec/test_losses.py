@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from fractions import Fraction
@@ -52,6 +53,10 @@ LOSSES: dict[str, tuple[Callable[..., Ratio], Callable[[], Fraction]]] = {
         lambda d: losses.token_mean(d["values"], d["mask"]),
         lambda: mean([x for i in kept() for x in tokens(i)]),
     ),
+    "token sum over all sequences, filtered ones too": (
+        lambda d: losses.token_sum(d["values"], d["mask"], count=d["count"]),
+        lambda: sum([x for i in kept() for x in tokens(i)], Fraction(0)) / len(GROUPS),
+    ),
     "sequence mean of token mean": (
         lambda d: losses.sequence_mean_of_token_mean(d["values"], d["mask"], d["segments"]),
         lambda: mean([mean(tokens(i)) for i in kept()]),
@@ -91,7 +96,8 @@ def microbatch(numbers: list[int], rows: int, packed: bool) -> dict[str, Any]:
             values[row, here] = VALUES[i] if counts else np.nan
             mask[row, here], segments[row, here] = counts, segment + 1
             groups[(row, here) if packed else row] = GROUPS[i]
-    return {"values": values, "mask": mask, "segments": segments if packed else None, "groups": groups}
+    segments = segments if packed else None
+    return {"values": values, "mask": mask, "segments": segments, "groups": groups, "count": np.int32(len(numbers))}
 
 
 def divided(parts: int, packed: bool) -> list[dict[str, Any]]:
@@ -126,12 +132,68 @@ def reduced(env: modes.Env, data: Any) -> Any:
     return {name: gc.all_reduce(ratio(), loss(data), over=env.collective) for name, (loss, _) in LOSSES.items()}
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=FULL), pytest.param(8, marks=FULL)])
+@pytest.mark.parametrize("replicas", [2, *(pytest.param(n, marks=FULL) for n in (1, 3, 4, 5, 6, 7, 8))])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", among(COLLECTIVE, modes.REPLICATED))
 def test_no_number_of_replicas_changes_a_loss(name: str, packed: bool, replicas: int) -> None:
     for results in modes.get(name).run(reduced, divided(replicas, packed)):
         assert {loss: float(x) for loss, x in results.items()} == expected()
+
+
+SEQUENCES = [RNG.normal(size=n).astype(np.float32) for n in RNG.integers(0, 24, 61)]
+"""Of any lengths, 0 too."""
+HORIZON = 24
+
+
+def of_sequences(each: Callable[[np.ndarray], float]) -> float:
+    """The mean over the sequences that have a token, in float64."""
+    return math.fsum(each(x.astype(np.float64)) for x in SEQUENCES if x.size) / sum(x.size > 0 for x in SEQUENCES)
+
+
+ALL = math.fsum(float(x) for sequence in SEQUENCES for x in sequence)
+MODES: dict[str, tuple[Callable[..., Ratio], float]] = {
+    "token-mean": (
+        lambda x, mask, segments, rows: losses.token_mean(x, mask),
+        ALL / sum(x.size for x in SEQUENCES),
+    ),
+    "sequence-mean-token-mean": (
+        lambda x, mask, segments, rows: losses.sequence_mean_of_token_mean(x, mask, segments),
+        of_sequences(lambda x: math.fsum(x) / x.size),
+    ),
+    "seq-mean-token-sum": (
+        lambda x, mask, segments, rows: losses.sequence_mean_of_token_sum(x, mask, segments),
+        of_sequences(math.fsum),
+    ),
+    "sequence-mean-token-scale": (
+        lambda x, mask, segments, rows: losses.sequence_mean_of_token_sum(x, mask, segments, normalizer=HORIZON),
+        of_sequences(lambda x: math.fsum(x) / HORIZON),
+    ),
+    "sequence-mean-token-sum-norm": (
+        lambda x, mask, segments, rows: losses.token_sum(x, mask, count=rows),
+        ALL / len(SEQUENCES),
+    ),
+}
+"""Ours by the names of Tunix' ``aggregate_loss``; verl has the first, and the next three as "seq-mean-token-mean",
+"seq-mean-token-sum" and "seq-mean-token-sum-norm"."""
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("microbatches", range(1, 17))
+@pytest.mark.parametrize("name", MODES)
+def test_modes_of_other_libraries(name: str, microbatches: int, packed: bool) -> None:
+    """In float64, which rounded to float32 is the truth to the bit."""
+    loss, truth = MODES[name]
+    lengths, parts = [x.size for x in SEQUENCES], []
+    for numbers in losses.deal(lengths, range(len(SEQUENCES)), microbatches):
+        rows = losses.pack([lengths[i] for i in numbers], 2 * HORIZON) if packed else [[j] for j in range(len(numbers))]
+        values, segments = np.zeros((len(rows), 2 * HORIZON)), np.zeros((len(rows), 2 * HORIZON), int)
+        for row, held in enumerate(rows):
+            at = 0
+            for segment, i in enumerate(numbers[j] for j in held):
+                here = slice(at, at := at + lengths[i])
+                values[row, here], segments[row, here] = SEQUENCES[i], segment + 1
+        parts.append(loss(values, segments > 0, segments if packed else None, len(numbers)))
+    assert np.float32(gc.combine(ratio(), parts)) == np.float32(truth)
 
 
 def test_lengths_of_any_size_are_right_to_rounding() -> None:
@@ -231,6 +293,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a mean of what": (lambda: losses.group_mean(ONES, np.zeros(2, int), of="rows"), "of 'sequences' or 'tokens'"),
     "a normalizer of 0": (lambda: losses.sequence_mean_of_token_sum(ONES, normalizer=0), "a positive normalizer"),
+    "a count of rows": (lambda: losses.token_sum(ONES, count=ONES[0]), "leaf .count: expected a weight of shape ()"),
+    "tokens that are taken back": (
+        lambda: losses.token_sum(-ONES, count=-2),
+        "token_sum: leaf .count: expected a finite weight that is not negative, "
+        "received -2: no contribution can be taken back",
+    ),
     "a group cut apart": (lambda: losses.require_whole([[1, 2], [3, 2]]), "group 2 in microbatches 0 and 1"),
     "too few groups": (lambda: losses.deal([1, 2], [0], 2), "2 groups, one for each sequence"),
     "no part": (lambda: losses.deal([1], [0], 0), "1 part or more"),

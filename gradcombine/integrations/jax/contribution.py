@@ -20,6 +20,7 @@ from gradcombine.backends.registry import load
 from gradcombine.errors import MOST, invalid
 from gradcombine.integrations.jax.arrays import examples, in_own_words
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
+from gradcombine.integrations.jax.norms import WithNorms
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
 from gradcombine.places.replicas import LOCAL
 from gradcombine.places.window import Window
@@ -73,8 +74,10 @@ class Objective:
     def __post_init__(self) -> None:
         loss = self.loss
         check(reduction=self.reduction, weight=self.weight, over=self.over, order=self.order)
-        check(loss=loss.function, has_aux=loss.has_aux, differentiate=loss.differentiate)
+        check(loss=loss.function, has_aux=loss.has_aux, differentiate=loss.differentiate, grad_norm=loss.grad_norm)
         axis = self.reduction.summed_over
+        if axis is not None and loss.grad_norm:
+            raise invalid("a reduction of whole gradients, for grad_norm", f"{self.reduction.name}, of shards")
         if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
             raise invalid(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
         if loss.argnums is None:
@@ -135,7 +138,8 @@ class Objective:
         }
         if has_aux:
             members["aux"] = self.aux_reduction
-        return reductions.per_leaf(members)
+        combined = reductions.per_leaf(members)
+        return WithNorms(combined, self.reduction) if self.loss.grad_norm else combined
 
     def window(self, every: int | Callable[[Array], Any], max_every: int | None = None, *, has_aux: bool) -> Window:
         """The window of such contributions; of all their parts together, where the gradients' are numbered."""

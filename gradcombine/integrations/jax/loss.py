@@ -71,6 +71,9 @@ class Loss:
         (what else the loss computes is left out; with a carry, they are those of the first one) and exchanged, and
         one accumulator and one backward pass do. ``"given"``: the same, with the totals over all microbatches and
         replicas as a keyword argument of each call, ``totals={"tokens": 4096, "microbatches": 8}``.
+      grad_norm: of `train_step` and `request_step`: whether the metrics of a window have the norm of its gradient, as
+        the optimizer gets it, and with ``terms`` whose totals are not known that of each denominator's part. A term
+        whose denominator no other term has is such a part.
     """
 
     function: Callable[..., Any]
@@ -83,6 +86,7 @@ class Loss:
     differentiate: bool = True
     terms: Mapping[str, str] | None = None
     totals: Totals | None = None
+    grad_norm: bool = False
 
     @classmethod
     def of(cls, loss: Callable[..., Any] | Loss) -> Loss:

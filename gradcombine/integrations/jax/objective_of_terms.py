@@ -141,6 +141,7 @@ class ObjectiveOfTerms(Objective):
         aux = values["aux"]
         told = {"grads": values["grads"], "value": aux["terms"], "weight": aux["weights"]}
         told |= {"aux": aux["aux"]} if jax.tree.leaves(aux["aux"]) else {}
+        told |= {name: values[name] for name in ("grad_norm", "grad_norms") if name in values}
         return told | {"total": self.terms.total(aux["terms"])}
 
     def differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form, dict[str, Ratio]]:

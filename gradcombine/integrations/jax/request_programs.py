@@ -56,6 +56,16 @@ class RequestPrograms:
         """``end(params, opt_state, node, index) -> params, opt_state, node, metrics``, in place."""
         return compile_step(self._ended, (0, 1, 2))
 
+    @cached_property
+    def merge_replicas(self) -> Any:
+        """``merge_replicas(node) -> state``: of all replicas."""
+        return compile_step(self._merged_replicas, ())
+
+    @cached_property
+    def on_the_first(self) -> Any:
+        """``on_the_first(state, params) -> node``, of which the first replica has the state, and the others nothing."""
+        return jax.jit(self._on_the_first, keep_unused=True)  # the parameters say which devices
+
     def _begun(self, params: Tree, index: Array, number: Array, batch: Sequence[Any], kwargs: dict[str, Any]) -> State:
         return self._computed(params, index, number, batch, kwargs, ())
 
@@ -104,8 +114,17 @@ class RequestPrograms:
         held, kept, metrics = window.apply_if(np.True_, held, close, (params, opt_state), run_if)
         return *kept, held.levels[0], metrics
 
-    def merged_replicas(self, node: State) -> State:
-        """A node, merged over the replicas."""
+    def no_metrics(self) -> StepMetrics:
+        """The metrics of a request that has applied nothing."""
+        loss, zero = self.objective.loss, jnp.zeros(())
+        norm = zero if loss.grad_norm else None
+        if loss.terms is None:
+            return StepMetrics(jnp.asarray(False), zero, zero, None, norm)
+        by_denominator = dict.fromkeys(sorted(set(loss.terms.values())), zero)
+        norms = by_denominator if loss.grad_norm and loss.totals is None else None
+        return StepMetrics(jnp.asarray(False), dict.fromkeys(loss.terms, zero), by_denominator, None, norm, norms)
+
+    def _merged_replicas(self, node: State) -> State:
         window = self.window(holds_aux(window_of(node)))
 
         def merge(whole: Tree, rows: Tree, own: Tree) -> tuple[State, Tree]:
@@ -113,8 +132,7 @@ class RequestPrograms:
 
         return on_replicas(self.objective.over, merge, (), own=node)[0]
 
-    def on_the_first(self, state: State, params: Tree) -> State:
-        """A node of which the first replica has a state, and the others nothing."""
+    def _on_the_first(self, state: State, params: Tree) -> State:
         reduction, over = self.window(holds_aux(window_of(state))).reduction, self.objective.over
 
         def place(whole: Tree, rows: Tree, own: Tree) -> tuple[Tree, State]:

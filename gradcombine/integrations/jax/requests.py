@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import gradcombine as gc
@@ -168,15 +167,15 @@ class RequestStep:
 
         Args:
           state, slot: as for `forward_backward`.
-          window: the number of the window to end. One that has ended changes nothing, and ``metrics.applied`` is False:
-            so a request may be sent again.
+          window: the number of the window to end. One that has ended changes nothing, and the metrics are zeros, with
+            ``applied`` False and no aux: so a request may be sent again.
 
         Raises:
           GradCombineError: for a slot that does not exist, or holds nothing.
         """
         held = _slot(state, slot)
         if not self._is_open(held, window):
-            return state, StepMetrics(jnp.asarray(False), jnp.zeros(()), jnp.zeros(()), None)
+            return state, self.programs.no_metrics()
         if not held.nodes:
             raise invalid("a slot that holds microbatches", f"an empty one, {shown(slot)}")
         whole, (params, _) = self._folded(held.nodes), differentiated(held.params)
@@ -185,9 +184,16 @@ class RequestStep:
         return {**state, slot: Slot(with_differentiated(held.params, params), opt_state, held.window + 1)}, metrics
 
     @operation("request_step")
-    def discard(self, state: Slots, slot: Hashable) -> Slots:
-        """Empties the window of a slot; its number stays."""
+    def discard(self, state: Slots, slot: Hashable, window: int | None = None) -> Slots:
+        """Empties the window of a slot; its number stays.
+
+        Args:
+          state, slot: as for `forward_backward`.
+          window: the number of the window to empty. One that has ended changes nothing: so a request may be sent again.
+        """
         held = _slot(state, slot)
+        if not self._is_open(held, window):
+            return state
         return {**state, slot: held._replace(held=frozenset(), nodes=())}
 
     @operation("request_step")
@@ -209,13 +215,16 @@ class RequestStep:
         Args:
           path: of the file.
           state, slot: whose window.
-          *example: the loss's arguments after the parameters, or specs of them, where it returns aux; with kwargs.
+          *example: the loss's arguments after the parameters, or specs of them, where it has terms or aux; with kwargs.
 
         Raises:
           GradCombineError: as `gradcombine.statefile.load`.
         """
         held = _slot(state, slot)
         params, rest = differentiated(held.params)
+        loss = self.programs.objective.loss
+        if not (example or kwargs) and (loss.has_aux or loss.terms is not None):
+            raise invalid("an example of the loss's arguments, of a loss with aux or terms", "none")
         like = parts_like(self.programs.objective, params, None, example, kwargs | rest if example else kwargs)
         states = load_replicas(path, self._numbered("aux" in like), like)
         nodes = [self._loaded(x, params) for x in states]
@@ -257,7 +266,7 @@ class RequestStep:
         """A node merged over the replicas, with a ledger of what it holds."""
         counts = np.zeros(self.microbatches, np.int32)
         counts[[n for n in held if self._is_sequential or n >> node.level == node.place]] = 1
-        return NumberedState(self.programs.merged_replicas(node.state), counts)
+        return NumberedState(self.programs.merge_replicas(node.state), counts)
 
     def _loaded(self, saved: NumberedState, params: Tree) -> Node:
         numbers, state = np.flatnonzero(saved.counts).tolist(), self.programs.on_the_first(saved.value, params)

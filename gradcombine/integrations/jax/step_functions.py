@@ -53,12 +53,17 @@ class StepMetrics(NamedTuple):
       value: the loss, combined as the gradients are; of a loss of several terms, a dict of them.
       weight: the sum of weights, float32; of a loss of several terms, a dict by denominator.
       aux: combined by ``aux_reduction``. None where the loss returns none.
+      grad_norm: of a `Loss` with ``grad_norm``, the 2-norm of the combined gradient over all leaves, float32 at least;
+        else None.
+      grad_norms: by denominator that of its part of the gradient; None where one accumulator has all parts.
     """
 
     applied: Array
     value: Array
     weight: Array
     aux: Tree
+    grad_norm: Array | None = None
+    grad_norms: dict[str, Array] | None = None
 
 
 StepFunctions: TypeAlias = tuple[
@@ -88,7 +93,8 @@ def optimize(
             "value_and_grad, or integrations.optax.accumulate around an optimizer of zero.shard(params, over))"
         )
         raise invalid(expected, str(error)) from error
-    told = StepMetrics(jnp.asarray(True), values["value"], values["weight"], values.get("aux"))
+    others = (values.get(name) for name in ("aux", "grad_norm", "grad_norms"))
+    told = StepMetrics(jnp.asarray(True), values["value"], values["weight"], *others)
     return (optax.apply_updates(params, updates), opt_state), told
 
 

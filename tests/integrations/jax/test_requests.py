@@ -231,14 +231,14 @@ def test_a_window_goes_on_elsewhere(order: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("order", histories.PRECISION)
 def test_random_histories_lose_nothing_and_count_nothing_twice(order: Any) -> None:
-    step = histories.engine(order)
-    assert [histories.differences(step, f"0:{i}") for i in range(12)] == [[]] * 12
+    among = histories.services(order)
+    assert [histories.differences(among, f"0:{i}") for i in range(12)] == [[]] * 12
 
 
 def test_histories_show_a_late_request_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RequestStep, "_is_open", lambda *_: True)
-    step = histories.engine("sequential")
-    assert any(histories.differences(step, f"0:{i}") for i in range(12))
+    among = [histories.service("sequential")]
+    assert any(histories.differences(among, f"0:{i}") for i in range(12))
 
 
 STEP = request_step(loss, TAKEN, microbatches=4)
