@@ -79,7 +79,8 @@ class Audit(NamedTuple):
         found = set(RULES).difference(self.judged)
         if isinstance(self.program, Graph):
             found |= set(RULES) if self.program.notes else set()
-            found |= {"many-small-collectives"} if not all(x.exact for x in self.exchanges) else set()
+            unknown = [x for x in self.exchanges if not (x.exact and x.groups)]
+            found |= {"many-small-collectives", "repeated-collective"} if unknown else set()
         else:
             found |= {"donation-lost"} if self.memory is None else set()
             found |= {"batch-gathered", "repeated-work", "repeated-collective"} if self._unsplit else set()

@@ -10,6 +10,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import invalid, operation, require_number
+from gradcombine.reporting.words import listed
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.compare.meter import LeafDifference, Meter
@@ -195,9 +196,7 @@ def _lines(comparison: Comparison, leaves: list[LeafDifference]) -> list[str]:
     lines += [f"  {name}: shape {a} against {b}" for name, a, b in comparison.shapes[:SHOWN]]
     lines += [f"  {name}: not compared, {a} against {b}" for name, a, b in comparison.kinds[:SHOWN]]
     for side, names in (("first", comparison.only_a), ("second", comparison.only_b)):
-        if names:
-            more = "" if len(names) <= SHOWN else f" and {len(names) - SHOWN} more"
-            lines.append(f"  only in the {side}: {', '.join(names[:SHOWN])}{more}")
+        lines += [f"  only in the {side}: {listed(names, SHOWN)}"] if names else []
     return lines
 
 

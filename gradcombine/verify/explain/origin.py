@@ -14,6 +14,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.errors import invalid, operation, require_integer, require_items, require_number
 from gradcombine.reductions import dtypes
+from gradcombine.reporting.words import listed
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.compare.ulp import NAN_DISTANCE, ulp_distance
@@ -78,7 +79,8 @@ class Explanation(NamedTuple):
                 f"({nearest.share:.1%} of the elements equal, the largest distance {nearest.max_ulp:,} ulp)"
             ]
         if self.uninformative:
-            lines.append(f"  uninformative leaves, which all candidates give: {_listed(self.uninformative)}")
+            names = [name or "(root)" for name in self.uninformative]
+            lines.append(f"  uninformative leaves, which all candidates give: {listed(names, LISTED)}")
         return "\n".join(lines)
 
 
@@ -212,8 +214,3 @@ def _verdict(candidate: Candidate, leaves: Sequence[_Leaf], elements: int) -> Ve
     equal = sum(leaf.equal for leaf in leaves)
     worst = max((leaf.max_ulp for leaf in leaves), default=0)
     return Verdict(candidate, equal == elements, equal / max(elements, 1), min(worst, NAN_DISTANCE))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(name or "(root)" for name in names[:LISTED]) + more

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.errors import invalid, operation, require_path, shown
+from gradcombine.reporting.words import listed
 from gradcombine.verify.diff.by_step import dumps_by_step
 from gradcombine.verify.diff.comparing import EQUAL_BITS, Allowed, LeftOut, Row, diff, require_allowed
 from gradcombine.verify.diff.dumps import Dump, open_dump
@@ -63,8 +64,7 @@ class Divergence(NamedTuple):
         if self.left_out:
             text += f"; not compared: {', '.join(map(' '.join, self.left_out[:3]))}"
         if self.unmatched:
-            more = f" and {len(self.unmatched) - 3} more" if len(self.unmatched) > 3 else ""
-            text += f"; in one run only: {', '.join(self.unmatched[:3])}{more}"
+            text += f"; in one run only: {listed(self.unmatched, 3)}"
         if self.unrecorded:
             text += f"; not recorded before it: {', '.join(self.unrecorded)}"
         return text

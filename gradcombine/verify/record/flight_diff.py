@@ -11,6 +11,7 @@ import numpy as np
 from gradcombine.errors import operation
 from gradcombine.formats import unread
 from gradcombine.reporting.sections import Cells, Section
+from gradcombine.reporting.words import listed
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.mapping import NO_RULES, Rules, match, require_rules
 from gradcombine.verify.record.flight import EVERY, Leaf, Log
@@ -141,9 +142,7 @@ def _matched(a: Log, b: Log, rules: Rules) -> tuple[list[tuple[int, int]], list[
     matching = match(_as_dump(a), _as_dump(b), rules)
     problems: list[str] = []
     for side, names in (("A", matching.only_a), ("B", matching.only_b)):
-        if names:
-            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-            problems.append(f"only {side} has the leaves {', '.join(names[:SHOWN])}{more}")
+        problems += [f"only {side} has the leaves {listed(names, SHOWN)}"] if names else []
     places = [{leaf.name: i for i, leaf in enumerate(log.leaves)} for log in (a, b)]
     pairs: list[tuple[int, int]] = []
     for pair in matching.pairs:
@@ -238,5 +237,4 @@ def _ranges(steps: list[int]) -> str:
             runs[-1][1] = step
         else:
             runs.append([step, step])
-    more = f" and {len(runs) - SHOWN} more" if len(runs) > SHOWN else ""
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs[:SHOWN]) + more
+    return listed([str(a) if a == b else f"{a}-{b}" for a, b in runs], SHOWN)

@@ -160,6 +160,24 @@ class Judge:
         return self._kept[count, case.order]
 
 
+def combine(
+    cases: Sequence[Case],
+    contributions: Contributions,
+    started: Callable[[str], None] = lambda name: None,
+    corrupted: Case | None = None,
+) -> list[Finding]:
+    """The findings of some rows; ``corrupted`` gets its contributions with one bit flipped."""
+    judge = Judge(contributions)
+    findings: list[Finding] = []
+    for case in cases:
+        started(f"{case.framework}, {case.mode}, {case.place}")
+        inputs = case.contributions(contributions)
+        if case is corrupted:
+            inputs = flip_lowest_bit(case, inputs)
+        findings.append(judge.finding(case, case.run(inputs)))
+    return findings
+
+
 def _off(result: np.ndarray, mean: np.ndarray) -> np.ndarray:
     """The distance from the exact mean, as Fractions; infinite where the result is not finite."""
     if not np.isfinite(result).all():
@@ -195,15 +213,20 @@ DEVICES = 8
 
 
 def prepare_devices() -> None:
-    """Sets what JAX and TensorFlow read as they are imported, then makes TensorFlow's devices.
-
-    Raises:
-      RuntimeError: where TensorFlow has run already in this process.
-    """
+    """Sets the variables that JAX and TensorFlow read as they are imported."""
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def prepare_tensorflow() -> None:
+    """`prepare_devices`, then makes TensorFlow's.
+
+    Raises:
+      RuntimeError: where TensorFlow has run already in this process.
+    """
+    prepare_devices()
     with _silent():
         import tensorflow as tf  # after the settings above
 

@@ -20,10 +20,11 @@ import numpy as np
 import gradcombine as gc
 from gradcombine.verify.compare.ulp import equal_bits
 from gradcombine.verify.suite import classifier as problem
-from gradcombine.verify.suite import defects, frameworks, places
+from gradcombine.verify.suite import defects, frameworks, places, with_jax
 from gradcombine.verify.suite.classifier import Batch, analyse, analyse_mean
-from gradcombine.verify.suite.outcomes import BITS, BOUND, DIFFERS, Finding, Report
-from gradcombine.verify.suite.places import Case, Contributions
+from gradcombine.verify.suite.frameworks import NUMPY, Gradients
+from gradcombine.verify.suite.outcomes import BOUND, CLEAN, DIFFERS, Finding, Report
+from gradcombine.verify.suite.places import Contributions, combine
 
 COUNTS = (1, 2, 4, 8)
 """All numbers of replicas."""
@@ -31,15 +32,12 @@ COUNTS = (1, 2, 4, 8)
 ENVIRONMENT = ("JAX_PLATFORMS", "XLA_FLAGS", "TF_ENABLE_ONEDNN_OPTS", "TF_XLA_FLAGS", "OMP_NUM_THREADS")
 """Variables that change the frameworks' kernels."""
 
-WINDOWS, EVERY, LEARNING_RATE = 16, 4, 1.0
-"""Of the training."""
-
-Gradients = dict[str, np.ndarray]
-"""A gradient and its loss."""
+Trained = list[tuple[Gradients, Gradients]]
+"""For each window, the parameters before it, and its mean gradient and loss."""
 
 
 def verify(replicas: int, full: bool, inject_fault: bool, started: Callable[[str, int], None]) -> Report:
-    """Runs all the rows: TensorFlow's of the combine, and the audit, in a process of their own.
+    """Runs all the rows: TensorFlow's in a process of their own, which imports no JAX, as this one no TensorFlow.
 
     Args:
       replicas: the largest number of replicas.
@@ -50,8 +48,8 @@ def verify(replicas: int, full: bool, inject_fault: bool, started: Callable[[str
     """
     begun = time.perf_counter()
     counts = counts_of(replicas, full)
-    with ProcessPoolExecutor(1, get_context("spawn"), places.prepare_devices) as beside:
-        beside.submit(_loaded)
+    with ProcessPoolExecutor(1, get_context("spawn"), places.prepare_tensorflow) as beside:
+        beside.submit(frameworks.in_tensorflow)
         findings, curves = _rows(counts, full, inject_fault, started, beside)
     command = f"gradcombine verify --replicas {replicas}{' --full' * full}{' --inject-fault' * inject_fault}"
     return Report(findings, curves, _settings(command, counts, inject_fault), time.perf_counter() - begun)
@@ -67,10 +65,6 @@ def counts_of(replicas: int, full: bool) -> list[int]:
     return counts if full else sorted({*counts[1:2], counts[-1]})
 
 
-def _loaded() -> None:
-    """Imports the frameworks: this module does."""
-
-
 def _rows(
     counts: list[int],
     full: bool,
@@ -78,32 +72,55 @@ def _rows(
     started: Callable[[str, int], None],
     beside: ProcessPoolExecutor,
 ) -> tuple[list[Finding], dict[str, list[float]]]:
-    own = [case for case in frameworks.cases(counts, full) if case.framework != "tensorflow"]
-    count = len(own) + 5
+    own = [*NUMPY.cases(counts, full), *with_jax.JAX.cases(counts, full)]
+    count, replicas = len(own) + 5, min(2, max(counts))
     examples, parameters = problem.load(), problem.initial_parameters()
     batches = list(problem.cut(examples, problem.SIZES))
+    whole = problem.join(batches)
 
     started("gradients of the microbatches", count)
     sizes = [len(batch.labels) for batch in batches]
-    contributions = {
-        name: Contributions([_measured(name, parameters, batch) for batch in batches], sizes)
-        for name in frameworks.MEASURES
-    }
+    *values, reference = frameworks.measured(with_jax.measure, parameters, [*batches, whole])
     # One source for every row: what differs then is the combine.
-    source = contributions["jax"]
-    tensorflow = beside.submit(_in_tensorflow, counts, full, source, inject_fault)
-    audited = beside.submit(frameworks.audited, min(2, max(counts)), inject_fault)
+    source = Contributions(values, sizes)
+    tensorflow = {
+        name: beside.submit(frameworks.in_tensorflow, name, *arguments)
+        for name, *arguments in (
+            ("gradients", parameters, [*batches, whole]),
+            ("combined", counts, full, source, inject_fault),
+            ("trained", examples),
+            ("audited", replicas),
+        )
+    }
     started("a step with a defect, and repaired", count)
     few = slice(defects.EXAMPLES)
     accused = list(defects.checked(examples.images[few], examples.labels[few].astype(np.float32)))
-    combined = _combine(own, source, lambda name: started(name, count))
-    started("full batch and kernels", count)
-    models = list(_models(contributions, parameters, batches))
+    rows = combine(own, source, lambda name: started(name, count))
     started("training", count)
-    curves, trained = _train(examples)
-    started("TensorFlow's rows and the audit, in a process of their own", count)
-    found, clean = audited.result()
-    return [*combined, *tensorflow.result(), *models, *accused, found, *trained, clean], curves
+    windows = frameworks.windows(examples)
+    trained = {"jax": list(frameworks.steps(with_jax.JAX, with_jax.measure, windows))}
+    contrast = list(frameworks.steps(with_jax.JAX, with_jax.measure, windows, weighted=False))
+    started("audit", count)
+    audits = with_jax.audited(replicas)
+    multi = audits.pop("optax.MultiSteps")
+    audits["accumulate"] = multi if inject_fault else audits["accumulate"]
+    started("TensorFlow's rows, in a process of their own", count)
+    *others, other = tensorflow["gradients"].result()
+    contributions = {"jax": source, "tensorflow": Contributions(others, sizes)}
+    models = list(_models(contributions, {"jax": reference, "tensorflow": other}, parameters, batches))
+    rows += tensorflow["combined"].result()
+    trained["tensorflow"] = tensorflow["trained"].result()
+    curves = {name: _losses(each) for name, each in [*trained.items(), ("mean of means", contrast)]}
+    names = {name: [x.name for x in report.findings] for name, report in audits.items()}
+    clean = _audited(names | {"AccumulatedStep": tensorflow["audited"].result()})
+    training = _training_findings(trained, curves, windows)
+    return [*rows, *models, *accused, defects.audited(multi), *training, clean], curves
+
+
+def _audited(findings: dict[str, list[str]]) -> Finding:
+    """The row of the library's own steps, in which an audit has to find nothing."""
+    defects = "; ".join(f"{name}: {', '.join(sorted(set(names)))}" for name, names in findings.items() if names)
+    return Finding("audit", {"steps": ", ".join(findings), "defects": defects or "none"}, CLEAN, not defects)
 
 
 def _settings(command: str, counts: list[int], inject_fault: bool) -> dict[str, Any]:
@@ -117,49 +134,28 @@ def _settings(command: str, counts: list[int], inject_fault: bool) -> dict[str, 
         "microbatches": list(problem.SIZES),
         "replicas": counts,
         "inject_fault": inject_fault,
-        "training": {"windows": WINDOWS, "microbatches": EVERY, "learning rate": LEARNING_RATE},
+        "training": {
+            "windows": frameworks.WINDOWS,
+            "microbatches": frameworks.EVERY,
+            "learning rate": frameworks.LEARNING_RATE,
+        },
         "libraries": {name: importlib.metadata.version(name) for name in ("jaxlib", "optax", "ml_dtypes")},
         "machine": {"python": platform.python_version(), "system": platform.platform(), "processors": os.cpu_count()},
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 
 
-def _in_tensorflow(counts: list[int], full: bool, contributions: Contributions, inject_fault: bool) -> list[Finding]:
-    cases = [case for case in frameworks.cases(counts, full) if case.framework == "tensorflow"]
-    corrupted = [case for case in cases if places.promised(case) == BITS][-1] if inject_fault else None
-    return _combine(cases, contributions, corrupted=corrupted)
-
-
-def _combine(
-    cases: Sequence[Case],
-    contributions: Contributions,
-    started: Callable[[str], None] = lambda name: None,
-    corrupted: Case | None = None,
-) -> list[Finding]:
-    judge = places.Judge(contributions)
-    findings: list[Finding] = []
-    for case in cases:
-        started(f"{case.framework}, {case.mode}, {case.place}")
-        inputs = case.contributions(contributions)
-        if case is corrupted:
-            inputs = places.flip_lowest_bit(case, inputs)
-        findings.append(judge.finding(case, case.run(inputs)))
-    return findings
-
-
-def _measured(framework: str, parameters: Gradients, batch: Batch) -> Gradients:
-    return frameworks.exported(frameworks.MEASURES[framework](parameters, batch))
-
-
 def _models(
-    contributions: dict[str, Contributions], parameters: Gradients, batches: Sequence[Batch]
+    contributions: dict[str, Contributions],
+    references: dict[str, Gradients],
+    parameters: Gradients,
+    batches: Sequence[Batch],
 ) -> Iterator[Finding]:
     """The weighted mean equals the full batch's gradient up to rounding, a mean of means does not; and how far the two
     frameworks' gradients of that batch are apart, leaf by leaf.
     """
     whole = problem.join(batches)
     bounds, mean_bounds = analyse(parameters, whole)[1], analyse_mean(parameters, batches)[1]
-    references = {name: _measured(name, parameters, whole) for name in contributions}
     for framework, (values, weights) in contributions.items():
         reference = references[framework]
         for combined, scale in (("weighted mean", weights), ("mean of means", None)):
@@ -180,48 +176,12 @@ def _share(a: np.ndarray, b: np.ndarray, allowed: np.ndarray) -> float:
     return problem.share(np.abs(np.float64(a) - b), allowed)
 
 
-def _train(examples: Batch) -> tuple[dict[str, list[float]], list[Finding]]:
-    windows = _windows(examples)
-    trained = {name: list(_steps(name, windows)) for name in frameworks.MEASURES}
-    contrast = list(_steps("jax", windows, weighted=False))
-    curves = {name: _losses(steps) for name, steps in [*trained.items(), ("mean of means", contrast)]}
-    return curves, list(_training_findings(trained, curves, windows))
-
-
-def _windows(examples: Batch) -> list[list[Batch]]:
-    """The microbatches of all windows: each window has the same sizes, and goes on where the last one ended."""
-    sizes = problem.SIZES[:EVERY]
-    return [list(problem.cut(examples, sizes, window * sum(sizes))) for window in range(WINDOWS)]
-
-
-def _steps(framework: str, windows: list[list[Batch]], weighted: bool = True) -> Iterator[tuple[Gradients, Gradients]]:
-    """Gradient descent, a step a window, with the loss averaged in the same tree as the gradients.
-
-    Args:
-      weighted: by the number of examples; otherwise the mean of the microbatches' means.
-
-    Yields:
-      The parameters before a step, and the window's mean loss and gradient.
-    """
-    array, measure = frameworks.FRAMEWORKS[framework].array, frameworks.MEASURES[framework]
-    parameters = {name: array(leaf) for name, leaf in problem.initial_parameters().items()}
-    accumulator = gc.accumulate(places.MEAN, every=EVERY)
-    state = accumulator.init(parameters | {"loss": array(np.float32(0))})
-    for window in windows:
-        for batch in window:
-            weight = array(np.float32(len(batch.labels) if weighted else 1))
-            state = accumulator.update(measure(parameters, batch), state, weight)
-        mean = accumulator.value(state)
-        yield frameworks.exported(parameters), frameworks.exported(mean)
-        parameters = {name: leaf - LEARNING_RATE * mean[name] for name, leaf in parameters.items()}
-
-
-def _losses(steps: Sequence[tuple[Gradients, Gradients]]) -> list[float]:
+def _losses(steps: Trained) -> list[float]:
     return [float(measured["loss"]) for _, measured in steps]
 
 
 def _training_findings(
-    trained: dict[str, list[tuple[Gradients, Gradients]]], curves: dict[str, list[float]], windows: list[list[Batch]]
+    trained: dict[str, Trained], curves: dict[str, list[float]], windows: list[list[Batch]]
 ) -> Iterator[Finding]:
     """Each step follows the gradient of its whole window, the loss falls, and the curves stay together.
 

@@ -265,6 +265,7 @@ def test_what_is_exchanged_is_counted_where_it_stands() -> None:
     assert (finding.times, finding.sent) == (15, 12 * size)
     assert found.memory is None and found.turns is None and found.bounds["memory"].seconds is None
     assert any("donation-lost" in text for text in found.unread)
+    assert found.undecided == [name for name in RULES if name not in found.judged]
 
 
 def test_sums_of_what_lies_on_several_devices_are_exchanges() -> None:
@@ -320,7 +321,7 @@ def test_a_length_that_is_not_known_is_no_size() -> None:
     found = audit(step, tf.TensorSpec([None, WIDTH]))
     (exchange,) = found.exchanges
     assert not exchange.exact and exchange.size > 0
-    assert "the size of 1 collective" in found.unread
+    assert "the size of 1 collective" in found.unread and "many-small-collectives" in found.undecided
     (rows,) = [x.rows for x in report.sections(found) if x.title == "Collectives"]
     assert rows[0].cells[1] == "unknown"
 
@@ -348,15 +349,17 @@ def test_collectives_of_one_process_of_many() -> None:
     assert [x.kind for x in found.exchanges] == [*kinds, "all-reduce"]
     assert [len(x.groups[0]) if x.groups else None for x in found.exchanges] == [4, 4, 2, 2, 2, 8, None]
     assert found.exchanges[0].sent() == 1.5 * size
-    assert "the group of 1 collective" in found.unread
     # The last one exchanges what the first one does, but nobody knows with whom.
+    assert "the group of 1 collective" in found.unread and "repeated-collective" in found.undecided
     assert found.findings == []
 
 
 def test_what_cannot_be_read_is_said() -> None:
     step = tf.function(lambda x: compiled(tf.numpy_function(lambda a: a, [x], tf.float32)))
     compiled = tf.function(lambda x: x + 1, jit_compile=True)
-    notes = " ".join(audit(step, X).unread)
+    found = audit(step, X)
+    notes = " ".join(found.unread)
+    assert found.undecided == list(RULES)
     assert "what Python does in PyFunc" in notes and "what XLA makes of __inference_" in notes
 
 
@@ -375,7 +378,7 @@ def test_a_function_that_xla_compiles_is_read_as_compiled() -> None:
     found = audit(products, X)
     assert (found.name, found.findings, found.memory) == ("products", [], None)
     assert found.flops == {32: 4 * 2 * 2 * ROWS * ROWS * WIDTH}
-    assert found.judged == tuple(RULES)
+    assert (found.judged, found.undecided) == (tuple(RULES), ["donation-lost"])
 
 
 def test_a_saved_model(tmp_path: Path) -> None:

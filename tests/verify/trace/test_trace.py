@@ -212,8 +212,6 @@ def test_an_allowance_by_stage(tmp_path: Path) -> None:
         ({"allowed": Allowed(ulp=-1)}, "an ulp of 0 or more, received -1"),
         ({"allowed": Allowed(relative=np.nan)}, "a relative difference of 0 or more, received nan"),
         ({"rules": "rules.toml"}, "rules, as read_rules returns them, received 'rules.toml'"),
-        ({"rules": Rules(("w",))}, "rules, as read_rules returns them"),  # pyright: ignore[reportArgumentType]
-        ({"rules": Rules((), ("w",))}, "patterns of names to ignore"),  # pyright: ignore[reportArgumentType]
     ],
 )
 def test_settings_that_mean_nothing(options: Any, expected: str, tmp_path: Path) -> None:
