@@ -43,7 +43,7 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 """The facts of an H100 SXM, as a GpuTargetConfigProto."""
 
 
-class Figures(NamedTuple):
+class Published(NamedTuple):
     """Published figures of one device.
 
     Attributes:
@@ -65,12 +65,12 @@ GIB = 2**30
 PUBLISHED = {
     # NVIDIA H100 Tensor Core GPU, data sheet of the SXM: dense rates; NVLink is 900 GB/s in both directions, and a
     # DGX H100 has a card of 400 Gb/s for each GPU.
-    "h100": Figures({8: 1979e12, 16: 989.4e12, 32: 494.7e12, 64: 66.9e12}, 3.35e12, 84942979072, 450e9, 50e9),
+    "h100": Published({8: 1979e12, 16: 989.4e12, 32: 494.7e12, 64: 66.9e12}, 3.35e12, 84942979072, 450e9, 50e9),
     # Google Cloud's pages of the TPU versions: ICI is given for both directions together.
-    "v4": Figures({8: 275e12, 16: 275e12, 32: 275e12}, 1228e9, 32 * GIB, 150e9),
-    "v5e": Figures({8: 393e12, 16: 197e12, 32: 197e12}, 819e9, 16 * GIB, 200e9),
-    "v5p": Figures({8: 918e12, 16: 459e12, 32: 459e12}, 2765e9, 95 * GIB, 600e9),
-    "v6e": Figures({8: 1836e12, 16: 918e12, 32: 918e12}, 1640e9, 32 * GIB, 400e9),
+    "v4": Published({8: 275e12, 16: 275e12, 32: 275e12}, 1228e9, 32 * GIB, 150e9),
+    "v5e": Published({8: 393e12, 16: 197e12, 32: 197e12}, 819e9, 16 * GIB, 200e9),
+    "v5p": Published({8: 918e12, 16: 459e12, 32: 459e12}, 2765e9, 95 * GIB, 600e9),
+    "v6e": Published({8: 1836e12, 16: 918e12, 32: 918e12}, 1640e9, 32 * GIB, 400e9),
 }
 """A TPU multiplies float32 as bfloat16 unless it is told otherwise, so that rate is the bound."""
 
@@ -108,7 +108,7 @@ class Target(NamedTuple):
     name: str
     devices: tuple[Any, ...]
     per_host: int
-    figures: Figures | None
+    figures: Published | None
 
     @property
     def here(self) -> bool:
@@ -178,7 +178,7 @@ def tpu(name: str) -> tuple[Any, ...]:
     return _topology("tpu", topology_name=name)
 
 
-def described(text: str) -> Figures:
+def described(text: str) -> Published:
     """The figures in a GpuTargetConfigProto, which has none of tensor cores and links.
 
     >>> described(H100).bandwidth
@@ -189,7 +189,7 @@ def described(text: str) -> Figures:
     if lacking := [name for name in needed if not 0 < facts.get(name, 0) < math.inf]:
         raise invalid(f"a GpuTargetConfigProto with {', '.join(lacking)}", "none of these")
     bandwidth, memory = (facts[name] for name in needed)
-    return Figures({}, bandwidth, int(memory))
+    return Published({}, bandwidth, int(memory))
 
 
 def _require(module: str, packages: str) -> None:
@@ -247,7 +247,7 @@ def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Seq
     }
 
 
-def _compute(flops: dict[int, float], figures: Figures) -> Bound:
+def _compute(flops: dict[int, float], figures: Published) -> Bound:
     if not figures.flops:
         return Bound(None, "no rate of products is published")
     fastest = max(figures.flops.values())
@@ -257,12 +257,12 @@ def _compute(flops: dict[int, float], figures: Figures) -> Bound:
     return Bound(seconds, f"{words} = {seconds:.3g} s")
 
 
-def _memory(moved: float, figures: Figures) -> Bound:
+def _memory(moved: float, figures: Published) -> Bound:
     seconds = moved / figures.bandwidth
     return Bound(seconds, f"{moved:,.0f} B / {figures.bandwidth:.4g} B/s = {seconds:.3g} s")
 
 
-def _exchange(exchanges: Sequence[Exchange[X]], per_host: int, figures: Figures) -> Bound:
+def _exchange(exchanges: Sequence[Exchange[X]], per_host: int, figures: Published) -> Bound:
     within = across = 0.0
     for x in exchanges:
         hosts, away = x.leaves_host(per_host)

@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"(?:(?<=_)-)?\d+")
 """A hyphen is a minus sign after an underscore, as in step_-0000001; ckpt-1 is step 1."""
 
 
-class StepReport(NamedTuple):
+class RunReport(NamedTuple):
     """How far apart two runs are, step by step.
 
     Attributes:
@@ -60,7 +60,7 @@ def diff_steps(
     roundings: float | None = None,
     gradients: bool | None = None,
     progress: Callable[[str, int, int], None] = lambda name, done, total: None,
-) -> StepReport:
+) -> RunReport:
     """Compares two directories of dumps, step by step, by the last number in the dumps' names.
 
     Args:
@@ -89,7 +89,7 @@ def diff_steps(
     progress("", len(both), len(both))
     only_a, only_b = (tuple(step for step in x if step not in y) for x, y in ((left, right), (right, left)))
     nameless = [str(path) for side in (a, b) for path in _dumps(Path(side)) if _step(path) is None]
-    return StepReport(reports, only_a, only_b, tuple(nameless))
+    return RunReport(reports, only_a, only_b, tuple(nameless))
 
 
 @operation("diff")

@@ -12,7 +12,7 @@ from gradcombine.reporting.sections import Cells, HeatMap, Histogram, Section
 from gradcombine.verify.compare.meter import Element, LeafDifference
 from gradcombine.verify.compare.reference import LIMIT, Judgement
 from gradcombine.verify.compare.ulp import NAN_DISTANCE
-from gradcombine.verify.diff.by_step import StepReport
+from gradcombine.verify.diff.by_step import RunReport
 from gradcombine.verify.diff.comparing import DiffReport, Row
 
 COLUMNS = ("leaf", "matched by", "shape", "dtype", "largest", "median", "relative", "1 - cosine", "NaN", "inf", "worst")
@@ -27,9 +27,9 @@ MAPPED = 60
 _TICKS = {0: "equal", 1: "1 ulp", 8: "2^7", 16: "2^15", 24: "2^23", 33: "2^32 or NaN"}
 
 
-def verdict(report: DiffReport | StepReport) -> str:
+def verdict(report: DiffReport | RunReport) -> str:
     """The answer in a sentence."""
-    if isinstance(report, StepReport):
+    if isinstance(report, RunReport):
         if report.passes:
             return f"All {len(report.steps)} steps pass."
         if report.first is not None:
@@ -50,15 +50,15 @@ def verdict(report: DiffReport | StepReport) -> str:
     return "; ".join([compared, *failures]) + "."
 
 
-def sections(report: DiffReport | StepReport) -> list[Section]:
+def sections(report: DiffReport | RunReport) -> list[Section]:
     """The tables and charts: what was not compared before all, then what differs, the worst first."""
-    parts = _of_runs(report) if isinstance(report, StepReport) else _of_dumps(report)
+    parts = _of_runs(report) if isinstance(report, RunReport) else _of_dumps(report)
     return [section for section in parts if section.rows]
 
 
-def as_json(report: DiffReport | StepReport) -> dict[str, Any]:
+def as_json(report: DiffReport | RunReport) -> dict[str, Any]:
     """The report as what json can write."""
-    if isinstance(report, StepReport):
+    if isinstance(report, RunReport):
         return {
             "passes": report.passes,
             "only_a": report.only_a,
@@ -155,7 +155,7 @@ def _of_dumps(report: DiffReport) -> list[Section]:
     ]
 
 
-def _of_runs(report: StepReport) -> list[Section]:
+def _of_runs(report: RunReport) -> list[Section]:
     """A heat map and a line a step, then the first step that differs in full."""
     lines: list[Cells] = []
     for step, of_step in report.steps.items():
@@ -220,7 +220,7 @@ def _histogram(row: Row) -> Histogram:
     return Histogram(row.difference.name, bars | ({"NaN": nans} if nans else {}), alt)
 
 
-def _heat_map(report: StepReport) -> list[HeatMap]:
+def _heat_map(report: RunReport) -> list[HeatMap]:
     """The bit length of the largest distance of each leaf in each step, of the worst leaves only."""
     worst: dict[str, int] = {}
     lengths: dict[tuple[str, int], float] = {}
@@ -235,7 +235,7 @@ def _heat_map(report: StepReport) -> list[HeatMap]:
     return [HeatMap(list(map(str, report.steps)), values, _TICKS, alt)] if names else []
 
 
-def _sides(report: DiffReport | StepReport) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+def _sides(report: DiffReport | RunReport) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     return (("A", report.only_a), ("B", report.only_b))
 
 

@@ -15,7 +15,7 @@ from gradcombine.audit import RULES, OutOfMemoryError, audit, find_target
 from gradcombine.audit import audit_report as report
 from gradcombine.audit import auditing as step_module
 from gradcombine.audit.auditing import audit_file, audit_named
-from gradcombine.audit.target import Figures, Target
+from gradcombine.audit.target import Published, Target
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.command import app
 from gradcombine.verify.plan import plan_named
@@ -356,7 +356,7 @@ def test_a_step_that_does_not_fit(here: Path, monkeypatch: pytest.MonkeyPatch) -
     import jax
     import jax.numpy as jnp
 
-    small = Target("a small card", tuple(jax.devices()[:1]), 1, Figures({}, 1e12, 10_000))
+    small = Target("a small card", tuple(jax.devices()[:1]), 1, Published({}, 1e12, 10_000))
     with pytest.raises(OutOfMemoryError, match=r"at most 10,000 bytes .* received 32,768, 22,768 too many"):
         audit(jax.jit(lambda x: x + 1), jax.ShapeDtypeStruct((64, 64), jnp.float32), target=small)
     monkeypatch.setattr(step_module, "find_target", lambda name: small)

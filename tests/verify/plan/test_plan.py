@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import gradcombine as gc
 from gradcombine.audit import Target
-from gradcombine.audit.target import Figures as Published
+from gradcombine.audit.target import Published
 from gradcombine.integrations.jax import Loss, LossOutput
 from gradcombine.verify.command import app
 from gradcombine.verify.plan import Plan, plan
