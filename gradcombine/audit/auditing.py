@@ -227,8 +227,7 @@ def audit_named(
     progress(f"importing and calling {what}")
     made, found = made_by("audit", what, target)
     progress(f"compiling for {found.name}")
-    # Whatever else a foreign object does when it is asked for something.
-    return foreign("a step that can be audited", what, lambda: [_audit_made(what, made, found)])
+    return [_audit_made(what, made, found)]
 
 
 _NAMED = "module:callable, or a file or a folder that exists"

@@ -80,15 +80,8 @@ def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
     if not target.here and (others := _kinds(step) - {device.device_kind for device in target.devices}):
         expected = f"a step on devices of {target.name}: one that holds a mesh is built with a mesh of these"
         raise invalid(expected, f"one on {', '.join(sorted(others))}")
-    program: Program = foreign(
-        "a compiled function whose HLO can be read",
-        step,
-        lambda: Program(step.as_text(), shardings=shardings(step)),
-    )
-    memory = foreign(
-        "a compiled function with a memory analysis", step, lambda: _memory(step.memory_analysis(), target)
-    )
-    return Built(program, memory, _donated(step, len(program.parameters)))
+    program = read_program(step.as_text(), "a compiled function", shardings=shardings(step))
+    return Built(program, _memory(step.memory_analysis(), target), _donated(step, len(program.parameters)))
 
 
 def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) -> Built:
@@ -286,8 +279,8 @@ def _content(file: Path) -> bytes:
         raise invalid("a file that can be read", f"{file}: {error.strerror}") from None
 
 
-def read_program(text: str, where: str, lines: Lines = no_lines) -> Program:
-    return foreign(KNOWN, where, lambda: Program(text, lines))
+def read_program(text: str, where: str, lines: Lines = no_lines, shardings: Sequence[str] = ()) -> Program:
+    return foreign(KNOWN, where, lambda: Program(text, lines, shardings))
 
 
 def parsed(read: Callable[[], str], where: str) -> str:

@@ -22,7 +22,7 @@ from gradcombine.foreign_orders import (
 )
 from gradcombine.fused import multiply_add
 from gradcombine.pairwise import fold_pairwise
-from gradcombine.types import Tree
+from gradcombine.types import Array, Tree
 
 Order: TypeAlias = Callable[[Sequence[Tree]], Tree]
 Split: TypeAlias = Callable[[Sequence[Tree], int], list[Sequence[Tree]]]
@@ -90,7 +90,7 @@ def twice(split: Split, ranks: int, over: Order, trees: Sequence[Tree]) -> Tree:
     return over([left_chain(part) for part in split(trees, ranks)])
 
 
-ACCUMULATORS: tuple[Any, ...] = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
+ACCUMULATORS: tuple[type, ...] = (np.float32, ml_dtypes.bfloat16, np.float16, np.float64)
 
 
 class Candidate(NamedTuple):
@@ -156,7 +156,7 @@ def as_dtype(value: Tree, dtype: np.dtype) -> Tree:
     return mapped(cast, value)
 
 
-def mapped(function: Callable[..., Any], *trees: Tree) -> Tree:
+def mapped(function: Callable[..., Array], *trees: Tree) -> Tree:
     """The function of every leaf; None stays."""
     leaves, structure = tree.flatten(trees[0])
     others = [tree.flatten_as(structure, other) for other in trees[1:]]
@@ -169,7 +169,7 @@ def scaled(
 ) -> Iterator[tuple[str, Callable[[], Tree]]]:
     count, one = dtype.type(len(trees)), dtype.type(1)
 
-    def times(factors: Sequence[Any]) -> list[Tree]:
+    def times(factors: Sequence[np.generic]) -> list[Tree]:
         return [mapped(partial(np.multiply, factor), x) for factor, x in zip(factors, trees, strict=True)]
 
     total = cache(lambda: order(trees))
@@ -249,7 +249,7 @@ def _fused(trees: Sequence[Tree], weights: Sequence[np.float32]) -> Tree:
     total = mapped(np.zeros_like, trees[0])
     for x, weight in zip(trees, weights, strict=True):
 
-        def add(a: np.ndarray, b: np.ndarray, w: np.float32 = weight) -> Any:
+        def add(a: np.ndarray, b: np.ndarray, w: np.float32 = weight) -> Array:
             return multiply_add(backend, a, w, b)
 
         total = mapped(add, x, total)

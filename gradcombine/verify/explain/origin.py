@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from gradcombine.errors import invalid, operation, require_integer, require_item
 from gradcombine.reductions import dtypes
 from gradcombine.reporting.words import listed
 from gradcombine.statefile.header import value_of
-from gradcombine.types import Tree
+from gradcombine.types import Array, Tree
 from gradcombine.verify.compare.ulp import NAN_DISTANCE, ulp_distance
 from gradcombine.verify.diff.pytorch import converted
 from gradcombine.verify.explain.candidates import Candidate, candidates
@@ -157,7 +157,7 @@ def explain(
     return Explanation(tuple(verdicts), elements, uninformative)
 
 
-def _number(expected: str, weight: Any) -> float:
+def _number(expected: str, weight: Array) -> float:
     """A weight; an integer stays one, as exact sums do not round products with integers."""
     number = require_number(expected, weight, -math.inf)
     whole = np.asarray(weight).dtype.kind in "iu" or isinstance(weight, int)
@@ -174,7 +174,7 @@ def _numpy(value: Tree) -> Tree:
     return tree.unflatten(structure, arrays)
 
 
-def _require_alike(structure: tree.Structure, wanted: Sequence[Any], value: Tree) -> None:
+def _require_alike(structure: tree.Structure, wanted: Sequence[Array], value: Tree) -> None:
     for x, expected, path in zip(tree.flatten_as(structure, value), wanted, structure.paths(), strict=True):
         shapes = [None if side is None else side.shape for side in (expected, x)]
         if shapes[0] != shapes[1]:
@@ -188,7 +188,7 @@ class _Leaf(NamedTuple):
     max_ulp: int
 
 
-def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Any]) -> list[_Leaf]:
+def _measured(candidate: Candidate, structure: tree.Structure, wanted: Sequence[Array]) -> list[_Leaf]:
     with np.errstate(all="ignore"):
         made = [tree.flatten_as(structure, run()) for run in (candidate.run, *candidate.others)]
     values: list[np.ndarray] = []

@@ -35,7 +35,7 @@ from gradcombine.errors import (
     require_path,
     shown,
 )
-from gradcombine.types import Tree
+from gradcombine.types import Array, Tree
 from gradcombine.verify.record.trace import Recording, names
 
 VERSION = 1
@@ -98,13 +98,13 @@ class FlightRecorder(Recording):
             if not isinstance(twin, str) or not any(_within(name, twin) for name in known):
                 raise invalid(expected, shown(twin))
         self._behind = require_integer("0 steps or more that it may be behind", behind, 0)
-        self._pending = deque[tuple[int, Any]]()
+        self._pending = deque[tuple[int, Tree]]()
         self._file, self._closed = _opened(require_path("a path", path), self._leaves), False
         header = {"gradcombine": "digests", "version": VERSION, "leaves": self._leaves, "twins": twins}
         self._write(json.dumps(header).encode())
 
     @operation("FlightRecorder")
-    def __call__(self, step: Any, digests: Any, replica: Any = None) -> None:
+    def __call__(self, step: Array, digests: Tree, replica: Array = None) -> None:
         """Records a step.
 
         Called with known values, it takes the digests of one replica (leaves, 2), of several (replicas, leaves, 2), a
@@ -151,14 +151,14 @@ class FlightRecorder(Recording):
                 os.close(self._file)
             self._closed = True
 
-    def _record(self, step: int, digests: Any) -> None:
+    def _record(self, step: int, digests: Tree) -> None:
         rows = {replica: self._row(part) for replica, part in _by_replica(digests).items()}
         if len(rows) > 1 and len(set(rows.values())) == 1:
             rows = {EVERY: next(iter(rows.values()))}
         for replica, row in sorted(rows.items()):
             self._write(f"{step} {'*' if replica == EVERY else replica} {row}".encode())
 
-    def _row(self, digests: Any) -> str:
+    def _row(self, digests: Tree) -> str:
         array = _array(digests)
         if array.dtype != WORD or array.shape != (len(self._leaves), 2):
             expected = f"uint32 digests of {len(self._leaves)} leaves, of shape ({len(self._leaves)}, 2)"
@@ -178,7 +178,7 @@ def _leaves_of(like: Tree) -> tuple[Leaf, ...]:
     return tuple(_leaf(known[part.leaf].removeprefix("/") + part.suffix, part.array) for part in parts)
 
 
-def _leaf(name: str, array: Any) -> Leaf:
+def _leaf(name: str, array: Array) -> Leaf:
     shape: Any = getattr(array, "shape", ())
     # A tensor's may be unknown, or in part.
     lengths = () if getattr(shape, "rank", 0) is None else tuple(None if n is None else int(n) for n in shape)
@@ -198,29 +198,29 @@ def _opened(path: Path, leaves: tuple[Leaf, ...]) -> int:
     return descriptor
 
 
-def _traced(array: Any) -> bool:
+def _traced(array: Array) -> bool:
     backend = owner(array)
     return backend is not None and backend.concrete(backend.asarray(array)) is None
 
 
-def _by_replica(digests: Any) -> dict[int, Any]:
+def _by_replica(digests: Tree) -> dict[int, Tree]:
     """One replica's digests each, by its number; `EVERY` where they are not told apart."""
     if isinstance(digests, dict):
-        return cast("dict[int, Any]", digests)
+        return cast("dict[int, Tree]", digests)
     shards = attribute(digests, "addressable_shards")
     if shards is not None and (len(shards) > 1 or not digests.is_fully_addressable):
         if digests.is_fully_replicated and digests.ndim == 2:
             return {shard.device.id: shard.data for shard in shards}
-        parts: list[tuple[int, Any]] = [(shard.index[0].start or 0, np.asarray(shard.data)) for shard in shards]
+        parts: list[tuple[int, Tree]] = [(shard.index[0].start or 0, np.asarray(shard.data)) for shard in shards]
         return {start + i: row for start, rows in parts for i, row in enumerate(rows)}
     # A tf.distribute value has one of each replica.
     of_replicas = digests if (values := attribute(digests, "values")) is None else values
     if not isinstance(of_replicas, (list, tuple)) and (array := _array(of_replicas)).ndim != 3:
         return {EVERY: array}
-    return dict(enumerate(cast("Sequence[Any]", of_replicas)))
+    return dict(enumerate(cast("Sequence[Tree]", of_replicas)))
 
 
-def _array(digests: Any) -> np.ndarray:
+def _array(digests: Tree) -> np.ndarray:
     try:
         return np.asarray(digests)
     except Exception:  # NumPy has several, and a foreign class may have others

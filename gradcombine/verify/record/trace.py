@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,7 @@ from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, invalid, operation, require_path, shown
 from gradcombine.tree import Structure
-from gradcombine.types import Tree
+from gradcombine.types import Array, Tree
 from gradcombine.verify.diff.dumps import open_dump
 from gradcombine.verify.diff.pytorch import converted
 
@@ -111,7 +111,7 @@ class Recording:
             if kind is None:
                 raise
 
-    def _require_step(self, step: Any) -> None:
+    def _require_step(self, step: Array) -> None:
         """Raises unless the step is an integer scalar, known to be from 0 on or traced."""
         backend = resolve([step])
         number = backend.asarray(step)
@@ -121,10 +121,10 @@ class Recording:
         if known is not None and known < 0:
             raise invalid("steps from 0 on", int(known))
 
-    def _on_host(self, step: Any, arrays: Sequence[Any], write: Callable[[int, list[np.ndarray]], None]) -> None:
+    def _on_host(self, step: Array, arrays: Sequence[Array], write: Callable[[int, list[np.ndarray]], None]) -> None:
         """``write(step, arrays)``, with NumPy arrays."""
 
-        def called(number: Any, *values: Any) -> None:
+        def called(number: Array, *values: Array) -> None:
             try:
                 self._require_step(np.asarray(number))
                 write(int(number), [np.asarray(x) for x in values])
@@ -161,7 +161,7 @@ class Recorder(Recording):
         self._written: dict[int, dict[str, np.ndarray]] = {}
 
     @operation("record")
-    def __call__(self, step: Any, **stages: Tree) -> None:
+    def __call__(self, step: Array, **stages: Tree) -> None:
         """Writes some stages of a step; others of the same step may follow.
 
         In a traced JAX program, or a tf.function without jit_compile, the values are written as the program runs, by a
@@ -186,7 +186,7 @@ class Recorder(Recording):
         if unknown:
             raise invalid(f"stages of {', '.join(STAGES)}", ", ".join(unknown))
         self._require_step(step)
-        named: dict[str, Any] = {}
+        named: dict[str, Array] = {}
         for stage, value in stages.items():
             leaves, structure = tree.flatten(converted(value))
             for leaf, path, name in zip(leaves, structure.paths(), names(structure, stage), strict=True):
@@ -233,7 +233,7 @@ class Recorder(Recording):
         os.replace(draft, path)
 
 
-def _require_kept(leaf: Any, path: str) -> None:
+def _require_kept(leaf: Array, path: str) -> None:
     """Refuses a dtype that an .npz file would not give back: Python objects, and ml_dtypes that it has no name for."""
     dtype = resolve([leaf]).dtype(leaf)
     if dtype != ml_dtypes.bfloat16 and (dtype.kind not in "biufc" or dtype.type.__module__ != "numpy"):

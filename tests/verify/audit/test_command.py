@@ -93,33 +93,6 @@ def words():
 def few():
     return jax.jit(lambda x: x), ()
 
-class Odd:
-    def lower(self, *args):
-        return self
-    def compile(self):
-        return self
-    def as_text(self):
-        raise RuntimeError("not to be read")
-    def memory_analysis(self):
-        return 3
-
-class Odder(Odd):
-    def as_text(self):
-        return "HloModule m\\n"
-
-class Oddest:
-    def __getattr__(self, name):
-        raise RuntimeError("nothing to see")
-
-def odd():
-    return Odd(), ()
-
-def odder():
-    return Odder(), ()
-
-def oddest():
-    return Oddest()
-
 jitted = jax.jit(lambda x: x)
 
 NOTHING = None
@@ -217,9 +190,6 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
         (("steps:triple",), "received (PjitFunction, tuple, dict)"),
         (("steps:words",), "a step that compiles for this machine"),
         (("steps:few",), "a step that compiles for this machine"),
-        (("steps:odd",), "RuntimeError: not to be read"),
-        (("steps:odder",), "HLO with a whole ENTRY computation"),
-        (("steps:oddest",), "RuntimeError: nothing to see"),
         (("steps:leaves_while_traced",), "SystemExit"),
         (("steps:shapes",), "a step that compiles for this machine"),
         (("steps:fails",), "RuntimeError: no data"),
