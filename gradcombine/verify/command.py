@@ -13,7 +13,7 @@ from rich.console import Console
 import gradcombine
 from gradcombine.audit import audit_named, audit_report
 from gradcombine.errors import invalid, require_installed
-from gradcombine.reporting.sections import show
+from gradcombine.reporting.sections import Cells, Section, show
 from gradcombine.verify.check_command import check_command
 from gradcombine.verify.diff import diff_report
 from gradcombine.verify.diff.by_step import diff_steps, is_steps
@@ -149,7 +149,6 @@ def explain_command(
 
     Example: `gradcombine explain rank0.npz rank1.npz --result reduced.npz --weights 3,1`
     """
-    console = Console()
     with errors("explain"):
         dumps, wanted = [open_dump(path) for path in contributions], open_dump(result)
         trees = [_loaded(dump, path, wanted) for dump, path in zip(dumps, contributions, strict=True)]
@@ -158,11 +157,13 @@ def explain_command(
         with progress("reading") as step:
             whole = {name: entry.whole() for name, entry in wanted.items()}
             explanation = explain(trees, whole, scales, ranks=counts, progress=lambda tried, name: step(name, 0, 0))
-    console.print(plain(str(explanation), "green" if explanation.matches else "red"), soft_wrap=True)
+    verdict, *others = str(explanation).split("\n")
+    parts = [Section("Also", "\n".join(line.strip() for line in others))] if others else []
     if not explanation.matches and explanation.elements:
-        for verdict in explanation.verdicts[:NEAREST]:
-            line = f"  {verdict.share:8.2%} equal, up to {verdict.max_ulp:,} ulp: {verdict.candidate}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        nearest = explanation.verdicts[:NEAREST]
+        rows = [Cells((str(x.candidate), f"{x.share:.2%}", f"{x.max_ulp:,} ulp")) for x in nearest]
+        parts.append(Section("Nearest", columns=("way", "equal", "largest"), rows=rows))
+    show(Console(), verdict, bool(explanation.matches), parts)
     raise typer.Exit(0 if explanation.matches else 1)
 
 
