@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import tensorflow as tf
+from typer.testing import CliRunner
 
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.integrations.optax import accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep
-from gradcombine.verify.diff.comparing import diff
-from gradcombine.verify.diff.dumps import open_dump
+from gradcombine.verify.command import app
 
 PACKAGE = Path(gc.__file__).parent
 
@@ -89,7 +89,7 @@ def diff_of_dumps(size: int) -> Callable[[], Any]:
     folder = tempfile.mkdtemp()
     for name in ("a", "b"):
         np.savez(f"{folder}/{name}.npz", w=np.ones(size, np.float32))
-    return lambda: diff(open_dump(f"{folder}/a.npz"), open_dump(f"{folder}/b.npz"))
+    return lambda: CliRunner().invoke(app, ["diff", f"{folder}/a.npz", f"{folder}/b.npz"], catch_exceptions=False)
 
 
 WALKS = {
@@ -97,7 +97,7 @@ WALKS = {
     "boundary of optax.accumulate, traced": optax_boundary,
     "exact sum of one leaf: init, update, finalize": exact_sum,
     "AccumulatedStep under MirroredStrategy, traced": mirrored_step,
-    "diff of two dumps": diff_of_dumps,
+    "diff of two dumps, with its command": diff_of_dumps,
 }
 
 
