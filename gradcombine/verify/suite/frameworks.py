@@ -1,6 +1,6 @@
 """Rows of the combine and steps of a training, whatever the framework: `with_jax` and `with_tensorflow` have programs.
 
-Each of the two runs in a process of its own, which imports that framework alone.
+Each of the two runs in a process of its own.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ Trained = list[tuple[Gradients, Gradients]]
 
 
 def verify(replicas: int, full: bool, inject_fault: bool, started: Callable[[str, int], None]) -> Report:
-    """Runs all the rows: TensorFlow's in a process of their own, which imports no JAX, as this one no TensorFlow.
+    """Runs all the rows: TensorFlow's in a process of their own, so that this one does not import it.
 
     Args:
       replicas: the largest number of replicas.

@@ -119,6 +119,6 @@ def audited(replicas: int) -> list[str]:
 
         step = AccumulatedStep(gradients, list(variables.values()), descend, every=STEPS_EVERY)
     images, labels = tf.TensorSpec([ROWS, PIXELS]), tf.TensorSpec([ROWS], tf.int32)
-    # A graph needs no compiler, and so no JAX.
+    # A graph needs no compiler, and so no devices of JAX.
     here = Target(HERE, (), 1, None)
     return [finding.name for finding in audit(tf.function(step), images, labels, target=here).findings]
