@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -129,10 +130,9 @@ class Exact(Cell):
         grid = digits.grid_of(backend, summed)
         if known:
             # Weights that are known while tracing are added up there.
-            values = _weights(NUMPY, grid, known)
-            zeros = Digits.of([NUMPY.full((), 0, grid.word) for _ in summed.words])
-            constants = (backend.full((), int(x), grid.word) for x in _deposit_all(NUMPY, grid, zeros, values).words)
-            summed = digits.merge(backend, grid, summed, Digits.of(list(constants)))
+            words = _of_known(grid, len(summed.words), tuple((w.known, w.whole) for w in known))
+            constants = [backend.full((), word, grid.word) for word in words]
+            summed = digits.merge(backend, grid, summed, Digits.of(constants))
         summed = _deposit_all(backend, grid, summed, _weights(backend, grid, [w for w in weights if w.known is None]))
         count = sum(deposits(backend, w) for w in weights)
         arrays = [w.array for w in weights if w.known is None]
@@ -215,6 +215,14 @@ def _weights(backend: Backend, grid: Grid, weights: Sequence[Weight]) -> list[De
     """The addends of the sum of weights, decoded."""
     parts = (part for weight in weights for part in weight_parts(backend, grid, weight))
     return [of_weight(backend, grid, part) for part in parts]
+
+
+@lru_cache(256)
+def _of_known(grid: Grid, size: int, weights: tuple[tuple[float | None, bool], ...]) -> list[int]:
+    """The words, so many of them, of the sum of known weights: of most steps the same ones."""
+    values = _weights(NUMPY, grid, [Weight(known, None, whole) for known, whole in weights])
+    zeros = Digits.of([NUMPY.full((), 0, grid.word) for _ in range(size)])
+    return [int(word) for word in _deposit_all(NUMPY, grid, zeros, values).words]
 
 
 def _deposit(
