@@ -11,11 +11,13 @@ import unicodedata
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from gradcombine.types import F, no_autograph
+
+T = TypeVar("T")
 
 _MOST_CHARACTERS = 300
 """Of what was received, in a message."""
@@ -53,11 +55,11 @@ class GradCombineError(ValueError):
         self.received = received
         self.path = path
         # Now: an array may have been donated by the time that the message is read.
-        self._said = f"expected {_text(expected, str, 2 * _MOST_CHARACTERS)}, received {_text(received, str)}"
+        self._said = f"expected {_short(str(expected), 2 * _MOST_CHARACTERS)}, received {_text(received, str)}"
 
     def __str__(self) -> str:
-        where = f"leaf {_text(self.path, str, 150)}: " if not _is_empty(self.path) else ""
-        return legible(_one_line(f"{_text(self.operation, str, 150)}: {where}{self._said}"))
+        where = f"leaf {_short(self.path, 150)}: " if self.path else ""
+        return legible(_one_line(f"{_short(self.operation, 150)}: {where}{self._said}"))
 
     def rename(self, operation: str) -> None:
         """Puts another name of an operation in the place of the one that the error has."""
@@ -197,10 +199,6 @@ def _text(value: Any, form: Callable[[Any], str], most: int = _MOST_CHARACTERS) 
         return f"an object of type {type(value).__name__}"
 
 
-def _is_empty(path: Any) -> bool:
-    return isinstance(path, str) and not path
-
-
 def _one_line(text: str) -> str:
     """Logs and the command's users read errors line by line."""
     lines = text.splitlines()
@@ -251,6 +249,13 @@ def require_file(expected: str, path: Any) -> Path:
         received = f"{found}, which {'is no regular file' if found.exists() else 'does not exist'}"
         raise invalid(expected, received)
     return found
+
+
+def require_type(expected: str, value: Any, kind: type[T]) -> T:
+    """The value, if it is an instance of this class."""
+    if not isinstance(value, kind):
+        raise invalid(expected, type(value).__name__)
+    return value
 
 
 def require_list(expected: str, values: Any) -> list[Any]:

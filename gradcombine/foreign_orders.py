@@ -30,7 +30,7 @@ from gradcombine.fused import multiply_add, subtract, times
 from gradcombine.places.lists import mean
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.dtypes import FLOAT32
-from gradcombine.types import Array, Tree
+from gradcombine.types import Array, DType, Tree
 
 __all__ = ["MEANS", "SUMS", "addn_blocks", "hierarchical_copy", "left_chain", "mean_of_means", "ring", "welford"]
 
@@ -38,7 +38,7 @@ _BLOCK = 8
 
 
 @operation("left_chain")
-def left_chain(values: Sequence[Tree], dtype: Any = None) -> Tree:
+def left_chain(values: Sequence[Tree], dtype: DType = None) -> Tree:
     """The sum from left to right: ``((v_1 + v_2) + v_3) + ...``.
 
     Args:

@@ -12,10 +12,10 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.errors import attribute, invalid, operation, require_integer, within
+from gradcombine.errors import invalid, operation, require_integer, within
 from gradcombine.formats.entry import holds_numbers
 from gradcombine.settings import check
-from gradcombine.types import Array, Tree
+from gradcombine.types import Array, Leaf, Tree
 
 __all__ = ["RowSparse", "add_rows", "densify", "row_sparse", "to_dense"]
 
@@ -75,10 +75,10 @@ def row_sparse(indices: Array, values: Array, rows: int) -> RowSparse:
     return made
 
 
-def row_slices(leaf: Any) -> RowSlices | None:
+def row_slices(leaf: Leaf) -> RowSlices | None:
     """The parts of a `RowSparse` and of what the loaded frameworks have for it; None for anything else."""
     if isinstance(leaf, RowSparse):
-        rows = attribute(leaf.extent, "rows")
+        rows = getattr(leaf.extent, "rows", None)
         if rows is None or rows < 0 or owner(leaf.indices) is None or owner(leaf.values) is None:
             expected = "arrays as indices and values, and a constant as extent"
             raise invalid(expected, ", ".join(type(part).__name__ for part in leaf))
@@ -87,7 +87,7 @@ def row_slices(leaf: Any) -> RowSlices | None:
     return next((slices for slices in candidates if slices is not None), None)
 
 
-def is_row_sparse(leaf: Any) -> bool:
+def is_row_sparse(leaf: Leaf) -> bool:
     """Whether a leaf holds some rows only: a `RowSparse`, tf.IndexedSlices or BCOO."""
     return isinstance(leaf, RowSparse) or any(backend.row_slices(leaf) is not None for backend in loaded())
 
@@ -253,9 +253,7 @@ def to_dense(rows: Any) -> Array:
     >>> sparse.to_dense(sparse.row_sparse(np.int32([1, 1]), np.float32([3, 4]), rows=2))
     array([0., 7.], dtype=float32)
     """
-    slices = row_slices(rows)
-    if slices is None:
-        raise invalid("a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
+    slices = _required_slices(rows)
     if slices.rows is None:
         raise invalid("a known number of rows", "a dense_shape that is not static")
     backend = resolve([slices.indices, slices.values])
@@ -263,7 +261,7 @@ def to_dense(rows: Any) -> Array:
     if not holds_numbers(dtype := backend.dtype(slices.values)):
         raise invalid("values of a dtype of numbers", dtype)
     zeros = backend.full(shape, 0, dtype)
-    once = _once(backend, rows, slices.rows)
+    once = _once(backend, slices, slices.rows)
     return zeros if once is None else backend.put(zeros, *once)
 
 
@@ -306,10 +304,8 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     >>> sparse.add_rows(np.float32([1, 2]), sparse.row_sparse(np.int32([1]), np.float32([3]), rows=2))
     array([1., 5.], dtype=float32)
     """
-    slices = row_slices(rows)
+    slices = _required_slices(rows)
     check(unique=unique)
-    if slices is None:
-        raise invalid("a RowSparse, tf.IndexedSlices or BCOO", type(rows).__name__)
     backend = resolve([table, slices.indices, slices.values])
     whole = backend.asarray(table)
     expected = backend.shape(whole)
@@ -318,7 +314,7 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
         raise invalid("a table of numbers", backend.dtype(whole))
     if received != expected:
         raise invalid(f"rows of shape {expected}", received)
-    once = _once(backend, rows, expected[0], unique)
+    once = _once(backend, slices, expected[0], unique)
     if once is None:
         return whole
     last = backend.full((), expected[0] - 1, INT32)
@@ -328,10 +324,15 @@ def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
     return backend.put(whole, indices, changed)
 
 
-def _once(backend: Backend, leaf: Any, rows: int, unique: bool = False) -> tuple[Array, Array] | None:
+def _required_slices(leaf: Leaf) -> RowSlices:
+    slices = row_slices(leaf)
+    if slices is None:
+        raise invalid("a RowSparse, tf.IndexedSlices or BCOO", type(leaf).__name__)
+    return slices
+
+
+def _once(backend: Backend, held: RowSlices, rows: int, unique: bool = False) -> tuple[Array, Array] | None:
     """Indices and values of each row once, those out of range left out; None where there are none at all."""
-    held = row_slices(leaf)
-    assert held is not None
     slices = require_rows(backend, held)
     outside = require_in_range(backend, slices.indices, rows)
     n = backend.shape(slices.indices)[0]

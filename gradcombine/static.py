@@ -12,6 +12,7 @@ import numpy as np
 
 from gradcombine.backends.registry import is_absent, owner
 from gradcombine.errors import invalid
+from gradcombine.types import Leaf
 
 
 class Static:
@@ -82,7 +83,7 @@ is_static: Callable[[Any], bool] = Static.__instancecheck__
 """Whether a node is a constant."""
 
 
-def static_of(leaf: Any, with_shape: bool = False) -> Any:
+def static_of(leaf: Leaf, with_shape: bool = False) -> Any:
     """The constant that stands for a leaf's dtype (and shape), or for its "no gradient"."""
     if leaf is None:
         return static_absence()

@@ -17,6 +17,15 @@ and JAX's functions ask for a type of JAX's own.
 Tree: TypeAlias = Any
 """Nested dicts, lists, tuples, NamedTuples and registered JAX nodes of arrays and None."""
 
+Leaf: TypeAlias = Any
+"""A leaf of a tree: an array, a Python number, a shape/dtype spec, or None for "no gradient"."""
+
+Scalar: TypeAlias = Any
+"""A number: Python's, NumPy's, or an array of shape (), traced or not."""
+
+DType: TypeAlias = Any
+"""A dtype as NumPy, ml_dtypes, JAX or TensorFlow spell it; None where there is a default."""
+
 State: TypeAlias = Any
 """The partial result of a reduction: a NamedTuple tree of arrays."""
 

@@ -21,14 +21,14 @@ from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError, invalid
-from gradcombine.types import Array
+from gradcombine.types import Array, Leaf
 
 
 class JaxBackend(Backend):
     name = "jax"
     differentiates = True
 
-    def owns(self, leaf: Any) -> bool:
+    def owns(self, leaf: Leaf) -> bool:
         return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or self.absent(leaf)
 
     def split(self, node: Any) -> Split | None:
@@ -40,7 +40,7 @@ class JaxBackend(Backend):
         keys = tuple(jax.tree_util.keystr(path) for path, _ in entries)
         return Split(keys, tuple(child for _, child in entries), definition.unflatten, definition)
 
-    def asarray(self, leaf: Any) -> Array:
+    def asarray(self, leaf: Leaf) -> Array:
         if isinstance(leaf, jax.Array):
             return leaf
         if isinstance(leaf, jax.ShapeDtypeStruct):
@@ -48,7 +48,7 @@ class JaxBackend(Backend):
         array = NUMPY.asarray(leaf)
         return _exactly(jnp.asarray(array, _canonical(array.dtype)), array.dtype)
 
-    def dtype(self, leaf: Any) -> np.dtype:
+    def dtype(self, leaf: Leaf) -> np.dtype:
         if not hasattr(leaf, "dtype"):
             return NUMPY.dtype(leaf)
         try:
@@ -56,13 +56,13 @@ class JaxBackend(Backend):
         except TypeError:  # of random keys, which NumPy does not know
             raise invalid("a dtype of numbers", leaf.dtype) from None
 
-    def shape(self, leaf: Any) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         return NUMPY.shape(leaf)
 
     def concrete(self, array: Array) -> np.ndarray | None:
         return None if isinstance(array, Tracer) else np.asarray(array)
 
-    def absent(self, leaf: Any) -> bool:
+    def absent(self, leaf: Leaf) -> bool:
         if not isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
             return False
         # A random key has no gradient; where jax.grad is asked for one (allow_int), it returns float0.
@@ -177,7 +177,7 @@ class JaxBackend(Backend):
         call.defjvp(rule, symbolic_zeros=True)
         return call(*(leaves[i] for i in traced))
 
-    def row_slices(self, leaf: Any) -> RowSlices | None:
+    def row_slices(self, leaf: Leaf) -> RowSlices | None:
         if not isinstance(leaf, sparse.BCOO):
             return None
         if (leaf.n_batch, leaf.n_sparse) != (0, 1):
@@ -331,7 +331,7 @@ def _exactly(array: Array, dtype: np.dtype) -> Array:
     return array
 
 
-def _full_like(leaf: Any, fill: float, dtype: np.dtype) -> Array:
+def _full_like(leaf: Leaf, fill: float, dtype: np.dtype) -> Array:
     """Of the shape and the sharding of an array or spec, and varying over the same axes."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return _placed_like(leaf, jnp.full_like(leaf, fill, dtype))
@@ -341,7 +341,7 @@ def _full_like(leaf: Any, fill: float, dtype: np.dtype) -> Array:
     return _alike([leaf], [jnp.full(leaf.shape, fill, dtype, device=device)])[0]
 
 
-def _placed_like(leaf: Any, made: Array) -> Array:
+def _placed_like(leaf: Leaf, made: Array) -> Array:
     # A constant in a compiled program depends on nothing, so that the partitioner is free to put all of it on every
     # device. Where the sharding is known while tracing, by a spec or an array from outside, it is asked for.
     sharding = None if isinstance(leaf, Tracer) else leaf.sharding

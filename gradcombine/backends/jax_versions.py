@@ -10,7 +10,7 @@ import jax
 from jax import lax
 from jax.interpreters import ad
 
-from gradcombine.types import Array
+from gradcombine.types import Array, Leaf
 
 if jax.__version_info__ >= (0, 10):
     from jax.extend.core import get_opaque_trace_state
@@ -20,7 +20,7 @@ else:
 __all__ = ["all_gather", "get_opaque_trace_state", "varying", "vjp_by_name"]
 
 
-def varying(leaf: Any) -> frozenset[str]:
+def varying(leaf: Leaf) -> frozenset[str]:
     """The manual mesh axes over which shard_map's type system says that a value, or one of a spec, may differ."""
     kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
     if jax.__version_info__ < (0, 10):

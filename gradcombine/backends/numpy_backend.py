@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Kernel
-from gradcombine.errors import attribute, invalid, shown
-from gradcombine.types import Array
+from gradcombine.errors import invalid, shown
+from gradcombine.types import Array, Leaf
 
 # A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
 NARROW = frozenset(np.dtype(x) for x in vars(ml_dtypes).values() if isinstance(x, type) and issubclass(x, np.generic))
@@ -36,13 +36,13 @@ class NumpyBackend(Backend):
     name = "numpy"
     differentiates = False
 
-    def owns(self, leaf: Any) -> bool:
+    def owns(self, leaf: Leaf) -> bool:
         if isinstance(leaf, (np.ndarray, np.generic, *_PYTHON_DTYPES)):
             return True
-        dtype, shape = attribute(leaf, "dtype"), attribute(leaf, "shape")
+        dtype, shape = getattr(leaf, "dtype", None), getattr(leaf, "shape", None)
         return isinstance(dtype, np.dtype) and isinstance(shape, tuple) and all(map(_is_length, shape))
 
-    def asarray(self, leaf: Any) -> Array:
+    def asarray(self, leaf: Leaf) -> Array:
         if type(leaf) is np.ndarray:
             return leaf
         if not self.owns(leaf):
@@ -62,7 +62,7 @@ class NumpyBackend(Backend):
         except Exception:  # of what has a shape and a dtype, but no elements that NumPy can read
             raise invalid("an array or a number", type(leaf).__name__) from None
 
-    def dtype(self, leaf: Any) -> np.dtype:
+    def dtype(self, leaf: Leaf) -> np.dtype:
         if type(leaf) is np.ndarray:
             return leaf.dtype
         known = _PYTHON_DTYPES.get(type(leaf))
@@ -70,7 +70,7 @@ class NumpyBackend(Backend):
             return next(dtype for kind, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, kind))
         return known or np.dtype(leaf.dtype)
 
-    def shape(self, leaf: Any) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         return leaf.shape if type(leaf) is np.ndarray else tuple(getattr(leaf, "shape", ()))
 
     def concrete(self, array: Array) -> np.ndarray | None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from gradcombine.errors import GradCombineError
-from gradcombine.types import Array
+from gradcombine.types import Array, Leaf
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 """A function of module level: ``kernel(backend, *static, *arrays)``."""
@@ -51,7 +51,7 @@ class Backend(ABC):
     """Whether the framework takes derivatives."""
 
     @abstractmethod
-    def owns(self, leaf: Any) -> bool:
+    def owns(self, leaf: Leaf) -> bool:
         """Whether ``leaf`` is an array, variable, traced value or shape/dtype spec of this framework."""
 
     def split(self, node: Any) -> Split | None:
@@ -59,22 +59,22 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def asarray(self, leaf: Any) -> Array:
+    def asarray(self, leaf: Leaf) -> Array:
         """The leaf as an array, its dtype kept."""
 
     @abstractmethod
-    def dtype(self, leaf: Any) -> np.dtype:
+    def dtype(self, leaf: Leaf) -> np.dtype:
         """The NumPy dtype (ml_dtypes for bfloat16 and float8) of an array or spec, of this framework or NumPy's."""
 
     @abstractmethod
-    def shape(self, leaf: Any) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The static shape of an array or spec, of this framework or NumPy's."""
 
     @abstractmethod
     def concrete(self, array: Array) -> np.ndarray | None:
         """The value, or None while tracing."""
 
-    def absent(self, leaf: Any) -> bool:
+    def absent(self, leaf: Leaf) -> bool:
         """Whether a leaf of this framework stands for "no gradient", as None does everywhere."""
         return False
 
@@ -195,7 +195,7 @@ class Backend(ABC):
         """
         return list(function(*leaves))
 
-    def row_slices(self, leaf: Any) -> RowSlices | None:
+    def row_slices(self, leaf: Leaf) -> RowSlices | None:
         """The parts of a row-sparse array of this framework's own kind; None for anything else."""
         return None
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import importing, invalid, shown
+from gradcombine.types import Leaf
 
 FRAMEWORKS = ("jax", "tensorflow")
 NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
@@ -55,7 +56,7 @@ LEAF_TYPES: dict[type, Backend] = {}
 """The backends of types whose every instance is a leaf."""
 
 
-def owner(leaf: Any) -> Backend | None:
+def owner(leaf: Leaf) -> Backend | None:
     """The backend of one leaf; None for what belongs to no framework."""
     known = LEAF_TYPES.get(type(leaf))
     if known is not None and known.name != "numpy":
@@ -72,7 +73,7 @@ def owner(leaf: Any) -> Backend | None:
     return numpy if numpy.owns(leaf) else None
 
 
-def is_numpy(leaf: Any) -> bool:
+def is_numpy(leaf: Leaf) -> bool:
     """Whether a leaf is NumPy's or Python's, and no framework's.
 
     JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
@@ -80,7 +81,7 @@ def is_numpy(leaf: Any) -> bool:
     return isinstance(leaf, NUMPY_TYPES) and not getattr(leaf, "dtype", _PLAIN).names
 
 
-def is_absent(leaf: Any) -> bool:
+def is_absent(leaf: Leaf) -> bool:
     """Whether a leaf stands for "no gradient": None, or what its framework has for it."""
     backend = None if leaf is None else owner(leaf)
     return leaf is None or (backend is not None and backend.absent(leaf))
@@ -108,7 +109,7 @@ def resolve(leaves: Iterable[Any]) -> Backend:
     return found
 
 
-def described(leaf: Any) -> Backend:
+def described(leaf: Leaf) -> Backend:
     """The backend of an array or spec that `gradcombine.tree.flatten` has let through."""
     backend = owner(leaf)
     if backend is None:
@@ -126,7 +127,7 @@ def shape_of(array: Any) -> tuple[int, ...]:
     return (LEAF_TYPES.get(type(array)) or described(array)).shape(array)
 
 
-def placeholder(leaf: Any) -> Any:
+def placeholder(leaf: Leaf) -> Any:
     """A leaf as `init` may be given it: of zeros that take no memory, in the leaf's shape and dtype."""
     if is_absent(leaf):
         return leaf
@@ -137,14 +138,14 @@ def placeholder(leaf: Any) -> Any:
         raise invalid("a shape that an array can have", shown(backend.shape(leaf))) from None
 
 
-def holds_values(leaf: Any) -> bool:
+def holds_values(leaf: Leaf) -> bool:
     """Whether a leaf has values of its dtype: a spec has none, and a Python integer may be too wide for its own."""
     if isinstance(leaf, int):
         return leaf.bit_length() < 32
     return hasattr(leaf, "__add__")  # a framework's array, or a number
 
 
-def is_array_of(leaf: Any, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> bool:
+def is_array_of(leaf: Leaf, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> bool:
     """Whether a leaf holds values of a dtype, in any byte order, in a shape if one is given."""
     backend = owner(leaf)
     if backend is None or not holds_values(leaf):
@@ -154,7 +155,7 @@ def is_array_of(leaf: Any, dtype: np.dtype, shape: tuple[int, ...] | None = None
     return (own == dtype or own.name == dtype.name) and (shape is None or backend.shape(leaf) == shape)
 
 
-def in_words(leaf: Any) -> str:
+def in_words(leaf: Leaf) -> str:
     """A leaf as messages name it: an array by its shape and dtype."""
     backend = owner(leaf)
     if backend is None or not holds_values(leaf):
@@ -162,13 +163,13 @@ def in_words(leaf: Any) -> str:
     return f"{backend.dtype(leaf)} of shape {backend.shape(leaf)}"
 
 
-def require_count(leaf: Any, path: str) -> None:
+def require_count(leaf: Leaf, path: str) -> None:
     """Refuses what is not an int32 scalar, as states count in."""
     if not is_array_of(leaf, _INT32, ()):
         raise invalid("int32 of shape ()", in_words(leaf), path)
 
 
-def require_scalar(expected: str, leaf: Any, kinds: str, path: str = "") -> None:
+def require_scalar(expected: str, leaf: Leaf, kinds: str, path: str = "") -> None:
     """Refuses what is not a scalar array or number of one of these NumPy kinds of dtype."""
     backend = owner(leaf)
     whole = backend is not None and holds_values(leaf) and backend.shape(leaf) == ()

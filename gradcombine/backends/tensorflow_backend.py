@@ -19,7 +19,7 @@ from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices
 from gradcombine.errors import GradCombineError, invalid
-from gradcombine.types import Array
+from gradcombine.types import Array, DType, Leaf
 
 
 class TensorflowBackend(Backend):
@@ -33,10 +33,10 @@ class TensorflowBackend(Backend):
     stack = staticmethod(tf.stack)
     slice_at = take = staticmethod(tf.gather)
 
-    def owns(self, leaf: Any) -> bool:
+    def owns(self, leaf: Leaf) -> bool:
         return isinstance(leaf, (tf.Tensor, tf.Variable, tf.TensorSpec, tf.IndexedSlices))
 
-    def asarray(self, leaf: Any) -> Array:
+    def asarray(self, leaf: Leaf) -> Array:
         if isinstance(leaf, tf.TensorSpec):
             raise invalid("a tensor", f"the shape/dtype spec {leaf}")
         try:
@@ -49,7 +49,7 @@ class TensorflowBackend(Backend):
             raise _no_kernels(tensor.dtype.name)
         return tensor
 
-    def dtype(self, leaf: Any) -> np.dtype:
+    def dtype(self, leaf: Leaf) -> np.dtype:
         if not self.owns(leaf):
             return NUMPY.dtype(leaf)
         try:
@@ -57,7 +57,7 @@ class TensorflowBackend(Backend):
         except KeyError:  # of handles
             raise invalid("a dtype of numbers", leaf.dtype.name) from None
 
-    def shape(self, leaf: Any) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         if not self.owns(leaf):
             return NUMPY.shape(leaf)
         if not leaf.shape.is_fully_defined():
@@ -217,7 +217,7 @@ class TensorflowBackend(Backend):
         # It finds no derivative through a tape within a custom gradient, but through the surrogate itself.
         return [_joined(x, other) for x, other in zip(value(inputs), surrogate(*replaced(inputs)), strict=True)]
 
-    def row_slices(self, leaf: Any) -> RowSlices | None:
+    def row_slices(self, leaf: Leaf) -> RowSlices | None:
         if not isinstance(leaf, tf.IndexedSlices):
             return None
         shape = None if leaf.dense_shape is None else tf.get_static_value(leaf.dense_shape)
@@ -284,7 +284,7 @@ _STORED = frozenset(dtype.name for dtype in NARROW - _COMPUTED) - _CAST
 """Dtypes that TensorFlow holds, and nothing more."""
 
 
-def _no_kernels(dtype: Any) -> GradCombineError:
+def _no_kernels(dtype: DType) -> GradCombineError:
     return invalid("a dtype that TensorFlow computes with", dtype)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
@@ -12,7 +11,7 @@ from gradcombine.errors import invalid, operation, shown, within
 from gradcombine.places.time import replace_window, whole_window
 from gradcombine.reductions.algebra import Reduction, derived
 from gradcombine.settings import check
-from gradcombine.types import AccumulateState, Order, State, Tree
+from gradcombine.types import AccumulateState, Order, Scalar, State, Tree
 
 LOCAL = Collective()
 """The collective of a program that runs on one replica."""
@@ -47,7 +46,7 @@ def tf_replicas() -> Collective:
 
 @operation("all_reduce")
 def all_reduce(
-    reduction: Reduction, value: Tree, over: Collective, weight: Any = 1.0, order: Order = "sequential"
+    reduction: Reduction, value: Tree, over: Collective, weight: Scalar = 1.0, order: Order = "sequential"
 ) -> Tree:
     """Combines one contribution of each replica; every replica gets the combined tree.
 
@@ -85,7 +84,7 @@ def all_reduce(
     present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
     over.require_unreduced([path for path, _ in present], [leaf for _, leaf in present])
 
-    def run(reduction: Reduction, value: Tree, weight: Any) -> Tree:
+    def run(reduction: Reduction, value: Tree, weight: Scalar) -> Tree:
         state = reduction.update(reduction.init(value), value, weight)
         return reduction.all_finalize(state, over, order, weight)
 

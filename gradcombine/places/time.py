@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, require_count, resolve, shape_of
-from gradcombine.errors import MOST, GradCombineError, invalid, operation, shown, within
+from gradcombine.errors import MOST, GradCombineError, invalid, operation, require_type, shown, within
 from gradcombine.places import binary_counter
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.settings import EXPECTED_LENGTH, LENGTH, check, valid
-from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, Scalar, State, Tree
 
 
 class Accumulator(NamedTuple):
@@ -102,7 +102,7 @@ def accumulate(
         return state.step >= (length_at(length, state.index) if callable(length) else length)
 
     @operation("accumulate")
-    def update(grads: Tree, state: AccumulateState, weight: Any = 1.0) -> AccumulateState:
+    def update(grads: Tree, state: AccumulateState, weight: Scalar = 1.0) -> AccumulateState:
         full = is_full(state)
         backend = _backend(state)
         known = backend.concrete(full)
@@ -167,8 +167,7 @@ def depth_of(state: AccumulateState) -> int:
 
 def require_state(state: Any) -> None:
     """Raises for what is not an `AccumulateState`."""
-    if not isinstance(state, AccumulateState):
-        raise invalid("an AccumulateState", type(state).__name__)
+    require_type("an AccumulateState", state, AccumulateState)
 
 
 @operation("check_state")

@@ -25,7 +25,7 @@ from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.numbered import PLACEHOLDER, Numbered, one_at
 from gradcombine.settings import Settings
-from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree, no_autograph
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, Order, Scalar, State, Tree, no_autograph
 
 UNTIL_FLUSH = MOST
 """The ``every`` of a window that a flush alone ends."""
@@ -132,7 +132,7 @@ class Window(Settings):
         self,
         state: AccumulateState,
         gradients: Tree,
-        weight: Any = 1.0,
+        weight: Scalar = 1.0,
         *,
         left_out: Array | bool = False,
         number: Array | None = None,
@@ -317,7 +317,7 @@ class Window(Settings):
         backend = resolve([index, length])
         return backend.cast(backend.asarray(length), dtypes.INT32)
 
-    def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Any) -> Any:
+    def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Scalar) -> Any:
         if left_out is True:
             return 0
         backend, leaves = resolve([left_out]), tree.flatten(gradients)[0]
@@ -325,7 +325,7 @@ class Window(Settings):
         return weights.where(backend, ~left_out, weight, wide)
 
 
-def widened(gradient: Any, like: Any) -> Any:
+def widened(gradient: Any, like: Leaf) -> Any:
     """A gradient; a narrower one, without loss, in the dtype that a window was made for.
 
     Args:

@@ -15,7 +15,7 @@ from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.weights import Weight, factor, scaled, weighted
-from gradcombine.types import Array, Order
+from gradcombine.types import Array, Leaf, Order
 
 _BLOCK = 32
 """So many terms are added by one kernel, which compiled code may share between blocks: a power of two."""
@@ -42,7 +42,7 @@ class Added(Cell):
     adds_terms: bool = True
     takes_lists: bool = True
 
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Array:
         return backend.full(shape, neutral(running), running, [like])
 
     def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
@@ -252,7 +252,7 @@ class Compensated(Cell):
     divides: bool
     kinds: tuple[str, ...] = ("float", "complex")
 
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Pair:
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Pair:
         return Pair(*(backend.full(shape, 0, running, [like]) for _ in range(2)))
 
     def update(self, backend: Backend, a: Pair, x: Array, weight: Weight, totals: Totals) -> Pair:

@@ -14,7 +14,7 @@ from gradcombine.backends.registry import shape_of
 from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array, Order
+from gradcombine.types import Array, Leaf, Order
 
 Accumulator = Any
 """An array, or a NamedTuple of arrays, tuples of them and constants; the first has as many axes as contributions."""
@@ -69,7 +69,7 @@ class Cell(ABC):
     most_replicas: int = 0
 
     @abstractmethod
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Accumulator:
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Accumulator:
         """The neutral accumulator, placed like ``like``."""
 
     @abstractmethod
@@ -86,15 +86,15 @@ class Cell(ABC):
     def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Any:
         """The result, of dtype ``output``."""
 
-    def arrays(self, leaf: Any) -> tuple[Array, ...]:
+    def arrays(self, leaf: Leaf) -> tuple[Array, ...]:
         """The arrays of a leaf; the first one has its dtype and place."""
         return (leaf,)
 
-    def shape(self, leaf: Any) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         """The shape of a leaf, or of those that an accumulator is for."""
         return shape_of(parts(leaf)[0])
 
-    def entering(self, backend: Backend, a: Accumulator, made_for: np.dtype, leaf: Any) -> Any:
+    def entering(self, backend: Backend, a: Accumulator, made_for: np.dtype, leaf: Leaf) -> Any:
         """A contribution as `update` takes it.
 
         Raises:

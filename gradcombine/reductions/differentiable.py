@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import operation, require_type
 from gradcombine.reductions.algebra import Reduction, Wrapper, derived
 from gradcombine.settings import check
-from gradcombine.types import Order, State, Tree
+from gradcombine.types import Order, Scalar, State, Tree
 
 
 class DifferentiableState(NamedTuple):
@@ -61,7 +61,7 @@ class Differentiable(Wrapper):
         return DifferentiableState(self.of.init(like), self._other.init(like))
 
     @operation()
-    def update(self, state: State, value: Tree, weight: Any = 1) -> DifferentiableState:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> DifferentiableState:
         a, b = self._open(state)
         return DifferentiableState(self.of.update(a, value, weight), self._other.update(b, value, weight))
 
@@ -88,6 +88,4 @@ class Differentiable(Wrapper):
         return DifferentiableState(self.of.all_merge(a, collective, order), self._other.all_merge(b, collective, order))
 
     def _open(self, state: State) -> DifferentiableState:
-        if not isinstance(state, DifferentiableState):
-            raise invalid("a DifferentiableState", type(state).__name__)
-        return state
+        return require_type("a DifferentiableState", state, DifferentiableState)

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from gradcombine.errors import invalid, shown
+from gradcombine.types import DType
 
 FLOAT32 = np.dtype(np.float32)
 INT32 = np.dtype(np.int32)
@@ -105,7 +106,7 @@ def is_wide(dtype: np.dtype) -> bool:
     return part(dtype).itemsize > 4
 
 
-def parse(dtype: Any) -> np.dtype | None:
+def parse(dtype: DType) -> np.dtype | None:
     """A dtype given as NumPy, ml_dtypes, JAX or TensorFlow spell it, or None.
 
     Raises:

@@ -19,7 +19,7 @@ from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refill
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight
 from gradcombine.settings import check, valid
-from gradcombine.types import Array
+from gradcombine.types import Array, DType, Leaf
 
 _KINDS = (*dtypes.NUMERIC, "bool")
 
@@ -37,8 +37,8 @@ def elementwise(
     merge: Callable[[Backend, Accumulator, Accumulator], Accumulator],
     finalize: Callable[[Backend, Accumulator, Totals], Any] | None = None,
     kinds: Sequence[str] = ("float",),
-    dtype: Any = None,
-    output_dtype: Any = None,
+    dtype: DType = None,
+    output_dtype: DType = None,
     scales_by_weight: bool = False,
 ) -> Reduction:
     """A reduction that does the same to every leaf, element by element.
@@ -141,7 +141,7 @@ class _Defined(Cell):
     own_merge: Callable[[Backend, Accumulator, Accumulator], Accumulator]
     own_finalize: Callable[[Backend, Accumulator, Totals], Any]
 
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Accumulator:
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Accumulator:
         identity = self.identity(running) if callable(self.identity) else self.identity
         for number in parts(identity):
             if not dtypes.holds(running, number):

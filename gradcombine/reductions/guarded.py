@@ -10,13 +10,13 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, is_absent, placeholder, resolve, shape_of
-from gradcombine.errors import GradCombineError, invalid, operation, shown
+from gradcombine.errors import GradCombineError, invalid, operation, require_type, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, of_each_rank
 from gradcombine.reductions.weights import parse
 from gradcombine.settings import check, valid
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, Scalar, State, Tree
 
 
 class GuardedState(NamedTuple):
@@ -73,7 +73,7 @@ class Written(Reduction):
         return GuardedState(empty, empty, backend.full((), 0, dtypes.INT32, present), tree.unflatten(structure, kinds))
 
     @operation()
-    def update(self, state: GuardedState, value: Tree, weight: Any = 1) -> GuardedState:
+    def update(self, state: GuardedState, value: Tree, weight: Scalar = 1) -> GuardedState:
         self._require(state)
         leaves = self._matching(state, value)
         backend = resolve([state.count, *leaves, *tree.flatten(state.value)[0], weight])
@@ -129,8 +129,7 @@ class Written(Reduction):
         return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, arrays)))
 
     def _require(self, state: Any) -> None:
-        if not isinstance(state, GuardedState):
-            raise invalid("a GuardedState", type(state).__name__)
+        require_type("a GuardedState", state, GuardedState)
 
     def _matching(self, state: GuardedState, value: Tree) -> list[Any]:
         """The leaves of a contribution, after a check that it is one for this state."""

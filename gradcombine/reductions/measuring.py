@@ -16,7 +16,7 @@ from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.plain import max as maximum
 from gradcombine.reductions.sums import sum as sum_
 from gradcombine.reductions.wrappers import global_norm, norm_dtype
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, Scalar, State, Tree
 
 
 class Metrics(NamedTuple):
@@ -57,7 +57,7 @@ class _Entry(NamedTuple):
     norm: Any
     largest: Any
     count: Any
-    weight: Any
+    weight: Scalar
 
 
 _METRICS = per_leaf(_Entry(moments(), maximum(), sum_(), Weighed(sum_())))
@@ -115,7 +115,7 @@ class MeasuredReduction(Wrapper):
         return MeasuredState(state, _METRICS.init(_Entry(*entry)))
 
     @operation()
-    def update(self, state: State, value: Tree, weight: Any = 1) -> MeasuredState:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> MeasuredState:
         state = self._open(state)
         updated = self.of.update(state.value, value, weight)
         leaves, structure = tree.flatten(self.of.gradients(value)[0])

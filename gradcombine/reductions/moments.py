@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight, weighted
-from gradcombine.types import Array
+from gradcombine.types import Array, DType, Leaf
 
 
 class MomentsState(TreewiseState):
@@ -30,7 +30,7 @@ class Moments(NamedTuple):
 
 
 @operation("moments")
-def moments(dtype: Any = None, *, output_dtype: Any = None) -> Reduction:
+def moments(dtype: DType = None, *, output_dtype: DType = None) -> Reduction:
     """The weighted mean ``m = sum(w * g) / sum(w)`` and variance ``sum(w * (g - m)**2) / sum(w)``, elementwise.
 
     The variance is that of the contributions at hand, each as frequent as its weight says: no degree of freedom is
@@ -94,7 +94,7 @@ class _Spreading(Cell):
     name: str = "moments"
     kinds: tuple[str, ...] = ("float",)
 
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Spread:
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Spread:
         return Spread(
             backend.full(shape, neutral(running), running, [like]),
             backend.full(shape, 0, running, [like]),

@@ -16,7 +16,7 @@ from gradcombine.errors import invalid, operation
 from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.settings import check, valid
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, Scalar, State, Tree
 
 PLACEHOLDER = -1
 """The number of a contribution that stands in no ledger: one of weight 0 that fills a place."""
@@ -124,7 +124,7 @@ class NumberedReduction(Wrapper):
         return NumberedState(self.of.init(value), counts)
 
     @operation()
-    def update(self, state: State, value: Tree, weight: Any = 1) -> NumberedState:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> NumberedState:
         name, held = self.of.name, self._open(state)
         if not isinstance(value, Numbered):
             raise invalid("Numbered(value, number)", type(value).__name__)

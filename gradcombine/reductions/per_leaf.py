@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import invalid, operation, within
+from gradcombine.errors import invalid, operation, require_type, within
 from gradcombine.reductions.algebra import Reduction, described
 from gradcombine.reductions.weights import presence
 from gradcombine.settings import check
-from gradcombine.types import Order, State, Tree
+from gradcombine.types import Order, Scalar, State, Tree
 
 
 class PerLeafState(NamedTuple):
@@ -83,7 +83,7 @@ class PerLeaf(Reduction):
         return PerLeafState(self._each(_call("init"), likes))
 
     @operation()
-    def update(self, state: State, value: Tree, weight: Any = 1) -> PerLeafState:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> PerLeafState:
         values = tree.split_as(self.prefix, value)
         leaves, _ = tree.flatten(value)
         present = presence(resolve([*leaves, weight]), weight)
@@ -122,11 +122,10 @@ class PerLeaf(Reduction):
         return tuple(results)
 
     def _parts(self, state: Any) -> tuple[State, ...]:
-        if not isinstance(state, PerLeafState):
-            raise invalid("a PerLeafState", type(state).__name__)
-        if len(state.parts) != len(self.members):
-            raise invalid(f"a state of {len(self.members)} parts", len(state.parts))
-        return state.parts
+        parts = require_type("a PerLeafState", state, PerLeafState).parts
+        if len(parts) != len(self.members):
+            raise invalid(f"a state of {len(self.members)} parts", len(parts))
+        return parts
 
 
 def _call(name: str) -> Callable[..., Any]:

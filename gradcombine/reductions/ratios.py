@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, resolve
-from gradcombine.errors import invalid, operation, require_items, shown, within
+from gradcombine.errors import invalid, operation, require_items, require_type, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.numbered import numbered, without_numbers
@@ -17,7 +17,7 @@ from gradcombine.reductions.sums import mean as mean_
 from gradcombine.reductions.weights import parse, where
 from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
-from gradcombine.types import State, Tree
+from gradcombine.types import Scalar, State, Tree
 
 
 class Ratio(NamedTuple):
@@ -88,7 +88,7 @@ class RatioReduction(Wrapper):
         return self.of.init(_opened(like).numerator)
 
     @operation()
-    def update(self, state: State, value: Ratio, weight: Any = 1) -> State:
+    def update(self, state: State, value: Ratio, weight: Scalar = 1) -> State:
         numerator, denominator = _opened(value)
         backend = resolve([*tree.flatten(numerator)[0], denominator, weight])
         with within(".denominator"):
@@ -185,9 +185,7 @@ def _leaves(value: Tree) -> list[Any]:
 
 
 def _opened(value: Any) -> Ratio:
-    if not isinstance(value, Ratio):
-        raise invalid("a Ratio(numerator, denominator)", type(value).__name__)
-    return value
+    return require_type("a Ratio(numerator, denominator)", value, Ratio)
 
 
 def _names(denominators: Any) -> list[str]:

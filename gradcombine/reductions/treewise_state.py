@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.reductions.cell import parts
-from gradcombine.types import Array, State, Tree
+from gradcombine.types import Array, Scalar, State, Tree
 
 
 class TreewiseState(NamedTuple):
@@ -23,7 +23,7 @@ class TreewiseState(NamedTuple):
     """
 
     value: Tree
-    weight: Any
+    weight: Scalar
     count: Array
     dtypes: Tree
 
@@ -54,7 +54,7 @@ class Opened:
                 arrays.append(a)
         return arrays
 
-    def closed(self, state: State, values: Sequence[Any], weight: Any, count: Array) -> State:
+    def closed(self, state: State, values: Sequence[Any], weight: Scalar, count: Array) -> State:
         """The state with other accumulators."""
         return type(state)(self.value(values), weight, count, state.dtypes)
 

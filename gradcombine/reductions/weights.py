@@ -15,7 +15,7 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.reductions import dtypes
-from gradcombine.types import Array
+from gradcombine.types import Array, Scalar
 
 EXPECTED = "a finite weight that is not negative"
 
@@ -88,7 +88,7 @@ def _refused(value: Any) -> GradCombineError:
     return invalid(EXPECTED, f"{value}: no contribution can be taken back" if value < 0 else value)
 
 
-def parse(backend: Backend, weight: Any) -> Weight:
+def parse(backend: Backend, weight: Scalar) -> Weight:
     """Validates a weight as far as it is known.
 
     Raises:
@@ -161,7 +161,7 @@ def _modulo(x: float, dtype: np.dtype) -> int:
     return (int(x) - int(info.min)) % (1 << info.bits) + int(info.min)
 
 
-def presence(backend: Backend, weight: Any) -> Any:
+def presence(backend: Backend, weight: Scalar) -> Any:
     """1 for a contribution that counts, 0 for one of weight 0."""
     parsed = parse(backend, weight)
     if parsed.known is not None:
@@ -213,7 +213,7 @@ def _holding(weight: Weight, wide: bool) -> np.dtype:
     return dtype
 
 
-def where(backend: Backend, condition: Array, weight: Any, wide: bool) -> Array:
+def where(backend: Backend, condition: Array, weight: Scalar, wide: bool) -> Array:
     """The weight where the boolean scalar holds, else 0; of an integer type if it is certainly a whole number.
 
     Args:

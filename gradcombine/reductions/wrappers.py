@@ -16,7 +16,7 @@ from gradcombine.reductions.algebra import OnContributions, Reduction, described
 from gradcombine.reductions.weights import EXPECTED, parse, scaled, where
 from gradcombine.settings import check, valid
 from gradcombine.sparse import densify, is_row_sparse, row_slices
-from gradcombine.types import Array, State, Tree
+from gradcombine.types import Array, Leaf, Scalar, State, Tree
 
 
 @operation("checked")
@@ -44,7 +44,7 @@ def checked(reduction: Reduction) -> Reduction:
 class Checked(OnContributions):
     """See `checked`."""
 
-    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Any]:
         leaves, _ = tree.flatten(value)
         backend = resolve([*leaves, weight])
         parsed = parse(backend, weight)
@@ -83,7 +83,7 @@ def zeroed(reduction: Reduction) -> Reduction:
 class Zeroed(OnContributions):
     """See `zeroed`."""
 
-    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Any]:
         leaves, structure = tree.flatten(value)
         backend = resolve([*leaves, weight])
         arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
@@ -159,7 +159,7 @@ class Clipped(OnContributions):
         return described("clipped", self.of.description, max_norm=self.max_norm)
 
     @operation("clipped")
-    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Any]:
         gradients, rebuild = self.gradients(value)
         leaves, structure = tree.flatten(gradients)
         backend = resolve([*leaves, weight])
@@ -172,7 +172,7 @@ class Clipped(OnContributions):
         factor = backend.where(long, backend.divide(most, backend.where(long, norm, one)), one)
         factor = backend.where(finite, factor, dtype.type(np.nan))
 
-        def short(leaf: Any) -> Any:
+        def short(leaf: Leaf) -> Any:
             if is_absent(leaf):
                 return leaf
             x = backend.asarray(leaf)
@@ -254,11 +254,11 @@ class SparseAsDense(OnContributions):
         leaves, structure = tree.flatten(like, is_row_sparse)
         return self.of.init(tree.unflatten(structure, map(_whole, leaves)))
 
-    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Any]:
         return densify(value), weight
 
 
-def _whole(leaf: Any) -> Any:
+def _whole(leaf: Leaf) -> Any:
     """A dense array like a row-sparse one, which may be of specs; any other leaf itself."""
     slices = row_slices(leaf)
     if slices is None:

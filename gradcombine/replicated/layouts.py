@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -13,74 +13,47 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.places.lists import combine
-from gradcombine.places.replicas import all_reduce
+from gradcombine.places.replicas import LOCAL, all_reduce
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
 from gradcombine.settings import collective, valid
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Leaf, Order, Tree
 
 BOOL = np.dtype(np.bool_)
 
 
-class Layout(Protocol):
-    """Where the components of a variable lie: the interface of layouts."""
-
-    def size(self) -> int:
-        """The number of replicas."""
-        ...
-
-    def rank(self, backend: Backend, like: Array) -> Array:
-        """The number of the replica that holds a component, int32, of a shape that broadcasts against ``like``."""
-        ...
-
-    def shape(self, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
-        """The shape of one value, from what holds the components."""
-        ...
-
-    def broadcast(self, backend: Backend, value: Array) -> Array:
-        """One value as the component of every replica."""
-        ...
-
-    def one(self, component: Array) -> Array:
-        """One value, from components that are all equal."""
-        ...
-
-    def mark_varying(self, components: Sequence[Any]) -> list[Any]:
-        """The components, None among them, marked as each replica's own where the framework keeps account of that."""
-        ...
-
-    def reduce(self, reduction: Reduction, components: Tree) -> Tree:
-        """The components combined: one value."""
-        ...
-
-    def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
-        """The replicas' values combined: one component per replica."""
-        ...
-
-
 @dataclass(frozen=True)
-class PerReplica:
-    """A component on each replica that runs the program; every function is called on all of them, in step."""
+class Layout:
+    """Where the components of a variable lie: one on each replica that runs the program.
+
+    Every function is called on all replicas, in step. `Stacked` overrides them.
+    """
 
     over: Collective
     order: Order
 
     def size(self) -> int:
+        """The number of replicas."""
         return self.over.size()
 
     def rank(self, backend: Backend, like: Array) -> Array:
+        """The number of the replica that holds a component, int32, of a shape that broadcasts against ``like``."""
         return self.over.rank()
 
     def shape(self, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
+        """The shape of one value, from what holds the components."""
         return backend.shape(component)
 
     def broadcast(self, backend: Backend, value: Array) -> Array:
+        """One value as the component of every replica."""
         return value
 
     def one(self, component: Array) -> Array:
+        """One value, from components that are all equal."""
         return component
 
-    def mark_varying(self, components: Sequence[Any]) -> list[Any]:
+    def mark_varying(self, components: Sequence[Leaf]) -> list[Leaf]:
+        """The components, None among them, marked as each replica's own where the framework keeps account of that."""
         try:
             marked = iter(self.over.mark_varying([x for x in components if not is_absent(x)]))
         except GradCombineError:  # Outside of the axis, where a state may be made, there is nothing to keep account of.
@@ -88,18 +61,19 @@ class PerReplica:
         return [x if is_absent(x) else next(marked) for x in components]
 
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
+        """The components combined: one value."""
         return self.all_reduce(reduction, components)
 
     def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
+        """The replicas' values combined: one component per replica."""
         return all_reduce(reduction, values, over=self.over, order=self.order)
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """All components of ``replicas`` replicas, along a new first axis."""
+class Stacked(Layout):
+    """All components of ``replicas`` replicas of one program, along a new first axis."""
 
     replicas: int
-    order: Order = "sequential"
 
     def __repr__(self) -> str:
         return f"stacked({self.replicas})"
@@ -123,9 +97,6 @@ class Stacked:
 
     def one(self, component: Array) -> Array:
         return component[0]
-
-    def mark_varying(self, components: Sequence[Any]) -> list[Any]:
-        return list(components)
 
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
         leaves, structure = tree.flatten(components)
@@ -155,12 +126,12 @@ def stacked(replicas: int) -> Stacked:
     >>> replicated.stacked(4)
     stacked(4)
     """
-    return Stacked(valid("replicas", replicas))
+    return Stacked(LOCAL, "sequential", valid("replicas", replicas))
 
 
 def layout(over: Any, order: Order) -> Layout:
     """The layout that ``over`` names."""
     if isinstance(over, Stacked):
-        return Stacked(over.replicas, order)
+        return replace(over, order=order)
     expected = "a collective, LOCAL, jax_axis(name) or tf_replicas(), or replicated.stacked(n)"
-    return PerReplica(collective(expected)(over), order)
+    return Layout(collective(expected)(over), order)

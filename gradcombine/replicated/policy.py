@@ -7,7 +7,7 @@ from enum import Enum
 from typing import Any, NamedTuple, TypeVar
 
 from gradcombine import reductions
-from gradcombine.errors import attribute, invalid, shown
+from gradcombine.errors import invalid, shown
 from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction
 
@@ -124,7 +124,7 @@ def decide(aggregation: Any, synchronization: Any, over: Any) -> Policy:
 def _member(kind: type[E], setting: Any) -> E:
     # TensorFlow's members are known by their names, so that TensorFlow need not be there. Both enums have a NONE: the
     # class's name tells VariableAggregation and VariableAggregationV2 from VariableSynchronization.
-    name = setting if isinstance(setting, str) else attribute(setting, "name")
+    name = setting if isinstance(setting, str) else getattr(setting, "name", None)
     right = isinstance(setting, str) or kind.__name__ in type(setting).__name__
     if not right or not isinstance(name, str) or name.upper() not in kind.__members__:
         names = ", ".join(member.value for member in kind)

@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import described, is_absent, resolve
-from gradcombine.errors import GradCombineError, invalid, operation, shown, within
+from gradcombine.errors import GradCombineError, invalid, operation, require_type, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.replicated.layouts import Layout, Stacked, layout
 from gradcombine.replicated.policy import Aggregation, Policy, Synchronization, decide
@@ -281,9 +281,7 @@ class Written(NamedTuple):
 
 def opened(state: Any, also: Tree = None) -> Opened:
     """The components, as arrays of the framework that they and ``also`` belong to."""
-    if not isinstance(state, ReplicatedState):
-        raise invalid("a ReplicatedState", type(state).__name__)
-    leaves, structure = tree.flatten(state.value)
+    leaves, structure = tree.flatten(require_type("a ReplicatedState", state, ReplicatedState).value)
     backend = resolve([*leaves, *tree.flatten(also)[0]])
     return Opened(backend, structure, [x if is_absent(x) else backend.asarray(x) for x in leaves])
 

@@ -12,7 +12,7 @@ from gradcombine.places import binary_counter
 from gradcombine.places.time import depth_of, require_state, require_state_of, whole_window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check, valid
-from gradcombine.types import AccumulateState, Array, BinaryCounter, State
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, State
 
 
 @operation("statefile.resize")
@@ -104,7 +104,7 @@ def _position(step: Array, old: int, new: int, full: bool) -> Array:
     return moved if backend.concrete(step) is not None else backend.where(without_end, step, moved)
 
 
-def _level_by_level(reduction: Reduction, counters: list[Any], like: Any, shift: int) -> BinaryCounter:
+def _level_by_level(reduction: Reduction, counters: list[Any], like: Leaf, shift: int) -> BinaryCounter:
     """A node of 2**i contributions from each of 2**shift replicas is one of 2**(i + shift)."""
     empty = binary_counter.cleared(reduction, like)
     merged = (

@@ -13,7 +13,7 @@ from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import Cell, Totals
+from gradcombine.reductions.cell import Accumulator, Cell, Totals
 from gradcombine.reductions.exact import digits, exchange, rounding
 from gradcombine.reductions.exact.digits import BETWEEN, FLOAT32, SPILLED_CAPACITY, Decoded, Digits, Grid, grid_for
 from gradcombine.reductions.exact.weighted import (
@@ -29,7 +29,7 @@ from gradcombine.reductions.exact.weighted import (
     weighted,
 )
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array, Order
+from gradcombine.types import Array, Leaf, Order
 
 BLOCK = 16
 """The terms of one pass over the digits."""
@@ -65,10 +65,10 @@ class Exact(Cell):
     def output(self, dtype: np.dtype) -> np.dtype:
         return self.settings.output(dtype)
 
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Digits:
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Digits:
         return Digits.of([backend.full(shape, 0, running, [like]) for _ in range(self._words(running))])
 
-    def update(self, backend: Backend, a: Any, x: Array, weight: Weight, totals: Totals) -> Any:
+    def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Any:
         return self.update_many(backend, a, [x], [weight], totals, "sequential")
 
     def takes_many(self, weights: Sequence[Weight]) -> bool:
@@ -77,7 +77,7 @@ class Exact(Cell):
     def update_many(
         self,
         backend: Backend,
-        a: Any,
+        a: Accumulator,
         xs: Sequence[Array | None],
         weights: Sequence[Weight],
         totals: Totals,
@@ -94,7 +94,7 @@ class Exact(Cell):
         # A list is settled in the same pass.
         return total if len(plan) > 1 else self.idle(backend, total, every, totals)
 
-    def idle(self, backend: Backend, a: Any, weights: Sequence[Weight], totals: Totals) -> Any:
+    def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Any:
         if not a.spills:
             return a
         before = totals.weight.deposits
@@ -102,10 +102,10 @@ class Exact(Cell):
         due = backend.shift_right(before, _PERIOD) != backend.shift_right(after, _PERIOD)
         return Digits.of(backend.apply_if_rare(due, _settle, (FLOAT32,), a.words))
 
-    def merge(self, backend: Backend, a: Any, b: Any, a_totals: Totals, b_totals: Totals) -> Any:
+    def merge(self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals) -> Any:
         return Digits.of(backend.fused(_merge, (digits.grid_of(backend, a),), [*a.words, *b.words]))
 
-    def finish(self, backend: Backend, a: Any, totals: Totals, output: np.dtype) -> Array:
+    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Array:
         grid = digits.grid_of(backend, a)
         full = SPILLED_CAPACITY if a.spills else grid.capacity
         scalars = [totals.weight.deposits > full]
@@ -120,11 +120,11 @@ class Exact(Cell):
         counts = (backend.full((), 0, dtype, like) for dtype in (dtypes.INT32, dtypes.FLOAT32))
         return ExactWeight(Digits.of(words), *counts)
 
-    def add_weight(self, backend: Backend, total: Any, weight: Weight) -> Any:
+    def add_weight(self, backend: Backend, total: Accumulator, weight: Weight) -> Any:
         return self.add_weights(backend, total, [weight], "sequential")
 
     @np.errstate(all="ignore")
-    def add_weights(self, backend: Backend, total: Any, weights: Sequence[Weight], order: Order) -> Any:
+    def add_weights(self, backend: Backend, total: Accumulator, weights: Sequence[Weight], order: Order) -> Any:
         """The sum of weights with several more, which no order changes."""
         summed, known = self._digits(backend, total), [w for w in weights if w.known]
         grid = digits.grid_of(backend, summed)
@@ -139,18 +139,18 @@ class Exact(Cell):
         link = linked(backend, total.link, arrays) if arrays else total.link
         return ExactWeight(digits.settle(backend, grid, summed), limited(backend, total.deposits + count), link)
 
-    def link(self, backend: Backend, total: Any, leaves: Sequence[Any]) -> Any:
+    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Any:
         return total._replace(link=linked(backend, total.link, leaves))
 
     @np.errstate(all="ignore")
-    def merge_weights(self, backend: Backend, a: Any, b: Any) -> Any:
+    def merge_weights(self, backend: Backend, a: Accumulator, b: Accumulator) -> Any:
         left, right = self._digits(backend, a), self._digits(backend, b)
         merged = digits.merge(backend, digits.grid_of(backend, left), left, right)
         return ExactWeight(merged, limited(backend, a.deposits + b.deposits), a.link + b.link)
 
     def all_merge(
-        self, backend: Backend, collective: Collective, accumulators: Sequence[Any], totals: Totals
-    ) -> tuple[list[Any], Totals]:
+        self, backend: Backend, collective: Collective, accumulators: Sequence[Accumulator], totals: Totals
+    ) -> tuple[list[Accumulator], Totals]:
         sums = [*accumulators, self._digits(backend, totals.weight)]
         tops = exchange.highest(backend, collective, sums)
         return exchange.merged(backend, collective, sums, tops, totals)
@@ -159,7 +159,7 @@ class Exact(Cell):
         self,
         backend: Backend,
         collective: Collective,
-        accumulators: Sequence[Any],
+        accumulators: Sequence[Accumulator],
         outputs: Sequence[np.dtype],
         totals: Totals,
         weight: Weight,
