@@ -65,10 +65,10 @@ class Weight:
         """
         key = backend.name, dtype
         if key not in self._made:
-            known = self.known is not None
-            self._made[key] = (
-                backend.full((), self.number(dtype).item(), dtype) if known else self._traced(backend, dtype)
-            )
+            if self.known is None:
+                self._made[key] = self._traced(backend, dtype)
+            else:
+                self._made[key] = backend.full((), _rounded(self.known, dtype).item(), dtype)
         return self._made[key]
 
     def number(self, dtype: np.dtype) -> np.generic:
