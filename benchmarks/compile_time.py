@@ -4,6 +4,11 @@
 
 Leaves are vectors and matrices of ten shapes. Times are the processor's, of all threads, and not shown: the table has
 ratios, each of a program to the fast one that was compiled right before it.
+
+Leaves of one shape share one function until XLA inlines its calls. Calls that are kept (the attribute inlineable of the
+frontend, on the outer call alone) do not help on CPU: XLA copies a function for each call of it. An update of 40 leaves
+took 2.5 s of processor time to compile in place of 2.1, its value 1.4 in place of 1.7, a list of eight 9.9 in place of
+9.4; with the attribute on inner functions as well, five times as much.
 """
 
 from __future__ import annotations
