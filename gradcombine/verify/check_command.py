@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gradcombine.audit.auditing import callable_named
-from gradcombine.errors import invalid, require_installed
 from gradcombine.reporting.sections import show
 from gradcombine.verify.check import check_report as report
 from gradcombine.verify.check.named import check_named
 from gradcombine.verify.check.step_report import BY_DESIGN, Verdict
-from gradcombine.verify.terminal import DRAWS, errors, label, numbers, plain
+from gradcombine.verify.terminal import Files, Html, Json, errors, numbers, plain, progress
 
 
 def check_command(
@@ -42,8 +39,8 @@ def check_command(
     baseline: Annotated[
         Path | None, typer.Option(help="An earlier --json: fail only on causes that are new.", metavar="FILE")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write everything to this file.", metavar="FILE")] = None,
-    html: Annotated[Path | None, typer.Option(help="Write a page with a picture.", metavar="FILE")] = None,
+    json: Json = None,
+    html: Html = None,
 ) -> None:
     """Checks that k microbatches give what one batch does, in a step of your own, and names the cause if not.
 
@@ -52,13 +49,9 @@ def check_command(
 
     Example: `gradcombine check train:make_case --microbatches 2,4`
     """
-    console = Console()
+    console, files = Console(), Files(json, html)
     with errors("check"):
-        if html is not None:
-            require_installed("check", *DRAWS)
-        for option, path in (("--json", json), ("--html", html)):
-            if path is not None and (path.is_dir() or not path.resolve().parent.is_dir()):
-                raise invalid(f"a path in an existing folder for {option}", str(path))
+        files.require("check")
         before = None if baseline is None else report.read_baseline(baseline)
         others: dict[str, Any] = {} if returns is None else {"returns": returns}
         for name, text in (("microbatches", microbatches), ("devices", devices)):
@@ -67,14 +60,8 @@ def check_command(
         if terms is not None:
             others["terms"] = callable_named("check", terms)
         meant = [] if allow is None else [x.strip() for x in allow.split(",")]
-        columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
-        with Progress(*columns, console=console, transient=True) as bar:
-            task = bar.add_task("importing", total=None)
-
-            def progress(name: str, done: int, total: int) -> None:
-                bar.update(task, description=label(name), completed=done, total=total)
-
-            found, source = check_named(what, others, timeout, progress)
+        with progress("importing") as step:
+            found, source = check_named(what, others, timeout, step)
         found = found.allowing(*meant)
         verdict, sections = report.verdict(found), report.sections(found, source and f"The step is made at {source}.")
         passes, status = report.GOOD[found.verdict], report.STATUS[found.verdict]
@@ -83,10 +70,6 @@ def check_command(
             lines = report.new_causes(found, before)
             status, answer = (1, "causes that are new:") if lines else (0, "no cause that is new")
             console.print(plain("\n".join((answer, *lines)), "bold red" if lines else "green"), soft_wrap=True)
-        if json is not None:
-            json.write_text(json_format.dumps(report.as_json(found), indent=1, allow_nan=False) + "\n")
-        if html is not None:
-            from gradcombine.reporting import page  # needs matplotlib, which takes a second to import
-
-            page.write(html, f"gradcombine check {what}", verdict, passes, sections)
+        files.write_json(report.as_json(found))
+        files.write_page(f"gradcombine check {what}", verdict, passes, sections)
     raise typer.Exit(status)
