@@ -32,7 +32,7 @@ NO_COST = (0.0,) * 5
 
 
 def sections(report: Audit) -> list[Section]:
-    """All that an audit tells; the findings are last, where a reader of a terminal looks."""
+    """All of a report; the findings are last, where a reader of a terminal looks."""
     parts = [_totals(report), _bound(report), _collectives(report), *_branches(report)]
     return [*parts, *_unread(report), *_found(report)]
 

@@ -1,4 +1,4 @@
-"""Compiles a step and tells what it does."""
+"""Compiles a step and reports what it does."""
 
 from __future__ import annotations
 

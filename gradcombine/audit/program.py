@@ -47,7 +47,7 @@ class Program(Module):
         self._lines, self._shardings = lines, shardings
 
     def sharding(self, parameter: Instruction) -> str:
-        """How devices hold a parameter of the entry, as HLO writes it; empty where nothing tells."""
+        """How devices hold a parameter of the entry, as HLO writes it; empty where it is unknown."""
         if found := re.search(r"\bsharding=(\{.*?\})(?=,|$| )", parameter.attributes):
             return found[1]
         number = int(parameter.inside)
@@ -61,7 +61,7 @@ class Program(Module):
         return own_line(self.frames(x)) or self._of_joined.get(x.name, "")
 
     def trips(self, computation: str, x: Instruction) -> int | None:
-        """How often a loop turns; None where it is not known while compiling."""
+        """Iterations of a loop; None where it is not known while compiling."""
         if known := re.search(r'known_trip_count":\s*\{"n":\s*"(\d+)"', x.attributes):
             return int(known[1])
         return self._counted(computation, x)
@@ -77,7 +77,7 @@ class Program(Module):
         return after.opcode == "constant" and after.inside == "false"
 
     def repeats(self, computation: str, x: Instruction) -> bool:
-        """Whether this is a loop that turns more than once, as far as that is known."""
+        """Whether this is a loop of more than one iteration, as far as that is known."""
         if x.opcode != "while":
             return False
         trips = self.trips(computation, x)
