@@ -39,7 +39,6 @@ class Wrapper(_Optimizer):
       name: of the optimizer.
     """
 
-    @operation("Accumulate")
     def __init__(self, name: str | None) -> None:
         if name is not None and (not isinstance(name, str) or not name.isprintable() or "/" in name):
             raise invalid("a printable name without /, or None", shown(name))
@@ -94,7 +93,6 @@ class Wrapper(_Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._holder(name), name)
 
-    @operation("Accumulate")
     def __setattr__(self, name: str, value: Any) -> None:
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         if is_own or "inner_optimizer" not in vars(self) or not hasattr(self, name):

@@ -256,7 +256,10 @@ class Accumulation:
         **extra_args: Any,
     ) -> tuple[Tree, AccumulateUpdatesState]:
         """One more microbatch, and the inner transformation where it ends the window."""
-        params = as_arrays(params) if self._applies else params
+        if self._applies:
+            if params is None:
+                raise invalid("the parameters to update", None)
+            params = as_arrays(params)
         added, dtypes = self._contribute(updates, state, params, weight, flush, number)
 
         def transform(kept: tuple[Any, Tree], gradients: Tree) -> tuple[tuple[Any, Tree], Tree]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ class MultiSteps:
         self._use_grad_mean = use_grad_mean = valid("use_grad_mean", use_grad_mean)
         asked = dtypes.parse(accumulator_dtype)
         dtype = None if asked is None else jax.dtypes.canonicalize_dtype(asked)
-        self._rule: WindowRule = (OptaxOrder if compat else Sums)(use_grad_mean, dtype)
+        self._rule = (OptaxOrder if compat else Sums)(use_grad_mean, dtype)
 
     @property
     def inner_opt(self) -> optax.GradientTransformationExtraArgs:
@@ -250,30 +250,6 @@ Transform: TypeAlias = Callable[[Tree], tuple[Tree, Any]]
 """Combined gradients to the inner transformation's updates and next state."""
 
 
-class WindowRule(Protocol):
-    """How ``acc_grads`` is made, grows, and becomes the gradients of the inner transformation."""
-
-    def init(self, params: Tree) -> Tree:
-        """The accumulators of no gradients: zeros."""
-        ...
-
-    def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Any, Tree]:
-        """The gradients number ``mini_step``, from 0; ``emit`` says that they are the window's last.
-
-        Returns:
-          What `boundary` needs to know of the window, and the accumulators that the state holds afterwards.
-        """
-        ...
-
-    def boundary(self, window: Any, grads: Tree, inner: Any, emit: Array, transform: Transform) -> tuple[Tree, Any]:
-        """Runs the transformation on the combined gradients, in the dtypes of ``grads``; in the conditional's branch.
-
-        Returns:
-          Its updates and its next state, in the dtypes of ``inner``, the last one.
-        """
-        ...
-
-
 class Sums:
     """Running sums by a reduction of the library, divided once; ``acc_grads`` is the accumulators of its state."""
 
@@ -281,9 +257,15 @@ class Sums:
         self._reduction: Reduction = gc.reductions.mean(dtype=dtype) if mean else gc.reductions.sum(dtype=dtype)
 
     def init(self, params: Tree) -> Tree:
+        """The accumulators of no gradients: zeros."""
         return jax.tree.map(jnp.zeros_like, init_for(self._reduction.init, params).value)
 
     def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Any, Tree]:
+        """The gradients number ``mini_step``, from 0; ``emit`` says that they are the window's last.
+
+        Returns:
+          The argument ``window`` of `boundary`, and the accumulators that the state holds afterwards.
+        """
         del emit
         window = self._open(grads, accumulators, mini_step)
         # The full window is left where it is; the next one begins with an empty one in its place.
@@ -292,6 +274,11 @@ class Sums:
         return window, window.value
 
     def boundary(self, window: Any, grads: Tree, inner: Any, emit: Array, transform: Transform) -> tuple[Tree, Any]:
+        """Runs the transformation on the combined gradients, in the dtypes of ``grads``; in the conditional's branch.
+
+        Returns:
+          Its updates and its next state, in the dtypes of ``inner``, the last one.
+        """
         del emit
         updates, state = transform(cast_as(self._reduction.finalize(window), grads))
         return updates, keep_dtypes(state, inner)
@@ -308,7 +295,7 @@ class Sums:
 
 
 class OptaxOrder:
-    """The arithmetic of optax.MultiSteps, as XLA is given it: ``acc + (g - acc) / (n + 1)``, or ``g + acc``.
+    """`Sums` in the arithmetic of optax.MultiSteps, as XLA is given it: ``acc + (g - acc) / (n + 1)``, or ``g + acc``.
 
     `gradcombine.foreign_orders.welford` has the bits of that mean from operations that every backend rounds alike. But
     which products of the inner transformation XLA fuses into additions depends on all that it compiles with them. So

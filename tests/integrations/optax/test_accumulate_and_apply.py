@@ -95,5 +95,8 @@ def test_its_state_is_that_of_the_transformation() -> None:
 
 
 def test_errors_name_it() -> None:
+    tx = accumulate_and_apply(SGD, 2)
     with pytest.raises(gc.GradCombineError, match="accumulate_and_apply: expected an AccumulateUpdatesState"):
-        accumulate_and_apply(SGD, 2).apply(GRADS[0], (), PARAMS)
+        tx.apply(GRADS[0], (), PARAMS)
+    with pytest.raises(gc.GradCombineError, match="accumulate_and_apply: expected the parameters to update"):
+        tx.apply(GRADS[0], tx.init(PARAMS), None)

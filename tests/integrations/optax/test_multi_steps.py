@@ -34,6 +34,12 @@ def run(tx: Any, grads: Any, params: Any = None, **extra: Any) -> tuple[list[Any
     return firsts, states, [bool(tx.has_updated(s)) for s in states] if hasattr(tx, "has_updated") else []
 
 
+@functools.cache
+def by_optax(*grads: Any, k: Any = 2, mean: bool = True, skip: Any = None) -> tuple[list[Any], list[Any], list[bool]]:
+    """`run` of optax.MultiSteps, once for all cases that are compared with it."""
+    return run(optax.MultiSteps(NEGATE, k, mean, skip), grads)
+
+
 @pytest.mark.parametrize(
     ("compat", "mean", "expected"),
     [
@@ -45,7 +51,7 @@ def run(tx: Any, grads: Any, params: Any = None, **extra: Any) -> tuple[list[Any
 )
 def test_a_window_and_its_state(compat: bool, mean: bool, expected: list[float]) -> None:
     firsts, states, updated = run(MultiSteps(NEGATE, 2, mean, compat=compat), [2, 6, 8, -2])
-    theirs, their_states, their_updated = run(optax.MultiSteps(NEGATE, 2, mean), [2, 6, 8, -2])
+    theirs, their_states, their_updated = by_optax(2, 6, 8, -2, mean=mean)
     assert firsts == theirs == expected
     assert updated == their_updated == [False, True, False, True]
     for ours, other in zip(states, their_states, strict=True):
@@ -67,7 +73,7 @@ def test_the_interface() -> None:
 def test_a_nan_stays_in_its_window(compat: bool) -> None:
     grads = [np.nan, 1, 2, 4, np.inf, 1, 3, 5]
     ours, _, _ = run(MultiSteps(NEGATE, 2, compat=compat), grads)
-    theirs, _, _ = run(optax.MultiSteps(NEGATE, 2), grads)
+    theirs, _, _ = by_optax(*grads)
     assert np.isnan(theirs[3:]).all()
     assert not np.isfinite(ours[1]) and not np.isfinite(ours[5])
     assert [x for x in ours if np.isfinite(x)] == [0, 0, -3, 0, 0, -4]
@@ -85,23 +91,23 @@ def test_complex_gradients_keep_their_imaginary_part(compat: bool) -> None:
     assert run(theirs, grads, params)[0][1] != -2 + 1j
 
 
-SKIP = (optax.skip_not_finite, skip_not_finite, skip_not_finite(), "tuple", "dict", "empty")
+DETAILS: dict[str, Any] = {
+    "tuple": optax.ScaleByScheduleState(jnp.int32(7)),
+    "dict": {"a": jnp.int32(7)},
+    "empty": (),
+}
+FUNCTIONS = {name: lambda u, step, params, d=d: (jnp.isnan(u["w"]).any(), d) for name, d in DETAILS.items()}
+SKIP = (optax.skip_not_finite, skip_not_finite, skip_not_finite(), *DETAILS)
 QUICK = [*((True, skip) for skip in ("tuple", "dict")), *((False, skip) for skip in SKIP[1:3])]
 
 
 @pytest.mark.parametrize(("compat", "skip"), cases(QUICK, (True, False), SKIP))
 def test_has_updated_is_false_after_a_microbatch_that_was_left_out(compat: bool, skip: Any) -> None:
     grads = [2, 4, np.nan, 6, np.nan, 8]
-    if isinstance(skip, str):
-        detail: Any = {"tuple": optax.ScaleByScheduleState(jnp.int32(7)), "dict": {"a": jnp.int32(7)}, "empty": ()}[
-            skip
-        ]
-        function = lambda updates, step, params: (jnp.isnan(updates["w"]).any(), detail)  # noqa: E731
-    else:
-        function, detail = skip, None
+    function, detail = FUNCTIONS.get(skip, skip), DETAILS.get(skip)
     tx = MultiSteps(NEGATE, 2, True, function, compat=compat)
     firsts, states, updated = run(tx, grads)
-    theirs, their_states, their_updated = run(optax.MultiSteps(NEGATE, 2, True, function), grads)
+    theirs, their_states, their_updated = by_optax(*grads, skip=function)
     assert firsts == theirs == [0, -3, 0, 0, 0, -7]
     assert their_updated == [False, True, True, False, False, True]
     # What a state does not tell, `has_updated` cannot know.
@@ -125,11 +131,15 @@ def test_k_may_be_any_integer(compat: bool, k: Any) -> None:
     assert run(MultiSteps(NEGATE, k, compat=compat), [2, 4])[0] == [0, -3]
 
 
+def following(gradient_step: Any) -> Any:
+    return gradient_step + 1
+
+
 @COMPAT
 def test_k_may_depend_on_the_window(compat: bool) -> None:
-    grads, k = [2, 4, 6, 1, 2, 6, 7], lambda gradient_step: gradient_step + 1
-    firsts, _, updated = run(MultiSteps(NEGATE, k, compat=compat), grads)
-    theirs, _, their_updated = run(optax.MultiSteps(NEGATE, k), grads)
+    grads = [2, 4, 6, 1, 2, 6, 7]
+    firsts, _, updated = run(MultiSteps(NEGATE, following, compat=compat), grads)
+    theirs, _, their_updated = by_optax(*grads, k=following)
     assert firsts == theirs == [-2, 0, -5, 0, 0, -3, 0]
     assert updated == their_updated
 
@@ -196,7 +206,7 @@ def test_300_ones_in_bfloat16() -> None:
 def test_a_state_that_optax_made_is_taken_over(compat: bool, done: int) -> None:
     """After 1 and 3 microbatches in the middle of a window, after 2 between two, with a NaN left behind by optax."""
     grads = [np.nan if done == 2 else 8, 2, 6, 4]
-    _, states, _ = run(optax.MultiSteps(NEGATE, 2), grads[:done])
+    _, states, _ = by_optax(*grads[:done])
     tx = MultiSteps(NEGATE, 2, compat=compat)
     state, firsts = tx.adopt(states[-1]), []
     for grad in grads[done:]:
