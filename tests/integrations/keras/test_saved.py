@@ -14,6 +14,7 @@ import pytest
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate
 from tests.integrations.keras.cases import bits, linear, stepper, tensor
+from tests.spec.selection import cases
 
 
 def made(every: int, **settings: Any) -> tuple[Any, Any]:
@@ -156,15 +157,25 @@ INNER: dict[str, Any] = {
 }
 
 
+CASES = [(2, (1, 0), 1), (1, (1, 0), 1), (2, (1, 1, 0, 0), 2)]
+"""The length of windows, the microbatches in which the second variable has a gradient, and where the restart is."""
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
 @pytest.mark.parametrize(
-    ("name", "every", "having", "restart"),
-    [(name, *case) for name in INNER for case in ((2, (1, 0), 1), (1, (1, 0), 1), (2, (1, 1, 0, 0), 2))],
+    ("name", "case", "mode"),
+    cases(
+        [(name, CASES[0], "compiled") for name in INNER] + [("momentum", case, "eager") for case in CASES[1:]],
+        INNER,
+        CASES,
+        ("eager", "compiled"),
+    ),
 )
 def test_a_restart_does_not_forget_which_variables_have_had_a_gradient(
-    name: str, every: int, having: tuple[int, ...], restart: int, mode: str
+    name: str, case: tuple[int, tuple[int, ...], int], mode: str
 ) -> None:
     """In this window or in one before; one that never had a gradient has no update, and its slots stay as they are."""
+    every, having, restart = case
 
     def built() -> tuple[Any, list[Any]]:
         variables = [keras.Variable(1.0) for _ in range(3)]
