@@ -104,8 +104,8 @@ class RequestStep:
     @operation("request_step")
     def add(self, state: Slots, slot: Hashable, params: Tree) -> Slots:
         """One more slot. Where its parameters have the shapes of another's, nothing is compiled for it."""
-        if slot in _slots(state):
-            raise invalid("a slot that does not exist", shown(slot))
+        if not _is_hashable(slot) or slot in _slots(state):
+            raise invalid("a slot that does not exist, of a hashable name", shown(slot))
         arrays = owned(differentiated(params)[0])
         opt_state = place_beside(arrays, owned(self.programs.optimizer.init(arrays)))
         return {**state, slot: Slot(with_differentiated(params, arrays), opt_state)}
@@ -306,9 +306,17 @@ def _slots(state: Any) -> Slots:
     return state
 
 
+def _is_hashable(slot: Any) -> bool:
+    try:
+        hash(slot)
+    except TypeError:
+        return False
+    return True
+
+
 def _slot(state: Any, slot: Hashable) -> Slot:
     slots = _slots(state)
-    if slot not in slots:
+    if not _is_hashable(slot) or slot not in slots:
         raise invalid(f"a slot of {shown(list(slots))}", shown(slot))
     return slots[slot]
 

@@ -191,6 +191,29 @@ def test_state_changes_where_a_window_ends() -> None:
     np.testing.assert_allclose(model.norm.mean[...], 0.5 * before + 0.5 * X[:8].astype(np.float64).mean(0), rtol=1e-5)
 
 
+def test_steps_within_the_jit_of_their_library() -> None:
+    step = train_step(loss, optax.sgd(0.1), every=2)
+    models = []
+    for function in (step, nnx.jit(step.function)):
+        model = WithState(nnx.Rngs(0))
+        state = step.init(model, X[:8], MASK[:8])
+        for i in (0, 8):
+            model, state, metrics = function(model, state, X[i : i + 8], MASK[i : i + 8])
+        assert metrics.applied and model.dropout.rngs.count[...] == 1
+        models.append([*arrays(model), model.norm.mean[...]])
+    for a, b in zip(*models, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    step, modules = train_step(of_equinox, optax.sgd(0.1), every=2), []
+    for function in (step, eqx.filter_jit(step.function)):
+        module = jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, mlp())
+        state = step.init(module)
+        for i in (0, 8):
+            module, state, _ = function(module, state, X[i : i + 8], MASK[i : i + 8])
+        modules.append(arrays(module))
+    for a, b in zip(*modules, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 def test_train_steps_take_equinox() -> None:
     step = train_step(of_equinox, optax.adam(0.1), every=2)
     model, expected = mlp(), mlp()

@@ -152,6 +152,14 @@ def test_a_discarded_window_leaves_nothing() -> None:
     np.testing.assert_array_equal(-np.asarray(step.optim_step(state, "a")[0]["a"].params), combined([0]))
 
 
+def test_a_discard_that_comes_again_leaves_the_next_window() -> None:
+    state = STEP.forward_backward(STEP.init({"a": W}), BATCHES[0], slot="a", number=0, window=0)
+    assert STEP.discard(state, "a", window=0)["a"].held == frozenset()
+    state, _ = STEP.optim_step(state, "a", window=0)
+    state = STEP.forward_backward(state, BATCHES[1], slot="a", number=1, window=1)
+    assert STEP.discard(state, "a", window=0) is state
+
+
 def test_a_key_is_that_of_the_number() -> None:
     def noisy(w: Any, x: Any, key: Any) -> Any:
         return jnp.sum(w * jnp.mean(x, 0) * jax.random.normal(key, (3,)))
@@ -244,6 +252,9 @@ def test_histories_show_a_late_request_that_counts(monkeypatch: pytest.MonkeyPat
 STEP = request_step(loss, TAKEN, microbatches=4)
 
 
+TERMS = request_step(Loss(loss, terms={"fit": "rows"}), TAKEN, microbatches=4)
+
+
 def requested(state: Any, slot: str = "a", **options: Any) -> Any:
     return STEP.forward_backward(state, BATCHES[0], slot=slot, **options)
 
@@ -252,6 +263,12 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "another slot": (
         lambda s: STEP.forward_backward(s, BATCHES[0], slot="b", number=0),
         "a slot of ['a'], received 'b'",
+    ),
+    "a list as a slot": (lambda s: STEP.discard(s, ["a"]), "a slot of ['a'], received ['a']"),
+    "a late discard": (lambda s: STEP.discard(s, "a", window=1), "the window 0, or one that has ended"),
+    "no example of terms": (
+        lambda s: TERMS.load("x.npz", TERMS.init({"a": W}), "a"),
+        "an example of the loss's arguments, of a loss with aux or terms",
     ),
     "a number beyond": (lambda s: STEP.forward_backward(s, BATCHES[0], slot="a", number=4), "from 0 to 3, received 4"),
     "a negative number": (
@@ -272,6 +289,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "an empty slot": (lambda s: STEP.optim_step(s, "a"), "a slot that holds microbatches, received an empty one"),
     "nothing to save": (lambda s: STEP.save("x.npz", s, "a"), "a slot that holds microbatches"),
     "a slot again": (lambda s: STEP.add(s, "a", W), "a slot that does not exist"),
+    "a new slot of no name": (lambda s: STEP.add(s, {}, W), "of a hashable name"),
     "no slots": (lambda s: STEP.discard(None, "a"), "the slots, from init"),
     "a carry": (lambda s: request_step(Loss(loss, carry_argnum=1), TAKEN, microbatches=2), "a loss without a carry"),
     "a ledger": (
