@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
+from gradcombine import GradCombineError
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import GradCombineError
 from gradcombine.places.window import UNTIL_FLUSH, Window, require_flag, widened
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import statefile
+from gradcombine import ledger, statefile
 from gradcombine.reductions import Numbered
-from gradcombine.resilience import ledger
 from tests.faults.bad_replicas import POLICIES, Replica
 from tests.faults.training import (
     LOGICAL,

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from gradcombine import GradCombineError, statefile
+from gradcombine import GradCombineError, faults, ledger, statefile
 from gradcombine.reductions import Numbered
-from gradcombine.resilience import faults, ledger
 from gradcombine.resilience.faults import KINDS as COLUMNS
 from tests.faults.training import MICROBATCHES, WIDTH, Engine, Log, Run, begin
 

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from gradcombine import statefile
+from gradcombine import AccumulateState, ledger, statefile
 from gradcombine.integrations.tensorflow import AccumulatedStep
 from gradcombine.places.window import OVER
-from gradcombine.resilience import ledger
 from gradcombine.statefile.recovery import _apart  # pyright: ignore[reportPrivateUsage] (there is one such rule)
-from gradcombine.types import AccumulateState
 from tests.faults.tensorflow_engine import TensorFlowEngine
 from tests.faults.training import (
     MICROBATCHES,

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
-from gradcombine.resilience import faults, ledger
+from gradcombine import faults, ledger
 from tests.faults.training import Scheme
 
 

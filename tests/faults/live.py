@@ -15,9 +15,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import gradcombine as gc
-from gradcombine import statefile
+from gradcombine import ledger, statefile
 from gradcombine.reductions import Numbered
-from gradcombine.resilience import ledger
 from tests.faults.jax_engine import Processes, descend, gradient
 from tests.faults.training import SCHEMES, WINDOWS, Log, Run, begin, bits, digest, is_finite, microbatch, on_host, saved
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from gradcombine.resilience import ledger
+from gradcombine import ledger
 from gradcombine.statefile import container, header, recovery
 
 IN_TRAINING = ("saved-after-update", "saved-at-end", "dealt-twice", "skip-not-agreed")

@@ -16,8 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradcombine import GradCombineError, statefile
-from gradcombine.resilience import ledger
+from gradcombine import GradCombineError, ledger, statefile
 from gradcombine.statefile import container
 from tests.faults import bad_replicas, training
 from tests.faults.training import Run

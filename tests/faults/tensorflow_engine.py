@@ -10,8 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine import tree
-from gradcombine.resilience import faults, ledger
+from gradcombine import faults, ledger, tree
 from tests.faults.training import Scheme, on_host
 
 

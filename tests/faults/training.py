@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 import gradcombine as gc
-from gradcombine import reductions, statefile, tree
-from gradcombine.resilience import faults, ledger
+from gradcombine import faults, ledger, reductions, statefile, tree
 
 WINDOWS, MICROBATCHES, LOGICAL, WIDTH = 4, 8, 4, 17
 POISONED = 1

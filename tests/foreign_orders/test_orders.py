@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import foreign_orders
-from gradcombine.errors import GradCombineError
+from gradcombine import GradCombineError, foreign_orders
 from tests.foreign_orders.data import assert_same_bits, assert_same_sum, normal
 from tests.spec.selection import cases
 

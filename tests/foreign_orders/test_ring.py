@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradcombine import foreign_orders
-from gradcombine.errors import GradCombineError
+from gradcombine import GradCombineError, foreign_orders
 from tests.foreign_orders import mirrored
 from tests.foreign_orders.data import assert_same_sum, normal
 

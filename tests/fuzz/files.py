@@ -25,12 +25,10 @@ import pytest
 from typer.main import get_command
 
 import gradcombine as gc
-from gradcombine import reductions, statefile
+from gradcombine import GradCombineError, reductions, statefile
+from gradcombine.audit import audit_file, target
 from gradcombine.audit import audit_report as report
-from gradcombine.audit import target
-from gradcombine.audit.auditing import audit_file
 from gradcombine.audit.parsing import hlo_parser
-from gradcombine.errors import GradCombineError
 from gradcombine.formats import npz, safetensors
 from gradcombine.verify import FlightRecorder, first_divergence
 from gradcombine.verify.command import app

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from gradcombine.errors import GradCombineError
+from gradcombine import GradCombineError
 
 SECONDS = 5.0
 """Of processor time, for one file, so that other programs do not count; most take less than a thousandth of it."""

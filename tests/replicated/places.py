@@ -1,4 +1,4 @@
-"""Runs one case of the model on two replicas: stacked in NumPy, in JAX, or under a strategy of TensorFlow."""
+"""Runs cases of the model on two replicas, as one program: stacked in NumPy, in JAX, or under a strategy."""
 
 from __future__ import annotations
 
@@ -14,45 +14,52 @@ from gradcombine.backends.jax_versions import varying
 from tests.replicated.observed import Case
 from tests.replicated.replay import Place, replay
 
-Program = Callable[[Callable[[Any], Any]], dict[str, Any]]
+Outcomes = dict[str, dict[str, Any]]
+"""By case."""
+
+Program = Callable[[Callable[[Any], Any]], Outcomes]
 """``program(own)``: what one replica runs; ``own(values)`` is its value of one a replica. Returns arrays."""
 
 ONE_VALUE = ("cross", "SUM", "MEAN")
 """What of an outcome is one value for all replicas."""
 
 
-def numpy_stacked(case: Case) -> dict[str, Any]:
+def numpy_stacked(cases: list[Case]) -> Outcomes:
     def over_first_axis(reduction: Any, value: Any) -> Any:
         return gc.combine(reduction, list(value))
 
     place = Place(lambda values: values, over_first_axis, lambda function, state: function(state))
+    return {str(case): _plain(_replayed(case, replicated.stacked(2), place)) for case in cases}
+
+
+def _replayed(case: Case, over: Any, place: Place) -> dict[str, Any]:
     try:
-        variable = replicated.variable(case.aggregation, case.synchronization, over=replicated.stacked(2))
+        variable = replicated.variable(case.aggregation, case.synchronization, over=over)
     except GradCombineError:
         return {"raises": True}
-    return _plain(replay(case, variable, place))
+    return replay(case, variable, place)
 
 
-def jax_vmap(case: Case) -> dict[str, Any]:
+def jax_vmap(cases: list[Case]) -> Outcomes:
     import jax
 
     def run(program: Program) -> Any:
         return jax.vmap(lambda rank: program(partial(_row, rank)), axis_name="data", axis_size=2)(np.arange(2))
 
-    return _on_replicas(case, run, gc.jax_axis("data"), _jax_cond)
+    return _on_replicas(cases, run, gc.jax_axis("data"), _jax_cond)
 
 
-def jax_pmap(case: Case) -> dict[str, Any]:
+def jax_pmap(cases: list[Case]) -> Outcomes:
     import jax
 
     def run(program: Program) -> Any:
         mapped = jax.pmap(lambda rank: program(partial(_row, rank)), axis_name="data", devices=jax.devices()[:2])
         return mapped(np.arange(2))
 
-    return _on_replicas(case, run, gc.jax_axis("data"), _jax_cond)
+    return _on_replicas(cases, run, gc.jax_axis("data"), _jax_cond)
 
 
-def jax_shard_map(case: Case) -> dict[str, Any]:
+def jax_shard_map(cases: list[Case]) -> Outcomes:
     """With check_vma, which keeps account of what varies over the axis."""
     import jax
     from jax.sharding import AxisType, PartitionSpec
@@ -72,11 +79,11 @@ def jax_shard_map(case: Case) -> dict[str, Any]:
             value = jax.lax.pcast(value, "data", to="varying")
         return gc.all_reduce(reduction, value, over=gc.jax_axis("data"))
 
-    return _on_replicas(case, run, gc.jax_axis("data"), _jax_cond, reduce)
+    return _on_replicas(cases, run, gc.jax_axis("data"), _jax_cond, reduce)
 
 
-def tf_mirrored(case: Case) -> dict[str, Any]:
-    """As the case was observed: eager, or in a tf.function."""
+def tf_mirrored(cases: list[Case], compiled: bool) -> Outcomes:
+    """Eager, or in a tf.function."""
     import tensorflow as tf
 
     strategy = tf_strategy(2)
@@ -90,12 +97,12 @@ def tf_mirrored(case: Case) -> dict[str, Any]:
             rows = strategy.run(on_one)
             return tf.nest.map_structure(strategy.experimental_local_results, rows)
 
-        return tf.function(both)() if case.column == "tf_function" else both()
+        return tf.function(both)() if compiled else both()
 
     def cond(function: Any, state: Any) -> Any:
         return tf.cond(tf.constant(True), lambda: function(state), lambda: state)
 
-    return _on_replicas(case, run, gc.tf_replicas(), cond)
+    return _on_replicas(cases, run, gc.tf_replicas(), cond)
 
 
 @cache
@@ -107,26 +114,29 @@ def tf_strategy(replicas: int) -> Any:
 
 
 def _on_replicas(
-    case: Case, run: Callable[[Program], dict[str, Any]], over: Any, cond: Any, reduce: Any = None
-) -> dict[str, Any]:
-    try:
-        variable = replicated.variable(case.aggregation, case.synchronization, over=over)
-    except GradCombineError:
-        return {"raises": True}
-    known: dict[str, Any] = {}
+    cases: list[Case], run: Callable[[Program], Outcomes], over: Any, cond: Any, reduce: Any = None
+) -> Outcomes:
+    known: Outcomes = {str(case): {} for case in cases}
 
-    def program(own: Any) -> dict[str, Any]:
-        found = replay(case, variable, Place(own, reduce or partial(gc.all_reduce, over=over), cond))
-        known.update({name: x for name, x in found.items() if isinstance(x, (bool, str))})
-        return {name: x for name, x in found.items() if name not in known}
+    def program(own: Any) -> Outcomes:
+        place, arrays = Place(own, reduce or partial(gc.all_reduce, over=over), cond), {}
+        for case in cases:
+            outcome = _replayed(case, over, place)
+            known[str(case)].update({name: x for name, x in outcome.items() if isinstance(x, (bool, str))})
+            arrays[str(case)] = {name: x for name, x in outcome.items() if name not in known[str(case)]}
+        return arrays
 
-    rows = _plain(run(program))
+    return {case: known[case] | _rows(outcome) for case, outcome in run(program).items()}
+
+
+def _rows(outcome: dict[str, Any]) -> dict[str, Any]:
+    rows = _plain(outcome)
     for name in ONE_VALUE:
         if name in rows:
             first, second = rows[name]
             assert first == second, name
             rows[name] = first
-    return known | rows
+    return rows
 
 
 def _row(rank: Any, values: Any) -> Any:

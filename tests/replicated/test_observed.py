@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,40 +40,55 @@ def one_a_rule(cases: list[Case]) -> list[Case]:
     return list({(case.synchronization, case.aggregation, case.op): case for case in cases}.values())
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_numpy(case: Case) -> None:
-    assert places.numpy_stacked(case) == expected(case)
+def outcomes(cases: list[Case]) -> places.Outcomes:
+    return {str(case): expected(case) for case in cases}
 
 
-def quick(chosen: list[Case], of: list[Case]) -> pytest.MarkDecorator:
+def by_policy(cases: list[Case]) -> dict[str, list[Case]]:
+    """Cases that make one program: those of variables of one kind."""
+    policies: dict[str, list[Case]] = {}
+    for case in cases:
+        policies.setdefault(f"{case.synchronization}-{case.aggregation}", []).append(case)
+    return policies
+
+
+def quick(place: Any, chosen: list[Case], of: list[Case]) -> list[Any]:
     """Of these cases the chosen ones; the rest, which traces the same functions, is left to the full suite."""
-    return pytest.mark.parametrize(
-        "case", [case if case in chosen else pytest.param(case, marks=pytest.mark.full) for case in of], ids=str
-    )
+    rest = by_policy([case for case in of if case not in chosen])
+    programs = {"one a rule": (chosen, ()), **{name: (cases, pytest.mark.full) for name, cases in rest.items()}}
+    return [
+        pytest.param(place, cases, id=f"{place.__name__}-{name}", marks=marks)
+        for name, (cases, marks) in programs.items()
+    ]
+
+
+@pytest.mark.parametrize("cases", by_policy(CASES).values(), ids=by_policy(CASES))
+def test_numpy(cases: list[Case]) -> None:
+    assert places.numpy_stacked(cases) == outcomes(cases)
 
 
 @pytest.mark.needs("jax")
-@quick(one_a_rule(SELECTED), CASES)
-def test_jax_vmap(case: Case) -> None:
-    assert places.jax_vmap(case) == expected(case)
+@pytest.mark.parametrize(
+    ("place", "cases"),
+    [
+        *quick(places.jax_vmap, one_a_rule(SELECTED), CASES),
+        *quick(places.jax_shard_map, one_a_rule(MAPPED), SHARDED),
+        *quick(places.jax_pmap, MAPPED[::4], MAPPED),
+    ],
+)
+def test_jax(place: Callable[[list[Case]], places.Outcomes], cases: list[Case]) -> None:
+    assert place(cases) == outcomes(cases)
 
 
-@pytest.mark.needs("jax")
-@quick(one_a_rule(MAPPED), SHARDED)
-def test_jax_shard_map(case: Case) -> None:
-    assert places.jax_shard_map(case) == expected(case)
-
-
-@pytest.mark.needs("jax")
-@quick(MAPPED[::4], MAPPED)
-def test_jax_pmap(case: Case) -> None:
-    assert places.jax_pmap(case) == expected(case)
+COMPILED = [case for case in SELECTED if case.column == "tf_function" and case not in MERGE_IN_COND]
+EAGER = by_policy([case for case in SELECTED if case.column != "tf_function"])
 
 
 @pytest.mark.needs("tensorflow")
-@pytest.mark.parametrize("case", [case for case in SELECTED if case not in MERGE_IN_COND], ids=str)
-def test_tensorflow(case: Case) -> None:
-    assert places.tf_mirrored(case) == expected(case)
+@pytest.mark.parametrize("cases", [*EAGER.values(), COMPILED], ids=[*EAGER, "tf_function"])
+def test_tensorflow(cases: list[Case]) -> None:
+    """As the cases were observed: eager, or in a tf.function."""
+    assert places.tf_mirrored(cases, compiled=cases is COMPILED) == outcomes(cases)
 
 
 @pytest.mark.needs("tensorflow")
@@ -79,7 +96,7 @@ def test_tensorflow(case: Case) -> None:
 def test_tensorflow_has_no_collective_inside_cond(case: Case) -> None:
     """MirroredStrategy's own limit, whoever asks."""
     with pytest.raises(RuntimeError, match="merge_call"):
-        places.tf_mirrored(case)
+        places.tf_mirrored([case], compiled=True)
 
 
 def test_every_case_is_there() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,10 +11,15 @@ from tests.spec import modes, selection
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """``mode``: all of them. ``replicated``: those of several replicas. Of an `unrolled` test, those without a loop."""
-    left_out = modes.LOOPING if getattr(metafunc.function, "unrolled", False) else ()
+    """``mode``: all of them. ``replicated``: those of several replicas.
+
+    Of an `unrolled` test, those without a loop; in ``mode``, those of one replica, unless the test is `communicating`.
+    """
+    unrolled, communicating = (getattr(metafunc.function, name, False) for name in ("unrolled", "communicating"))
+    left_out = modes.LOOPING if unrolled else ()
+    everywhere = [name for group in modes.NAMES.values() for name in group]
     for fixture, quick, names in (
-        ("mode", selection.LOCAL, [name for group in modes.NAMES.values() for name in group]),
+        ("mode", selection.LOCAL, [name for name in everywhere if communicating or name not in modes.COMMUNICATING]),
         ("replicated", selection.COLLECTIVE, modes.REPLICATED),
     ):
         if fixture in metafunc.fixturenames:
@@ -23,6 +29,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    items[:] = [
+        item
+        for item in items
+        if item.path.parent != here or not selection.repeats(getattr(getattr(item, "callspec", None), "params", {}))
+    ]
     for item in items:
         parametrized = getattr(item, "callspec", None)
         quick = getattr(getattr(item, "function", None), "traced_quickly", None)

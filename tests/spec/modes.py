@@ -49,6 +49,17 @@ class Mode:
           program: a hashable callable of (env, data); compiled once for each structure and shape.
           per_replica: one tree a replica.
         """
+        started, outputs, stacked = self.started(program, per_replica)
+        columns = started(stacked)
+        leaves, out_structure = outputs[0]
+        results = []
+        for rank in range(len(per_replica)):
+            values = iter(columns)
+            results.append(tree.unflatten(out_structure, [next(values)[rank] if x else None for x in leaves]))
+        return results
+
+    def started(self, program: Program, per_replica: Sequence[Any]) -> tuple[Any, list[Any], list[np.ndarray]]:
+        """The function of stacked arrays, where its outputs' structure will be, and the arrays."""
         flat = [tree.flatten(data) for data in per_replica]
         structure = flat[0][1]
         here = [i for i, leaf in enumerate(flat[0][0]) if leaf is not None]
@@ -56,14 +67,7 @@ class Mode:
         key = (program, len(flat), str(structure), *((x.shape, str(x.dtype)) for x in stacked))
         if key not in self.compiled:
             self.compiled[key] = self._compile(program, structure, here, len(flat))
-        started, outputs = self.compiled[key]
-        columns = started(stacked)
-        leaves, out_structure = outputs[0]
-        results = []
-        for rank in range(len(flat)):
-            values = iter(columns)
-            results.append(tree.unflatten(out_structure, [next(values)[rank] if x else None for x in leaves]))
-        return results
+        return *self.compiled[key], stacked
 
     def _compile(self, program: Program, structure: tree.Structure, here: list[int], n: int) -> tuple[Any, list[Any]]:
         count = len(list(structure.paths()))
@@ -114,7 +118,11 @@ def _jax_modes() -> list[Mode]:
         return jax.lax.scan(lambda carry, x: (step(carry, x), None), state, xs)[0]
 
     def whole(function: Any) -> Any:
-        return lambda stacked: [list(map(np.asarray, np.asarray(x))) for x in function(stacked)]
+        def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
+            return [list(map(np.asarray, np.asarray(x))) for x in function(stacked)]
+
+        call.traced = lambda stacked: function.lower(stacked).as_text()
+        return call
 
     def jit(body: Any, n: int) -> Any:
         compiled = jax.jit(body)
@@ -123,9 +131,6 @@ def _jax_modes() -> list[Mode]:
             return [[np.asarray(x)] for x in compiled([x[0] for x in stacked])]
 
         return call
-
-    def pmap(body: Any, n: int) -> Any:
-        return whole(jax.pmap(body, axis_name="data", devices=jax.devices()[:n]))
 
     def vmap(body: Any, n: int) -> Any:
         return whole(jax.jit(jax.vmap(body, axis_name="data")))
@@ -149,7 +154,6 @@ def _jax_modes() -> list[Mode]:
         Mode("jax_eager", "jax", (1,), _one_by_one(jnp.asarray), Env(gc.LOCAL, python_loop)),
         Mode("jax_jit", "jax", (1,), jit, Env(gc.LOCAL, python_loop)),
         Mode("jax_scan", "jax", (1,), jit, Env(gc.LOCAL, scan)),
-        Mode("jax_pmap", "jax", counts, pmap, over),
         Mode("jax_vmap", "jax", counts, vmap, over),
         Mode("jax_shard_map", "jax", counts, shard_map(True), over),
         Mode("jax_shard_map_scan", "jax", counts, shard_map(True), Env(axis, scan)),
@@ -160,14 +164,18 @@ def _jax_modes() -> list[Mode]:
 def _tensorflow_modes() -> list[Mode]:
     import tensorflow as tf
 
+    def called(compiled: Any, dealt: Any, rows: Any = lambda x: [x]) -> Any:
+        def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
+            return [[x.numpy() for x in rows(column)] for column in compiled(dealt(stacked))]
+
+        call.traced = lambda stacked: compiled.get_concrete_function(dealt(stacked)).graph.as_graph_def()
+        return call
+
     def function(jit_compile: bool) -> Any:
         def start(body: Any, n: int) -> Any:
-            compiled = tf.function(body, jit_compile=jit_compile)
-
-            def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
-                return [[x.numpy()] for x in compiled([tf.constant(x[0]) for x in stacked])]
-
-            return call
+            return called(
+                tf.function(body, jit_compile=jit_compile), lambda stacked: [tf.constant(x[0]) for x in stacked]
+            )
 
         return start
 
@@ -180,14 +188,13 @@ def _tensorflow_modes() -> list[Mode]:
         replicas = strategy(n)
         compiled = tf.function(lambda arrays: replicas.run(body, (arrays,)))
 
-        def call(stacked: list[np.ndarray]) -> list[list[np.ndarray]]:
+        def dealt(stacked: list[np.ndarray]) -> Any:
             def own(context: Any) -> Any:
                 return [tf.constant(x[context.replica_id_in_sync_group]) for x in stacked]
 
-            columns = compiled(replicas.experimental_distribute_values_from_function(own))
-            return [[x.numpy() for x in replicas.experimental_local_results(column)] for column in columns]
+            return replicas.experimental_distribute_values_from_function(own)
 
-        return call
+        return called(compiled, dealt, replicas.experimental_local_results)
 
     local, over = Env(gc.LOCAL, python_loop), Env(gc.tf_replicas(), python_loop)
     return [
@@ -206,7 +213,6 @@ NAMES = {
         "jax_eager",
         "jax_jit",
         "jax_scan",
-        "jax_pmap",
         "jax_vmap",
         "jax_shard_map",
         "jax_shard_map_scan",
@@ -216,11 +222,21 @@ NAMES = {
 }
 """Every mode by framework, known without importing one."""
 
-REPLICATED = ("jax_pmap", "jax_vmap", "jax_shard_map", "jax_shard_map_scan", "jax_shard_map_unchecked", "tf_mirrored")
+REPLICATED = ("jax_vmap", "jax_shard_map", "jax_shard_map_scan", "jax_shard_map_unchecked", "tf_mirrored")
 """The modes that have a collective of several replicas."""
 
 LOOPING = ("jax_scan", "jax_shard_map_scan")
 """The modes whose loop is the framework's; without a loop they are jax_jit and jax_shard_map."""
+
+UNROLLED = tuple(name for names in NAMES.values() for name in names if name not in LOOPING)
+"""Those that differ where there is no loop."""
+
+EXCHANGING = tuple(name for name in UNROLLED if name in REPLICATED)
+"""Those of several replicas among them."""
+
+COMMUNICATING = ("tf_mirrored",)
+"""The modes whose programs are those of another one, as `tests/spec/test_modes.py` shows, where no replica asks for the
+collective: tf_function's. And jax.pmap, which is none of the modes, has the programs of jax_shard_map_unchecked."""
 
 CANNOT = {
     ("jax", "float64"): "JAX has no 64-bit values unless jax_enable_x64 is set, which is a setting of a whole process",

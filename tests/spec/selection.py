@@ -70,9 +70,21 @@ def unrolled(function: Any) -> Any:
     return function
 
 
+def communicating(function: Any) -> Any:
+    """Of a test on one replica whose program asks for the collective all the same."""
+    function.communicating = True
+    return function
+
+
 def _parameter(name: str, framework: str, quick: bool) -> Any:
     marks = [] if framework == "numpy" else [pytest.mark.needs(framework)]
     return pytest.param(name, id=name, marks=marks if quick else [*marks, FULL])
+
+
+def repeats(parameters: dict[str, Any]) -> bool:
+    """Whether a mode with a loop of its own would run the program of one without, as this place asks for no loop."""
+    mode = next((parameters[name] for name in ("mode", "replicated", "name") if name in parameters), None)
+    return mode in modes.LOOPING and not str(parameters.get("place", "time")).startswith("time")
 
 
 COVERED_PLACES = ("merged halves", "time x replicas")

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import reductions
+from gradcombine import ledger, reductions
 from gradcombine.reductions import Numbered, Ratio
-from gradcombine.resilience import ledger
 
 F32 = np.float32
 MOST = 5.0

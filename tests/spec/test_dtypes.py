@@ -14,7 +14,7 @@ import pytest
 import gradcombine as gc
 from tests.spec import exact, modes
 from tests.spec.programs import rows
-from tests.spec.selection import unrolled
+from tests.spec.selection import communicating, unrolled
 
 NARROW = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 DTYPES = ("bfloat16", "float16", "float32", "float64", "complex64", "complex128", "int8", "int32")
@@ -51,6 +51,7 @@ def runs(mode: modes.Mode, dtype: str) -> bool:
 
 @unrolled
 @pytest.mark.parametrize("dtype", DTYPES)
+@communicating
 def test_each_dtype(mode: modes.Mode, dtype: str) -> None:
     """Small whole numbers, so that every sum is exact: value and dtype of the result."""
     if not runs(mode, dtype):
@@ -89,6 +90,7 @@ def _real(dtype: str) -> str:
 
 @unrolled
 @pytest.mark.parametrize("dtype", NARROW)
+@communicating
 def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> None:
     """A large value and three ones: a narrow accumulator would lose each one; here the sum is rounded once."""
     large = 2.0 ** exact.PRECISION[dtype]
@@ -100,6 +102,7 @@ def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> No
 
 
 @unrolled
+@communicating
 def test_output_dtype(mode: modes.Mode) -> None:
     values = np.array([[256], [1], [1], [1]]).astype(NARROW["bfloat16"])
     (result,) = mode.run(INTO_FLOAT32, [{"values": values, "weights": np.ones(4, np.float32)}])
@@ -108,6 +111,7 @@ def test_output_dtype(mode: modes.Mode) -> None:
 
 
 @unrolled
+@communicating
 def test_accumulator_dtype(mode: modes.Mode) -> None:
     """Asked for, a narrow accumulator rounds at each step: 256 + 1 + 1 stays 256, and 256 + 2 does not."""
     values = np.float32([[256, 256], [1, 2], [1, 2]])

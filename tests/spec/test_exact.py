@@ -18,11 +18,9 @@ from gradcombine.reductions.cell import parts
 from tests.spec import exact, modes
 from tests.spec.data import CLOSE, SHAPES, contributions, deal
 from tests.spec.programs import Combine, rows
-from tests.spec.selection import among
+from tests.spec.selection import among, traced_quickly, unrolled
 
 NAMES = ("sum", "mean")
-QUICK = ("numpy", "jax_jit", "tf_function")
-"""Modes that compile in ways of their own."""
 
 
 def true_value(name: str, data: Any, leaf: str) -> np.ndarray:
@@ -74,11 +72,10 @@ def test_any_order_gives_the_correctly_rounded_sum(place: str, name: str, data: 
 
 @pytest.mark.parametrize("name", among(("jax_shard_map_scan",), modes.REPLICATED))
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", ["mean", pytest.param("sum", marks=pytest.mark.full)])
 @settings(max_examples=4)
 @given(data=contributions(8, CLOSE), seed=st.integers(0, 99))
-def test_any_division_over_replicas_gives_it_too(name: str, kind: str, replicas: int, data: Any, seed: int) -> None:
-    program = Combine("time x replicas", "sequential", (kind,), "exact")
+def test_any_division_over_replicas_gives_it_too(name: str, replicas: int, data: Any, seed: int) -> None:
+    program = Combine("time x replicas", "sequential", NAMES, "exact")
     for results in modes.get(name).run(program, deal(shuffled(data, seed), replicas)):
         check(results, data)
 
@@ -121,17 +118,17 @@ def patterns(n: int, size: int) -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.parametrize("name", among(QUICK))
-@pytest.mark.parametrize("kind", patterns(2, 2))
-def test_all_modes_have_the_same_digits(name: str, kind: str) -> None:
+@unrolled
+def test_all_modes_have_the_same_digits(mode: modes.Mode) -> None:
     """Subnormal numbers and every exponent included, which plain sums do not promise."""
-    data = {"x": patterns(len(WEIGHTS), 512)[kind], "weights": WEIGHTS}
-    (result,) = modes.get(name).run(STREAM, [data])
-    (reference,) = modes.get("numpy").run(STREAM, [data])
-    for key in ("sum", "mean"):
-        np.testing.assert_array_equal(exact.bits(result[key]), exact.bits(reference[key]))
-    for word, expected in zip(result["slots"], reference["slots"], strict=True):
-        np.testing.assert_array_equal(word, expected)
+    for kind, x in patterns(len(WEIGHTS), 512).items():
+        data = {"x": x, "weights": WEIGHTS}
+        (result,) = mode.run(STREAM, [data])
+        (reference,) = modes.get("numpy").run(STREAM, [data])
+        for key in ("sum", "mean"):
+            np.testing.assert_array_equal(exact.bits(result[key]), exact.bits(reference[key]), kind)
+        for word, expected in zip(result["slots"], reference["slots"], strict=True):
+            np.testing.assert_array_equal(word, expected, kind)
 
 
 def folded(x: np.ndarray, grouping: np.random.Generator | None = None) -> Any:
@@ -203,22 +200,22 @@ def specials(env: modes.Env, data: Any) -> Any:
     return gc.combine(reductions.sum("exact"), [data[0], data[1], data[2]])
 
 
-@pytest.mark.parametrize("name", among(QUICK))
-def test_specials(name: str) -> None:
+@unrolled
+def test_specials(mode: modes.Mode) -> None:
     columns = np.float32([values for values, _ in SPECIAL.values()])
-    (result,) = modes.get(name).run(specials, [columns.T])
+    (result,) = mode.run(specials, [columns.T])
     np.testing.assert_array_equal(exact.bits(result), exact.bits(np.float32([e for _, e in SPECIAL.values()])))
 
 
-@pytest.mark.parametrize("name", among(QUICK))
+@unrolled
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_narrow_floats_are_rounded_once(name: str, dtype: str) -> None:
+def test_narrow_floats_are_rounded_once(mode: modes.Mode, dtype: str) -> None:
     """The sum of these lies just above a tie of the narrow format, by less than float32 could tell."""
     narrow = np.dtype(getattr(ml_dtypes, dtype, dtype))
     precision = exact.PRECISION[dtype]
     values = [1.0, 2.0**-precision, 2.0**-14, 2.0**-14]
     wide = np.array([[v, -v] for v in values]).astype(narrow)
-    (result,) = modes.get(name).run(summed, [wide])
+    (result,) = mode.run(summed, [wide])
     total = sum((Fraction(float(v)) for v in wide[:, 0]), Fraction(0))
     assert result.dtype == narrow
     expected = float(exact.round_to(total, dtype))
@@ -257,17 +254,18 @@ def test_one_mean_from_three_frameworks_shuffled_and_saved_in_the_middle() -> No
             np.testing.assert_array_equal(exact.bits(result[leaf]), exact.bits(loop[leaf]))
 
 
-@pytest.mark.parametrize("weights", [[3, 1, 5], [2**24 + 1, 3, 2**30 + 7], [4097, 4096, 2**31 - 1]])
-@pytest.mark.parametrize("name", among(("numpy", "jax_jit")))
-def test_whole_weights_multiply_exactly(name: str, weights: list[int]) -> None:
+@unrolled
+@traced_quickly(("jax_jit",))
+def test_whole_weights_multiply_exactly(mode: modes.Mode) -> None:
     """Token counts of any size, where float32 would round the weight, the product and the sum of weights."""
     x = np.float32([[1.1, -3.3e7], [2.7, 1.3], [-0.3, 7.7e-3]])
-    (result,) = modes.get(name).run(weighted_mean, [{"x": x, "weights": np.int32(weights)}])
-    known = gc.combine(reductions.mean("exact"), list(x), weights)
-    total = exact.round_to(Fraction(sum(weights)))
-    for column, received, other in zip(x.T, result, known, strict=True):
-        products = sum(Fraction(float(v)) * w for v, w in zip(column, weights, strict=True))
-        assert float(received) == float(other) == float(exact.round_to(products / total))
+    for weights in ([3, 1, 5], [2**24 + 1, 3, 2**30 + 7], [4097, 4096, 2**31 - 1]):
+        (result,) = mode.run(weighted_mean, [{"x": x, "weights": np.int32(weights)}])
+        known = gc.combine(reductions.mean("exact"), list(x), weights)
+        total = exact.round_to(Fraction(sum(weights)))
+        for column, received, other in zip(x.T, result, known, strict=True):
+            products = sum(Fraction(float(v)) * w for v, w in zip(column, weights, strict=True))
+            assert float(received) == float(other) == float(exact.round_to(products / total))
 
 
 def weighted_mean(env: modes.Env, data: Any) -> Any:
@@ -293,12 +291,12 @@ def test_a_wider_output_holds_the_rounded_float32(dtype: Any) -> None:
 COMPENSATED = Combine("list", "sequential", NAMES, "compensated")
 
 
-@pytest.mark.parametrize("name", among(QUICK))
+@unrolled
 @settings(max_examples=8)
 @given(data=contributions(6, CLOSE))
-def test_compensated_sums_keep_to_their_bound(name: str, data: Any) -> None:
+def test_compensated_sums_keep_to_their_bound(mode: modes.Mode, data: Any) -> None:
     """Off by at most u |S| + gamma(n - 1)**2 sum |x|, and the same bits in every mode."""
-    (results,) = modes.get(name).run(COMPENSATED, [data])
+    (results,) = mode.run(COMPENSATED, [data])
     (reference,) = modes.get("numpy").run(COMPENSATED, [data])
     u, n = Fraction(1, 2**24), len(data["weights"])
     gamma = n * u / (1 - n * u)

@@ -57,7 +57,7 @@ QUICK = {
     [
         pytest.param(*x.values, dtype, id=f"{x.id}-{dtype}", marks=x.marks)
         for dtype in DTYPES
-        for x in among(QUICK[dtype])
+        for x in among(QUICK[dtype], modes.UNROLLED)
     ],
 )
 def test_what_is_picked_keeps_its_bits(name: str, dtype: str) -> None:

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import reductions
-from gradcombine.errors import GradCombineError
+from gradcombine import GradCombineError, faults, reductions
 from gradcombine.reductions import Numbered
-from gradcombine.resilience import faults
 from gradcombine.verify.in_process import run_replicas
 from tests.spec import modes
 from tests.spec.selection import among
@@ -62,7 +60,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", among(("jax_vmap",), modes.REPLICATED))
+@pytest.mark.parametrize("name", among(("jax_vmap",), modes.EXCHANGING))
 def test_each_fault_is_named_by_replica_on_all_of_them(name: str, case: str) -> None:
     changed, expected, message = CASES[case]
     data = [replica(rank, **changed.get(rank, {})) for rank in range(4)]
@@ -82,7 +80,7 @@ def test_each_fault_is_named_by_replica_on_all_of_them(name: str, case: str) -> 
 
 
 @pytest.mark.parametrize("order", ["sequential", pytest.param("tree", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", among(("jax_vmap",), modes.REPLICATED))
+@pytest.mark.parametrize("name", among(("jax_vmap",), modes.EXCHANGING))
 def test_a_dropped_replica_counts_nothing_and_is_in_step_again(name: str, order: str) -> None:
     data = [replica(rank) for rank in range(4)]
     data[2] = replica(2, grads=V)

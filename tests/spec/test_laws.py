@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from gradcombine import reductions
 from tests.spec import exact, laws, modes
-from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, WEIGHTS, contributions, deal
+from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, WEIGHTS, contributions
 from tests.spec.programs import REDUCTIONS, rows
 from tests.spec.selection import OTHER_NAMES, QUICK_NAMES, traced_quickly, unrolled
 
@@ -21,19 +21,13 @@ SUBJECTS = REDUCTIONS | {
     "moments": reductions.moments(),
     "adasum": reductions.adasum(),
 }
-NAMES = pytest.mark.parametrize(
-    "names",
-    [
-        *(pytest.param(names, id="_".join(names)) for names in (QUICK_NAMES, OTHER_NAMES, laws.ROUNDED_NAMES)),
-        *(pytest.param((name,), id=name.replace(" ", "_")) for name in ("exact sum", "exact mean")),
-    ],
-)
-TRACED = traced_quickly((str(QUICK_NAMES),))  # the bits of the others have quick tests of their own
+EXACT_NAMES = ("exact sum", "exact mean")
+NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES, laws.ROUNDED_NAMES, EXACT_NAMES], ids="_".join)
 
 
 @dataclass(frozen=True)
 class Sides:
-    """For each reduction and law, the two states that must be equal, finalized."""
+    """For each reduction and law, the pairs that must be equal."""
 
     names: tuple[str, ...]
 
@@ -42,27 +36,17 @@ class Sides:
         return {name: laws.sides(SUBJECTS[name], values, weights) for name in self.names}
 
 
-@TRACED
+@traced_quickly((str(QUICK_NAMES),))  # the bits of the others have quick tests of their own
 @unrolled
 @NAMES
 @settings(max_examples=10)
-@given(data=contributions(3, EXACT, EXACT_WEIGHTS))
-def test_all_laws_where_nothing_rounds(mode: modes.Mode, names: tuple[str, ...], data: Any) -> None:
-    for result in mode.run(Sides(names), deal(data, 1)):
-        for name, of_one in result.items():
-            laws.check(name, of_one, rounding=False)
-
-
-@TRACED
-@unrolled
-@NAMES
-@settings(max_examples=10)
-@given(data=contributions(3, FLOATS, WEIGHTS))
-def test_laws_under_rounding(mode: modes.Mode, names: tuple[str, ...], data: Any) -> None:
-    """Addition of floats is not associative; every other law holds to the bit all the same."""
-    for result in mode.run(Sides(names), deal(data, 1)):
-        for name, of_one in result.items():
-            laws.check(name, of_one, rounding=True)
+@given(data=contributions(3, EXACT, EXACT_WEIGHTS), rounded=contributions(3, FLOATS, WEIGHTS))
+def test_all_laws(mode: modes.Mode, names: tuple[str, ...], data: Any, rounded: Any) -> None:
+    """Addition of floats is not associative; every other law holds to the bit under rounding too."""
+    for drawn, rounding in ((data, False), (rounded, True)):
+        for result in mode.run(Sides(names), [drawn]):
+            for name, of_one in result.items():
+                laws.check(name, of_one, rounding)
 
 
 def empty_values(env: modes.Env, data: Any) -> Any:

@@ -134,7 +134,7 @@ def reduced(env: modes.Env, data: Any) -> Any:
 
 @pytest.mark.parametrize("replicas", [2, *(pytest.param(n, marks=FULL) for n in (1, 3, 4, 5, 6, 7, 8))])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("name", among(COLLECTIVE, modes.REPLICATED))
+@pytest.mark.parametrize("name", among(COLLECTIVE, modes.EXCHANGING))
 def test_no_number_of_replicas_changes_a_loss(name: str, packed: bool, replicas: int) -> None:
     for results in modes.get(name).run(reduced, divided(replicas, packed)):
         assert {loss: float(x) for loss, x in results.items()} == expected()

@@ -116,7 +116,7 @@ def check(result: Any, data: Any, order: str, blocks: int = 1) -> None:
     ],
 )
 @settings(max_examples=6)
-@given(data=contributions(7, FLOATS))
+@given(data=contributions(5, FLOATS))
 def test_list_and_time_have_the_bits_of_the_rounded_rule(mode: modes.Mode, place: str, order: str, data: Any) -> None:
     (result,) = mode.run(Spread(place, order), [data])
     check(result, data, order)

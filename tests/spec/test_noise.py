@@ -15,7 +15,7 @@ from gradcombine import reductions
 from gradcombine.noise import noise_scale, squared_norm
 from tests.spec import exact, modes
 from tests.spec.programs import rows
-from tests.spec.selection import traced_quickly, unrolled
+from tests.spec.selection import communicating, traced_quickly, unrolled
 
 STEP = reductions.per_leaf(
     {
@@ -65,6 +65,7 @@ def check(result: Any) -> None:
 
 
 @unrolled
+@communicating
 def test_unequal_microbatches(mode: modes.Mode) -> None:
     (result,) = mode.run(in_one_pass, [data_of(VECTORS, EXAMPLES)])
     check(result)
@@ -84,12 +85,14 @@ def test_unequal_microbatches_over_replicas(replicated: modes.Mode, replicas: in
     ("vectors", "examples"),
     [([[6, 3]], [2]), pytest.param([[6, 3], [1, 1]], [2, 0], marks=pytest.mark.full), ([[6, 3]], [0])],
 )
+@communicating
 def test_fewer_than_two_contributions_tell_nothing(mode: modes.Mode, vectors: Any, examples: Any) -> None:
     (result,) = mode.run(in_one_pass, [data_of(vectors, examples)])
     assert np.isnan(result["noise"]).all()
 
 
 @unrolled
+@communicating
 def test_the_estimates_are_unbiased(mode: modes.Mode) -> None:
     """Over all equally likely draws of four examples into microbatches of 1, 1 and 2, to the bit.
 

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import reductions, statefile
-from gradcombine.errors import GradCombineError
+from gradcombine import GradCombineError, ledger, reductions, statefile
 from gradcombine.reductions import Numbered
-from gradcombine.resilience import ledger
 from tests.spec import modes
 from tests.spec.programs import rows
 from tests.spec.selection import COLLECTIVE, among
@@ -41,7 +39,7 @@ def over_time(env: modes.Env, data: Any, order: Any) -> Any:
 
 
 @pytest.mark.parametrize("order", ["sequential", "tree"])
-@pytest.mark.parametrize("name", among(COLLECTIVE[:1], modes.REPLICATED))
+@pytest.mark.parametrize("name", among(COLLECTIVE[:1], modes.EXCHANGING))
 def test_counts_of_a_window_and_of_all_replicas(name: str, order: str) -> None:
     # The first three are a window that is over; the placeholder is in no ledger.
     per_replica = [{"grads": GRADS[:5], "number": np.int32([0, 1, 2, n, -1])} for n in (3, 5, 5, 7)]
@@ -162,7 +160,7 @@ def held_windows(env: modes.Env, data: Any, assignment: Any, order: Any, precisi
 
 @pytest.mark.parametrize("assignment", ASSIGNMENTS, ids=str)
 @pytest.mark.parametrize("precision", ["fast", pytest.param("exact", marks=pytest.mark.full)])
-@pytest.mark.parametrize("name", among(("jax_vmap",), modes.REPLICATED))
+@pytest.mark.parametrize("name", among(("jax_vmap",), modes.EXCHANGING))
 def test_logical_replicas_keep_their_bits_wherever_they_are(name: str, precision: str, assignment: Any) -> None:
     order = "tree" if precision == "fast" else "sequential"
     slots = max(map(len, assignment))

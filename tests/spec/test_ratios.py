@@ -12,7 +12,7 @@ import gradcombine as gc
 from gradcombine.reductions import Ratio, ratios
 from tests.spec import exact, modes
 from tests.spec.programs import rows
-from tests.spec.selection import COLLECTIVE, among
+from tests.spec.selection import COLLECTIVE, among, unrolled
 
 DATA = {
     "tokens": np.float32([[6, 3], [2, -5], [np.nan, 1], [0.5, 0.25]]),
@@ -48,9 +48,9 @@ def everywhere(env: modes.Env, data: Any) -> Any:
     return gc.combine(REDUCTION, contributions, order="tree"), acc.value(state)
 
 
-@pytest.mark.parametrize("name", among(("numpy", "jax_jit", "tf_function")))
-def test_a_list_and_time(name: str) -> None:
-    (results,) = modes.get(name).run(everywhere, [DATA])
+@unrolled
+def test_a_list_and_time(mode: modes.Mode) -> None:
+    (results,) = mode.run(everywhere, [DATA])
     for result in results:
         assert np.asarray(result).tolist() == expected(DATA)
 
@@ -60,7 +60,7 @@ def over_replicas(env: modes.Env, data: Any) -> Any:
     return gc.all_reduce(REDUCTION, own, over=env.collective)
 
 
-@pytest.mark.parametrize("name", among(COLLECTIVE[:1], modes.REPLICATED))
+@pytest.mark.parametrize("name", among(COLLECTIVE[:1], modes.EXCHANGING))
 def test_replicas(name: str) -> None:
     dealt = [{key: x[i : i + 1] for key, x in DATA.items()} for i in range(4)]
     for result in modes.get(name).run(over_replicas, dealt):

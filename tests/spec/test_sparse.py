@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
-import gradcombine as gc
-from gradcombine.reductions.rows import row_mean, row_sum
+from gradcombine.reductions import row_mean, row_sum
 from tests.spec import laws, modes, sparse_data
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS
 from tests.spec.programs import LOCAL_PLACES, Combine, rows
@@ -73,26 +72,15 @@ def test_every_place_and_order(name: str, place: str, order: str, data: Any) -> 
     sparse_data.check(result, wanted, sparse_data.occurring(data))
 
 
-def state_and_value(reduction: gc.Reduction, state: Any) -> Any:
-    return {"state": state, "value": reduction.finalize(state)}
-
-
 def sides(env: modes.Env, data: Any) -> Any:
     values = [{"w": x, "none": None} for x in rows(data["values"])]
-    return laws.sides(REDUCTIONS["mean"], values, rows(data["weights"]), state_and_value)
+    return laws.sides(REDUCTIONS["mean"], values, rows(data["weights"]))
 
 
 @settings(max_examples=5)
-@given(data=contributions(3, EXACT, EXACT_WEIGHTS))
+@given(data=contributions(3, EXACT, EXACT_WEIGHTS), rounded=contributions(3, FLOATS))
 @pytest.mark.parametrize("name", LAW_MODES)
-def test_all_laws_where_nothing_rounds(name: str, data: Any) -> None:
-    for result in modes.get(name).run(sides, deal(data, 1)):
-        laws.check("row mean", result, rounding=False)
-
-
-@settings(max_examples=5)
-@given(data=contributions(3, FLOATS))
-@pytest.mark.parametrize("name", LAW_MODES)
-def test_laws_under_rounding(name: str, data: Any) -> None:
-    for result in modes.get(name).run(sides, deal(data, 1)):
-        laws.check("row mean", result, rounding=True)
+def test_all_laws(name: str, data: Any, rounded: Any) -> None:
+    for drawn, rounding in ((data, False), (rounded, True)):
+        for result in modes.get(name).run(sides, [drawn]):
+            laws.check("row mean", result, rounding)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine.reductions.rows import row_mean, row_sum
+from gradcombine.reductions import row_mean, row_sum
 from gradcombine.sparse import RowSparse, add_rows, row_sparse, to_dense
 from gradcombine.tree import static_rows
 from tests.spec import modes

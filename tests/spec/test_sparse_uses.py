@@ -13,8 +13,7 @@ from hypothesis import given
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.reductions.rows import row_mean, row_sum
-from gradcombine.reductions.wrappers import sparse_as_dense
+from gradcombine.reductions import row_mean, row_sum, sparse_as_dense
 from gradcombine.sparse import RowSparse, add_rows, densify, row_sparse, to_dense
 from gradcombine.tree import static_rows
 from tests.spec import exact, modes, sparse_data

@@ -13,9 +13,10 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions, tree
+from gradcombine.verify import check_reduction
 from tests.spec import exact, modes
 from tests.spec.programs import REDUCTIONS, rows
-from tests.spec.selection import cases
+from tests.spec.selection import cases, communicating
 
 needs_jax = pytest.mark.needs("jax")
 needs_tensorflow = pytest.mark.needs("tensorflow")
@@ -52,6 +53,7 @@ def test_several_reductions_in_one_tree(replicated: modes.Mode) -> None:
         assert result["amax"] == 9
 
 
+@communicating
 def test_none_in_some_trees_adds_nothing(mode: modes.Mode) -> None:
     """A leaf without a gradient in one microbatch counts as a zero gradient; None in all stays None."""
     data = {"a": np.float32([2, 4]), "b": np.float32([6, 8]), "none": None}
@@ -118,6 +120,17 @@ def test_registered_jax_nodes_with_static_fields() -> None:
     chex.assert_trees_all_equal(acc.value(state), Layer(jnp.full(2, 1.5), None))
     with pytest.raises(gc.GradCombineError, match="add_n: leaf"):
         gc.add_n([one, Layer(jnp.ones(2), None, name="other")])
+
+
+@chex.dataclass(frozen=True)
+class Dense:
+    weight: Any
+    bias: Any
+
+
+@needs_jax
+def test_the_laws_hold_for_gradients_in_a_dataclass() -> None:
+    check_reduction(reductions.mean(), [Dense(weight=np.zeros(2, np.float32), bias=None)], examples=3)
 
 
 @needs_jax

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine.errors import GradCombineError
+from gradcombine import GradCombineError
 from tests.spec import modes
 from tests.spec.programs import rows
 from tests.spec.selection import FULL, unrolled

@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import reductions, statefile
-from gradcombine.errors import GradCombineError
+from gradcombine import GradCombineError, ledger, reductions, statefile
 from gradcombine.reductions import Numbered
-from gradcombine.resilience import ledger
 
 COUNT, WINDOWS = 4, 2
 MEAN = reductions.numbered(reductions.mean("exact"), COUNT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +65,11 @@ def test_descriptions_differ_where_compositions_do() -> None:
     assert reductions.mean(dtype=np.float32).description == reductions.mean(dtype="float32").description
 
 
-@pytest.mark.parametrize(("begun", "resumed"), list(itertools.permutations(COMPOSITIONS, 2)))
-def test_another_composition_is_refused(begun: str, resumed: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("begun", COMPOSITIONS)
+def test_another_composition_is_refused(begun: str, tmp_path: Path) -> None:
     path = tmp_path / "window.npz"
     statefile.save(path, COMPOSITIONS[begun], window(COMPOSITIONS[begun]))
-    loads: list[Callable[..., Any]] = [statefile.load, statefile.load_replicas]
-    for load in loads:
+    for resumed, load in itertools.product(COMPOSITIONS.keys() - {begun}, (statefile.load, statefile.load_replicas)):
         with pytest.raises(gc.GradCombineError, match=r"expected states of .*, received states of "):
             load(path, COMPOSITIONS[resumed], LIKE)
 

@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradcombine import GradCombineError
 from gradcombine.audit import OutOfMemoryError, audit, find_target
-from gradcombine.errors import GradCombineError
 from tests.recorded_steps import recording, shapes
 from tests.verify.audit.seeded import CASES, OURS
 

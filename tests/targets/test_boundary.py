@@ -12,9 +12,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
+from gradcombine import AccumulateState
 from gradcombine.integrations.jax import Loss, TrainState, train_step, value_and_grad
 from gradcombine.integrations.optax import UNTIL_FLUSH, MultiSteps, accumulate, accumulate_and_apply
-from gradcombine.types import AccumulateState
 from tests.targets.compile_for import compile_for, h100, mesh, spread, tpu
 
 pytestmark = pytest.mark.targets

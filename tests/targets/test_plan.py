@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from gradcombine.audit import find_target
-from gradcombine.verify.plan import Plan, plan
+from gradcombine.verify import Plan, plan
 from tests.targets.programs import loss
 
 pytestmark = pytest.mark.targets

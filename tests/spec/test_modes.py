@@ -1,0 +1,85 @@
+"""Modes that are left out, as they would compile what another one compiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.spec import modes, test_faults, test_laws, test_losses
+from tests.spec.data import deal
+from tests.spec.programs import Combine
+from tests.spec.selection import FULL
+
+
+def stacked(n: int) -> Any:
+    """The shapes of `data.contributions`."""
+    values = {"none": None, "w": np.ones((n, 2)), "scalar": np.ones(n), "empty": np.ones((n, 0, 2))}
+    return {
+        "values": {name: None if x is None else np.float32(x) for name, x in values.items()},
+        "weights": np.ones(n, np.float32),
+    }
+
+
+LAWS = {"-".join(names): (test_laws.Sides(names), [stacked(3)]) for names in test_laws.NAMES.args[1]}
+REPLICATED = {
+    "laws": (test_laws.Sides(test_laws.QUICK_NAMES), [stacked(3)] * 2),
+    **{place: (Combine(place, "tree"), deal(stacked(4), 2)) for place in ("time", "time x replicas")},
+    "list x replicas": (Combine("list x replicas", "sequential"), deal(stacked(4), 2)),
+    "replicas": (Combine("replicas", "sequential"), deal(stacked(2), 2)),
+    "exact": (Combine("time x replicas", "sequential", ("sum", "mean"), "exact"), deal(stacked(4), 2)),
+    "faults": (test_faults._program("tree", True), [test_faults.replica(rank) for rank in range(2)]),
+    "losses": (test_losses.reduced, test_losses.divided(2, packed=True)),
+}
+
+
+@FULL
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("name", REPLICATED)
+def test_pmap_is_shard_map_unchecked(name: str) -> None:
+    """Line by line, but for the names of the functions and the shardings of their arguments."""
+    import jax
+
+    def pmap(body: Any, n: int) -> Any:
+        return jax.pmap(body, axis_name="data", devices=jax.devices()[:n])
+
+    unchecked = modes.get("jax_shard_map_unchecked")
+    started, _, arrays = unchecked.started(*REPLICATED[name])
+    mapped, *_ = modes.Mode("pmap", "jax", (2,), pmap, unchecked.env).started(*REPLICATED[name])
+    texts = started.traced(arrays), mapped.lower(arrays).as_text()
+    ours, theirs = ([x for x in text.splitlines() if "@main" not in x] for text in texts)
+    assert len(ours) > 100
+    assert ours[1:] == theirs[1:]
+
+
+def nodes(graph: Any) -> list[Any]:
+    """Operations, their inputs and attributes; of functions, whose names are numbered, the operations."""
+    at = {node.name: i for i, node in enumerate(graph.node)}
+
+    def place(tensor: str) -> tuple[Any, ...]:
+        name, _, output = tensor.lstrip("^").partition(":")
+        return at[name], output, tensor.startswith("^")
+
+    def attributes(node: Any) -> list[tuple[str, str]]:
+        return sorted(
+            (k, str(v)) for k, v in node.attr.items() if k != "_user_specified_name" and not v.HasField("func")
+        )
+
+    bodies = sorted([node.op for node in function.node_def] for function in graph.library.function)
+    return [(node.op, [*map(place, node.input)], attributes(node)) for node in graph.node] + bodies
+
+
+@FULL
+@pytest.mark.needs("tensorflow")
+@pytest.mark.parametrize("name", [*LAWS, "time"])
+def test_mirrored_is_function_where_nothing_communicates(name: str) -> None:
+    program, data = (LAWS | REPLICATED)[name]
+    ours, theirs = (
+        nodes(started.traced(arrays))
+        for started, _, arrays in (
+            modes.get(mode).started(program, data[:1]) for mode in ("tf_function", "tf_mirrored")
+        )
+    )
+    assert len(ours) > 100
+    assert ours == theirs
