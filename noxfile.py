@@ -36,6 +36,7 @@ ALONE = {
     "tensorflow": ("tensorflow", ("jax", "optax", "typer")),
     "keras,tensorflow": ("keras", ("jax", "optax", "typer")),
     "cli": ("cli", ("jax", "tensorflow", "keras", "optax")),
+    "cli,jax": ("check", ("tensorflow", "keras", "optax", "matplotlib")),
 }
 """By extra: the program below that has to run with it alone, and what may not be there."""
 
@@ -88,6 +89,16 @@ PROGRAMS = {
         np.savez("a.npz", w=np.float32([1, 2])), np.savez("b.npz", w=np.float32([1, 3]))
         command = [os.path.join(os.path.dirname(sys.executable), "gradcombine"), "diff", "a.npz"]
         assert [subprocess.run([*command, f"{b}.npz"]).returncode for b in "ab"] == [0, 1]
+    """,
+    # The listing of docs/check.md, and what the page says that the command prints.
+    "check": """
+        import pathlib, re, subprocess
+        page = (pathlib.Path({root!r}) / "docs" / "check.md").read_text()
+        pathlib.Path("steps.py").write_text(re.search("```python\\n(.*?)```", page, re.S)[1])
+        shown = re.search("```console\\n(.*?)```", page, re.S)[1].split()
+        command = [os.path.join(os.path.dirname(sys.executable), *shown[1:2]), *shown[2:4]]
+        done = subprocess.run(command, env={{**os.environ, "COLUMNS": "112"}}, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stdout.split()[: len(shown[4:])] == shown[4:], done
     """,
 }
 
@@ -248,6 +259,7 @@ def distributions(session: nox.Session) -> None:
         session.run("uv", "pip", "install", "-q", "--python", interpreter, package, external=True)
         lacking = LACKING.format(absent=absent, extras=tuple(extra.split(",")))
         with session.chdir(environment):  # the package that is imported is the installed one
-            code = f"{lacking}{textwrap.dedent(PROGRAMS[program])}"
+            text = textwrap.dedent(PROGRAMS[program])
+            code = lacking + (text.format(root=str(Path(__file__).parent.absolute())) if program == "check" else text)
             session.run(interpreter, "-c", code, external=True, log=False)
         session.log(f"{extra or 'no extra'}: ran, without {', '.join(absent)}")

@@ -166,6 +166,7 @@ def _description(path: str) -> str:
 def gpu(description: str, devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
     """GPUs of this description, so many in each host."""
     _require("jax_plugins.xla_cuda12", "--no-deps jax-cuda12-plugin=={0} jax-cuda12-pjrt=={0}")
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # of CUDA's libraries, which a compiler needs not
     shape = f"1x{hosts}x{devices}"
     return _topology("cuda", topology_name="gpu", target_config=description, topology=shape)
 
@@ -212,7 +213,9 @@ def _topology(platform: str, **names: str) -> tuple[Any, ...]:
         return tuple(topologies.get_topology_desc(platform=platform, **names).devices)
     except Exception as error:  # the compiler's own class
         reason = " ".join(str(error).split())[:200]
-        raise invalid("a target that its compiler knows", reason) from None
+        # A plugin that found no CUDA when JAX began was not registered, and is not asked again.
+        before = ", with JAX_PLATFORMS=cpu set before JAX begins" * isinstance(error, NotImplementedError)
+        raise invalid(f"a target that its compiler knows{before}", reason) from None
 
 
 class Bound(NamedTuple):

@@ -13,6 +13,7 @@ The distance is the root of the mean square over a leaf. What rounding allows is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import numpy as np
@@ -74,12 +75,31 @@ class StepStandard(Standard):
 
     def allowed(self, wide: bool) -> np.ndarray:
         """How far rounding may move one result, a number a leaf."""
-        return self._allowed * (WIDE_TIMES * UNIT64 / self.unit if wide else 1.0)
+        if not wide:
+            return self._allowed
+        return np.maximum(self._allowed * WIDE_TIMES * UNIT64 / self.unit, self._jumps)
 
     def shown(self, floats: Floats, whole: Floats) -> float:
         """The distance of a division in float64 from one batch, over what the rounding of float32 would allow."""
         allowed = 2 * self._allowed * FLOAT32_UNIT / self.unit
-        return max(over(rms(x - y), z) for x, y, z in zip(floats, whole, allowed, strict=True))
+        far = np.array([rms(x - y) for x, y in zip(floats, whole, strict=True)])
+        if np.any(far > allowed):
+            allowed = np.maximum(allowed, 2 * self._jumps)
+        return max(over(*x) for x in zip(far, allowed, strict=True))
+
+    @cached_property
+    def _jumps(self) -> np.ndarray:
+        """How far rounding of float64 moves each leaf, times `TIMES`: the sign of a gradient that is 0 but for it."""
+        if self.wide is None:
+            return np.zeros_like(self._allowed)
+        subject, moved, unit = self.subject, [self.wide.floats], 2 * UNIT64
+        with suppress(NotWide, NotFiniteError):
+            for seed in range(SAMPLES):
+                of_params, of_batch = perturbation(seed, unit), perturbation(seed + SAMPLES, unit)
+                moved.append(subject.wide(WHOLE, subject.batch, noise=of_params, batch_noise=of_batch).floats)
+        return TIMES * np.array(
+            [max(rms(x - y) for x in column) for column, y in zip(zip(*moved, strict=True), moved[0], strict=True)]
+        )
 
     def hidden(self, floats: Floats) -> float:
         """Up to what size differences pass, over that of such arrays."""

@@ -323,6 +323,50 @@ def nnx_split_and_merged(k: int) -> Any:
     return jax.jit(partial(in_a_scan, lambda p, batch: of_model(nnx.merge(GRAPH, p), batch), k))
 
 
+class Biased(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        dtypes: Any = {"rngs": rngs, "dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
+        self.embed, self.out = nnx.Embed(32, 16, **dtypes), nnx.Linear(16, 32, **dtypes)
+        self.attention = nnx.MultiHeadAttention(2, 16, decode=False, **dtypes)
+
+    def __call__(self, x: Any) -> Any:
+        h = self.embed(x)
+        return self.out(h + self.attention(h, mask=nnx.make_causal_mask(x))).astype(jnp.float32)
+
+
+BIASED, KEYS, REST = nnx.split(Biased(nnx.Rngs(0)), nnx.Param, ...)
+DRAWN = np.random.default_rng(0)
+SENTENCES = {
+    "tokens": (DRAWN.integers(1, 32, (8, 9)) * (np.arange(9) < DRAWN.integers(4, 10, 8)[:, None])).astype("i4")
+}
+LION = optax.lion(1e-3)
+
+
+@right((KEYS, LION.init(KEYS)), SENTENCES, returns="params", microbatches=(2,))
+def lion_of_biased_keys_in_bfloat16(k: int) -> Any:
+    """The gradient of the keys' bias is nothing but rounding, in float64 too, and Lion takes its sign."""
+
+    def loss(p: Any, tokens: Any) -> tuple[Any, Any]:
+        real, logits = tokens[:, 1:] > 0, nnx.merge(BIASED, p, REST)(tokens[:, :-1])
+        each = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return (each * real).sum(), real.sum().astype(jnp.float32)
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        p, opt = state
+
+        def body(carry: Any, tokens: Any) -> Any:
+            (_, count), grads = jax.value_and_grad(loss, has_aux=True)(p, tokens)
+            return jax.tree.map(lambda a, x: a + x.astype(jnp.float32), carry, (grads, count)), None
+
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), p), jnp.float32(0)
+        (grads, count), _ = jax.lax.scan(body, zeros, batch["tokens"].reshape(k, -1, 9))
+        updates, opt = LION.update(jax.tree.map(lambda x, y: (x / count).astype(y.dtype), grads, p), opt, p)
+        return optax.apply_updates(p, updates), opt
+
+    return step
+
+
 class Module(eqx.Module):
     embed: eqx.nn.Embedding
     mlp: eqx.nn.MLP
