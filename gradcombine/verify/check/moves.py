@@ -108,17 +108,22 @@ def moved(standard: StepStandard, case: Case) -> Iterator[Answer]:
 
 
 def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """A state that moves at each microbatch whatever its examples are, as the power iteration of a spectral norm."""
-    subject = standard.subject
+    """A state that moves at each microbatch whatever its examples are, as the power iteration of a spectral norm.
+
+    Where it does not move, the other leaves are the mean of what the microbatches give.
+    """
+    subject, one = standard.subject, standard.best.floats
     if not subject.returns_params:
         return
     start = [widened(x) for _, x in subject.param_leaves]
     run = subject.wide if case.wide else subject.run
-    one = standard.best.floats
+    rest = range(len(start), len(one))  # of PyTorch's optimizers, the gradients that reach them
     for name, pieces in partitions(subject.examples, case.split).items():
-        part = standard.repeated(pieces[0])
-        same = [] if part is None else standard.shares(part.floats, one, case.wide)[: len(start)]
-        moving = [i for i, share in enumerate(same) if share <= 1 and np.any(one[i])]
+        still = [part.floats for rows in pieces if (part := standard.repeated(rows)) is not None]
+        if len(still) < len(pieces):
+            continue
+        shares = standard.shares(still[0], one, case.wide)
+        moving = [i for i in range(len(start)) if shares[i] <= 1 and np.any(one[i])]
         if not moving:
             return
         at, made = list(start), list[Floats]()
@@ -128,12 +133,14 @@ def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
                 at = [x + made[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(at)]
         except (NotWide, ValueError):
             continue
-        summed = {i: sum(x[i] for x in made) for i in moving}
-        rest = range(len(start), len(one))  # of PyTorch's optimizers, the gradients that reach them
-        for weights in weights_of(standard, pieces):
+        summed = {i: np.sum([x[i] for x in made], axis=0) for i in moving}
+        for weights, others in product(weights_of(standard, pieces), ([*range(len(one))], [*moving, *rest])):
+            means = standard.shares(combined(weights, still), one, case.wide)
             predicted = [summed.get(i, x) for i, x in enumerate(combined(weights, made))]
-            if accounts_for(standard, case, predicted, len(pieces)) or (
-                rest and accounts_for(standard, case, predicted, len(pieces), [*moving, *rest])
+            if (
+                len(others) > len(moving)
+                and all(means[i] <= 1 for i in others if i not in moving)
+                and accounts_for(standard, case, predicted, len(pieces), others)
             ):
                 yield Cause.ADVANCED, f"{standard.names[moving[0]]} moves {len(pieces)} times{split_by(name)}"
                 return

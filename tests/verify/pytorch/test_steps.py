@@ -281,6 +281,24 @@ def test_defects_are_named(name: str) -> None:
     assert [fault.cause for fault in report.faults] == [cause], report
 
 
+def test_a_power_iteration_at_each_microbatch_is_by_design() -> None:
+    def make_step(k: int) -> Any:
+        def step(model: Any, batch: Any) -> None:
+            optimizer = torch.optim.AdamW(model.parameters())
+            for x in batch["x"].chunk(k):
+                ((model(x) - 1) ** 2).sum().div(ROWS).backward()
+            optimizer.step()
+
+        return step
+
+    model = torch.nn.Sequential(
+        torch.nn.utils.spectral_norm(torch.nn.Linear(5, 7)), torch.nn.Tanh(), torch.nn.Linear(7, 3)
+    )
+    report = check_step(make_step, model, {"x": torch.randn(ROWS, 5)}, returns="params")
+    assert report.cause is Cause.ADVANCED, report
+    assert report.allowing("state").passes
+
+
 def test_random_numbers_are_the_same_in_float64_and_the_program_s_own_stay() -> None:
     def make_step(k: int) -> Any:
         def step(model: Any, batch: Any) -> None:
