@@ -180,4 +180,4 @@ FIELDS: Mapping[str, Check] = {
     "totals": optional(one_of("totals of {}, or None", Totals)),
     "weight": optional(function("a function as weight")),
 }
-"""What a setting has to be, by its name."""
+"""The check of each setting, by its name."""

@@ -36,7 +36,7 @@ Precision: TypeAlias = Literal["fast", "compensated", "exact"]
 """Of a sum: see `gradcombine.reductions.sum`."""
 
 Overflow: TypeAlias = Literal["error", "check"]
-"""What happens to one row too many: see `gradcombine.reductions.row_sum`."""
+"""Handling of rows past the capacity: see `gradcombine.reductions.row_sum`."""
 
 Totals: TypeAlias = Literal["counted", "given"]
 """How the totals of several denominators are known before the gradients."""

@@ -191,6 +191,12 @@ class Treewise(Reduction):
         # A leaf that is None in some trees has a gradient if another tree has one.
         likes = [next((x for x in column if x is not None), None) for column in columns]
         made_for = [None if x is None or backend.absent(x) else backend.dtype(x) for x in likes]
+
+        def begun(like: Any, dtype: np.dtype | None) -> Any:
+            return None if dtype is None else self._empty(backend, like, like, dtype)
+
+        # First, as it raises for dtypes that no sum of weights has.
+        accumulators = self._each(structure, begun, likes, made_for)
         present = [x for x, dtype in zip(likes, made_for, strict=True) if dtype is not None]
         widest = dtypes.of_weights([dtype for dtype in made_for if dtype is not None])
         empty = Totals(cell.empty_weight(backend, widest, present), backend.full((), 0, dtypes.INT32, present))
@@ -205,10 +211,10 @@ class Treewise(Reduction):
 
         apply = self._elementwise(backend, combined)
 
-        def combine(like: Any, dtype: np.dtype | None, column: Sequence[Any]) -> Any:
+        def combine(a: Any, like: Any, dtype: np.dtype | None, column: Sequence[Any]) -> Any:
             if dtype is None:
                 return None if like is None else backend.make_absent(backend.shape(like))
-            a, output = self._empty(backend, like, like, dtype), cell.output(dtype)
+            output = cell.output(dtype)
             entering: list[Any] = []
             counts = False
             for x, zero in zip(column, zeros, strict=True):
@@ -222,7 +228,7 @@ class Treewise(Reduction):
                 return apply(output, a, *entering)
             return cell.finish(backend, cell.idle(backend, a, parsed, empty), totals, output)
 
-        results = self._each(structure, combine, likes, made_for, columns, small=apply)
+        results = self._each(structure, combine, accumulators, likes, made_for, columns, small=apply)
         return tree.unflatten(structure, results)
 
     def _totals(
