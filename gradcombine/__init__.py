@@ -1,6 +1,6 @@
 """Combines gradients over lists, over time and over replicas, with one algebra in NumPy, JAX and TensorFlow."""
 
-from gradcombine import losses, noise, reductions, replicated, statefile
+from gradcombine import losses, noise, reductions, replicated, statefile, wires
 from gradcombine.digests import digest
 from gradcombine.errors import GradCombineError
 from gradcombine.places.lists import add_n, combine, mean, tree_sum
@@ -36,4 +36,5 @@ __all__ = [
     "statefile",
     "tf_replicas",
     "tree_sum",
+    "wires",
 ]

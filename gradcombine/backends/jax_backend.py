@@ -92,6 +92,9 @@ class JaxBackend(Backend):
     def total(self, array: Array) -> Array:
         return jnp.sum(array)
 
+    def largest(self, array: Array) -> Array:
+        return jnp.max(array, axis=-1, keepdims=True)
+
     def product(self, a: Array, b: Array) -> Array:
         return jnp.multiply(a, b)
 
@@ -188,6 +191,9 @@ class JaxBackend(Backend):
     def argsort(self, keys: Array) -> Array:
         return jnp.argsort(keys, stable=True).astype(jnp.int32)
 
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return jnp.reshape(array, shape)
+
     def row_numbers(self, array: Array) -> Array:
         return jnp.arange(array.size, dtype=jnp.int32) // jnp.int32(array.shape[-1])
 
@@ -241,8 +247,8 @@ class JaxBackend(Backend):
         array, row = _alike([array, row], [array, row])
         return lax.dynamic_update_index_in_dim(array, row, i, axis=0)
 
-    def concat(self, arrays: Sequence[Array]) -> Array:
-        return jnp.concatenate(list(arrays))
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
+        return jnp.concatenate(list(arrays), axis)
 
     def take(self, array: Array, positions: Array) -> Array:
         return array.at[positions].get(mode="promise_in_bounds")

@@ -90,6 +90,19 @@ class JaxAxis(Collective):
 
         return self._in_buckets(self.mark_varying(arrays), exchange, growth=self.size())
 
+    def narrow_ways(self) -> tuple[str, ...]:
+        # To flatten an array that is split over an axis which shard_map leaves to the compiler would gather it first.
+        return () if self._left() else ("gathered", "parts")
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        if not self._local():  # under vmap nothing is sent
+            return [gathered[:, self.rank()] for gathered in self.all_gather(arrays)]
+
+        def exchange(bundle: Sequence[Array]) -> list[Array]:
+            return [lax.all_to_all(array, self.names, 0, 0, tiled=True) for array in bundle]
+
+        return self._in_buckets(self.mark_varying(arrays), exchange, growth=1, kept=1)
+
     def sum_scatter(self, arrays: Sequence[Array]) -> list[Array]:
         """This replica's row of the elementwise sum over replicas; arrays have one row per replica."""
         if not arrays:
@@ -165,9 +178,12 @@ class JaxAxis(Collective):
         Under vmap they are slices of a batch, and beside an axis that shard_map leaves to the compiler they may be
         sharded over it.
         """
+        return set(self.names) <= set(jax.sharding.get_abstract_mesh().manual_axes) and not self._left()
+
+    def _left(self) -> list[str]:
+        """The axes that a surrounding shard_map leaves to the compiler."""
         mesh = jax.sharding.get_abstract_mesh()
-        left = [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in mesh.manual_axes]
-        return set(self.names) <= set(mesh.manual_axes) and not left
+        return [name for name in mesh.axis_names if mesh.shape[name] > 1 and name not in mesh.manual_axes]
 
     def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
         self.size()

@@ -103,6 +103,9 @@ class NumpyBackend(Backend):
     def total(self, array: Array) -> Array:
         return np.sum(array, dtype=array.dtype)
 
+    def largest(self, array: Array) -> Array:
+        return np.max(array, axis=-1, keepdims=True)
+
     @_SILENT
     def product(self, a: Array, b: Array) -> Array:
         return np.multiply(a, b)
@@ -167,6 +170,9 @@ class NumpyBackend(Backend):
     def argsort(self, keys: Array) -> Array:
         return np.argsort(keys, kind="stable").astype(np.int32)
 
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return np.reshape(array, shape)
+
     def row_numbers(self, array: Array) -> Array:
         return np.arange(array.size, dtype=np.int32) // np.int32(array.shape[-1])
 
@@ -187,8 +193,8 @@ class NumpyBackend(Backend):
         result[i] = row
         return result
 
-    def concat(self, arrays: Sequence[Array]) -> Array:
-        return np.concatenate(list(arrays))
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
+        return np.concatenate(list(arrays), axis)
 
     def take(self, array: Array, positions: Array) -> Array:
         return np.take(array, positions, axis=0)

@@ -99,6 +99,10 @@ class Backend(ABC):
         """The sum of all elements, a scalar; in an order that the framework chooses."""
 
     @abstractmethod
+    def largest(self, array: Array) -> Array:
+        """The largest of int32 elements along the last axis, which stays, of length 1."""
+
+    @abstractmethod
     def product(self, a: Array, b: Array) -> Array:
         """a * b elementwise, silent on overflow; may be fused with a following addition."""
 
@@ -208,6 +212,10 @@ class Backend(ABC):
         return array.reshape(-1)
 
     @abstractmethod
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        """The elements in another shape, in row-major order; one of its lengths may be -1."""
+
+    @abstractmethod
     def row_numbers(self, array: Array) -> Array:
         """For each element, of `flat`, the number of its row along the last axis, int32."""
 
@@ -260,9 +268,10 @@ class Backend(ABC):
         """The array with ``row`` at position ``i`` of the first axis, in place where compiled code owns the array."""
 
     @abstractmethod
-    def concat(self, arrays: Sequence[Array]) -> Array:
-        """The arrays one after another along their first axis."""
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
+        """The arrays one after another along an axis."""
 
+    @abstractmethod
     @abstractmethod
     def take(self, array: Array, positions: Array) -> Array:
         """The rows at int32 positions, all of which exist."""
@@ -305,6 +314,14 @@ class Collective:
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         """The replicas' arrays, stacked by rank along a new first axis."""
         return [array[None] for array in arrays]
+
+    def narrow_ways(self) -> tuple[str, ...]:
+        """How leaves may be sent as codes, in flat arrays: ``"gathered"``, or also in ``"parts"`` by `all_to_all`."""
+        return ()
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        """Of arrays with one row per replica: this replica's rows of all replicas' arrays, by rank."""
+        return list(arrays)
 
     def reduce_scatter_map(
         self,

@@ -92,6 +92,9 @@ class TensorflowBackend(Backend):
             raise _no_kernels(a.dtype.name)
         return _in_order(tf.add(a, b))
 
+    def largest(self, array: Array) -> Array:
+        return tf.reduce_max(array, axis=-1, keepdims=True)
+
     def product(self, a: Array, b: Array) -> Array:
         return _in_order(tf.multiply(a, b))
 
@@ -226,6 +229,9 @@ class TensorflowBackend(Backend):
     def flat(self, array: Array) -> Array:
         return tf.reshape(array, [-1])
 
+    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
+        return tf.reshape(array, shape)
+
     def row_numbers(self, array: Array) -> Array:
         return tf.range(tf.size(array)) // tf.shape(array)[-1]
 
@@ -255,8 +261,8 @@ class TensorflowBackend(Backend):
             return array
         return tf.tensor_scatter_nd_update(array, tf.reshape(i, [1, 1]), tf.convert_to_tensor(row)[tf.newaxis])
 
-    def concat(self, arrays: Sequence[Array]) -> Array:
-        return tf.concat(list(arrays), axis=0)
+    def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
+        return tf.concat(list(arrays), axis=axis)
 
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
         if array.shape.num_elements() == 0:

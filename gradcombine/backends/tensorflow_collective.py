@@ -56,28 +56,50 @@ class TfReplicas(Collective):
         return [sums[i] for i in range(len(arrays))]
 
     def all_max(self, arrays: Sequence[Array]) -> list[Array]:
-        # Replicas of tf.distribute have no maximum, and no gather of bytes: they gather four in an int32.
-        context, sizes = self._context(), [math.prod(array.shape) for array in arrays]
-        if context.num_replicas_in_sync == 1 or not arrays:
+        # Replicas of tf.distribute have no maximum.
+        if self._context().num_replicas_in_sync == 1 or not arrays:
             return list(arrays)
-        rest = -sum(sizes) % 4
-        flat = tf.concat([*(tf.reshape(array, [-1]) for array in arrays), tf.zeros([rest], tf.int8)], 0)
-        (gathered,) = self.all_gather([tf.bitcast(tf.reshape(flat, [-1, 4]), tf.int32)])
-        largest = tf.reshape(tf.reduce_max(tf.bitcast(gathered, tf.int8), axis=0), [-1])
-        parts = tf.split(largest, [*sizes, rest])
-        return [tf.reshape(part, array.shape) for part, array in zip(parts, arrays, strict=False)]
+        return [tf.reduce_max(gathered, axis=0) for gathered in self.all_gather(arrays)]
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         if not arrays:
             return []
         context = self._context()
-        gathered = context.all_gather([array[tf.newaxis] for array in arrays], axis=0)
+        n = context.num_replicas_in_sync
+        # There is no gather of narrow integers: those of one type are one array of int32.
+        narrow: dict[str, list[int]] = {}
+        for i, array in enumerate(arrays):
+            if array.dtype.is_integer and array.dtype.size < 4:
+                narrow.setdefault(array.dtype.name, []).append(i)
+        packed = {i for chosen in narrow.values() for i in chosen}
+        alone = [i for i in range(len(arrays)) if i not in packed]
+        sent = [_words([arrays[i] for i in chosen]) for chosen in narrow.values()] + [arrays[i] for i in alone]
+        gathered = context.all_gather([array[tf.newaxis] for array in sent], axis=0)
+        results = dict(zip(alone, gathered[len(narrow) :], strict=True))
+        for chosen, words in zip(narrow.values(), gathered, strict=False):
+            sizes = [math.prod(arrays[i].shape) for i in chosen]
+            flat = tf.reshape(tf.bitcast(words, arrays[chosen[0]].dtype), [n, -1])
+            parts = tf.split(flat[:, : sum(sizes)], sizes, axis=1)
+            results |= {i: tf.reshape(part, (n, *arrays[i].shape)) for i, part in zip(chosen, parts, strict=True)}
         # Between processes the shapes get lost in a graph.
-        shapes = [(context.num_replicas_in_sync, *array.shape) for array in arrays]
-        return [tf.ensure_shape(x, shape) for x, shape in zip(gathered, shapes, strict=True)]
+        return [tf.ensure_shape(results[i], (n, *array.shape)) for i, array in enumerate(arrays)]
+
+    def narrow_ways(self) -> tuple[str, ...]:
+        return ("gathered",)
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        return [gathered[:, self.rank()] for gathered in self.all_gather(arrays)]
 
     def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
         self._context()
+
+
+def _words(arrays: Sequence[Array]) -> Array:
+    """The elements of arrays of one narrow integer type, filled up with zeros, as int32."""
+    flat, dtype = tf.concat([tf.reshape(array, [-1]) for array in arrays], 0), arrays[0].dtype
+    a_word = 4 // dtype.size
+    flat = tf.concat([flat, tf.zeros([-flat.shape[0] % a_word], dtype)], 0)
+    return tf.bitcast(tf.reshape(flat, [-1, a_word]), tf.int32)
 
 
 COLLECTIVE = TfReplicas

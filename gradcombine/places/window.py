@@ -23,6 +23,7 @@ from gradcombine.places.replicas import LOCAL, merge_replicas
 from gradcombine.places.time import Accumulator, accumulate, length_at, whole_window
 from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.reductions.feedback import require_none, residuals
 from gradcombine.reductions.numbered import PLACEHOLDER, Numbered, one_at
 from gradcombine.settings import Settings
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, Order, Scalar, State, Tree, no_autograph
@@ -209,6 +210,7 @@ class Window(Settings):
     @no_autograph
     def value(self, state: AccumulateState) -> Tree:
         """The window combined over its microbatches and over the replicas, and then divided, once."""
+        require_none(state.levels)
         return self.exchanged(state)[0]
 
     @no_autograph
@@ -261,7 +263,8 @@ class Window(Settings):
         arrays, structure = tree.flatten(state.levels)
         # A counter's levels are no state of the reduction.
         single = [] if isinstance(state.levels, BinaryCounter) else enumerate(arrays)
-        taken = [i for i, x in single if x is not None and self.is_taken_over(x)]
+        own = residuals(state.levels)
+        taken = [i for i, x in single if x is not None and (i in own or self.is_taken_over(x))]
 
         def with_taken(changed: Sequence[Array]) -> AccumulateState:
             at = dict(zip(taken, changed, strict=True))

@@ -6,6 +6,7 @@ from gradcombine.reductions.adasum import adasum
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.differentiable import differentiable
 from gradcombine.reductions.elementwise import elementwise
+from gradcombine.reductions.feedback import fed_back
 from gradcombine.reductions.guarded import Written
 from gradcombine.reductions.measuring import measured
 from gradcombine.reductions.moments import moments
@@ -25,6 +26,7 @@ __all__ = [
     "clipped",
     "differentiable",
     "elementwise",
+    "fed_back",
     "first",
     "last",
     "max",

@@ -13,6 +13,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.plain import Plain
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.types import Array
+from gradcombine.wires.wire import Wire
 
 _EXPONENT = {4: (np.dtype(np.int32), 0x7F800000), 8: (np.dtype(np.int64), 0x7FF0000000000000)}
 """By the size of a float: the integer that holds its bits, and where its exponent stands there."""
@@ -23,7 +24,7 @@ class AdasumState(TreewiseState):
 
 
 @operation("adasum")
-def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None) -> Reduction:
+def adasum(dtype: Any = None, *, output_dtype: Any = None, wire: Wire | None = None) -> Reduction:
     """The adaptive sum: of two gradients, each leaf without half of its projection on the other's ::
 
         adasum(a, b) = (1 - a.b / (2 |a|**2)) a + (1 - a.b / (2 |b|**2)) b
@@ -35,7 +36,7 @@ def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = Non
     tree over the ranks, so any number of them will do.
 
     Args:
-      dtype, output_dtype, wire_dtype: as for `gradcombine.reductions.sum`.
+      dtype, output_dtype, wire: as for `gradcombine.reductions.sum`.
 
     Returns:
       A reduction of float leaves. A weight only says whether the contribution is present. No contribution: zeros. Where
@@ -64,7 +65,7 @@ def adasum(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = Non
     if settings.running(dtypes.FLOAT32).itemsize > 8:
         raise invalid(f"an accumulator that is a {dtypes.FLOAT_OF_BITS}", dtype)
     cell = Plain("adasum", (dtypes.FLOAT_OF_BITS,), _zero, _adaptive, settings=settings)
-    return Treewise(cell, AdasumState, wire_dtype=wire_dtype)
+    return Treewise(cell, AdasumState, wire=wire)
 
 
 def _zero(dtype: np.dtype) -> int:

@@ -16,6 +16,7 @@ from gradcombine.pairwise import fold_pairwise
 from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
 from gradcombine.types import Array, Order, State, Tree, no_autograph
+from gradcombine.wires.wire import Wire
 
 
 class Reduction(ABC):
@@ -61,6 +62,8 @@ class Reduction(ABC):
 
     name: str
     scales_by_weight: bool = False
+    wire: Wire | None = None
+    """How replicas send partial sums; None: as they are."""
 
     written: type[Reduction]
     """The class of reductions that are made of four functions."""
@@ -91,6 +94,10 @@ class Reduction(ABC):
     @abstractmethod
     def clear(self, state: State) -> State:
         """The empty state of the same shapes, with the dtypes that `init` would give it."""
+
+    def empty_like(self, state: State) -> State:
+        """A state of no contributions, with nothing of any window before."""
+        return self.clear(state)
 
     @property
     def description(self) -> str:
@@ -180,6 +187,7 @@ class Wrapper(Reduction):
         self.of = of
         self.name = of.name
         self.scales_by_weight = of.scales_by_weight
+        self.wire = of.wire
 
     def around(self, of: Reduction) -> Reduction:
         """A wrapper with these settings around another reduction."""
@@ -204,6 +212,10 @@ class Wrapper(Reduction):
     @no_autograph
     def clear(self, state: State) -> State:
         return self.of.clear(state)
+
+    @no_autograph
+    def empty_like(self, state: State) -> State:
+        return self.of.empty_like(state)
 
     @property
     def description(self) -> str:

@@ -18,6 +18,7 @@ from gradcombine.reductions.exact.digits import grid_for
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight
 from gradcombine.types import Array
+from gradcombine.wires.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -54,11 +55,11 @@ class ProductState(TreewiseState):
 
 
 @operation("product")
-def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = None) -> Reduction:
+def product(dtype: Any = None, *, output_dtype: Any = None, wire: Wire | None = None) -> Reduction:
     """The product of all contributions of nonzero weight; the weight's size does not matter.
 
     Args:
-      dtype, output_dtype, wire_dtype: as for `gradcombine.reductions.sum`.
+      dtype, output_dtype, wire: as for `gradcombine.reductions.sum`.
 
     Returns:
       A reduction of float and integer leaves. No contribution: ones.
@@ -71,7 +72,7 @@ def product(dtype: Any = None, *, output_dtype: Any = None, wire_dtype: Any = No
     """
     settings = dtypes.Settings(dtype, output_dtype)
     cell = Plain("product", ("float", "integer"), _one, _multiply, settings=settings)
-    return Treewise(cell, ProductState, wire_dtype=wire_dtype)
+    return Treewise(cell, ProductState, wire=wire)
 
 
 def _one(dtype: np.dtype) -> int:

@@ -33,6 +33,7 @@ from gradcombine.sparse import (
     union,
 )
 from gradcombine.types import Array, Overflow
+from gradcombine.wires.wire import Wire
 
 
 class RowTable(NamedTuple):
@@ -227,7 +228,7 @@ def row_sum(
     overflow: Overflow = "error",
     dtype: Any = None,
     output_dtype: Any = None,
-    wire_dtype: Any = None,
+    wire: Wire | None = None,
 ) -> Reduction:
     """The weighted sum of row-sparse gradients, held as rows: never a dense array, in a window or between replicas.
 
@@ -239,7 +240,7 @@ def row_sum(
         `checked` does for weights.
       dtype: of the accumulators. None: the contributions' own, float32 for narrower floats.
       output_dtype: of the result. None: the contributions' own.
-      wire_dtype: in which replicas exchange the values. None: the accumulators' own.
+      wire: how replicas send the values, as for `sum`: gathered, and rounded once.
 
     Returns:
       A reduction of trees whose leaves are float or complex `gradcombine.sparse.RowSparse`, tf.IndexedSlices, BCOO or
@@ -266,7 +267,7 @@ def row_sum(
     """
     settings = dtypes.Settings(dtype, output_dtype)
     cell = Rows("row_sum", zero_if_empty, capacity, overflow, settings)
-    return Treewise(cell, RowSumState, wire_dtype=wire_dtype, capacity=cell.capacity, overflow=overflow)
+    return Treewise(cell, RowSumState, wire=wire, capacity=cell.capacity, overflow=overflow)
 
 
 @operation("row_mean")
@@ -276,7 +277,7 @@ def row_mean(
     overflow: Overflow = "error",
     dtype: Any = None,
     output_dtype: Any = None,
-    wire_dtype: Any = None,
+    wire: Wire | None = None,
 ) -> Reduction:
     """The weighted mean of row-sparse gradients, held as rows, and divided once, after all merging.
 
@@ -284,7 +285,7 @@ def row_mean(
     `mean` of the dense gradients.
 
     Args:
-      capacity, overflow, dtype, output_dtype, wire_dtype: as for `row_sum`.
+      capacity, overflow, dtype, output_dtype, wire: as for `row_sum`.
 
     Returns:
       A reduction as `row_sum` is; its state holds the sum of weights as well.
@@ -305,4 +306,4 @@ def row_mean(
     settings = dtypes.Settings(dtype, output_dtype)
     cell = Rows("row_mean", over_weight, capacity, overflow, settings)
     own = {"capacity": cell.capacity, "overflow": overflow}
-    return Treewise(cell, RowMeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True, **own)
+    return Treewise(cell, RowMeanState, wire=wire, scales_by_weight=True, divides=True, **own)

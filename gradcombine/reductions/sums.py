@@ -13,6 +13,7 @@ from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.settings import check
 from gradcombine.types import Precision
+from gradcombine.wires.wire import Wire
 
 
 class SumState(TreewiseState):
@@ -45,7 +46,7 @@ def sum(
     dtype: Any = None,
     *,
     output_dtype: Any = None,
-    wire_dtype: Any = None,
+    wire: Wire | None = None,
     max_terms: int = 4096,
 ) -> Reduction:
     """The weighted sum ``w_1 g_1 + w_2 g_2 + ...``.
@@ -57,7 +58,8 @@ def sum(
       dtype: of the accumulators. None: the contributions' own, float32 for narrower floats, 32 bits for narrower
         integers.
       output_dtype: of the result. None: the contributions' own; narrow integers stay as wide as their accumulator.
-      wire_dtype: in which replicas exchange the partial sums. None: the accumulators' own.
+      wire: how replicas send partial sums: None: as they are; `gradcombine.wires.cast` or `gradcombine.wires.blocks`:
+        in fewer bits, added in float32. Float leaves. A derivative passes through as if it were None.
       max_terms: what an exact sum must have room for: one term a contribution, and one for each further 24 bits of a
         weight of an integer type (two for one of 32 bits that is an array). Up to 4096, an element takes 12 bytes, else
         24. There is room for 4096 terms or for 2**26 (float64: always 2**26); with more, the result is NaN.
@@ -78,14 +80,14 @@ def sum(
     settings = dtypes.Settings(dtype, output_dtype)
     if precision == "compensated":
         cell = Compensated("sum", settings, divides=False)
-        return Treewise(cell, CompensatedSumState, wire_dtype=wire_dtype, precision=precision)
+        return Treewise(cell, CompensatedSumState, wire=wire, precision=precision)
     if precision == "exact":
-        _require_no_accumulator_dtype(dtype, wire_dtype)
+        _require_exact_exchange(dtype, wire)
         cell = Exact("sum", settings, divides=False, many=_needs_room(max_terms))
         derivative = sum(output_dtype=output_dtype)
         return Treewise(cell, ExactSumState, derivative=derivative, precision=precision, max_terms=cell.room)
     cell = Added("sum", ("float", "complex", "integer"), zero_if_empty, settings)
-    return Treewise(cell, SumState, wire_dtype=wire_dtype)
+    return Treewise(cell, SumState, wire=wire)
 
 
 @operation("mean")
@@ -94,7 +96,7 @@ def mean(
     dtype: Any = None,
     *,
     output_dtype: Any = None,
-    wire_dtype: Any = None,
+    wire: Wire | None = None,
     max_terms: int = 4096,
 ) -> Reduction:
     """The weighted mean ``(w_1 g_1 + w_2 g_2 + ...) / (w_1 + w_2 + ...)``, divided once, after all merging.
@@ -103,7 +105,7 @@ def mean(
     microbatches and replicas is the gradient of the full batch. A mean of means is not, where the numbers differ.
 
     Args:
-      precision, dtype, output_dtype, wire_dtype, max_terms: as for `gradcombine.reductions.sum`.
+      precision, dtype, output_dtype, wire, max_terms: as for `gradcombine.reductions.sum`.
 
     Returns:
       A reduction of float and complex leaves; a mean of integers is an error. No contribution: zeros. NaN where
@@ -121,17 +123,15 @@ def mean(
     settings = dtypes.Settings(dtype, output_dtype)
     if precision == "compensated":
         cell = Compensated("mean", settings, divides=True)
-        return Treewise(
-            cell, CompensatedMeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True, precision=precision
-        )
+        return Treewise(cell, CompensatedMeanState, wire=wire, scales_by_weight=True, divides=True, precision=precision)
     if precision == "exact":
-        _require_no_accumulator_dtype(dtype, wire_dtype)
+        _require_exact_exchange(dtype, wire)
         cell = Exact("mean", settings, divides=True, many=_needs_room(max_terms))
         derivative = mean(output_dtype=output_dtype)
         own = {"precision": precision, "max_terms": cell.room}
         return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **own)
     cell = Added("mean", ("float", "complex"), over_weight, settings)
-    return Treewise(cell, MeanState, wire_dtype=wire_dtype, scales_by_weight=True, divides=True)
+    return Treewise(cell, MeanState, wire=wire, scales_by_weight=True, divides=True)
 
 
 def _needs_room(max_terms: int) -> bool:
@@ -144,8 +144,8 @@ def _needs_room(max_terms: int) -> bool:
     return require_integer(expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity
 
 
-def _require_no_accumulator_dtype(dtype: Any, wire_dtype: Any) -> None:
+def _require_exact_exchange(dtype: Any, wire: Wire | None) -> None:
     """Refuses settings that precision "exact" has no use for: its accumulators are integers."""
-    if dtype is not None or wire_dtype is not None:
-        received = wire_dtype if dtype is None else dtype
-        raise invalid("no dtype and no wire_dtype for precision 'exact'", shown(received))
+    if dtype is not None or wire is not None:
+        received = wire if dtype is None else dtype
+        raise invalid("no dtype and no wire for precision 'exact'", shown(received))

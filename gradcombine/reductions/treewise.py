@@ -20,6 +20,8 @@ from gradcombine.reductions.small import Small
 from gradcombine.reductions.treewise_state import Opened, TreewiseState, summary
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree
+from gradcombine.wires import exchange
+from gradcombine.wires.wire import Wire, require_wire
 
 
 class Treewise(Reduction):
@@ -28,7 +30,7 @@ class Treewise(Reduction):
     Args:
       cell: what happens on a leaf.
       state: the class of the states.
-      wire_dtype: in which replicas exchange floating accumulators; None: as they are.
+      wire: how replicas send the accumulators of float leaves; None: as they are.
       scales_by_weight: see `Reduction`.
       derivative: see `Reduction`.
       divides: see `Reduction`.
@@ -40,24 +42,27 @@ class Treewise(Reduction):
         cell: Cell,
         state: type[TreewiseState],
         *,
-        wire_dtype: Any = None,
+        wire: Wire | None = None,
         scales_by_weight: bool = False,
         derivative: Reduction | None = None,
         divides: bool = False,
         **settings: Any,
     ) -> None:
         self.cell, self.state, self.name = cell, state, cell.name
-        self.wire_dtype = dtypes.parse(wire_dtype)
+        self.wire = None if wire is None else require_wire(wire)
         self.scales_by_weight = scales_by_weight
         self._settings, self._derivative, self._divides = settings, derivative, divides
 
     @property
     def description(self) -> str:
         asked = {"dtype": self.cell.settings.accumulator, "output_dtype": self.cell.settings.result}
-        return described(self.name, **self._settings, **asked, wire_dtype=self.wire_dtype)
+        return described(self.name, **self._settings, **asked, wire=self.wire)
 
     @property
     def derivative(self) -> Reduction | None:
+        if self._derivative is None and self.wire is not None:
+            own = {"scales_by_weight": self.scales_by_weight, "divides": self._divides}
+            return Treewise(self.cell, self.state, **own, **self._settings)
         return self._derivative
 
     @property
@@ -79,6 +84,8 @@ class Treewise(Reduction):
             return None if kind.dtype is None else self._empty(backend, leaf, like, kind.dtype)
 
         values = self._each(structure, empty, leaves, first, made_for)
+        if self.wire is not None:
+            self._require_sendable(structure, leaves, made_for)
         present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
         widest = dtypes.of_weights([kind.dtype for kind in made_for if kind.dtype is not None])
         weight = self.cell.empty_weight(backend, widest, present)
@@ -91,6 +98,15 @@ class Treewise(Reduction):
         if not dtypes.is_of(dtype, self.cell.kinds):
             raise invalid(f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
         return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(dtype), like)
+
+    def _require_sendable(self, structure: tree.Structure, leaves: Sequence[Any], made_for: Sequence[Any]) -> None:
+        for path, leaf, kind in zip(structure.paths(), leaves, made_for, strict=True):
+            if kind.dtype is None or dtypes.kind(kind.dtype) == "float":
+                continue
+            if not self.wire or not self.wire.keeps(path, self.cell.shape(leaf)):
+                raise invalid(
+                    f"a float leaf for {self.wire!r}, or one that its wide= leaves as it is", kind.dtype, path
+                )
 
     @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
@@ -327,7 +343,8 @@ class Treewise(Reduction):
         return Totals(weight, backend.full((), 0, dtypes.INT32, [state.count]))
 
     @operation()
-    def all_merge(self, state: State, collective: Collective, order: Order) -> State:
+    def all_merge(self, state: State, collective: Collective, order: Order, errors: list[Array] | None = None) -> State:
+        """See `Reduction`. Appends what the wire rounds off to ``errors``, of leaves that it does not keep wide."""
         backend = resolve([*self._open(state).arrays(), state.count, collective.rank()])
         leaves, structure = tree.flatten(state)
         # Python's numbers, as some restore them, are no arrays to exchange.
@@ -353,10 +370,19 @@ class Treewise(Reduction):
             values = [None if a is None else like(a) for a in flat.values]
             return flat.closed(state, values, like(state.weight), next(back))
 
-        bundle = [*_on_wire(backend, arrays, self.wire_dtype), *parts(state.weight), state.count]
-        if self.cell.additive and order == "sequential":
-            return rebuild(collective.all_sum(bundle))
-        return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
+        others = [*parts(state.weight), state.count]
+        adds, bundle = self.cell.additive and order == "sequential", [*arrays, *others]
+        if self.wire is None or collective.size() == 1:
+            if adds:
+                return rebuild(collective.all_sum(bundle))
+            return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
+        if adds:
+            return rebuild(exchange.all_sum(backend, collective, self.wire, paths, arrays, others, errors))
+        narrow = [p if dtypes.kind(dtype_of(x)) == "float" else None for p, x in zip(paths, arrays, strict=True)]
+        sent = [*narrow, *(None for _ in others)]
+        return fold_pairwise(
+            self.merge, map(rebuild, exchange.all_gather(backend, collective, self.wire, sent, bundle))
+        )
 
     def _open(self, state: State) -> Opened:
         if type(state) is not self.state:
@@ -382,13 +408,6 @@ def _plus(backend: Backend, count: Array, more: int) -> Array:
     """The sum, still known where the count was."""
     known = backend.concrete(count)
     return count + more if known is None else backend.full((), int(known) + more, dtypes.INT32, [count])
-
-
-def _on_wire(backend: Backend, arrays: Sequence[Array], wire: np.dtype | None) -> list[Array]:
-    """The arrays as replicas exchange them."""
-    if wire is None:
-        return list(arrays)
-    return [backend.cast(x, wire) if dtypes.kind(dtype_of(x)) == dtypes.kind(wire) else x for x in arrays]
 
 
 def _absent(backend: Backend, kind: Any) -> Any:

@@ -125,7 +125,7 @@ def _on_top(
 
 
 def _merged(reduction: Reduction, group: list[State], like: State) -> State:
-    return fold_pairwise(reduction.merge, group) if group else reduction.clear(like)
+    return fold_pairwise(reduction.merge, group) if group else reduction.empty_like(like)
 
 
 def _depth(levels: int, shift: int | None, every: int | None) -> int:

@@ -67,3 +67,9 @@ class _Replica(Collective):
     @operation("all_gather")
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         return [resolve(column).stack(column) for column in self._columns(arrays)]
+
+    def narrow_ways(self) -> tuple[str, ...]:
+        return ("gathered", "parts")
+
+    def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
+        return [gathered[:, self._rank] for gathered in self.all_gather(arrays)]

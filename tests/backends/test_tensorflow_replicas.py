@@ -52,7 +52,7 @@ def reduced() -> dict[str, list[list[Any]]]:
         over = gc.tf_replicas()
         sums = {name: over.all_sum(arrays) for name, arrays in data.items()}
         floats = [tf.fill([2], tf.cast(over.rank() + i, tf.float32)) for i in range(20)]
-        return sums | {"wire": gc.all_reduce(reductions.mean(wire_dtype="bfloat16"), floats, over=over)}
+        return sums | {"wire": gc.all_reduce(reductions.mean(wire=gc.wires.cast("bfloat16")), floats, over=over)}
 
     @tf.function(autograph=False)
     def program(data: Any) -> Any:
@@ -73,7 +73,7 @@ def test_sums_of_several_dtypes(reduced: dict[str, list[list[Any]]], name: str) 
 
 
 def test_many_leaves_on_a_narrow_wire(reduced: dict[str, list[list[Any]]]) -> None:
-    """The floats of a mean travel in bfloat16, its weight in float32, its count in int32."""
+    """Codes of 16 bits are gathered in words of 32, beside a weight in float32 and a count in int32."""
     for i, received in enumerate(reduced["wire"]):
         for own in received:
             np.testing.assert_array_equal(own.numpy(), np.float32([i + 1, i + 1]))

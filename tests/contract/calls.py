@@ -54,7 +54,14 @@ from tests.contract.kinds import (
 )
 
 PUBLIC = (
-    *("gradcombine", "gradcombine.reductions", "gradcombine.statefile", "gradcombine.noise", "gradcombine.replicated"),
+    *(
+        "gradcombine",
+        "gradcombine.reductions",
+        "gradcombine.statefile",
+        "gradcombine.noise",
+        "gradcombine.replicated",
+        "gradcombine.wires",
+    ),
     *("gradcombine.losses", "gradcombine.sparse", "gradcombine.resilience.faults", "gradcombine.resilience.ledger"),
     *("gradcombine.foreign_orders", "gradcombine.verify", "gradcombine.audit", "gradcombine.integrations.jax"),
     *("gradcombine.integrations.jax.zero", "gradcombine.integrations.optax", "gradcombine.integrations.tensorflow"),
@@ -103,8 +110,8 @@ def _is_record(x: Any) -> bool:
     return hasattr(x, "_fields") or issubclass(x, enum.Enum | BaseException) or x.__name__ in _RECORDS
 
 
-_RECORDS = {"Stacked", "TrainStep", "RequestStep", "Recorder"}
-_INNER = {"audit_file", "ledgers_in", "digested", "read", "require_once", "shard", "gather", "Loss"}
+_RECORDS = {"Stacked", "TrainStep", "RequestStep", "Recorder", "Wire"}
+_INNER = {"audit_file", "ledgers_in", "digested", "read", "require_once", "shard", "gather", "is_sensitive", "Loss"}
 """Called by other modules, which name their errors; or where only a method below can."""
 
 
@@ -203,7 +210,11 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     },
     "reductions.per_leaf": {"reductions": only({"w": SUM}, none=None, text={"w": "sum"}, not_called=reductions.sum)},
     "reductions.ratios": {"denominators": only(["tokens"], none=None, numbers=[1], nothing=[], text=3)},
+    "reductions.fed_back": {"reduction": REDUCTION.but(reductions.sum(wire=gc.wires.cast("bfloat16")))},
     "reductions.clipped": {"max_norm": NUMBER},
+    "wires.cast": {"dtype": choice("bfloat16"), "seed": NOT_NEGATIVE},
+    "wires.blocks": {"bits": POSITIVE.but(4), "size": POSITIVE.but(32), "seed": NOT_NEGATIVE},
+    "wires.bytes_sent": {"elements": NOT_NEGATIVE, "itemsize": POSITIVE},
     "noise.squared_norm": {"value": TREES},
     "noise.noise_scale": dict.fromkeys(
         ("mean_square", "square_of_mean", "weight", "count"), only(2.0, text="1", none=None)

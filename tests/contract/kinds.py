@@ -240,7 +240,7 @@ KINDS: dict[str, Kind] = {
     **dict.fromkeys(("microbatches", "backward_passes_per_step", "every_k_schedule"), POSITIVE),
     **dict.fromkeys(("max_every",), MAYBE_POSITIVE),
     **dict.fromkeys(("index", "holder", "behind", "ulps", "reused"), NOT_NEGATIVE),
-    **dict.fromkeys(("dtype", "output_dtype", "wire_dtype", "accumulator", "accumulator_dtype"), DTYPE),
+    **dict.fromkeys(("dtype", "output_dtype", "accumulator", "accumulator_dtype"), DTYPE),
     **dict.fromkeys(("packed", "fused", "divided", "unique", "full", "scales_by_weight", "commutative"), FLAG),
     **dict.fromkeys(("has_aux", "differentiate", "interleaved", "use_grad_mean", "compat", "weighted"), FLAG),
     **dict.fromkeys(("sparse_as_dense", "average_aggregated_gradients", "scale_local_gradients"), FLAG),
@@ -254,6 +254,11 @@ KINDS: dict[str, Kind] = {
     "weight": WEIGHT,
     "weights": WEIGHTS,
     "order": choice("tree"),
+    "wire": Kind(
+        lambda: gc.wires.cast("bfloat16"), {"a dtype": "bfloat16", "not called": gc.wires.cast, "a number": 8}
+    ),
+    "rounding": choice("stochastic"),
+    "wide": Kind(lambda: True, {"a name": "w", "a number": 3, "a list": ["w"]}),
     "method": choice("add_n"),
     "precision": choice("exact"),
     "overflow": choice("nan"),

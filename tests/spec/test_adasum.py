@@ -229,7 +229,7 @@ def test_narrow_floats_accumulate_in_float32(mode: modes.Mode, dtype: str) -> No
 
 
 WIDE = gc.reductions.adasum()
-ON_A_NARROW_WIRE = gc.reductions.adasum(wire_dtype="bfloat16")
+ON_A_NARROW_WIRE = gc.reductions.adasum(wire=gc.wires.cast("bfloat16"))
 
 
 def test_float64_keeps_its_own_width() -> None:
@@ -240,7 +240,7 @@ def test_float64_keeps_its_own_width() -> None:
 
 
 @traced_quickly(("jax_shard_map",))
-def test_the_wire_dtype(replicated: modes.Mode) -> None:
+def test_a_narrow_wire(replicated: modes.Mode) -> None:
     """257 needs nine bits, and bfloat16 has eight: the ranks exchange 256, which is orthogonal to 0 and 2."""
     data = {"values": {"w": np.float32([[257, 0], [0, 2]])}, "weights": np.ones(2, np.float32)}
     for result in replicated.run(Single(ON_A_NARROW_WIRE, "replicas", "tree"), deal(data, 2)):

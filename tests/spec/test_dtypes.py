@@ -1,4 +1,4 @@
-"""Accumulator, wire and output dtypes, in every mode."""
+"""Accumulator and output dtypes, in every mode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Total:
 
 FLOATING, INTEGRAL = Total("sum", "mean"), Total("sum")
 INTO_FLOAT32 = Total("sum", output_dtype="float32")
-NARROW_WIRE = Total("sum", wire_dtype="bfloat16")
 NARROW_ACCUMULATOR = Total("sum", dtype="bfloat16")
 
 
@@ -118,16 +117,6 @@ def test_accumulator_dtype(mode: modes.Mode) -> None:
     (result,) = mode.run(NARROW_ACCUMULATOR, [{"values": values, "weights": np.ones(3, np.float32)}])
     assert result["sum"].dtype == np.float32
     np.testing.assert_array_equal(result["sum"], np.float32([256, 260]))
-
-
-@unrolled
-def test_wire_dtype(replicated: modes.Mode) -> None:
-    """Each replica's partial sum is rounded to the wire's dtype once, and what arrives is added up."""
-    values = np.float32([[257, 258], [1, 1]])
-    per_replica = [{"values": row[None], "weights": np.ones(1, np.float32)} for row in values]
-    for result in replicated.run(NARROW_WIRE, per_replica):
-        assert result["sum"].dtype == np.float32
-        np.testing.assert_array_equal(result["sum"], np.float32([256 + 1, 258 + 1]).astype(NARROW["bfloat16"]))
 
 
 @pytest.mark.parametrize("values", [np.int32([1, 2]), np.array([True, False]), np.int8([1])])

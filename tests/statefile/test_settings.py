@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import reductions, statefile
+from gradcombine import reductions, statefile, wires
 from gradcombine.reductions import Numbered
 from tests.statefile.test_damage import rewritten
 
@@ -26,7 +26,8 @@ COMPOSITIONS: dict[str, gc.Reduction] = {
     "mean": reductions.mean(),
     "mean, stored in float64": reductions.mean(dtype="float64"),
     "mean, returned as float16": reductions.mean(output_dtype="float16"),
-    "mean, sent as bfloat16": reductions.mean(wire_dtype="bfloat16"),
+    "mean, sent as bfloat16": reductions.mean(wire=wires.cast("bfloat16")),
+    "mean, sent in 8 bits": reductions.mean(wire=wires.blocks(8)),
     "compensated": reductions.mean("compensated"),
     "exact": reductions.mean("exact"),
     "exact, of more terms": reductions.mean("exact", max_terms=5000),

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import tensorflow as tf
 
-from gradcombine import reductions, tree
+from gradcombine import reductions, tree, wires
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.errors import (
@@ -69,8 +69,8 @@ class AllReduce:
       gradient_predivide_factor: f divides each gradient before an average is formed, and multiplies it afterwards: a
         sum of fewer large numbers on the wire, and the same average.
       process_set: the ranks that take part; None: all. The others get their own gradients back.
-      compression: a floating dtype in which ranks exchange float gradients: ``"float16"`` is Horovod's
-        Compression.fp16. Not for minima and maxima.
+      compression: a dtype in which ranks send float gradients, one of `gradcombine.wires.cast`: ``"float16"`` is
+        Horovod's Compression.fp16, with sums in float32. Not for minima and maxima.
       sparse_as_dense: whether tf.IndexedSlices become dense. If not, ranks exchange their rows as they are, of sums and
         averages only.
       order: as for `gradcombine.all_reduce`.
@@ -127,7 +127,9 @@ class AllReduce:
         self._after = postscale_factor * gradient_predivide_factor
         self._process_set = None if process_set is None else _ranks(process_set)
         self._sparse_as_dense = sparse_as_dense
-        self._reduction = _REDUCTIONS[op](**({} if compression is None else {"wire_dtype": compression}))
+        self._reduction, self._compressed = _REDUCTIONS[op](), None
+        if compression is not None:
+            self._compressed = _REDUCTIONS[op](wire=wires.cast(_name(compression)))
 
     @operation("AllReduce")
     def size(self) -> int:
@@ -164,7 +166,7 @@ class AllReduce:
         backend = resolve(leaves)
         scaled = [_times(backend, x, self._before, path) for x, path in zip(leaves, paths, strict=True)]
         weight = 1 if included is None else included
-        reduced = replicas.all_reduce(self._reduction, scaled, self._over, weight, self._order)
+        reduced = self._reduced(backend, scaled, weight)
         combined = [_times(backend, x, self._after, path) for x, path in zip(reduced, paths, strict=True)]
         if included is None:
             return combined
@@ -173,6 +175,17 @@ class AllReduce:
             old if is_absent(old) else backend.where(take, new, backend.cast(backend.asarray(old), backend.dtype(new)))
             for old, new in zip(leaves, combined, strict=True)
         ]
+
+    def _reduced(self, backend: Backend, gradients: list[Any], weight: Any) -> list[Any]:
+        if self._compressed is None:
+            return replicas.all_reduce(self._reduction, gradients, self._over, weight, self._order)
+        # Only floats are compressed.
+        sent = [not is_absent(x) and dtypes.kind(backend.dtype(x)) == "float" for x in gradients]
+        results: dict[bool, list[Any]] = {}
+        for narrow, reduction in ((True, self._compressed), (False, self._reduction)):
+            chosen = [x if sends == narrow else None for x, sends in zip(gradients, sent, strict=True)]
+            results[narrow] = replicas.all_reduce(reduction, chosen, self._over, weight, self._order)
+        return [results[sends][i] for i, sends in enumerate(sent)]
 
     def _sparse(self, slices: Any, path: str, included: Any) -> Any:
         if self._op not in ("average", "sum"):
@@ -206,6 +219,11 @@ def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
     if not ranks or not whole or len(set(ranks)) != len(ranks):
         raise invalid("a process set of different ranks, one or more", shown(process_set))
     return ranks
+
+
+def _name(compression: Any) -> Any:
+    """The name of a dtype, however it is spelled."""
+    return getattr(dtypes.parse(compression), "name", compression)
 
 
 def _times(backend: Backend, x: Any, factor: float, path: str) -> Any:

@@ -24,6 +24,7 @@ from gradcombine.integrations.jax.on_replicas import align, aligned, divided, ma
 from gradcombine.places.time import whole_window
 from gradcombine.reductions.adding import Added
 from gradcombine.reductions.algebra import Reduction, Wrapper
+from gradcombine.reductions.feedback import require_none
 from gradcombine.reductions.treewise import Treewise
 from gradcombine.reductions.weights import parse
 from gradcombine.types import AccumulateState, Array, State, Tree
@@ -294,6 +295,7 @@ def scan_window(
             args[objective.loss.carry_argnum] = carry
         reduction, state, carry, form = scan_microbatches(objective, microbatches, interleaved, args, kwargs)
         reductions.append(reduction)
+        require_none(state)
         return (gc.merge_replicas(reduction, state, over=objective.over, order=objective.order), form), carry
 
     others, carry = list(args), None

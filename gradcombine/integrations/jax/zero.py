@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,8 @@ from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.settings import check
 from gradcombine.types import Array, Order, State, Tree
+from gradcombine.wires import exchange
+from gradcombine.wires.wire import Wire, require_wire
 
 
 @operation("scattered")
@@ -37,8 +40,8 @@ def scattered(reduction: Reduction, over: Collective) -> Reduction:
 
     Args:
       reduction: ``reductions.sum`` or ``reductions.mean`` in precision ``"fast"``. A mean sums numerators and weights
-        over replicas and microbatches, and divides once. Its ``wire_dtype`` is not used: each reduce-scatter sends the
-        accumulators' dtype.
+        over replicas and microbatches, and divides once. Its ``wire`` makes each reduce-scatter an all-to-all of codes,
+        rounded once and added in float32.
       over: `gradcombine.jax_axis`. All replicas have to call ``update``, with a weight of 0 where they have no data.
 
     Returns:
@@ -109,10 +112,27 @@ class _Scattered(Wrapper):
         self.axis.require_unreduced([path for path, _ in present], [leaf for _, leaf in present])
         own = self.of.update(self.of.init(value), value, weight)
         parts, inner = tree.flatten(own.value)
-        shards = self.axis.sum_scatter([self.axis.rows(part) for part in parts])
+        shards = self._sums([path for path, _ in present], parts)
         total, count = self.axis.mark_varying(self.axis.all_sum([own.weight, own.count]))
         summed = own._replace(value=tree.unflatten(inner, shards), weight=total, count=count)
         return self.of.merge(state, summed)
+
+    def _sums(self, paths: Sequence[str], parts: Sequence[Array]) -> list[Array]:
+        """This replica's shards of the sums over replicas."""
+        rows, wire = [self.axis.rows(part) for part in parts], self.wire
+        narrow = [
+            wire is not None
+            and "parts" in self.axis.narrow_ways()
+            and not wire.keeps(path, part.shape)
+            and wire.nbytes(own.shape[1]) * len(own) < own.nbytes
+            for path, part, own in zip(paths, parts, rows, strict=True)
+        ]
+        wide = iter(self.axis.sum_scatter([x for x, sends in zip(rows, narrow, strict=True) if not sends]))
+        if wire is None or not any(narrow):
+            return list(wide)
+        sent = [x.astype(jnp.float32) for x, sends in zip(rows, narrow, strict=True) if sends]
+        summed = iter(exchange.sum_parts(BACKEND, self.axis, wire, sent))
+        return [next(summed)[0].astype(x.dtype) if sends else next(wide) for x, sends in zip(rows, narrow, strict=True)]
 
     @property
     def summed_over(self) -> Collective | None:
@@ -157,13 +177,14 @@ def shard(values: Tree, over: Collective) -> Tree:
 
 
 @operation("gather")
-def gather(shards: Tree, like: Tree, over: Collective) -> Tree:
+def gather(shards: Tree, like: Tree, over: Collective, wire: Wire | None = None) -> Tree:
     """Whole leaves of the parts of all replicas; every replica gets them, by one all-gather.
 
     Args:
       shards: what `shard` or the ``finalize`` of `scattered` gave, or updates of the same shapes.
       like: arrays or specs of the whole leaves' shapes, for instance the parameters.
       over: `gradcombine.jax_axis`.
+      wire: how they are sent, of float leaves, each rounded once; None: as they are.
 
     Returns:
       A tree of ``like``'s shapes and the shards' dtypes; in shard_map typed as the same on all replicas.
@@ -185,7 +206,21 @@ def gather(shards: Tree, like: Tree, over: Collective) -> Tree:
         received = None if is_absent(part) else shape_of(part)
         if expected != received:
             raise invalid(f"a shard of shape {expected}", received, path)
-    received = iter(axis.all_gather([part for part in parts if not is_absent(part)]))
+    present = [i for i, part in enumerate(parts) if not is_absent(part)]
+    narrow = dict.fromkeys(present, False)
+    if wire is not None and require_wire(wire) and axis.size() > 1:
+        paths = list(structure.paths())
+        narrow = {i: not wire.keeps(paths[i], shape_of(specs[i])) for i in present}
+        for i in present:
+            if narrow[i] and not jnp.issubdtype(parts[i].dtype, jnp.floating):
+                raise invalid(
+                    f"a float shard for {wire!r}, or one that its wide= leaves as it is", parts[i].dtype, paths[i]
+                )
+    wide = axis.all_gather([parts[i] for i in present if not narrow[i]])
+    sent = [parts[i].astype(jnp.float32)[None] for i in present if narrow[i]]
+    arrived = exchange.gather_rows(BACKEND, axis, wire, sent) if wire is not None and sent else []
+    of_each = {True: iter(arrived), False: iter(wide)}
+    received = (next(of_each[narrow[i]]).astype(parts[i].dtype) for i in present)
 
     def whole(spec: Any, part: Any) -> Any:
         if is_absent(part):
@@ -245,9 +280,20 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     whole = sum(math.prod(shape_of(leaf)) * width for leaf, width in zip(present, widths, strict=True))
     parts = sum(_length(replicas, leaf) * width for leaf, width in zip(present, widths, strict=True))
     gathered = sum(_length(replicas, leaf) * dtype_of(leaf).itemsize for leaf in present)
+    all_reduced, scattered = 2 * (replicas - 1) * whole // replicas, parts
+    if (wire := reduction.wire) is not None:
+        paths = tree.flatten(like)[1].paths()
+        wide = [
+            wire.keeps(path, shape_of(leaf)) for path, leaf in zip(paths, leaves, strict=True) if not is_absent(leaf)
+        ]
+        each = list(zip(present, widths, wide, strict=True))
+        costs = [exchange.bytes_sent(wire, math.prod(shape_of(leaf)), replicas, width) for leaf, width, _ in each]
+        all_reduced = sum(cost["wide"] if keep else min(cost.values()) for cost, keep in zip(costs, wide, strict=True))
+        lengths = [(_length(replicas, leaf), width, keep) for leaf, width, keep in each]
+        scattered = sum(n * width if keep else min(n * width, wire.nbytes(n)) for n, width, keep in lengths)
     return {
-        "all_reduce": ExchangeCost(2 * (replicas - 1) * whole // replicas, whole),
-        "reduce_scatter": ExchangeCost((replicas - 1) * (every * parts + gathered), parts),
+        "all_reduce": ExchangeCost(all_reduced, whole),
+        "reduce_scatter": ExchangeCost((replicas - 1) * (every * scattered + gathered), parts),
     }
 
 

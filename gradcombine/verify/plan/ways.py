@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
+from gradcombine import wires
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid, shown
 from gradcombine.integrations.jax import TrainState, zero
@@ -42,8 +43,9 @@ class Way(NamedTuple):
     @property
     def mean(self) -> dict[str, Any]:
         """The keyword arguments of the reduction of the gradients."""
-        kinds = {"compensated": "precision", "exact": "precision", "bfloat16": "wire_dtype"}
-        return {kinds[name]: name for name in self.numbers if name in kinds}
+        kinds: dict[str, tuple[str, Any]] = {name: ("precision", name) for name in ("compensated", "exact")}
+        kinds["bfloat16"] = "wire", wires.cast("bfloat16")
+        return dict(kinds[name] for name in self.numbers if name in kinds)
 
     @property
     def name(self) -> str:
@@ -290,7 +292,7 @@ def recipe(problem: Problem, way: Way) -> Recipe:
 
 def _settings(way: Way, k: int) -> str:
     """Keyword arguments of the way's step, its replicas and weight aside."""
-    made = f"gc.reductions.mean({', '.join(f'{name}={value!r}' for name, value in way.mean.items())})"
+    made = f"gc.reductions.mean({', '.join(map(_argument, way.mean.items()))})"
     found = [f"microbatches={k}" if way.calls == "window" else f"every={k if way.calls == 'every' else 'UNTIL_FLUSH'}"]
     if way.place == "zero2":
         found.append(f"reduction=zero.scattered({made}, over)")
@@ -326,6 +328,11 @@ def _imports(text: str) -> Iterator[str]:
             yield f"from {module} import {', '.join(used)}"
 
 
+def _argument(setting: tuple[str, Any]) -> str:
+    name, value = setting
+    return f"{name}={'gc.' if name == 'wire' else ''}{value!r}"
+
+
 Part: TypeAlias = tuple[Callable[..., Tree], tuple[Tree, ...], int]
 """A jitted step, its arguments as specs with their shardings, and how often a window calls it."""
 
@@ -339,9 +346,6 @@ def programs(problem: Problem, way: Way) -> list[Part]:
     accumulates, k = way.calls == "accumulate", problem.microbatches
     if accumulates and way.place != "replicated":
         expected = "replicated parameters with accumulate, which maps the optimizer over the replicas"
-        raise invalid(expected, way.name)
-    if way.place == "zero2" and "bfloat16" in way.numbers:
-        expected = "another type than bfloat16 with zero2, whose accumulators are exchanged"
         raise invalid(expected, way.name)
     steps, params = recipe(problem, way), problem.params
     names: dict[str, Any] = vars(problem) | HELPERS
