@@ -98,7 +98,7 @@ def _words(arrays: Sequence[Array]) -> Array:
     """The elements of arrays of one narrow integer type, filled up with zeros, as int32."""
     flat, dtype = tf.concat([tf.reshape(array, [-1]) for array in arrays], 0), arrays[0].dtype
     a_word = 4 // dtype.size
-    flat = tf.concat([flat, tf.zeros([-flat.shape[0] % a_word], dtype)], 0)
+    flat = tf.concat([flat, tf.zeros([-flat.shape.num_elements() % a_word], dtype)], 0)
     return tf.bitcast(tf.reshape(flat, [-1, a_word]), tf.int32)
 
 

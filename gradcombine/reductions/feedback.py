@@ -9,8 +9,9 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, resolve
 from gradcombine.errors import invalid, operation
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, Wrapper, described, require_reduction
+from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.treewise import Treewise, TreewiseState
+from gradcombine.settings import check
 from gradcombine.types import Array, Order, State, Tree
 
 
@@ -59,7 +60,7 @@ def fed_back(reduction: Reduction) -> Reduction:
     >>> gc.reductions.fed_back(gc.reductions.mean(wire=gc.wires.blocks(8)))
     fed_back(mean(wire=wires.blocks(8, size=128)))
     """
-    require_reduction(reduction)
+    check(reduction=reduction)
     if not isinstance(reduction, Treewise) or reduction.wire is None or not reduction.cell.additive:
         raise invalid("sum or mean in precision 'fast', with a wire", repr(reduction))
     if reduction.wire.rounding != "nearest":

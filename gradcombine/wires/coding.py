@@ -62,7 +62,7 @@ def encode(backend: Backend, wire: Wire, x: Array, salt: Array = _NO_SALT) -> tu
     if wire.bits == 4:  # the halves of a block, one in the lower bits
         code = code[..., : size // 2] | backend.shift_left(code[..., size // 2 :], 4)
     codes = backend.reshape(backend.cast(code, np.dtype(np.uint16) if wire.bits == 16 else _BYTE), (rows, -1))
-    return (codes, backend.cast((scale + _BIAS)[..., 0], _BYTE)) if wire.size else (codes,)
+    return (codes, backend.cast(backend.asarray(scale + _BIAS)[..., 0], _BYTE)) if wire.size else (codes,)
 
 
 def decode(backend: Backend, wire: Wire, codes: Array, scales: Array | None = None) -> Array:

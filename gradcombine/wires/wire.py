@@ -11,7 +11,8 @@ from gradcombine.errors import invalid, operation, require_integer, require_one_
 
 Rounding = Literal["nearest", "stochastic"]
 CastDtype = Literal["bfloat16", "float16", "float8_e4m3", "float8_e5m2"]
-Wide: TypeAlias = "bool | Callable[[str, tuple[int, ...]], bool] | None"
+Rule: TypeAlias = Callable[[str, tuple[int, ...]], bool]
+Wide: TypeAlias = bool | Rule | None
 
 LANES = 128
 """Elements that share a scale, unless asked otherwise: the last axis of a TPU's tiles."""
@@ -149,7 +150,7 @@ def require_wire(wire: Any) -> Wire:
 
 
 def _made(
-    call: str, form: str, exponent: int, significand: int, size: int, rounding: Rounding, wide: Any, seed: int
+    call: str, form: str, exponent: int, significand: int, size: int, rounding: Rounding, wide: Wide, seed: int
 ) -> Wire:
     require_one_of(f"a rounding of {list(get_args(Rounding))}", rounding, get_args(Rounding))
     seed = require_integer("a seed from 0 to 2**31 - 1", seed, 0)
@@ -163,5 +164,7 @@ def _made(
         settings.append(f"wide={getattr(wide, '__qualname__', type(wide).__name__)}")
     elif wide is not None and wide != narrow:
         settings.append(f"wide={wide}")
-    rule = wide if callable(wide) else is_sensitive if (narrow if wide is None else wide) else None
+    rule: Rule | None = is_sensitive if (narrow if wide is None else wide) else None
+    if callable(wide):
+        rule = wide
     return Wire(f"wires.{call}({', '.join(settings)})", exponent, significand, size, rounding, seed, rule)
