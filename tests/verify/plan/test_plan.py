@@ -254,13 +254,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_command_shows_the_ways_and_the_code_of_the_best(here: Path) -> None:
-    done = CliRunner().invoke(app, ["plan", "problems:on", "--ways", "window,zero2+bfloat16", "--json", "plan.json"])
+    done = CliRunner().invoke(app, ["plan", "problems:on", "--ways", "window,zero2+exact", "--json", "plan.json"])
     assert done.exit_code == 0, done.output
     table, _, code = done.output.partition("window:\n\n")
     assert max(map(len, table.splitlines())) <= 80
     assert "window is the best of 2 ways, of which 1 fit" in table and "Refused" in table
     written: Any = json.loads((here / "plan.json").read_text())
-    assert [way["name"] for way in written["ways"]] == ["window", "window+zero2+bfloat16"]
+    assert [way["name"] for way in written["ways"]] == ["window", "window+zero2+exact"]
     assert written["ways"][0]["code"].strip() == code.strip()
     assert written["ways"][0]["programs"][0]["moved"] == written["ways"][0]["compiled"]["moved"]
 
