@@ -19,6 +19,7 @@ PAGES = (
     "docs/guides/jax.md",
     "docs/index.md",
     "docs/losses.md",
+    "docs/outer.md",
     "docs/reliability.md",
     "docs/replicated.md",
     "docs/tasks.md",

@@ -8,6 +8,7 @@ with importing("gradcombine.integrations.jax"):
     from gradcombine.integrations.jax.arrays import detect_lost_peers
     from gradcombine.integrations.jax.loss import Loss, LossOutput
     from gradcombine.integrations.jax.objective_of_terms import grads_by_denominator
+    from gradcombine.integrations.jax.outer import Outer, OuterState, outer
     from gradcombine.integrations.jax.requests import RequestStep, Slot, request_step
     from gradcombine.integrations.jax.step_functions import StepMetrics, TrainState
     from gradcombine.integrations.jax.training_step import TrainStep, train_step
@@ -17,6 +18,8 @@ __all__ = [
     "UNTIL_FLUSH",
     "Loss",
     "LossOutput",
+    "Outer",
+    "OuterState",
     "RequestStep",
     "Slot",
     "StepMetrics",
@@ -24,6 +27,7 @@ __all__ = [
     "TrainStep",
     "detect_lost_peers",
     "grads_by_denominator",
+    "outer",
     "request_step",
     "train_step",
     "value_and_grad",

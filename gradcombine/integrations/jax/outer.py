@@ -1,0 +1,171 @@
+# pyright: standard
+"""Windows of windows: islands of replicas train apart, and exchange how far their parameters went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import gradcombine as gc
+from gradcombine import tree
+from gradcombine.backends.protocol import Collective
+from gradcombine.errors import importing, invalid, operation, require_integer
+from gradcombine.integrations.jax.arrays import require_transformation
+from gradcombine.integrations.jax.run_if import run_if
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
+from gradcombine.types import Array, Order, Tree
+
+if TYPE_CHECKING:
+    import optax
+
+
+class OuterState(NamedTuple):
+    """What `outer` keeps, beside the parameters of each island.
+
+    Attributes:
+      params: the outer parameters, the same on all islands: those after the last exchange.
+      inner: the states of the outer transformation, one a fragment; the same on all islands.
+      weight: float32 of shape (fragments,), what this island has seen since each fragment's last exchange.
+      step: int32 scalar, the number of steps so far, from which the schedule follows; the same on all islands.
+    """
+
+    params: Tree
+    inner: tuple[Any, ...]
+    weight: Array
+    step: Array
+
+
+class Outer(NamedTuple):
+    """Pure functions of an `OuterState`; made by `outer`.
+
+    Attributes:
+      init: ``init(params) -> state``.
+      update: ``update(params, state, weight=1.0) -> params, state``, after each step of an island.
+      join: ``join(params, state, begins) -> params, state``: where ``begins`` holds, a boolean scalar of the island's
+        own, the island has the outer parameters and has seen nothing.
+    """
+
+    init: Callable[[Tree], OuterState]
+    update: Callable[..., tuple[Tree, OuterState]]
+    join: Callable[..., tuple[Tree, OuterState]]
+
+
+@operation("outer")
+def outer(
+    transformation: optax.GradientTransformation,
+    every: int,
+    over: Collective,
+    *,
+    reduction: Reduction | None = None,
+    fragments: int = 1,
+    order: Order = "sequential",
+) -> Outer:
+    """Local steps with an outer optimizer (DiLoCo): H steps on each island, then one exchange of what they moved.
+
+    After ``every`` steps, an island has moved from the outer parameters x to x_i. The weighted mean of ``x - x_i`` over
+    the islands is the gradient that the outer transformation gets; what it makes of x is where all islands go on.
+
+    Args:
+      transformation: the outer one, for instance ``optax.sgd(0.7, momentum=0.9, nesterov=True)``.
+      every: H, steps between two exchanges of a fragment.
+      over: the islands: a `gradcombine.jax_axis`, of which each index is one island. What is inside an island (data or
+        model parallelism) has axes of its own.
+      reduction: of the differences. None: `gradcombine.reductions.mean`. With a ``wire`` they are sent in fewer bits.
+      fragments: F parts of the parameters, whole leaves of about equal bytes, which are exchanged in turn, every H / F
+        steps one: each exchange sends 1 / F, and each fragment every H steps. From 1 to H.
+      order: of the sum over the islands, as for `gradcombine.all_reduce`.
+
+    Returns:
+      An `Outer`, for use inside shard_map, pmap or vmap over the islands. Parameters are an island's own there, and so
+      is the state's ``weight``; its ``params``, ``inner`` and ``step`` are the same on all. ``weight`` of an update is
+      what the island saw in the step, tokens for instance. An island that has seen nothing since the last exchange, as
+      a lost one whose weights are 0, changes nothing, whatever its parameters hold. One that joins, or comes back,
+      begins from the outer parameters by ``join``.
+
+    Raises:
+      GradCombineError: for settings of another kind, and parameters that are no floats.
+
+    Bits: those of `gradcombine.all_reduce` of the differences in float32: in order ``"tree"`` the same on a mesh and in
+    a simulation of the islands on one device.
+
+    References: Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
+    <https://arxiv.org/abs/2311.08105>`_, 2023, and `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025.
+
+    >>> import gradcombine as gc, jax, jax.numpy as jnp, optax
+    >>> from gradcombine.integrations.jax import outer
+    >>> islands = outer(optax.sgd(1.0), every=2, over=gc.jax_axis("island"))
+    >>> def train(speed):
+    ...     params = jnp.float32(8)
+    ...     state = islands.init(params)
+    ...     for _ in range(2):
+    ...         params, state = islands.update(params - speed, state, weight=1)
+    ...     return params
+    >>> jax.vmap(train, axis_name="island")(jnp.float32([1, 3])).tolist()
+    [4.0, 4.0]
+    """
+    reduction = gc.reductions.mean() if reduction is None else reduction
+    check(reduction=reduction, over=over, order=order)
+    with importing("outer"):
+        import optax  # which gradients alone do not need
+    require_transformation(transformation)
+    every = require_integer("1 step or more", every)
+    count = require_integer(f"from 1 to {every} fragments", fragments, highest=every)
+
+    @operation("outer")
+    def init(params: Tree) -> OuterState:
+        leaves, structure = tree.flatten(params)
+        for path, leaf in zip(structure.paths(), leaves, strict=True):
+            if leaf is not None and not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
+                raise invalid("parameters that are floats", jnp.asarray(leaf).dtype, path)
+        inner = tuple(transformation.init([leaves[i] for i in part]) for part in divided(leaves, count))
+        # Another buffer than the parameters', which a step may be given for good.
+        own = jax.tree.map(jnp.copy, params)
+        return OuterState(own, inner, jnp.zeros(count, jnp.float32), jnp.zeros((), jnp.int32))
+
+    def exchanged(kept: tuple[Any, Any, Any], weight: Array) -> tuple[tuple[Any, Any, Any], tuple[()]]:
+        theirs, ours, inner = kept
+        moved = [a.astype(jnp.float32) - b.astype(jnp.float32) for a, b in zip(ours, theirs, strict=True)]
+        gradient = gc.all_reduce(reduction, over.mark_varying(moved), over, weight, order)
+        gradient = [g.astype(x.dtype) for g, x in zip(gradient, ours, strict=True)]
+        updates, inner = transformation.update(gradient, inner, ours)
+        new: Any = optax.apply_updates(ours, updates)
+        return (list(new), list(new), inner), ()
+
+    @operation("outer")
+    def update(params: Tree, state: OuterState, weight: Any = 1.0) -> tuple[Tree, OuterState]:
+        leaves, structure = tree.flatten(params)
+        anchors, step, inner = tree.flatten_as(structure, state.params), state.step + 1, list(state.inner)
+        (weights,) = over.mark_varying([state.weight + jnp.asarray(weight, jnp.float32)])
+        ends = (step + jnp.arange(count) * every // count) % every == 0
+        for f, part in enumerate(divided(leaves, count)):
+            kept = over.mark_varying([leaves[i] for i in part]), [anchors[i] for i in part], inner[f]
+            (theirs, ours, inner[f]), _ = run_if(ends[f], partial(exchanged, weight=weights[f]), kept)
+            for i, new, anchor in zip(part, theirs, ours, strict=True):
+                leaves[i], anchors[i] = new, anchor
+        weights = jnp.where(ends, jnp.zeros_like(weights), weights)
+        kept = OuterState(tree.unflatten(structure, anchors), tuple(inner), weights, step)
+        return tree.unflatten(structure, leaves), kept
+
+    @operation("outer")
+    def join(params: Tree, state: OuterState, begins: Any) -> tuple[Tree, OuterState]:
+        params = jax.tree.map(lambda x, outer: jnp.where(begins, outer, x), params, state.params)
+        return params, state._replace(weight=jnp.where(begins, jnp.zeros_like(state.weight), state.weight))
+
+    return Outer(init, update, join)
+
+
+def divided(leaves: list[Any], fragments: int) -> list[list[int]]:
+    """The numbers of the leaves of each fragment: the largest leaves first, each to the fragment that has the least."""
+    parts: list[list[int]] = [[] for _ in range(fragments)]
+    sizes = [0] * fragments
+    present = [i for i, leaf in enumerate(leaves) if leaf is not None]
+    for i in sorted(present, key=lambda i: -jnp.asarray(leaves[i]).nbytes):
+        f = sizes.index(min(sizes))
+        parts[f].append(i)
+        sizes[f] += jnp.asarray(leaves[i]).nbytes
+    return [sorted(part) for part in parts]

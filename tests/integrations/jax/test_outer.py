@@ -1,0 +1,183 @@
+# pyright: standard
+"""Windows of windows: islands on a mesh have the bits of islands simulated on one device, and those of the rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradcombine as gc
+from gradcombine import GradCombineError
+from gradcombine.integrations.jax import outer
+
+AXIS, EVERY, STEPS = "island", 4, 8
+SHAPES = {"a": (6, 5), "b": (4,), "c": (3, 3)}
+OVER = gc.jax_axis(AXIS)
+
+
+def start() -> Any:
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def moves(n: int) -> Any:
+    """What each island's inner optimizer adds in each step, of shape (islands, steps, ...)."""
+    rng = np.random.default_rng(n)
+    return {name: rng.normal(size=(n, STEPS, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def train(islands: Any, params: Any, added: Any, weights: Any) -> Any:
+    """The parameters of one island and the outer ones after each step."""
+    state, seen = islands.init(params), []
+    for i in range(STEPS):
+        params = {name: x + added[name][i] for name, x in params.items()}
+        params, state = islands.update(params, state, weight=weights[i])
+        seen.append({"params": params, "outer": state.params})
+    return seen
+
+
+def simulated(islands: Any, added: Any, weights: Any) -> Any:
+    """All islands on one device."""
+    run = jax.vmap(lambda added, weights: train(islands, start(), added, weights), axis_name=AXIS)
+    return jax.jit(run)(added, weights)
+
+
+def sharded(islands: Any, added: Any, weights: Any, kind: AxisType, check_vma: bool) -> Any:
+    n = len(weights)
+    mesh = jax.make_mesh((n,), (AXIS,), axis_types=(kind,), devices=jax.devices()[:n])
+
+    def island(added: Any, weights: Any) -> Any:
+        own, given = jax.tree.map(lambda x: x[0], (added, weights))
+        return jax.tree.map(lambda x: x[None], train(islands, start(), own, given))
+
+    mapped = jax.shard_map(island, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=check_vma)
+    return jax.jit(mapped)(*jax.device_put((added, weights), NamedSharding(mesh, P(AXIS))))
+
+
+def ruled(added: Any, weights: np.ndarray, fragments: list[list[str]]) -> Any:
+    """SGD with a rate of 1 and Nesterov's momentum of a half, in float32 as written down; islands in a list."""
+    n, f32 = len(weights), np.float32
+    outer_params, momentum = start(), {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
+    params, seen = [start() for _ in range(n)], []
+    weight = np.zeros((len(fragments), n), np.float32)
+    for i in range(STEPS):
+        for island in range(n):
+            params[island] = {name: x + added[name][island, i] for name, x in params[island].items()}
+        weight += weights[:, i]
+        for f, names in enumerate(fragments):
+            if (i + 1 + f * EVERY // len(fragments)) % EVERY:
+                continue
+            for name in names:
+                terms = [weight[f, k] * (outer_params[name] - params[k][name]) for k in range(n)]
+                while len(terms) > 1:
+                    terms = [x + y for x, y in zip(terms[::2], terms[1::2], strict=True)]
+                gradient = terms[0] / weight[f].sum(dtype=np.float32)
+                momentum[name] = gradient + f32(0.5) * momentum[name]
+                outer_params[name] = outer_params[name] - (gradient + f32(0.5) * momentum[name])
+                for island in range(n):
+                    params[island][name] = outer_params[name]
+            weight[f] = 0
+        seen.append({"params": [dict(x) for x in params], "outer": dict(outer_params)})
+    return seen
+
+
+def nesterov(**settings: Any) -> Any:
+    return outer(optax.sgd(1.0, momentum=0.5, nesterov=True), EVERY, OVER, order="tree", **settings)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_mesh_has_the_bits_of_a_simulation(n: int, fragments: int) -> None:
+    added, weights = moves(n), np.float32(np.arange(1, n * STEPS + 1).reshape(n, STEPS) % 5 + 1)
+    islands = nesterov(fragments=fragments)
+    alone = simulated(islands, added, weights)
+    for kind, check_vma in [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, True)]:
+        jax.tree.map(np.testing.assert_array_equal, alone, sharded(islands, added, weights, kind, check_vma))
+    parts = [["a", "b", "c"]] if fragments == 1 else [["a"], ["b", "c"]]
+    for ours, theirs in zip(alone, ruled(added, weights, parts), strict=True):
+        for name in SHAPES:
+            for island in range(n):
+                bound = {"rtol": 0, "atol": 2e-6}  # XLA fuses the momentum's products, here and there
+                np.testing.assert_allclose(ours["params"][name][island], theirs["params"][island][name], **bound)
+                np.testing.assert_allclose(ours["outer"][name][island], theirs["outer"][name], **bound)
+
+
+def test_nothing_moves_between_exchanges() -> None:
+    """The outer parameters change at the end of a window alone, each fragment's at its own."""
+    added, weights = moves(2), np.ones((2, STEPS), np.float32)
+    seen = simulated(nesterov(fragments=2), added, weights)
+    before = [start(), *(jax.tree.map(lambda x: x[0], one["outer"]) for one in seen[:-1])]
+    changed = [
+        {name for name in SHAPES if (np.asarray(one["outer"][name][0]) != np.asarray(old[name])).any()}
+        for one, old in zip(seen, before, strict=True)
+    ]
+    assert changed == [set(), {"b", "c"}, set(), {"a"}] * 2
+
+
+def test_a_lost_island_changes_nothing() -> None:
+    """Weight 0 and parameters that are NaN: bits as without it; afterwards it has the outer parameters."""
+    added, weights = moves(2), np.ones((2, STEPS), np.float32)
+    lost = {name: np.where(np.arange(2).reshape(2, *[1] * (x.ndim - 1)) == 1, np.nan, x) for name, x in added.items()}
+    weights[1, :EVERY] = 0
+    seen = simulated(nesterov(), lost, weights)
+    alone = simulated(nesterov(), jax.tree.map(lambda x: x[:1], added), weights[:1])
+    for name in SHAPES:
+        np.testing.assert_array_equal(seen[EVERY - 1]["params"][name][0], alone[EVERY - 1]["params"][name][0])
+        np.testing.assert_array_equal(seen[EVERY - 1]["params"][name][1], alone[EVERY - 1]["params"][name][0])
+
+
+def test_an_island_that_joins_begins_from_the_outer_parameters() -> None:
+    islands = nesterov()
+
+    def run(begins: Any) -> Any:
+        state = islands.init(jnp.float32(8))
+        params, state = islands.update(jnp.float32(5), state, weight=3)
+        params, state = islands.join(params, state, begins)
+        return params, state.weight
+
+    params, weight = jax.vmap(run, axis_name=AXIS)(jnp.array([True, False]))
+    np.testing.assert_array_equal(params, [8, 5])
+    np.testing.assert_array_equal(weight, [[0], [3]])
+
+
+def test_through_a_wire() -> None:
+    """What the islands moved is sent in eight bits; all of them have the same bits afterwards."""
+    added = {"w": np.random.default_rng(1).normal(size=(2, 64, 64)).astype(np.float32)}
+    wire = gc.wires.blocks(8)
+    plain, narrow = (outer(optax.sgd(1.0), 1, OVER, reduction=gc.reductions.mean(wire=to)) for to in (None, wire))
+
+    def run(islands: Any) -> Any:
+        def island(w: Any) -> Any:
+            params = {"w": jnp.zeros((64, 64))}
+            return islands.update({"w": params["w"] + w}, islands.init(params))[0]["w"]
+
+        return jax.vmap(island, axis_name=AXIS)(added["w"])
+
+    ours, exact = run(narrow), run(plain)
+    np.testing.assert_array_equal(ours[0], ours[1])
+    error = np.abs(ours - exact).max()
+    assert 0 < error <= np.abs(added["w"]).max() / 64  # half a step of a block of 7 bits, for each of two roundings
+
+
+BAD = {
+    "no transformation": lambda: outer(lambda x: x, 2, OVER),
+    "no steps": lambda: outer(optax.sgd(1.0), 0, OVER),
+    "a schedule": lambda: outer(optax.sgd(1.0), lambda i: 2, OVER),
+    "no collective": lambda: outer(optax.sgd(1.0), 2, "island"),
+    "more fragments than steps": lambda: outer(optax.sgd(1.0), 2, OVER, fragments=3),
+    "a reduction that was not called": lambda: outer(optax.sgd(1.0), 2, OVER, reduction=gc.reductions.mean),
+    "integers": lambda: outer(optax.sgd(1.0), 2, OVER).init({"n": np.arange(3)}),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name: str) -> None:
+    with pytest.raises(GradCombineError, match=r"^outer: "):
+        BAD[name]()
