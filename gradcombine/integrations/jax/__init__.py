@@ -6,9 +6,9 @@ from gradcombine.places.window import UNTIL_FLUSH
 with importing("gradcombine.integrations.jax"):
     from gradcombine.integrations.jax import zero
     from gradcombine.integrations.jax.arrays import detect_lost_peers
+    from gradcombine.integrations.jax.islands import Outer, OuterState, outer
     from gradcombine.integrations.jax.loss import Loss, LossOutput
     from gradcombine.integrations.jax.objective_of_terms import grads_by_denominator
-    from gradcombine.integrations.jax.outer import Outer, OuterState, outer
     from gradcombine.integrations.jax.requests import RequestStep, Slot, request_step
     from gradcombine.integrations.jax.step_functions import StepMetrics, TrainState
     from gradcombine.integrations.jax.training_step import TrainStep, train_step
