@@ -97,7 +97,7 @@ PROGRAMS = {
         pathlib.Path("steps.py").write_text(re.search("```python\\n(.*?)```", page, re.S)[1])
         shown = re.search("```console\\n(.*?)```", page, re.S)[1].split()
         command = [os.path.join(os.path.dirname(sys.executable), *shown[1:2]), *shown[2:4]]
-        done = subprocess.run(command, env={{**os.environ, "COLUMNS": "112"}}, capture_output=True, text=True)
+        done = subprocess.run(command, env={{**os.environ, "COLUMNS": "89"}}, capture_output=True, text=True)
         assert done.returncode == 1 and done.stdout.split()[: len(shown[4:])] == shown[4:], done
     """,
 }
