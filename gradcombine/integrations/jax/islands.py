@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class OuterState(NamedTuple):
-    """What `outer` keeps, beside the parameters of each island.
+    """State of `outer`, beside the parameters of each island.
 
     Attributes:
       params: the outer parameters, the same on all islands: those after the last exchange.
