@@ -99,8 +99,29 @@ def test_pages_and_messages_use_the_words_of_the_field() -> None:
     assert not [f"{path.relative_to(ROOT)}: {word}" for path, word in found]
 
 
+WORD = re.compile(r"\S*[A-Za-z]\S*")
+GENERATED = re.compile(r"<!-- (?:table|ratios: begin) -->.*?<!-- (?:end of the table|ratios: end) -->", re.S)
+"""Tables that scripts write: of docs/field.md and docs/performance.md."""
+
+
+def words(path: Path) -> int:
+    """The number of words that a page asks its reader to read.
+
+    A code span is one word. Not counted are fenced blocks (listings, pictures, navigation, the glossary), targets of
+    links, comments, and tables that scripts write.
+    """
+    text = re.sub(r"^(```+|:::+).*?^\1 *$", "", GENERATED.sub("", path.read_text()), flags=re.S | re.M)
+    text = re.sub(r"<!--.*?-->|<a id=[^>]*></a>|^\[\w+\]: \S+$", "", text, flags=re.S | re.M)
+    return len(WORD.findall(re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))))
+
+
+def test_the_pages_have_15500_words_at_most() -> None:
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")]
+    assert sum(words(page) for page in pages) <= 15_500
+
+
 def test_the_readme_has_600_words_beside_listings_at_most() -> None:
-    assert len(re.findall(r"\S*[A-Za-z]\S*", prose(ROOT / "README.md"))) <= 600
+    assert len(WORD.findall(prose(ROOT / "README.md"))) <= 600
 
 
 def test_each_of_fifteen_tasks_has_one_listing() -> None:
