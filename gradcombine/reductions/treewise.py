@@ -17,7 +17,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, described, of_each_rank
 from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled, where
 from gradcombine.reductions.small import Small
-from gradcombine.reductions.treewise_state import Opened, TreewiseState, summary
+from gradcombine.reductions.treewise_state import Opened, TreewiseState, require_sendable, summary
 from gradcombine.reductions.weights import Weight, parse
 from gradcombine.types import Array, Order, State, Tree
 from gradcombine.wires import exchange
@@ -84,29 +84,20 @@ class Treewise(Reduction):
             return None if kind.dtype is None else self._empty(backend, leaf, like, kind.dtype)
 
         values = self._each(structure, empty, leaves, first, made_for)
-        if self.wire is not None:
-            self._require_sendable(structure, leaves, made_for)
         present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
         widest = dtypes.of_weights([kind.dtype for kind in made_for if kind.dtype is not None])
         weight = self.cell.empty_weight(backend, widest, present)
         count = backend.full((), 0, dtypes.INT32, present)
-        filled = Opened(structure, values, made_for).value(values)
-        return self.state(filled, weight, count, tree.unflatten(structure, made_for))
+        opened = Opened(structure, values, made_for)
+        if self.wire is not None:
+            require_sendable(self.wire, opened, self.cell.shape, leaves)
+        return self.state(opened.value(values), weight, count, tree.unflatten(structure, made_for))
 
     def _empty(self, backend: Backend, leaf: Any, like: Any, dtype: np.dtype) -> Accumulator:
         """The accumulator of a leaf of this dtype, placed like the array ``like``."""
         if not dtypes.is_of(dtype, self.cell.kinds):
             raise invalid(f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
         return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(dtype), like)
-
-    def _require_sendable(self, structure: tree.Structure, leaves: Sequence[Any], made_for: Sequence[Any]) -> None:
-        for path, leaf, kind in zip(structure.paths(), leaves, made_for, strict=True):
-            if kind.dtype is None or dtypes.kind(kind.dtype) == "float":
-                continue
-            if not self.wire or not self.wire.keeps(path, self.cell.shape(leaf)):
-                raise invalid(
-                    f"a float leaf for {self.wire!r}, or one that its wide= leaves as it is", kind.dtype, path
-                )
 
     @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
@@ -326,11 +317,7 @@ class Treewise(Reduction):
         backend = resolve([*flat.arrays(), state.count])
 
         def empty(a: Any, kind: Any) -> Any:
-            return (
-                None
-                if a is None
-                else self.cell.empty(backend, self.cell.shape(a), self.cell.running(kind.dtype), parts(a)[0])
-            )
+            return None if a is None else self._empty(backend, a, parts(a)[0], kind.dtype)
 
         totals = self._empty_totals(backend, flat, state)
         values = self._each(flat.structure, empty, flat.values, flat.made_for)
@@ -354,8 +341,7 @@ class Treewise(Reduction):
         paths = [path for path, a in named if a is not None for _ in parts(a)]
         collective.require_unreduced(paths, arrays)
         if collective.size() <= self.cell.most_replicas:
-            cell = self.cell
-            merged, totals = cell.all_merge(backend, collective, flat.present(), Totals(state.weight, state.count))
+            merged, totals = self.cell.all_merge(backend, collective, flat.present(), Totals(state.weight, state.count))
             back = iter(merged)
             return flat.closed(
                 state, [None if a is None else next(back) for a in flat.values], totals.weight, totals.count
@@ -371,18 +357,17 @@ class Treewise(Reduction):
             return flat.closed(state, values, like(state.weight), next(back))
 
         others = [*parts(state.weight), state.count]
-        adds, bundle = self.cell.additive and order == "sequential", [*arrays, *others]
-        if self.wire is None or collective.size() == 1:
+        adds, wire = self.cell.additive and order == "sequential", None if collective.size() == 1 else self.wire
+        if wire is None:
+            bundle = [*arrays, *others]
             if adds:
                 return rebuild(collective.all_sum(bundle))
             return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
         if adds:
-            return rebuild(exchange.all_sum(backend, collective, self.wire, paths, arrays, others, errors))
+            return rebuild(exchange.all_sum(backend, collective, wire, paths, arrays, others, errors))
         narrow = [p if dtypes.kind(dtype_of(x)) == "float" else None for p, x in zip(paths, arrays, strict=True)]
-        sent = [*narrow, *(None for _ in others)]
-        return fold_pairwise(
-            self.merge, map(rebuild, exchange.all_gather(backend, collective, self.wire, sent, bundle))
-        )
+        sent = exchange.all_gather(backend, collective, wire, [*narrow, *(None for _ in others)], [*arrays, *others])
+        return fold_pairwise(self.merge, map(rebuild, sent))
 
     def _open(self, state: State) -> Opened:
         if type(state) is not self.state:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, shape_of
+from gradcombine.errors import invalid
+from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import parts
 from gradcombine.types import Array, Scalar, State, Tree
+from gradcombine.wires.wire import Wire
 
 
 class TreewiseState(NamedTuple):
@@ -74,3 +77,13 @@ def summary(a: Any) -> str:
     kept = parts(a)[0]
     held = f"shape {shape_of(kept)} and dtype {dtype_of(kept)}"
     return f"{held} in {getattr(a, 'in_words', type(a).__name__)}" if kept is not a else held
+
+
+def require_sendable(
+    wire: Wire, opened: Opened, shape: Callable[[Any], tuple[int, ...]], leaves: Sequence[Any]
+) -> None:
+    """Raises for a leaf that is no float, unless the wire leaves it as it is."""
+    for path, leaf, kind in zip(opened.structure.paths(), leaves, opened.made_for, strict=True):
+        is_float = kind.dtype is None or dtypes.kind(kind.dtype) == "float"
+        if not is_float and not wire.keeps(path, shape(leaf)):
+            raise invalid(f"a float leaf for {wire!r}, or one that its wide= leaves as it is", kind.dtype, path)
