@@ -341,7 +341,7 @@ def test_names_of_findings() -> None:
 def test_every_finding_has_a_section_of_the_documentation() -> None:
     assert list(report.explanations()) == list(RULES)
     text = (Path(__file__).parents[3] / "docs" / "audit.md").read_text()
-    assert re.findall(r"findings\.md#([\w-]+)", text) == list(RULES)
+    assert sorted(re.findall(r"findings\.md#([\w-]+)", text)) == sorted(RULES)
 
 
 @pytest.mark.needs("tensorflow")

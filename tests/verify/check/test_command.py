@@ -167,7 +167,7 @@ def test_the_page_shows_what_the_command_prints(here: Path) -> None:
     (here / "page5.py").write_text(listing)
     command, _, said = console.partition("\n\n")
     assert command == "$ gradcombine check steps:make_case"
-    done = CliRunner().invoke(app, ["check", "page5:make_case"], env={"COLUMNS": "112"})
+    done = CliRunner().invoke(app, ["check", "page5:make_case"], env={"COLUMNS": "89"})
     assert done.exit_code == 1
     printed = words(done.output.replace("page5.py", "steps.py"))
     assert printed[: len(words(said))] == words(said)
