@@ -118,8 +118,8 @@ def test_an_adaptive_sum_depends_on_the_grouping() -> None:
 
 
 def test_all_public_reductions_are_among_them() -> None:
-    """But those of rows, whose contributions are not arrays of any numbers."""
-    assert {*OBEYED, "adasum", "row_sum", "row_mean"} == {x for x in reductions.__all__ if x.islower()}
+    """But those of rows, whose contributions are no arrays, and fed_back, whose windows begin with a residual."""
+    assert {*OBEYED, "adasum", "row_sum", "row_mean", "fed_back"} == {x for x in reductions.__all__ if x.islower()}
 
 
 def _summed(**changed: Any) -> gc.Reduction:
