@@ -336,6 +336,7 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "microbatches": MAYBE_POSITIVE,
         "weight": WEIGHT_OF,
     },
+    "integrations.jax.outer": {"transformation": OPTIMIZER, "reduction": MAYBE_REDUCTION, "fragments": POSITIVE},
     "integrations.jax.request_step": {"optimizer": OPTIMIZER, "reduction": MAYBE_REDUCTION, "weight": WEIGHT_OF},
     "integrations.jax.value_and_grad": {"reduction": MAYBE_REDUCTION, "weight": WEIGHT_OF},
     "integrations.jax.zero.exchange_costs": {"like": TREES.without("2**31")},
