@@ -95,10 +95,6 @@ class Reduction(ABC):
     def clear(self, state: State) -> State:
         """The empty state of the same shapes, with the dtypes that `init` would give it."""
 
-    def empty_like(self, state: State) -> State:
-        """A state of no contributions, with nothing of any window before."""
-        return self.clear(state)
-
     @property
     def description(self) -> str:
         """The reduction with all of its settings, for instance ``"clipped(mean('fast'), 1.0)"``.
@@ -212,10 +208,6 @@ class Wrapper(Reduction):
     @no_autograph
     def clear(self, state: State) -> State:
         return self.of.clear(state)
-
-    @no_autograph
-    def empty_like(self, state: State) -> State:
-        return self.of.empty_like(state)
 
     @property
     def description(self) -> str:

@@ -83,10 +83,6 @@ class Differentiable(Wrapper):
         return DifferentiableState(self.of.clear(a), self._other.clear(b))
 
     @operation()
-    def empty_like(self, state: State) -> DifferentiableState:
-        return self.clear(state)
-
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> DifferentiableState:
         a, b = self._open(state)
         return DifferentiableState(self.of.all_merge(a, collective, order), self._other.all_merge(b, collective, order))

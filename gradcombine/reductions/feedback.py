@@ -90,7 +90,7 @@ class FedBack(Wrapper):
             if isinstance(a, tree.Static) or self._wire.keeps(path, tuple(a.shape)):
                 return None
             backend = resolve([a])
-            return backend.full(backend.shape(a), 0, dtypes.FLOAT32, [a])
+            return backend.full(backend.shape(a), -0.0, dtypes.FLOAT32, [a])
 
         return tree.unflatten(structure, map(zeros, structure.paths(), accumulators))
 
@@ -128,11 +128,6 @@ class FedBack(Wrapper):
             for a, x in zip(accumulators, residuals, strict=True)
         ]
         return FedBackState(empty._replace(value=tree.unflatten(structure, begun)), self._zeros(empty))
-
-    @operation()
-    def empty_like(self, state: State) -> State:
-        empty = self.of.clear(state.state)
-        return FedBackState(empty, self._zeros(empty))
 
     @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> State:

@@ -145,11 +145,6 @@ class MeasuredReduction(Wrapper):
         return MeasuredState(self.of.clear(state.value), _METRICS.clear(state.metrics))
 
     @operation()
-    def empty_like(self, state: State) -> MeasuredState:
-        state = self._open(state)
-        return MeasuredState(self.of.empty_like(state.value), _METRICS.clear(state.metrics))
-
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> MeasuredState:
         state = self._open(state)
         value = self.of.all_merge(state.value, collective, order)

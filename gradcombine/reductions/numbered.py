@@ -149,11 +149,6 @@ class NumberedReduction(Wrapper):
         return NumberedState(self.of.clear(state.value), state.counts * 0)
 
     @operation()
-    def empty_like(self, state: State) -> NumberedState:
-        state = self._open(state)
-        return NumberedState(self.of.empty_like(state.value), state.counts * 0)
-
-    @operation()
     def all_merge(self, state: State, collective: Collective, order: Order) -> NumberedState:
         state = self._open(state)
         (counts,) = collective.all_sum([state.counts])

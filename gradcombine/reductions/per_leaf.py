@@ -113,10 +113,6 @@ class PerLeaf(Reduction):
     def clear(self, state: State) -> PerLeafState:
         return PerLeafState(self._each(_call("clear"), self._parts(state)))
 
-    @operation()
-    def empty_like(self, state: State) -> PerLeafState:
-        return PerLeafState(self._each(_call("empty_like"), self._parts(state)))
-
     def _each(self, function: Callable[..., Any], *columns: Sequence[Any]) -> tuple[Any, ...]:
         """Applies a function to each member and its parts; errors name the member's place."""
         results: list[Any] = []

@@ -125,7 +125,9 @@ def _on_top(
 
 
 def _merged(reduction: Reduction, group: list[State], like: State) -> State:
-    return fold_pairwise(reduction.merge, group) if group else reduction.empty_like(like)
+    if group:
+        return fold_pairwise(reduction.merge, group)
+    return reduction.clear(reduction.clear(like))  # twice: `fed_back` begins a window with what the last one left
 
 
 def _depth(levels: int, shift: int | None, every: int | None) -> int:

@@ -97,10 +97,10 @@ def all_sum(
                 if to == PARTS:  # the error of the sum is kept where it was made
                     ranks = np.arange(n, dtype=np.int32).reshape(n, 1)
                     own = backend.asarray(ranks) == collective.rank()
-                    lost = backend.add(next(of_parts), backend.where(own, lost, lost * 0))
+                    lost = backend.add(next(of_parts), backend.where(own, lost, backend.full((), -0.0, FLOAT32)))
                 errors.append(backend.reshape(backend.flat(lost)[: math.prod(shape_of(x))], shape_of(x)))
             elif not wire.keeps(path, shape_of(x)):
-                errors.append(backend.full(shape_of(x), 0, FLOAT32, [x]))
+                errors.append(backend.full(shape_of(x), -0.0, FLOAT32, [x]))
     return [*sums, *wide]
 
 
@@ -135,12 +135,12 @@ def gather_rows(
 def _keep(
     backend: Backend, wire: Wire, rows: Sequence[Array], sent: Sequence[Sequence[Array]], errors: list[Array] | None
 ) -> None:
-    """Appends what rounding takes away, without rounding; 0 where something is not finite."""
+    """Appends what rounding takes away, without rounding; where it is 0 or not finite, -0, with which sums begin."""
     if errors is not None:
         for x, codes in zip(rows, sent, strict=True):
-            lost = backend.add(x, -_decoded(backend, wire, x, codes))
+            lost = -backend.add(_decoded(backend, wire, x, codes), -x)
             is_finite = backend.add(lost, -lost) == 0
-            errors.append(backend.where(is_finite, lost, backend.full((), 0, FLOAT32)))
+            errors.append(backend.where(is_finite, lost, backend.full((), -0.0, FLOAT32)))
 
 
 def _encoded(backend: Backend, collective: Collective, wire: Wire, rows: Array, salt: int) -> tuple[Array, ...]:

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import gradcombine as gc
-from gradcombine import statefile
+from gradcombine import statefile, tree
+from gradcombine.reductions.feedback import residuals
 from tests.spec import modes
 from tests.spec.selection import unrolled
 from tests.spec.test_wires import WIRES, rounded
@@ -105,6 +106,48 @@ def test_a_residual_moves_to_other_replicas(replicas: int) -> None:
     begun = [acc.update(np.zeros(SHAPE, np.float32), state) for state in states]
     total = sum(state.levels[0].state.value for state in begun)
     np.testing.assert_array_equal(total, np.full(SHAPE, (1 + 2 + 3 + 4) / 16, np.float32))
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda r: gc.reductions.numbered(r, 4),
+        gc.reductions.measured,
+        lambda r: gc.reductions.per_leaf({"a": r}),
+        lambda r: gc.reductions.per_leaf({"a": gc.reductions.measured(r)}),
+    ],
+    ids=["numbered", "measured", "per_leaf", "both"],
+)
+def test_a_new_replica_has_no_residual_of_an_old_one(around: Callable[[gc.Reduction], gc.Reduction]) -> None:
+    reduction = around(FED["8 bits"])
+    x = {"a": np.full(SHAPE, 3, np.float32)}
+    value = gc.reductions.Numbered(x, 0) if reduction.microbatches is not None else x
+    state = reduction.update(reduction.init(x), value)
+    leaves, structure = tree.flatten(state)
+    kept = residuals(state)
+    state = tree.unflatten(structure, [x["a"] if i in kept else leaf for i, leaf in enumerate(leaves)])
+    old, new = statefile.resize(reduction, [state], 2)
+    assert kept
+    for part, residual in (old, 3), (new, 0):
+        for i in kept:
+            np.testing.assert_array_equal(tree.flatten(part)[0][i], np.full(SHAPE, residual, np.float32))
+
+
+@pytest.mark.needs("jax")
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_a_window_after_an_exact_exchange_begins_with_minus_0(n: int) -> None:
+    """Integers of three bits are sent as they are, in rows or parts; contributions of -0 then add up to -0."""
+    import jax
+
+    acc = gc.accumulate(FED["bfloat16"], every=1)
+    over = gc.jax_axis("data")
+
+    def two_windows(x: Any) -> Any:
+        state = gc.merge_replicas(FED["bfloat16"], acc.update(x, acc.init(x)), over)
+        return acc.update(-0.0 * x, state).levels[0].state.value
+
+    given = np.arange(1, 1 + n * 6).reshape(n, 2, 3).astype(np.float32) % 8 + 1
+    assert np.signbit(jax.vmap(two_windows, axis_name="data")(given)).all()
 
 
 def test_a_residual_is_saved(tmp_path: Path) -> None:
