@@ -36,10 +36,25 @@ def check_step() -> Callable[..., StepReport]:
 
 @pytest.fixture
 def audit() -> Callable[..., Audit]:
-    """`gradcombine.verify.audit`: ``assert not audit(step, *args, target="h100:8").findings``."""
+    """`gradcombine.verify.audit`, which fails the test if a defect can be neither found nor excluded.
+
+    ``allow`` names defects that may stay undecided, as `gradcombine.audit.Audit.undecided` does.
+
+    ::
+
+        def test_compiled(audit):
+            assert not audit(step, *args, target="h100:8").findings
+    """
     from gradcombine.verify import audit as function
 
-    return function
+    def audited(*args: Any, allow: Sequence[str] = (), **settings: Any) -> Audit:
+        report = function(*args, **settings)
+        if left := [name for name in report.undecided if name not in allow]:
+            unread = "; ".join(report.unread)
+            pytest.fail(f"cannot tell: undecided: {', '.join(left)}; not read: {unread}", pytrace=False)
+        return report
+
+    return audited
 
 
 def _text(report: StepReport) -> str:

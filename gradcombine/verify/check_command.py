@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 
 from gradcombine.audit.auditing import callable_named
+from gradcombine.errors import GradCombineError
 from gradcombine.reporting.sections import show
 from gradcombine.verify.check import check_report as report
 from gradcombine.verify.check.named import check_named
-from gradcombine.verify.check.step_report import BY_DESIGN, Verdict
+from gradcombine.verify.check.step_report import BY_DESIGN, Cause, Verdict
 from gradcombine.verify.terminal import Files, Html, Json, errors, numbers, plain, progress
 
 
@@ -44,8 +45,8 @@ def check_command(
 ) -> None:
     """Checks that k microbatches give what one batch does, in a step of your own, and names the cause if not.
 
-    Exit status: 0 if they do, 1 if not (with --baseline, for a cause that is new), 2 for what cannot be imported,
-    divided or run, 3 if not all could be compared.
+    Exit status: 0 if they do, 1 if not (with --baseline, for a cause that is new), 2 if it cannot tell: for what cannot
+    be imported, divided, run, repeated or compared.
 
     Example: `gradcombine check train:make_case --microbatches 2,4`
     """
@@ -62,6 +63,9 @@ def check_command(
         meant = [] if allow is None else [x.strip() for x in allow.split(",")]
         with progress("importing") as step:
             found, source = check_named(what, others, timeout, step)
+        if not found.runs:
+            expected = f"a step that gives the same at each call: {report.REMEDIES[Cause.STATE]}"
+            raise GradCombineError("check", expected, f"other results for {found.faults[0].run}")
         found = found.allowing(*meant)
         verdict, sections = report.verdict(found), report.sections(found, source and f"The step is made at {source}.")
         passes, status = report.GOOD[found.verdict], report.STATUS[found.verdict]

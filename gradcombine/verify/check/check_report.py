@@ -15,8 +15,8 @@ from gradcombine.verify.check.step_report import Cause, Fault, StepReport, Verdi
 VERSION = 1
 """Of the JSON."""
 
-STATUS = {Verdict.PASSES: 0, Verdict.FAILS: 1, Verdict.CANNOT_TELL: 3}
-"""The exit status of each verdict; 2 is for what cannot be imported, cut or run."""
+STATUS = {Verdict.PASSES: 0, Verdict.FAILS: 1, Verdict.CANNOT_TELL: 2}
+"""The exit status of each verdict; 2 is also for what cannot be imported, divided or run."""
 
 GOOD = {Verdict.PASSES: True, Verdict.FAILS: False, Verdict.CANNOT_TELL: None}
 """Whether each verdict is good; None: it is not known."""
@@ -47,7 +47,7 @@ REMEDIES: Mapping[Cause, str] = {
     "`report.allowing('statistics')`",
     Cause.ADVANCED: "move it once a window; or, if it is meant so, `--allow state`, `report.allowing('state')`",
     Cause.SCATTER: "add rows where indices meet (`.at[i].add`), in place of setting them",
-    Cause.STATE: "return what a call changes, and pass it in; reset accumulators at the beginning of a window",
+    Cause.STATE: "seed random numbers in each call, pass in what a call keeps, and clear its accumulators",
     Cause.NOT_FINITE: "guard the divisor of a microbatch without tokens: sums and counts need none",
     Cause.INACCURATE: "look for a narrow dtype inside of the step",
     Cause.BY_PLACE: "step schedules and decay once a window, not at each microbatch",
@@ -61,6 +61,8 @@ def verdict(report: StepReport) -> str:
     if report.verdict is Verdict.PASSES:
         meant = "".join(f", but for what was allowed: {x.cause}" for x in report.allowed[:1])
         return f"the same: {_listed(divisions)} give what one batch gives{meant}"
+    if not report.runs:
+        return f"cannot tell: {report.faults[0]}: {REMEDIES[report.faults[0].cause]}"
     if report.verdict is Verdict.CANNOT_TELL:
         return f"cannot tell: not compared: {report.not_checked[0]}"
     first = report.faults[0]

@@ -125,7 +125,7 @@ class StepReport(NamedTuple):
 
     Attributes:
       faults: each cause once, in the order of the runs.
-      runs: one batch, and every division.
+      runs: one batch, and every division; none if one batch gives something else at each call.
       reference: what accuracy is measured by; empty if it was not measured.
       not_checked: what could not be compared, and why: a defect may hide there, so the report does not pass.
       not_asked: what the call left out.
@@ -162,7 +162,8 @@ class StepReport(NamedTuple):
 
     @property
     def verdict(self) -> Verdict:
-        return Verdict.of(self.faults, self.not_checked)
+        """A step that is not repeatable on one batch has no runs: nothing can be compared."""
+        return Verdict.of(self.faults, self.not_checked) if self.runs else Verdict.CANNOT_TELL
 
     @property
     def passes(self) -> bool:

@@ -61,6 +61,28 @@ def slow(k):
         return right(1)(p, batch)
     return step
 
+random = np.random.default_rng()
+calls, before = [], []
+
+def unseeded(k):
+    return lambda p, batch: {"w": right(k)(p, batch)["w"] * random.normal(size=3).astype(np.float32)}
+
+def counting(k):
+    def step(p, batch):
+        calls.append(k)
+        return {"w": right(k)(p, batch)["w"] * np.float32(len(calls))}
+    return step
+
+def of_the_last_batch(k):
+    def step(p, batch):
+        now = batch["x"][:1].sum()
+        before.append(now)
+        return {"w": right(k)(p, batch)["w"] + before[-2 if len(before) > 1 else -1]}
+    return step
+
+def unseeded_case(): return unseeded, PARAMS, BATCH
+def counting_case(): return counting, PARAMS, BATCH
+def of_the_last_batch_case(): return of_the_last_batch, PARAMS, BATCH
 def right_case(): return right, PARAMS, BATCH
 def wrong_case(): return {"make_step": wrong, "params": PARAMS, "batch": BATCH, "microbatches": (4,)}
 def pinned_case(): return pinned, PARAMS, BATCH
@@ -132,9 +154,9 @@ def test_terms_are_named_on_the_command_line(here: Path) -> None:
     assert run("wrong_case", "--terms", "steps_to_check:no_term")[0] == 2
 
 
-def test_what_cannot_be_compared_has_a_status_of_its_own(here: Path) -> None:
+def test_what_cannot_be_compared_does_not_pass(here: Path) -> None:
     code, output = run("pinned_case", "--html", "a.html")
-    assert code == 3 and "cannot tell" in output
+    assert code == 2 and "cannot tell" in output
     assert '<p class="verdict unknown">cannot tell' in (here / "a.html").read_text()
 
 
@@ -151,6 +173,9 @@ def test_what_cannot_be_compared_has_a_status_of_its_own(here: Path) -> None:
         ("right_case", ("--returns", "updates"), "returns to be 'gradients' or 'params'"),
         ("right_case", ("--baseline", "none.json"), "a baseline that --json has written"),
         ("right_case", ("--json", "no/such/file.json"), "a path in an existing folder for --json"),
+        ("unseeded_case", (), "seed random numbers in each call.*received .?other results for one batch"),
+        ("counting_case", (), "pass in what a call keeps.*received .?other results for one batch"),
+        ("of_the_last_batch_case", (), "received .?other results for one batch"),
         ("slow_case", ("--timeout", "0.2"), "a check that takes less than 0.2 s"),
     ],
 )
@@ -182,14 +207,45 @@ def test_the_fixtures_read_like_the_command(pytester: pytest.Pytester, monkeypat
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
     pytester.makepyfile(steps_to_check=STEPS)
     pytester.makepyfile("""
-        from steps_to_check import BATCH, PARAMS, right, wrong
+        import pytest
+        from steps_to_check import BATCH, PARAMS, counting, right, unseeded, wrong
 
         def test_right(check_step):
             assert check_step(right, PARAMS, BATCH).passes
 
         def test_wrong(check_step):
             check_step(wrong, PARAMS, BATCH, microbatches=(4,))
+
+        @pytest.mark.parametrize("make_step", [unseeded, counting])
+        def test_not_repeatable(check_step, make_step):
+            check_step(make_step, PARAMS, BATCH)
     """)
     done = pytester.runpytest_subprocess("-p", "no:gradcombine", "-p", "gradcombine.pytest_plugin", "-p", "no:xdist")
-    done.assert_outcomes(passed=1, failed=1)
+    done.assert_outcomes(passed=1, failed=3)
     done.stdout.fnmatch_lines(["*not the same: 4 microbatches: mean of means*", "instead: return sums and counts*"])
+    done.stdout.fnmatch_lines(["cannot tell: one batch: the same call gives something else*seed random numbers*"] * 2)
+
+
+@pytest.mark.needs("tensorflow")
+def test_what_an_audit_cannot_decide_does_not_pass(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    pytester.makepyfile("""
+        import tensorflow as tf
+
+        step = tf.function(lambda x: x + 1)
+
+        def test_step(audit):
+            assert not audit(step, tf.zeros(4)).findings
+
+        def test_allowed(audit):
+            from gradcombine.audit import audit as function
+
+            left = function(step, tf.zeros(4)).undecided
+            assert left and not audit(step, tf.zeros(4), allow=left).findings
+
+        def test_allowed_in_part(audit):
+            audit(step, tf.zeros(4), allow=["donation-lost"])
+    """)
+    done = pytester.runpytest_subprocess("-p", "no:gradcombine", "-p", "gradcombine.pytest_plugin", "-p", "no:xdist")
+    done.assert_outcomes(passed=1, failed=2)
+    done.stdout.fnmatch_lines(["cannot tell: undecided: *donation-lost*; not read: *", "cannot tell: undecided: *"])
