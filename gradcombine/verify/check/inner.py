@@ -18,9 +18,9 @@ import numpy as np
 from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
-from gradcombine.verify.check.measure import StepStandard
+from gradcombine.verify.check.leaves import perturbation
+from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64, StepStandard
 from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Split, Subject
-from gradcombine.verify.check.standard import Floats
 
 CUTS = 2
 """At how many places a step is cut off, where several lead to the result."""
@@ -57,33 +57,38 @@ def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
 
 HIDDEN = 1e-3
 """How far apart, of their size, gradients have to be for a step that hides it, as Adam's first one does, to be looked
-at; 16 units of rounding, if that is more."""
+at; where they are not in float64, 16 units of rounding, if that is more."""
 
 
 def hidden_by_update(standard: StepStandard, split: Split) -> Iterator[StepStandard]:
     """Steps up to gradients that reach the optimizer and differ by more than `HIDDEN`, at the earliest places."""
     subject = standard.subject
+    wide = standard.wide is not None and standard.unit > FLOAT32_UNIT  # whose rounding would look like a difference
     try:
         whole, divided = (Recorded(subject, x) for x in (WHOLE, split))
-    except Exception:  # of a step that cannot be traced
+        one, made = (subject.of(x.values, subject.batch, wide) for x in (whole, divided))
+        unit = 2 * (UNIT64 if wide else standard.unit)
+        moved = [subject.of(whole.values, subject.batch, wide, perturbation(seed, unit)) for seed in range(SAMPLES)]
+    except Exception:  # of a step that cannot be traced, or not run so
         return
+    noise = [TIMES * max(float(np.linalg.norm(x - y)) for x in column) for *column, y in zip(*moved, one, strict=True)]
     for length in _lengths(whole, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]:
-        inner = _up_to(subject, length)
+        at = whole.entering(length)
+        first, second = [one[i] for i in at], [made[i] for i in divided.entering(length)]
+        if not _far(first, second, [noise[i] for i in at], HIDDEN if wide else max(HIDDEN, 16 * standard.unit)):
+            return
         try:
-            one, made = (inner.divided(x, subject.batch).floats for x in (WHOLE, split))
-            if not _far(one, made, max(HIDDEN, 16 * standard.unit)):
-                return
-            found = StepStandard(inner, standard.unit)
+            found = StepStandard(_up_to(subject, length), standard.unit)
         except GradCombineError:  # gradients that are not finite, moved by rounding or not
             return
         yield found
 
 
-def _far(one: Floats, made: Floats, most: float) -> bool:
-    """Whether a leaf differs by more than this part; one that is zero but for rounding says nothing."""
+def _far(one: Sequence[np.ndarray], made: Sequence[np.ndarray], noise: Sequence[float], most: float) -> bool:
+    """Whether a leaf differs by more than this part and its noise; one that is zero but for rounding says nothing."""
     sizes = [np.linalg.norm(x) for x in one]
-    pairs = zip(one, made, sizes, strict=True)
-    return any(size > most * max(sizes) and np.linalg.norm(x - y) > most * size for x, y, size in pairs)
+    rows = zip(one, made, sizes, noise, strict=True)
+    return any(size > most * max(sizes) and np.linalg.norm(x - y) > most * size + off for x, y, size, off in rows)
 
 
 def _lengths(whole: Recorded, divided: Recorded, shapes: Sequence[tuple[int, ...]]) -> list[int]:

@@ -167,9 +167,11 @@ class Subject:
             raise NotWide(f"it returns {narrow} whatever it is given")
         return result
 
-    def of(self, function: Step, batch: Tree, wide: bool) -> list[np.ndarray]:
+    def of(
+        self, function: Step, batch: Tree, wide: bool, noise: Callable[[np.ndarray], np.ndarray] | None = None
+    ) -> list[np.ndarray]:
         """The float leaves that another function of parameters and batch gives, in float64."""
-        leaves = flattened(self.called(function, batch, wide)[0])[0]
+        leaves = flattened(self.called(function, batch, wide, noise)[0])[0]
         arrays = [array_of(x) for x in leaves if is_there(x)]
         return [as_floats(x) for x in arrays if is_float_dtype(x.dtype)]
 
