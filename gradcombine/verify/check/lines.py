@@ -1,14 +1,18 @@
 """The line of a step's source that a cause comes from, where its program in JAX has one line that can be meant.
 
 A mean of means divides by the number of microbatches, or of parts on all devices: by 2 where there are 2 of them, by 4
-where there are 4. An accumulator that is too narrow is added to, in its own dtype, within a scan.
+where there are 4; or by the counter of `optax.MultiSteps`, where that is updated more than once. An accumulator that is
+too narrow is added to, in its own dtype, within a scan.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -17,7 +21,7 @@ from gradcombine.audit.subject import LIBRARIES
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.leaves import is_float_dtype
 from gradcombine.verify.check.retyping import operations
-from gradcombine.verify.check.running import Split, Subject
+from gradcombine.verify.check.running import WHOLE, Split, Subject
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -31,7 +35,7 @@ def line_of(cause: Cause, subject: Subject, split: Split) -> str:
     shapes = {x.shape for _, x in subject.param_leaves}
     found = set[Line]()
     if cause is Cause.MEAN_OF_MEANS:
-        found = _divided(subject, split, shapes) or _divided(subject, split, {()})
+        found = _divided(subject, split, shapes) or _divided(subject, split, {()}) or _averaged(subject, split)
     elif cause is Cause.PRECISION:
         found = set(_narrow_sums(_program(subject, split), shapes))
     return in_words(*found.pop()) if len(found) == 1 else ""
@@ -52,6 +56,32 @@ def _divided(subject: Subject, split: Split, shapes: set[tuple[int, ...]]) -> se
         with suppress(GradCombineError):  # of a step that is not made for this number
             found &= set(_divisions(_program(subject, other), other, shapes))
     return found
+
+
+def _averaged(subject: Subject, split: Split) -> set[Line]:
+    """Lines that update `optax.MultiSteps`: more often than in one batch, or in a loop of several iterations."""
+    one, program = (_program(subject, x) for x in (WHOLE, split))
+    loops = [x for x in program if x.primitive.name == "scan" and x.params["length"] > 1]
+    looped = [x for loop in loops for x in operations(loop.params["jaxpr"].jaxpr)]
+    before, now = (Counter(_multi_steps(x)) for x in (one, program))
+    return set(_multi_steps(looped)) | {line for line, times in now.items() if times > before[line]}
+
+
+def _multi_steps(program: Sequence[Any]) -> Iterator[Line]:
+    for x in program:  # optax traces its branches by themselves: the user's frame is that of the conditional
+        within = operations(SimpleNamespace(eqns=[x]))
+        if _is_of_multi_steps(x) and any(y.primitive.name == "div" and _is_of_multi_steps(y) for y in within):
+            yield from _users_line(x)
+
+
+def _is_of_multi_steps(equation: Any) -> bool:
+    """Whether it is written there, and not in an optimizer that is called there."""
+    file = next((frame.file_name for frame in _frames(equation) if "/jax/" not in frame.file_name), "")
+    return MULTI_STEPS.search(file) is not None
+
+
+MULTI_STEPS = re.compile(r"/optax/(transforms|_src)/_?(accumulation|accumulating|wrappers)\.py$")
+"""Files of `optax.MultiSteps`; nothing else in them divides."""
 
 
 def _program(subject: Subject, split: Split) -> Sequence[Any]:
@@ -90,9 +120,12 @@ def _is_narrow(dtype: Any) -> bool:
 
 
 def _users_line(equation: Any) -> Iterator[Line]:
-    traceback = equation.source_info.traceback
-    frames: Sequence[Any] = [] if traceback is None else traceback.frames
-    for frame in frames:
+    for frame in _frames(equation):
         if not any(part in frame.file_name for part in NOT_OF_USERS):
             yield frame.file_name, frame.line_num
             return
+
+
+def _frames(equation: Any) -> Sequence[Any]:
+    traceback = equation.source_info.traceback
+    return [] if traceback is None else traceback.frames

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,36 @@ def narrow(k: int) -> Any:
     return jax.jit(step)
 
 
+def multi_steps(k: int) -> Any:
+    """optax divides by a counter."""
+    tx = optax.MultiSteps(optax.sgd(1.0), k)
+
+    def step(params: Any, batch: Any) -> Any:
+        state = tx.init(params)
+        for i in range(k):
+            grads = jax.grad(loss)(params, part(batch, k, i))
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = tx.update(grads, state, params)  # here
+        return optax.apply_updates(params, updates)
+
+    return jax.jit(step)
+
+
+def multi_steps_in_a_scan(k: int) -> Any:
+    tx = optax.MultiSteps(optax.sgd(1.0), k)
+
+    def step(params: Any, batch: Any) -> Any:
+        def body(state: Any, one: Any) -> Any:
+            with jax.numpy_dtype_promotion("standard"):
+                updates, state = tx.update(jax.grad(loss)(params, one), state, params)  # here
+            return state, updates
+
+        updates = jax.lax.scan(body, tx.init(params), parts(batch, k))[1]
+        return optax.apply_updates(params, jax.tree.map(lambda x: x.sum(0), updates))
+
+    return jax.jit(step)
+
+
 class Module(nnx.Module):
     def __init__(self) -> None:
         self.w = nnx.Param(jnp.ones(5))
@@ -153,6 +184,8 @@ STEPS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     "devices": (on_devices, PARAMS, {"microbatches": (1,), "devices": (2, 4)}),
     "nnx": (of_an_nnx_module, Module(), {}),
     "equinox": (of_an_equinox_module, PARAMS, {}),
+    "MultiSteps": (multi_steps, PARAMS, {"returns": "params", "microbatches": (4,)}),
+    "MultiSteps in a scan": (multi_steps_in_a_scan, PARAMS, {"returns": "params", "microbatches": (4,)}),
     "narrow": (narrow, PARAMS, {"microbatches": (4,)}),
 }
 
@@ -178,20 +211,24 @@ def test_no_line_is_named_where_several_could_be_meant_or_none() -> None:
 
         return jax.jit(step)
 
-    def by_optax(k: int) -> Any:
-        """It divides by a counter."""
-        tx = optax.MultiSteps(optax.sgd(1.0), k)
+    def by_a_counter(k: int, every: int | None = None) -> Any:
+        """It divides by what it counts; MultiSteps, if at all, has one update of each window to do."""
+        tx = optax.sgd(1.0) if every is None else optax.MultiSteps(optax.sgd(1.0), every)
 
         def step(params: Any, batch: Any) -> Any:
-            state = tx.init(params)
-            for i in range(k):
-                with jax.numpy_dtype_promotion("standard"):
-                    updates, state = tx.update(jax.grad(loss)(params, part(batch, k, i)), state, params)
-            return optax.apply_updates(params, updates)
+            grads = [jax.grad(loss)(params, part(batch, k, i)) for i in range(k)]
+            count = sum(batch["x"][0, 0] * 0 + 1 for _ in range(k))
+            with jax.numpy_dtype_promotion("standard"):
+                mean = jax.tree.map(lambda *x: sum(x) / count, *grads)
+                return optax.apply_updates(params, tx.update(mean, tx.init(params), params)[0])
 
         return jax.jit(step)
 
-    for make_step, returns in ((twice, "gradients"), (by_optax, "params")):
+    for make_step, returns in (
+        (twice, "gradients"),
+        (by_a_counter, "params"),
+        (partial(by_a_counter, every=1), "params"),
+    ):
         fault = check_step(make_step, PARAMS, BATCH, microbatches=(4,), returns=returns).faults[0]
         assert (fault.cause, fault.line) == (Cause.MEAN_OF_MEANS, "")
 
