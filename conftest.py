@@ -51,10 +51,10 @@ NEEDED_AT_IMPORT = {
 
 pytest_plugins = ["tests.spec.closing"]
 
-MOST = 2 * 2**30, 20_000
-"""By how many bytes and mappings a test process grows before it forgets what it has compiled."""
+MOST_MEMORY = 2 * 2**30
+"""By how many bytes a test process grows before it forgets what it has compiled."""
 
-_kept = 2**30, 0
+_kept = 2**30
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
 settings.load_profile("default")
@@ -97,30 +97,24 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="module", autouse=True)
 def _little_memory() -> Iterator[None]:
-    """Drops what JAX has compiled each time it has come to take gigabytes, or many mappings of memory.
+    """Drops what JAX has compiled each time it has come to take gigabytes; several workers share a machine.
 
-    Several workers share a machine, and Linux ends a process that asks for more than vm.max_map_count mappings, 65,530
-    by default: a compiled program takes five or more. What stays, as TensorFlow's graphs do, is not looked for again:
-    a collection of all objects takes ten seconds.
+    What stays, as TensorFlow's graphs do, is not looked for again: a collection of all objects takes ten seconds.
     """
     yield
     global _kept
-    if "jax" in INSTALLED and any(now > kept + most for now, kept, most in zip(_taken(), _kept, MOST, strict=True)):
+    if "jax" in INSTALLED and _resident_bytes() > _kept + MOST_MEMORY:
         import jax
 
         jax.clear_caches()
         gc.collect()
         gc.freeze()
-        _kept = _taken()
+        _kept = _resident_bytes()
 
 
-def _taken() -> tuple[int, int]:
-    """Bytes resident, and mappings of memory."""
-    process = Path("/proc/self")
-    if not (process / "statm").exists():
-        return 0, 0
-    pages = int((process / "statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE"), (process / "maps").read_bytes().count(b"\n")
+def _resident_bytes() -> int:
+    statistics = Path("/proc/self/statm")
+    return int(statistics.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statistics.exists() else 0
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

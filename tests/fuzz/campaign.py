@@ -80,20 +80,22 @@ def _work(job: Job, seed: int, start: int, seconds: float, crowded: Callable[[],
     counts: dict[str, int] = {}
     defects: dict[str, list[Any]] = {}
     begun = time.monotonic()
-    for i in range(start, job.inputs):
-        if i % 64 == start % 64:
-            if time.monotonic() - begun > seconds:
-                break
-            _say("at", job.name, i, counts, defects, time.monotonic() - begun)
-            if crowded():  # by what frameworks keep; without memory they would end the process
-                sys.exit(AGAIN)
-            faulthandler.dump_traceback_later(100 * SECONDS, exit=True)  # what a signal cannot interrupt
-        kind, what = job.run(Random(f"{seed}:{job.name}:{i}"))
-        counts[kind] = counts.get(kind, 0) + 1
-        if kind == "defect":
-            times, inputs = defects.get(what, [0, []])
-            defects[what] = [times + 1, [*inputs, i][:EXAMPLES]]
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        for i in range(start, job.inputs):
+            if i % 64 == start % 64:
+                if time.monotonic() - begun > seconds:
+                    break
+                _say("at", job.name, i, counts, defects, time.monotonic() - begun)
+                if crowded():  # by what frameworks keep; without memory they would end the process
+                    sys.exit(AGAIN)
+                faulthandler.dump_traceback_later(100 * SECONDS, exit=True)  # what a signal cannot interrupt
+            kind, what = job.run(Random(f"{seed}:{job.name}:{i}"))
+            counts[kind] = counts.get(kind, 0) + 1
+            if kind == "defect":
+                times, inputs = defects.get(what, [0, []])
+                defects[what] = [times + 1, [*inputs, i][:EXAMPLES]]
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     _say("done", job.name, counts, defects, time.monotonic() - begun)
 
 
