@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 from collections import Counter
 from pathlib import Path
@@ -54,12 +55,18 @@ def test_a_defect_is_found() -> None:
         assert guard.happened(lambda: gc.add_n(3)) == ("refused", "")
 
 
-def test_a_process_that_is_full_asks_for_another_one_and_loses_no_defect(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_process_that_is_full_asks_for_another_one_and_loses_no_defect(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timers = list[str]()
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: timers.append("begun"))
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: timers.append("ended"))
     job, full = campaign.Job("x", 100, lambda r: ("defect", "bad")), iter([False, True])
     with pytest.raises(SystemExit, match=str(campaign.AGAIN)):
         campaign._work(job, 0, 0, 60, lambda: next(full))
     *said, _ = json.loads(capfd.readouterr().out.splitlines()[-1].removeprefix(":: "))
     assert said == ["at", "x", 64, {"defect": 64}, {"bad": [64, [0, 1, 2]]}]
+    assert timers == ["begun", "ended"]  # or it would end the process that runs other tests
 
 
 NO_REGULAR_FILES = {
