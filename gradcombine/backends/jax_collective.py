@@ -40,6 +40,8 @@ _MOST_COUNTED = 2**13
 class JaxAxis(Collective):
     """The replicas along one or several named axes."""
 
+    framework = "jax"
+
     def __init__(self, names: str | Sequence[str]) -> None:
         self.names = (names,) if isinstance(names, str) else tuple(names)
 

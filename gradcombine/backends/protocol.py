@@ -292,6 +292,9 @@ class Collective:
     The methods are those of one replica, `gradcombine.LOCAL`, which gets back what it sends.
     """
 
+    framework: str | None = None
+    """The framework whose arrays it exchanges; None: any."""
+
     def __repr__(self) -> str:
         return "LOCAL"
 

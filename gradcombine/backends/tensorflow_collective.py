@@ -16,6 +16,8 @@ from gradcombine.types import Array
 class TfReplicas(Collective):
     """The replicas of the tf.distribute strategy in scope; one replica where there is none."""
 
+    framework = "tensorflow"
+
     def __repr__(self) -> str:
         return "tf_replicas()"
 

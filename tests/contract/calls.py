@@ -133,7 +133,8 @@ BATCH = np.ones((16, 2), np.float32)
 OWN = {"init": np.zeros_like, "update": lambda s, x, w: s + w * x, "merge": np.add, "finalize": np.copy}
 OPTIMIZER = only(SGD, none=None, text="sgd", a_function=len, a_class=optax.GradientTransformation)
 AXIS = OVER.but(gc.jax_axis("data"))
-MAYBE_OVER = OVER.but(None, "None")
+OF_JAX = Kind(OVER.valid, OVER.mistakes | {"replicas of TensorFlow": gc.tf_replicas()})
+MAYBE_OVER = OF_JAX.but(None, "None")
 JAX_BATCH = only(BATCH, a_string="text", a_number=1.0, other_lengths=(BATCH, BATCH[:3]), none=None)
 ARGNUMS = only(0, text="0", a_float=1.5, a_bool=True, twice=(0, 0))
 TARGET = only(None, text="h100:0", a_number=3, a_list=["h100:8"])
@@ -331,21 +332,32 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "terms": only({"value": "tokens"}, none=None, a_list=["value"], numbers={1: 2})
     },
     "integrations.jax.train_step": {
+        "over": OF_JAX,
         "optimizer": OPTIMIZER,
         "reduction": MAYBE_REDUCTION,
         "microbatches": MAYBE_POSITIVE,
         "weight": WEIGHT_OF,
     },
-    "integrations.jax.outer": {"transformation": OPTIMIZER, "reduction": MAYBE_REDUCTION, "fragments": POSITIVE},
-    "integrations.jax.request_step": {"optimizer": OPTIMIZER, "reduction": MAYBE_REDUCTION, "weight": WEIGHT_OF},
-    "integrations.jax.value_and_grad": {"reduction": MAYBE_REDUCTION, "weight": WEIGHT_OF},
+    "integrations.jax.outer": {
+        "over": OF_JAX,
+        "transformation": OPTIMIZER,
+        "reduction": MAYBE_REDUCTION,
+        "fragments": POSITIVE,
+    },
+    "integrations.jax.request_step": {
+        "over": OF_JAX,
+        "optimizer": OPTIMIZER,
+        "reduction": MAYBE_REDUCTION,
+        "weight": WEIGHT_OF,
+    },
+    "integrations.jax.value_and_grad": {"over": OF_JAX, "reduction": MAYBE_REDUCTION, "weight": WEIGHT_OF},
     "integrations.jax.zero.exchange_costs": {"like": TREES.without("2**31")},
     "integrations.jax.zero.scattered": {"over": AXIS},
     "integrations.optax.MultiSteps": {"opt": OPTIMIZER},
     "integrations.optax.accumulate": {"inner": OPTIMIZER, "reduction": MAYBE_REDUCTION, "over": MAYBE_OVER},
     "integrations.optax.accumulate_and_apply": {"inner": OPTIMIZER, "reduction": MAYBE_REDUCTION, "over": MAYBE_OVER},
-    "integrations.optax.all_reduce": {"reduction": MAYBE_REDUCTION},
-    "integrations.optax.map_replicas": {"batch_argnums": ARGNUMS.but((), "twice")},
+    "integrations.optax.all_reduce": {"over": OF_JAX, "reduction": MAYBE_REDUCTION},
+    "integrations.optax.map_replicas": {"over": OF_JAX, "batch_argnums": ARGNUMS.but((), "twice")},
     "integrations.optax.skip_large_updates": {
         "updates": TREES,
         "gradient_step": only(0),
@@ -355,6 +367,12 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "integrations.tensorflow.AccumulatedStep": {
         "variables": only([tf.Variable([0.0, 0.0])], none=None, numbers=[1.0], text="w"),
         "apply": FUNCTION.but(keras.optimizers.SGD(0.1)),
+        "reduction": MAYBE_REDUCTION,
+    },
+    "integrations.tensorflow.Outer": {
+        "variables": only([tf.Variable([0.0, 0.0])], none=None, numbers=[1.0], text="w"),
+        "optimizer": only(keras.optimizers.SGD(0.1), none=None, a_number=1, nothing=[], numbers=[1.0]),
+        "every": POSITIVE,
         "reduction": MAYBE_REDUCTION,
     },
     "integrations.keras.Accumulate": {

@@ -21,7 +21,7 @@ from gradcombine.errors import MOST, invalid
 from gradcombine.integrations.jax.arrays import examples, in_own_words
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
 from gradcombine.integrations.jax.norms import WithNorms
-from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas
+from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas, require_of_jax
 from gradcombine.places.replicas import LOCAL
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction, Weighed
@@ -73,7 +73,8 @@ class Objective:
 
     def __post_init__(self) -> None:
         loss = self.loss
-        check(reduction=self.reduction, weight=self.weight, over=self.over, order=self.order)
+        check(reduction=self.reduction, weight=self.weight, order=self.order)
+        require_of_jax(self.over)
         check(loss=loss.function, has_aux=loss.has_aux, differentiate=loss.differentiate, grad_norm=loss.grad_norm)
         axis = self.reduction.summed_over
         if axis is not None and loss.grad_norm:

@@ -15,7 +15,9 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import importing, invalid, operation, require_integer
 from gradcombine.integrations.jax.arrays import require_transformation
+from gradcombine.integrations.jax.on_replicas import require_of_jax
 from gradcombine.integrations.jax.run_if import run_if
+from gradcombine.places.fragments import divided, due
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
 from gradcombine.types import Array, Order, Tree
@@ -109,7 +111,8 @@ def outer(
     [4.0, 4.0]
     """
     reduction = gc.reductions.mean() if reduction is None else reduction
-    check(reduction=reduction, over=over, order=order)
+    check(reduction=reduction, order=order)
+    require_of_jax(over)
     with importing("outer"):
         import optax  # which gradients alone do not need
     require_transformation(transformation)
@@ -122,7 +125,7 @@ def outer(
         for path, leaf in zip(structure.paths(), leaves, strict=True):
             if leaf is not None and not jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.floating):
                 raise invalid("parameters that are floats", jnp.asarray(leaf).dtype, path)
-        inner = tuple(transformation.init([leaves[i] for i in part]) for part in divided(leaves, count))
+        inner = tuple(transformation.init([leaves[i] for i in part]) for part in divided(sizes(leaves), count))
         # Another buffer than the parameters', which a step may be given for good.
         own = jax.tree.map(jnp.copy, params)
         return OuterState(own, inner, jnp.zeros(count, jnp.float32), jnp.zeros((), jnp.int32))
@@ -141,8 +144,8 @@ def outer(
         leaves, structure = tree.flatten(params)
         anchors, step, inner = tree.flatten_as(structure, state.params), state.step + 1, list(state.inner)
         (weights,) = over.mark_varying([state.weight + jnp.asarray(weight, jnp.float32)])
-        ends = (step + jnp.arange(count) * every // count) % every == 0
-        for f, part in enumerate(divided(leaves, count)):
+        ends = due(step, every, count)
+        for f, part in enumerate(divided(sizes(leaves), count)):
             kept = over.mark_varying([leaves[i] for i in part]), [anchors[i] for i in part], inner[f]
             (theirs, ours, inner[f]), _ = run_if(ends[f], partial(exchanged, weight=weights[f]), kept)
             for i, new, anchor in zip(part, theirs, ours, strict=True):
@@ -159,13 +162,6 @@ def outer(
     return Outer(init, update, join)
 
 
-def divided(leaves: list[Any], fragments: int) -> list[list[int]]:
-    """The numbers of the leaves of each fragment: the largest leaves first, each to the fragment that has the least."""
-    parts: list[list[int]] = [[] for _ in range(fragments)]
-    sizes = [0] * fragments
-    present = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    for i in sorted(present, key=lambda i: -jnp.asarray(leaves[i]).nbytes):
-        f = sizes.index(min(sizes))
-        parts[f].append(i)
-        sizes[f] += jnp.asarray(leaves[i]).nbytes
-    return [sorted(part) for part in parts]
+def sizes(leaves: list[Any]) -> list[int | None]:
+    """Bytes of each leaf; None for one that is absent."""
+    return [None if leaf is None else jnp.asarray(leaf).nbytes for leaf in leaves]

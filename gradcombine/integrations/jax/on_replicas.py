@@ -22,6 +22,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Array, State, Tree
 
 EXCHANGED_ALONE = 30 * 2**20
@@ -91,6 +92,13 @@ def on_replicas(
         for values, at in ((arrays, False), (rows, True), (own, True))
     )
     return jax.jit(mapped)(arrays, rows, own)
+
+
+def require_of_jax(over: Any) -> None:
+    """Raises for what is no collective, and for one that exchanges arrays of another framework."""
+    check(over=over)
+    if getattr(over, "framework", None) not in (None, "jax"):
+        raise invalid("replicas of JAX: LOCAL or jax_axis(name)", over)
 
 
 def require_mesh(over: JaxAxis, values: Tree) -> Mesh | AbstractMesh:
@@ -206,6 +214,10 @@ class ReplicatedWindow(Window):
     """
 
     params: Tree = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_of_jax(self.over)
 
     def is_taken_over(self, array: Array) -> bool:
         if not isinstance(self.over, JaxAxis):

@@ -19,7 +19,7 @@ from gradcombine.errors import (
     require_items,
     shown,
 )
-from gradcombine.integrations.jax.on_replicas import on_replicas
+from gradcombine.integrations.jax.on_replicas import on_replicas, require_of_jax
 from gradcombine.integrations.optax.skip import SkipState
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
@@ -56,7 +56,8 @@ def all_reduce(
     [-2.0, -2.0]
     """
     reduction = gc.reductions.mean() if reduction is None else reduction
-    check(reduction=reduction, order=order, over=over)
+    check(reduction=reduction, order=order)
+    require_of_jax(over)
 
     def init(params: optax.Params) -> optax.EmptyState:
         del params
@@ -111,7 +112,7 @@ def map_replicas(
     >>> float(w)
     -2.0
     """
-    check(over=over)
+    require_of_jax(over)
     if not callable(function):
         raise invalid("a function", shown(function))
     expected = "batch_argnums that are numbers of positional arguments"

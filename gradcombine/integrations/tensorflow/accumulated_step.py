@@ -19,6 +19,7 @@ from gradcombine.integrations.tensorflow.inputs import (
     keras_optimizer,
     local_replicas,
     require_created_in_scope,
+    require_cross_replica,
     require_same_length,
     require_synchronous,
 )
@@ -135,7 +136,7 @@ class AccumulatedStep(WithSeen):
         check(gradients=gradients)
         super().__init__()
         self._strategy = tf.distribute.get_strategy()
-        self._require_cross_replica()
+        require_cross_replica(self._strategy)
         require_synchronous(self._strategy)
         # As attributes they are in checkpoints, where they can be.
         self._gradients, self._apply, self._optimizer = gradients, apply, optimizer
@@ -204,7 +205,7 @@ class AccumulatedStep(WithSeen):
           One state of ``gradcombine.accumulate(reduction, every)`` per replica, for a list of a gradient per variable.
           They do not hold `seen`, a variable that may be saved, and assigned, beside them.
         """
-        self._require_cross_replica()
+        require_cross_replica(self._strategy)
         columns = [self._local(x) for x in self._strategy.run(self._state.flat)]
         # What is one object for all replicas comes back as one.
         count = max(map(len, columns))
@@ -222,7 +223,7 @@ class AccumulatedStep(WithSeen):
         Raises:
           GradCombineError: for another number of states, or states that do not match; nothing is written then.
         """
-        self._require_cross_replica()
+        require_cross_replica(self._strategy)
         expected = self.states()
         given = require_items(f"{len(expected)} states, one per replica", states)
         if len(given) != len(expected):
@@ -242,7 +243,7 @@ class AccumulatedStep(WithSeen):
     @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
     def _step(self, status: Any, batch: tuple[Any, ...], totals: Any, number: Any) -> tuple[Any, ...]:
-        self._require_cross_replica()
+        require_cross_replica(self._strategy)
         if (totals is None) == (self._terms is not None and self._terms.is_given):
             raise invalid("totals={...} in each call, with totals='given' and not else", shown(totals))
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
@@ -271,7 +272,7 @@ class AccumulatedStep(WithSeen):
     @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
     def _flush(self, status: Any) -> Any:
-        self._require_cross_replica()
+        require_cross_replica(self._strategy)
         is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
         applied = self._agreed(is_partial)
         told = self._apply_if(applied, (), status)
@@ -363,14 +364,6 @@ class AccumulatedStep(WithSeen):
 
     def _local(self, value: Any) -> Any:
         return self._strategy.experimental_local_results(value)
-
-    def _require_cross_replica(self) -> None:
-        if not tf.distribute.has_strategy():
-            return
-        if tf.distribute.get_strategy() is not self._strategy:
-            raise invalid("a call under the strategy that it was made under", "a call under another one")
-        if not tf.distribute.in_cross_replica_context():
-            raise invalid("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
 
 
 def _rank() -> Any:

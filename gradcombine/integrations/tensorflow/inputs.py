@@ -22,6 +22,16 @@ def keras_optimizer(apply: Any) -> Any:
     return None
 
 
+def require_cross_replica(strategy: tf.distribute.Strategy) -> None:
+    """Refuses a call under another strategy, and one in replica context."""
+    if not tf.distribute.has_strategy():
+        return
+    if tf.distribute.get_strategy() is not strategy:
+        raise invalid("a call under the strategy that it was made under", "a call under another one")
+    if not tf.distribute.in_cross_replica_context():
+        raise invalid("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
+
+
 def require_synchronous(strategy: tf.distribute.Strategy) -> None:
     """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):

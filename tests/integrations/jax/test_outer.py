@@ -16,21 +16,10 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import GradCombineError
 from gradcombine.integrations.jax import outer
+from tests.integrations.islands import EVERY, FRAGMENTS, SHAPES, STEPS, moves, ruled, seen_by, start
 
-AXIS, EVERY, STEPS = "island", 4, 8
-SHAPES = {"a": (6, 5), "b": (4,), "c": (3, 3)}
+AXIS = "island"
 OVER = gc.jax_axis(AXIS)
-
-
-def start() -> Any:
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()}
-
-
-def moves(n: int) -> Any:
-    """What each island's inner optimizer adds in each step, of shape (islands, steps, ...)."""
-    rng = np.random.default_rng(n)
-    return {name: rng.normal(size=(n, STEPS, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
 
 
 def train(islands: Any, params: Any, added: Any, weights: Any) -> Any:
@@ -61,33 +50,6 @@ def sharded(islands: Any, added: Any, weights: Any, kind: AxisType, check_vma: b
     return jax.jit(mapped)(*jax.device_put((added, weights), NamedSharding(mesh, P(AXIS))))
 
 
-def ruled(added: Any, weights: np.ndarray, fragments: list[list[str]]) -> Any:
-    """SGD with a rate of 1 and Nesterov's momentum of a half, in float32 as written down; islands in a list."""
-    n, f32 = len(weights), np.float32
-    outer_params, momentum = start(), {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
-    params, seen = [start() for _ in range(n)], []
-    weight = np.zeros((len(fragments), n), np.float32)
-    for i in range(STEPS):
-        for island in range(n):
-            params[island] = {name: x + added[name][island, i] for name, x in params[island].items()}
-        weight += weights[:, i]
-        for f, names in enumerate(fragments):
-            if (i + 1 + f * EVERY // len(fragments)) % EVERY:
-                continue
-            for name in names:
-                terms = [weight[f, k] * (outer_params[name] - params[k][name]) for k in range(n)]
-                while len(terms) > 1:
-                    terms = [x + y for x, y in zip(terms[::2], terms[1::2], strict=True)]
-                gradient = terms[0] / weight[f].sum(dtype=np.float32)
-                momentum[name] = gradient + f32(0.5) * momentum[name]
-                outer_params[name] = outer_params[name] - (gradient + f32(0.5) * momentum[name])
-                for island in range(n):
-                    params[island][name] = outer_params[name]
-            weight[f] = 0
-        seen.append({"params": [dict(x) for x in params], "outer": dict(outer_params)})
-    return seen
-
-
 def nesterov(**settings: Any) -> Any:
     return outer(optax.sgd(1.0, momentum=0.5, nesterov=True), EVERY, OVER, order="tree", **settings)
 
@@ -95,13 +57,12 @@ def nesterov(**settings: Any) -> Any:
 @pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("n", [2, 4])
 def test_a_mesh_has_the_bits_of_a_simulation(n: int, fragments: int) -> None:
-    added, weights = moves(n), np.float32(np.arange(1, n * STEPS + 1).reshape(n, STEPS) % 5 + 1)
+    added, weights = moves(n), seen_by(n)
     islands = nesterov(fragments=fragments)
     alone = simulated(islands, added, weights)
     for kind, check_vma in [(AxisType.Auto, True), (AxisType.Auto, False), (AxisType.Explicit, True)]:
         jax.tree.map(np.testing.assert_array_equal, alone, sharded(islands, added, weights, kind, check_vma))
-    parts = [["a", "b", "c"]] if fragments == 1 else [["a"], ["b", "c"]]
-    for ours, theirs in zip(alone, ruled(added, weights, parts), strict=True):
+    for ours, theirs in zip(alone, ruled(added, weights, FRAGMENTS[fragments]), strict=True):
         for name in SHAPES:
             for island in range(n):
                 bound = {"rtol": 0, "atol": 2e-6}  # XLA fuses the momentum's products, here and there

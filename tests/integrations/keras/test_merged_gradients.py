@@ -12,20 +12,9 @@ import tensorflow as tf
 
 from gradcombine.integrations.keras import Accumulate
 from gradcombine.integrations.tensorflow import AccumulatedStep, boundary
+from tests.integrations.tensorflow.strategies import Counting
 
 SIZES = (3, 5, 2)
-
-
-class Counting(tf.distribute.ReductionToOneDevice):
-    """Notes how many floating elements of more than a scalar are exchanged."""
-
-    elements = 0
-
-    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
-        shape = per_replica_value.values[0].shape
-        if shape.rank:
-            self.elements += shape.num_elements()
-        return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
 
 def several() -> Any:

@@ -31,6 +31,18 @@ def central() -> tf.distribute.Strategy:
 MADE = {"one_device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"), "central_2": central}
 
 
+class Counting(tf.distribute.ReductionToOneDevice):
+    """Notes how many floating elements of more than a scalar are exchanged."""
+
+    elements = 0
+
+    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
+        shape = per_replica_value.values[0].shape
+        if shape.rank:
+            self.elements += shape.num_elements()
+        return super().reduce_implementation(reduce_op, per_replica_value, destinations, options)
+
+
 @contextmanager
 def scope(name: str) -> Iterator[tf.distribute.Strategy]:
     """The strategy of this name, in scope."""

@@ -1,0 +1,191 @@
+# pyright: standard
+"""Windows of windows: replicas of a strategy train apart, and exchange how far their parameters went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from gradcombine import reductions
+from gradcombine.errors import invalid, operation, require_integer, require_items, shown
+from gradcombine.integrations.tensorflow.boundary import Update
+from gradcombine.integrations.tensorflow.inputs import (
+    keras_optimizer,
+    require_created_in_scope,
+    require_cross_replica,
+    require_synchronous,
+)
+from gradcombine.integrations.tensorflow.state import local_variable
+from gradcombine.places.fragments import divided, due
+from gradcombine.places.replicas import all_reduce, tf_replicas
+from gradcombine.reductions.algebra import Reduction
+from gradcombine.settings import check
+from gradcombine.types import Order
+
+
+class Fragment(NamedTuple):
+    """Variables that are exchanged together: the outer ones, each island's, what it has seen, and their update."""
+
+    targets: list[Any]
+    params: list[Any]
+    weight: Any
+    update: Update
+
+    def begin(self, begins: Any) -> None:
+        """In replica context: lets this island go on from the outer parameters, where it does begin."""
+        for param, target in zip(self.params, self.targets, strict=True):
+            param.assign(tf.where(begins, tf.convert_to_tensor(target), tf.convert_to_tensor(param)))
+        self.weight.assign(tf.where(begins, 0.0, tf.convert_to_tensor(self.weight)))
+
+
+class Outer(tf.Module):
+    """Local steps with an outer optimizer (DiLoCo): H steps on each replica, then one exchange of what they moved.
+
+    Each replica of the strategy is an island with parameters of its own. After ``every`` steps it has moved from the
+    variables x to x_i. The weighted mean of ``x - x_i`` over the islands is the gradient of x that the outer optimizer
+    applies, and all islands go on from there.
+
+    Calls are made in cross-replica context, eagerly or in a tf.function. The boundary is a tf.cond outside of the
+    replicas, which exchange nothing between boundaries.
+
+    Args:
+      variables: the outer parameters: tf.Variables or Keras variables of floats, made under the strategy in scope.
+      optimizer: of Keras, built here if it is not yet. With a list of F of them the variables are divided into F
+        fragments, whole variables of about equal bytes, one for each optimizer. They are exchanged in turn, every H / F
+        steps one: each exchange sends 1 / F, and each fragment every H steps.
+      every: H, steps between two exchanges of a fragment; F or more.
+      reduction: of the differences. None: `gradcombine.reductions.mean`. With a ``wire`` they are sent in fewer bits.
+      order: of the sum over the islands, as for `gradcombine.all_reduce`.
+
+    Attributes:
+      params: a list of each island's parameters, in variables that are read and assigned in replica context. They begin
+        with the values of ``variables``.
+      step: int32 scalar variable, the number of steps so far, from which the schedule follows.
+
+    Raises:
+      GradCombineError: for settings of another kind, variables or an optimizer of another strategy, a strategy without
+        variables of each replica (CentralStorageStrategy) and one that is not synchronous; and in the methods for a
+        call inside ``strategy.run``.
+
+    Bits: those of `gradcombine.all_reduce` of the differences in float32: in order ``"tree"`` the same under a strategy
+    and in a simulation of the islands on one device by `gradcombine.combine`.
+
+    A tf.train.Checkpoint holds each island's parameters, what it has seen, the step, and the optimizers.
+
+    References: Douillard et al., `DiLoCo: Distributed Low-Communication Training of Language Models
+    <https://arxiv.org/abs/2311.08105>`_, 2023, and `Streaming DiLoCo <https://arxiv.org/abs/2501.18512>`_, 2025.
+
+    >>> import keras, tensorflow as tf
+    >>> x = tf.Variable(8.0)
+    >>> islands = Outer([x], keras.optimizers.SGD(0.5), every=2)
+    >>> for _ in range(2):
+    ...     _ = islands.params[0].assign_sub(2.0), islands.update(weight=16)
+    >>> float(x), float(islands.params[0])  # 8 - 0.5 * (8 - 4)
+    (6.0, 6.0)
+    """
+
+    @operation("Outer")
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        optimizer: Any,
+        every: int,
+        *,
+        reduction: Reduction | None = None,
+        order: Order = "sequential",
+    ) -> None:
+        super().__init__()
+        self._strategy = tf.distribute.get_strategy()
+        self._order: Order = order
+        self._reduction = reductions.mean() if reduction is None else reduction
+        check(reduction=self._reduction, order=order)
+        require_cross_replica(self._strategy)
+        require_synchronous(self._strategy)
+        several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        self.optimizers = [keras_optimizer(x) for x in several]
+        count = len(self.optimizers)
+        self._every = require_integer(f"{max(count, 1)} steps or more, one for each fragment", every, max(count, 1))
+        targets = require_items("a list of variables", variables)
+        for i, target in enumerate(targets):
+            require_created_in_scope(self._strategy, target, f"[{i}]")
+            if not tf.as_dtype(target.dtype).is_floating:
+                raise invalid("variables that are floats", tf.as_dtype(target.dtype).name, f"[{i}]")
+        if not count or None in self.optimizers or len(set(map(id, self.optimizers))) < count:
+            raise invalid("a Keras optimizer, or a list of one for each fragment", shown(optimizer))
+        params = [local_variable(tf.convert_to_tensor(target)) for target in targets]
+        if any(isinstance(x, list) for x in params):
+            raise invalid("a strategy with variables of each replica", type(self._strategy).__name__)
+        parts = divided([math.prod(x.shape) * x.dtype.size for x in params], count)
+        weights = [local_variable(tf.zeros(())) for _ in parts]
+        fragments = list[Fragment]()
+        for part, weight, one in zip(parts, weights, self.optimizers, strict=True):
+            chosen = [targets[i] for i in part]
+            require_created_in_scope(self._strategy, one.iterations, ".iterations")
+            if not one.built:
+                one.build(chosen)
+            update = Update(self._strategy, None, one, chosen)
+            fragments.append(Fragment(chosen, [params[i] for i in part], weight, update))
+        self.step = tf.Variable(tf.constant(0), trainable=False)
+        # In closures: a checkpoint would save one combined value for all replicas, and no variable of Keras.
+        self._params, self._fragments = lambda: params, lambda: fragments
+        self.of_islands = [list(self._strategy.experimental_local_results(x)) for x in [*params, *weights]]
+
+    @property
+    def params(self) -> list[tf.Variable]:
+        return self._params()
+
+    @operation("Outer")
+    @tf.autograph.experimental.do_not_convert
+    def update(self, weight: Any = 1.0) -> tf.Tensor:
+        """Counts a step of each island, and exchanges the fragments whose turn it is.
+
+        Args:
+          weight: what the island saw in the step, tokens for instance: a scalar, of each replica under a strategy. An
+            island that has seen nothing since the last exchange, as a lost one whose weights are 0, changes nothing,
+            whatever its parameters hold.
+
+        Returns:
+          Which fragments were exchanged, a boolean vector.
+        """
+        require_cross_replica(self._strategy)
+        self._strategy.run(self._see, args=(weight,))
+        self.step.assign_add(1)
+        ends = due(tf.convert_to_tensor(self.step), self._every, len(self.optimizers))
+        for end, fragment in zip(tf.unstack(ends), self._fragments(), strict=True):
+            tf.cond(end, partial(self._exchange, fragment), lambda: None)
+        return ends
+
+    @operation("Outer")
+    @tf.autograph.experimental.do_not_convert
+    def join(self, begins: Any) -> None:
+        """Lets islands begin from the outer parameters: those that join, or come back.
+
+        Args:
+          begins: whether the island does, a boolean scalar, of each replica under a strategy.
+        """
+        require_cross_replica(self._strategy)
+        for fragment in self._fragments():
+            self._strategy.run(fragment.begin, args=(begins,))
+
+    def _see(self, weight: Any) -> None:
+        weight = tf.cast(weight, tf.float32)
+        if weight.shape.rank:
+            raise invalid("a scalar as weight", f"shape {tuple(weight.shape)}")
+        for fragment in self._fragments():
+            fragment.weight.assign_add(weight)
+
+    def _exchange(self, fragment: Fragment) -> None:
+        def gradient() -> list[tf.Tensor]:
+            pairs = zip(fragment.targets, fragment.params, strict=True)
+            moved = [tf.cast(x, tf.float32) - tf.cast(x_i, tf.float32) for x, x_i in pairs]
+            weight = tf.convert_to_tensor(fragment.weight)
+            mean = all_reduce(self._reduction, moved, tf_replicas(), weight, self._order)
+            return [tf.cast(g, x.dtype) for g, x in zip(mean, fragment.targets, strict=True)]
+
+        if fragment.targets:
+            fragment.update.run(self._strategy.run(gradient), range(len(fragment.targets)))
+        self._strategy.run(fragment.begin, args=(True,))
