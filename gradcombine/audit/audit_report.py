@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradcombine.audit.auditing import Audit
-from gradcombine.audit.program import Program
 from gradcombine.audit.rules import RULES, Finding
-from gradcombine.audit.subject import Loop, short, size_text, times
+from gradcombine.audit.subject import short, size_text
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.timeline import timeline
 from gradcombine.errors import invalid, operation
@@ -38,26 +37,23 @@ def sections(report: Audit) -> list[Section]:
 
 
 def page_sections(
-    reports: Sequence[Audit], fail_on: Iterable[str], worse: Sequence[str] | None = None
+    reports: Sequence[Audit], fail_on: frozenset[str], worse: Sequence[str] | None = None
 ) -> list[Section]:
     """The sections of a page: the result of `worse`, all programs, and in full those with findings."""
-    counted = frozenset(fail_on)
     parts, shown = list[Section](), [one for one in reports if one.findings or len(reports) == 1]
     if worse:
         parts.append(Section("Worse than before", columns=("what",), rows=[Cells((x,), False) for x in worse]))
     if len(reports) > 1:
-        answers = [(one, verdict(one, counted).removeprefix(f"{one.name}: ")) for one in reports]
-        rows = [Cells((one.name, answer), passes(one, counted) is not False) for one, answer in answers]
+        answers = [(one, verdict(one, fail_on).removeprefix(f"{one.name}: ")) for one in reports]
+        rows = [Cells((one.name, answer), passes(one, fail_on) is not False) for one, answer in answers]
         parts.append(Section("Programs", columns=("program", ""), rows=rows))
     for one in shown:
-        drawing = timeline(one)
+        drawing, title = timeline(one), f"One call of {one.name}"
+        graph = isinstance(one.program, Graph)
+        undrawn = "times cannot be read from a graph" if graph else "nothing is computed, moved or exchanged"
         parts += [
             _bound(one),
-            Section(
-                f"One call of {one.name}",
-                "" if drawing else _undrawn(one),
-                charts=[drawing] if drawing else (),
-            ),
+            Section(title, charts=[drawing]) if drawing else Section(title, undrawn),
             *_found(one),
             _collectives(one),
             *_branches(one),
@@ -66,11 +62,6 @@ def page_sections(
         ]
     names = {x.name for one in shown for x in one.findings}
     return parts + [Section(name, anchor=name, text=text) for name, text in explanations().items() if name in names]
-
-
-def _undrawn(report: Audit) -> str:
-    graph = isinstance(report.program, Graph)
-    return "times cannot be read from a graph" if graph else "nothing is computed, moved or exchanged"
 
 
 def explanations() -> dict[str, str]:
@@ -86,7 +77,7 @@ def _collectives(report: Audit) -> Section:
                 f"{i}. {x.kind}",
                 size_text(x.size) if x.exact else "unknown",
                 f"{len(x.groups)} of {x.members}" if x.groups else "unknown",
-                f"{_loops(x.loops)}",
+                " x ".join("?" if loop.trips is None else f"{loop.trips:,}" for loop in x.loops),
                 f"{x.times:,}",
                 short(report.program.source(x.x)),
             )
@@ -108,48 +99,40 @@ def _found(report: Audit) -> list[Section]:
     return [Section("Findings", columns=("finding", "times", "cost", "at the bound"), rows=rows, whole=True)]
 
 
-def passes(report: Audit, fail_on: Iterable[str]) -> bool | None:
+def passes(report: Audit, fail_on: frozenset[str]) -> bool | None:
     """Whether a program has none of the defects to fail on; None where they may be in what could not be read."""
-    counted = set(fail_on)
-    if any(x.name in counted for x in report.findings):
+    if any(x.name in fail_on for x in report.findings):
         return False
-    return None if counted.intersection(report.undecided) else True
+    return None if fail_on.intersection(report.undecided) else True
 
 
-def passes_of_all(reports: Iterable[Audit], fail_on: Iterable[str]) -> bool | None:
+def passes_of_all(reports: Iterable[Audit], fail_on: frozenset[str]) -> bool | None:
     """`passes` of all of them: the worst."""
-    counted = frozenset(fail_on)
-    answers = {passes(one, counted) for one in reports}
+    answers = {passes(one, fail_on) for one in reports}
     return False if False in answers else None if None in answers else True
 
 
-def verdict(report: Audit, fail_on: Iterable[str]) -> str:
+def verdict(report: Audit, fail_on: frozenset[str]) -> str:
     """One line."""
-    counted = set(fail_on)
-    left = [name for name in report.undecided if name in counted]
+    left = [name for name in report.undecided if name in fail_on]
     unknown = f"; cannot tell of {', '.join(left)}" if left else ""
-    if not report.findings:
-        return f"{report.name}: {_sum_up(report, bool(left))}{unknown}"
-    total, failing = len(report.findings), sum(x.name in counted for x in report.findings)
-    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {_sum_up(report)}{unknown}"
+    total, judged = len(report.findings), len(report.judged)
+    if not total:
+        of_all = "" if judged == len(RULES) else f" of {len(RULES)}"
+        answer = "nothing found" if left else "clean"
+        return f"{report.name}: {answer}; {judged}{of_all} defects looked for{unknown}"
+    counts, failing = Counter(x.name for x in report.findings), sum(x.name in fail_on for x in report.findings)
+    found = ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
+    return f"{report.name}: {total} finding{'s' * (total > 1)}, {failing} to fail on: {found}{unknown}"
 
 
-def verdict_of_all(reports: Sequence[Audit], fail_on: Iterable[str]) -> str:
+def verdict_of_all(reports: Sequence[Audit], fail_on: frozenset[str]) -> str:
     """One line."""
-    counted = frozenset(fail_on)
     if len(reports) == 1:
-        return verdict(reports[0], counted)
-    answers = Counter(passes(one, counted) for one in reports)
+        return verdict(reports[0], fail_on)
+    answers = Counter(passes(one, fail_on) for one in reports)
     unknown = f", {answers[None]} that cannot be decided" if answers[None] else ""
     return f"{len(reports)} programs, {answers[False]} with findings to fail on{unknown}"
-
-
-def _sum_up(report: Audit, unknown: bool = False) -> str:
-    counts = Counter(x.name for x in report.findings)
-    if not counts:
-        left = "" if len(report.judged) == len(RULES) else f" of {len(RULES)}"
-        return f"{'nothing found' if unknown else 'clean'}; {len(report.judged)}{left} defects looked for"
-    return ", ".join(f"{n} {name}" if n > 1 else name for name, n in counts.items())
 
 
 @operation("audit")
@@ -199,7 +182,7 @@ def read_baseline(path: Path) -> Baseline:
 
 
 @operation("audit")
-def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) -> list[str]:
+def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: frozenset[str]) -> list[str]:
     """Lists what has become worse since an earlier report of the same programs, one line each.
 
     Args:
@@ -210,13 +193,13 @@ def worse(reports: Sequence[Audit], baseline: Baseline, fail_on: Iterable[str]) 
     Raises:
       GradCombineError: a program that the baseline lacks, with which nothing can be compared.
     """
-    lines, counted = list[str](), set(fail_on)
+    lines = list[str]()
     for (name, target, place), now in _measured([_one(report) for report in reports]).items():
         before = baseline.get((name, target, place))
         if before is None:
             known = ", ".join(dict.fromkeys(f"{name} on {target}" for name, target, _ in baseline)) or "no program"
             raise invalid(f"a baseline of {name} on {target}", known)
-        lines += [f"{name}: {line}" for line in _compared(now, before, counted)]
+        lines += [f"{name}: {line}" for line in _compared(now, before, fail_on)]
     return lines
 
 
@@ -277,7 +260,7 @@ def _finite(number: Any) -> float:
     return found
 
 
-def _compared(now: Measured, before: Measured, fail_on: set[str]) -> Iterator[str]:
+def _compared(now: Measured, before: Measured, fail_on: frozenset[str]) -> Iterator[str]:
     for name, total in now.totals.items():
         earlier = before.totals[name]
         if total is not None and earlier is not None and total > earlier:
@@ -295,26 +278,17 @@ def _words(costs: tuple[float, ...]) -> str:
     return f"{findings:.0f} findings of {happens:,.0f} times, {size_text(moved + sent)}, {flops:.3g} flops"
 
 
-def _target(report: Audit) -> str:
-    devices = report.program.devices
-    return f"{report.target.name}, {devices} device{'s' * (devices > 1)}"
-
-
 def _totals(report: Audit) -> Section:
-    return Section(f"{report.name} on {_target(report)}", columns=("", "in loops", "beside"), rows=_figures(report))
-
-
-def _figures(report: Audit) -> list[Cells]:
+    devices = report.program.devices
+    title = f"{report.name} on {report.target.name}, {devices} device{'s' * (devices > 1)}"
     sent = [sum(x.times * x.sent() for x in report.exchanges if bool(x.loops) is looped) for looped in (True, False)]
-    rows = [
-        Cells(("bytes moved", *("" if x is None else size_text(x) for x in (report.turns, report.beside)))),
-        Cells(("bytes sent", *map(size_text, sent))),
-    ]
-    if report.memory is None:
-        return rows if report.turns is not None else rows[1:]
-    memory = report.memory
-    rows += [Cells((name, "", size_text(size))) for name, size in memory._asdict().items()]
-    return [*rows, Cells(("peak", "", size_text(memory.peak)))]
+    rows = [Cells(("bytes sent", *map(size_text, sent)))]
+    if report.turns is not None and report.beside is not None:
+        rows.insert(0, Cells(("bytes moved", size_text(report.turns), size_text(report.beside))))
+    if (memory := report.memory) is not None:
+        sizes = memory._asdict() | {"peak": memory.peak}
+        rows += [Cells((name, "", size_text(size))) for name, size in sizes.items()]
+    return Section(title, columns=("", "in loops", "beside"), rows=rows)
 
 
 def _bound(report: Audit) -> Section:
@@ -333,36 +307,8 @@ def _bound(report: Audit) -> Section:
 
 
 def _branches(report: Audit) -> list[Section]:
-    rows = _controls(report.program)
+    rows = [Cells((what, count, short(source))) for what, count, source in report.program.controls()]
     return [Section("Loops and branches", columns=("what", "how often", "source"), rows=rows)] if rows else []
-
-
-def _controls(program: Program | Graph) -> list[Cells]:
-    if isinstance(program, Graph):
-        return [Cells((what, count, short(source))) for what, count, source in program.controls()]
-    rows = list[Cells]()
-    for name, x, loops in program.executed():
-        if x.opcode == "while":
-            trips = program.trips(name, x)
-            kind = (
-                "loop"
-                if program.repeats(name, x) or trips is not None
-                else "branch, as a loop of at most one iteration"
-            )
-            count = (
-                "unknown" if kind == "loop" and trips is None else f"{times(loops) * (1 if trips is None else trips):,}"
-            )
-            rows.append(Cells((kind, count, short(program.source(x)))))
-        elif x.opcode == "conditional":
-            rows.append(Cells(("branch", f"{times(loops):,}", short(program.source(x)))))
-    selects = defaultdict[str, int](int)
-    for of in program.computations.values():
-        for x in of.values():
-            if x.opcode == "select" and x.bytes >= 1024 and program.chosen_whole(of, x):
-                selects[short(program.source(x))] += 1
-    for source, count in selects.items():
-        rows.append(Cells((f"{count} arrays selected: both are computed", "", source)))
-    return rows
 
 
 def _alike(findings: Sequence[Finding]) -> Iterator[tuple[Finding, int]]:
@@ -380,7 +326,3 @@ def _finding(report: Audit, x: Finding, count: int) -> Cells:
     parts = [size_text(x.moved + x.sent)] * bool(x.moved or x.sent) + [f"{x.flops:.2g} flops"] * bool(x.flops)
     what = f"{x.name}: " + f"{count} x " * (count > 1) + x.what + f" ({short(x.source)})" * bool(x.source)
     return Cells((what, f"{x.times:,}", " ".join(parts), "" if seconds is None else f"{seconds:.2g} s"), False, x.name)
-
-
-def _loops(loops: Iterable[Loop[Any]]) -> str:
-    return " x ".join("?" if loop.trips is None else f"{loop.trips:,}" for loop in loops)

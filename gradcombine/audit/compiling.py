@@ -236,9 +236,8 @@ def _guarded(target: Target, make: Callable[[], Any]) -> Any:
         reason = _words(error)
         if "RESOURCE_EXHAUSTED" in reason or "Ran out of memory" in reason:
             at = max(reason.find("Ran out of memory"), 0)
-            raise OutOfMemoryError(
-                "audit", f"a step that fits a device of {target.name}", reason[at : at + 250]
-            ) from None
+            expected = f"a step that fits a device of {target.name}"
+            raise OutOfMemoryError("audit", expected, reason[at : at + 250]) from None
         raise invalid(f"a step that compiles for {target.name}", reason) from error
 
 
@@ -267,16 +266,10 @@ def read(paths: Iterable[Path]) -> Iterator[str]:
       GradCombineError: a file is damaged, cut off, or of a version that this jaxlib does not know.
     """
     files = [require_file("a file of HLO", path) for path in paths]
-    texts = parse_apart(map(_content, files))
+    contents = (foreign("a file that can be read", str(file), file.read_bytes) for file in files)
+    texts = parse_apart(contents)
     for file in files:
         yield parsed(lambda: next(texts), str(file))
-
-
-def _content(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise invalid("a file that can be read", f"{file}: {error.strerror}") from None
 
 
 def read_program(text: str, where: str, lines: Lines = no_lines, shardings: Sequence[str] = ()) -> Program:
@@ -286,11 +279,4 @@ def read_program(text: str, where: str, lines: Lines = no_lines, shardings: Sequ
 def parsed(read: Callable[[], str], where: str) -> str:
     """The text of HLO, from a parser of its text or proto."""
     require_installed("audit", "jax")
-    try:
-        return read()
-    except GradCombineError:
-        raise
-    except Exception as error:  # XLA's own class, which is no public one
-        reason = " ".join(str(error).split())[:160]
-        expected = "HLO that the installed jaxlib reads, text or proto"
-        raise invalid(expected, f"{where}: {reason}") from None
+    return foreign("HLO that the installed jaxlib reads, text or proto", where, read)

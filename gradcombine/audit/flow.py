@@ -111,10 +111,9 @@ class Flow:
     def node(self, computation: str, x: Instruction, leaf: int = 0) -> Node:
         return self._first[computation][x.name] + leaf
 
-    def results(self, computation: str) -> list[Node]:
+    def results(self, computation: str) -> range:
         """The arrays that a computation gives."""
-        root = self.module.computations[computation][self.module.roots[computation]]
-        return [self.node(computation, root, leaf) for leaf in range(max(1, len(root.shapes)))]
+        return self.leaves(computation, self.module.computations[computation][self.module.roots[computation]])
 
     def reached(
         self, start: Iterable[Node], forward: bool, through: Callable[[Node], bool], within: set[str] | None = None
@@ -145,7 +144,7 @@ class Flow:
         computations = self.module.computations
         return walk([computation], lambda name: (of for x in computations[name].values() for of in x.called(*CALLED)))
 
-    def _leaves(self, name: str, x: Instruction) -> range:
+    def leaves(self, name: str, x: Instruction) -> range:
         first = self.node(name, x)
         return range(first, first + max(1, len(x.shapes)))
 
@@ -153,7 +152,7 @@ class Flow:
         """Pairs of a node and one that is made of it."""
         of = self.module.computations[name]
         operands = [of[operand] for operand in x.operands]
-        nodes, given = self._leaves(name, x), [self._leaves(name, operand) for operand in operands]
+        nodes, given = self.leaves(name, x), [self.leaves(name, operand) for operand in operands]
         if x.opcode == "get-tuple-element":
             yield from zip(given[0][operands[0].leaf(x.number("index") or 0) :], nodes, strict=False)
         elif x.opcode in ("tuple", "optimization-barrier"):
@@ -162,7 +161,7 @@ class Flow:
             body, condition = x.called("body")[0], x.called("condition")[0]
             results = self.results(body)
             yield from product(self.results(condition), nodes)
-            for taken in (nodes, *(self._leaves(inner, self._parameters[inner, 0]) for inner in (body, condition))):
+            for taken in (nodes, *(self.leaves(inner, self._parameters[inner, 0]) for inner in (body, condition))):
                 yield from zip(given[0], taken, strict=False)
                 yield from zip(results, taken, strict=False)
         elif x.opcode == "conditional":
@@ -201,7 +200,7 @@ class Flow:
         """Pairs of arguments and parameters of a called computation."""
         for i, nodes in enumerate(given):
             if parameter := self._parameters.get((inner, i)):
-                yield from zip(nodes, self._leaves(inner, parameter), strict=False)
+                yield from zip(nodes, self.leaves(inner, parameter), strict=False)
 
     @cached_property
     def equality(self) -> Equality:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
 from gradcombine.audit.hlo import Instruction, Module
-from gradcombine.audit.subject import Exchange, Frame, Loop, Shape, own_line, times
+from gradcombine.audit.subject import COPIED, Exchange, Frame, Loop, Shape, own_line, times
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id", "after-all"}
 """Operations that move nothing."""
@@ -171,10 +172,27 @@ class Program(Module):
                         begun.setdefault(x.name, begun[operand])
         return found
 
-    def chosen_whole(self, of: dict[str, Instruction], x: Instruction) -> bool:
+    def _is_whole(self, of: dict[str, Instruction], x: Instruction) -> bool:
         """Whether one flag selects between two whole arrays."""
         flag = self.origin(of, x.operands[0])
         return not flag.shapes[0].dims or (flag.opcode == "broadcast" and not of[flag.operands[0]].shapes[0].dims)
+
+    def controls(self) -> Iterator[tuple[str, str, str]]:
+        """Its loops, branches and selects: what they are, how often they turn or decide in a call, and their lines."""
+        for name, x, loops in self.executed():
+            count = times(loops)
+            if x.opcode == "while" and ((trips := self.trips(name, x)) is not None or self.repeats(name, x)):
+                yield "loop", "unknown" if trips is None else f"{count * trips:,}", self.source(x)
+            elif x.opcode == "while":
+                yield "branch, as a loop of at most one iteration", f"{count:,}", self.source(x)
+            elif x.opcode == "conditional":
+                yield "branch", f"{count:,}", self.source(x)
+        selects = Counter[str]()
+        for of in self.computations.values():
+            whole = (x for x in of.values() if x.opcode == "select" and x.bytes >= COPIED and self._is_whole(of, x))
+            selects.update(map(self.source, whole))
+        for source, number in selects.items():
+            yield f"{number} arrays selected: both are computed", "", source
 
     @cached_property
     def exchanges(self) -> list[Exchange[Instruction]]:

@@ -89,14 +89,14 @@ def batch_gathered(search: Search) -> Iterator[Finding]:
 
     def repeats(exchange: Exchange[Instruction]) -> bool:
         """Whether devices compute the same of what was gathered."""
-        return bool(repeated & flow.reached(search.nodes(exchange.computation, exchange.x), True, lambda _: True))
+        return bool(repeated & flow.reached(flow.leaves(exchange.computation, exchange.x), True, lambda _: True))
 
     moving = frozenset(MOVING | {"select", "dynamic-update-slice"})
     for exchange in program.exchanges:
         gathers = exchange.kind == "all-gather" or exchange.kind == "all-reduce"
         if not gathers or exchange.few or exchange.members == 1:
             continue
-        given = [flow.sources[node] for node in search.nodes(exchange.computation, exchange.x)]
+        given = [flow.sources[node] for node in flow.leaves(exchange.computation, exchange.x)]
         origin = search.moved_from([n for nodes in given for n in nodes], moving) & batch
         # A sum gathers where each device fills its own rows of zeros.
         starts = {flow.opcode(node) for nodes in given for node in search.moved_from(nodes, moving)}
@@ -117,7 +117,7 @@ def repeated_work(search: Search) -> Iterator[Finding]:
     program, wasted = search.program, defaultdict[tuple[str, int, str], list[float]](list)
     for x in search.repeated():
         wasted[str(x.x.shapes[0]), x.classes, x.source].append(x.flops * (1 - x.classes / program.devices))
-    if sum(map(sum, wasted.values())) <= SHARE * search.flops:
+    if sum(map(sum, wasted.values())) <= SHARE * sum(product.flops for product in search.products):
         return
     for (shape, classes, where), flops in wasted.items():
         what = f"{len(flops)} products of {shape}: {program.devices} devices compute {classes} different results"

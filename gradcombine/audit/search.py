@@ -82,10 +82,10 @@ class Search(Subject[Instruction]):
                 seen.add(body)
                 yield loops[-1], times(loops[:-1])
 
-    def carried(self, body: str) -> list[Node]:
+    def carried(self, body: str) -> range:
         """The arrays that a turn begins with."""
         (parameter,) = (x for x in self.program.computations[body].values() if x.opcode == "parameter")
-        return [self.flow.node(body, parameter, leaf) for leaf in range(len(parameter.shapes))]
+        return self.flow.leaves(body, parameter)
 
     def _accumulators(self, body: str) -> frozenset[int]:
         """The carried arrays of a loop that each iteration only adds to."""
@@ -120,13 +120,9 @@ class Search(Subject[Instruction]):
         moved = [node for node in begun if self.flow.opcode(node) in through]
         return begun | self.flow.reached(moved, False, lambda node: self.flow.opcode(node) in through)
 
-    def operands(self, node: Node, index: int) -> list[Node]:
+    def operands(self, node: Node, index: int) -> range:
         name, x, _ = self.flow.places[node]
-        operand = self.program.computations[name][x.operands[index]]
-        return [self.flow.node(name, operand, leaf) for leaf in range(max(1, len(operand.shapes)))]
-
-    def nodes(self, computation: str, x: Instruction) -> list[Node]:
-        return [self.flow.node(computation, x, leaf) for leaf in range(max(1, len(x.shapes)))]
+        return self.flow.leaves(name, self.program.computations[name][x.operands[index]])
 
     def repeated(self) -> list[Product]:
         """Products that several devices compute identically."""
@@ -163,7 +159,7 @@ class Search(Subject[Instruction]):
 
     def parts(self, exchange: Exchange[Instruction]) -> list[tuple[Node, float]]:
         """The arrays that XLA has joined into one collective, as a tuple or end to end, and their operands' bytes."""
-        leaves = self.nodes(exchange.computation, exchange.x)
+        leaves = self.flow.leaves(exchange.computation, exchange.x)
         found = [part for leaf in leaves for part in self._slices(leaf, exchange.kind) or [leaf]]
         sizes = [self.flow.places[node].shape.bytes for node in found]
         return [(node, exchange.operand * size / max(1, sum(sizes))) for node, size in zip(found, sizes, strict=True)]
@@ -181,10 +177,6 @@ class Search(Subject[Instruction]):
     def _adds_up(self, body: str, part: Node) -> bool:
         reached = self.linear(body, [part])
         return bool(reached) and reached <= self.accumulators(body)
-
-    @property
-    def flops(self) -> float:
-        return sum(product.flops for product in self.products)
 
     def _only_added_to(self, body: str, index: int, node: Node) -> bool:
         if self.flow.places[node].shape.kind in ("token", "pred"):
@@ -256,14 +248,14 @@ class Search(Subject[Instruction]):
 
     def unused(self, exchange: Exchange[Instruction], loop: Loop[Instruction]) -> bool:
         body = loop.operation.called("body")[0]
-        reached = self.linear(body, self.nodes(exchange.computation, exchange.x))
+        reached = self.linear(body, self.flow.leaves(exchange.computation, exchange.x))
         return reached is not None and reached <= self.accumulators(body) | self._stacked(body)
 
     def beside(self, exchange: Exchange[Instruction]) -> tuple[str, str, int]:
-        nodes, of = self.nodes(exchange.computation, exchange.x), exchange.computation
+        nodes, of = self.flow.leaves(exchange.computation, exchange.x), exchange.computation
         before = self.flow.reached(nodes, False, lambda _: True, self.inside(of))
         others = (x for x in self.exchanges if x.computation == of and x is not exchange and x.kind == exchange.kind)
-        depth = sum(bool(before.intersection(self.nodes(of, other.x))) for other in others)
+        depth = sum(bool(before.intersection(self.flow.leaves(of, other.x))) for other in others)
         return of, str(exchange.groups), depth
 
     def converted(self, exchange: Exchange[Instruction]) -> Iterator[tuple[Shape, Shape]]:
@@ -292,12 +284,12 @@ class Search(Subject[Instruction]):
         return exchange.computation, exchange.kind, how, origins
 
     def is_equal(self, exchange: Exchange[Instruction]) -> bool:
-        given = [n for node in self.nodes(exchange.computation, exchange.x) for n in self.flow.sources[node]]
+        given = [n for node in self.flow.leaves(exchange.computation, exchange.x) for n in self.flow.sources[node]]
         if not all(self.flow.equality.within(node, exchange.groups) for node in given):
             return False
         earlier = self.moved_from(given, frozenset(LINEAR | SCALES | REDUCING))
         others = (x for x in self.exchanges if x is not exchange and x.groups == exchange.groups)
-        return any(earlier.intersection(self.nodes(other.computation, other.x)) for other in others)
+        return any(earlier.intersection(self.flow.leaves(other.computation, other.x)) for other in others)
 
     def one_turn(self, loop: Loop[Instruction]) -> str:
         inner = list(self.program.executed(loop.operation.called("body")[0]))
@@ -330,7 +322,7 @@ class Search(Subject[Instruction]):
                 given = [flow.results(name)[leaf : leaf + 1] for name in branches]
                 for name in branches:
                     arguments = [y for y in self.program.computations[name].values() if y.opcode == "parameter"]
-                    found.update((argument, []) for y in arguments for argument in self.nodes(name, y))
+                    found.update((argument, []) for y in arguments for argument in self.flow.leaves(name, y))
             if len(given) == 2:
                 a, b = (self.moved_from(side, WHOLE) for side in given)
                 found[node] = [(a, b), (b, a)]

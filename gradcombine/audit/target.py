@@ -15,31 +15,7 @@ from typing import Any, NamedTuple
 from gradcombine.audit.subject import Exchange, X
 from gradcombine.errors import invalid, operation, shown
 
-H100 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84942979072
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 patch: 2 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
+H100 = Path(__file__).with_name("h100.textproto")
 """The facts of an H100 SXM, as a GpuTargetConfigProto."""
 
 
@@ -147,19 +123,16 @@ def find_target(name: str | Target | None = None, *, compiles: bool = True) -> T
         chips = math.prod(int(n) for n in shape.split("x"))
         return Target(name, tpu(name) if compiles else (), chips, PUBLISHED[kind])
     hosts, _, each = shape.rpartition("x")
-    if not re.fullmatch(rf"({LENGTH}x)?{LENGTH}", shape) or (kind != "h100" and not Path(kind).is_file()):
+    card = H100 if kind == "h100" else Path(kind)
+    if not re.fullmatch(rf"({LENGTH}x)?{LENGTH}", shape) or not card.is_file():
         expected = "a target: h100:8, h100:64x8, v5e:16x16, v5p:8x8x8, or the file of a card's description and :8"
         raise invalid(expected, shown(name))
-    text = H100 if kind == "h100" else _description(kind)
-    figures = PUBLISHED["h100"] if kind == "h100" else described(text)
-    return Target(name, gpu(text, int(each), int(hosts or 1)) if compiles else (), int(each), figures)
-
-
-def _description(path: str) -> str:
     try:
-        return Path(path).read_text()
+        text = card.read_text()
     except (OSError, ValueError) as error:  # not to be read, or no text
-        raise invalid("a GpuTargetConfigProto in text form", f"{path}: {error}") from None
+        raise invalid("a GpuTargetConfigProto in text form", f"{card}: {error}") from None
+    figures = PUBLISHED.get(kind) or described(text)
+    return Target(name, gpu(text, int(each), int(hosts or 1)) if compiles else (), int(each), figures)
 
 
 @cache
@@ -182,7 +155,7 @@ def tpu(name: str) -> tuple[Any, ...]:
 def described(text: str) -> Published:
     """The figures in a GpuTargetConfigProto, which has none of tensor cores and links.
 
-    >>> described(H100).bandwidth
+    >>> described(H100.read_text()).bandwidth
     3352320000000.0
     """
     facts = {name: float(number) for name, number in re.findall(r"(\w+): (\d+(?:\.\d*)?)$", text, re.MULTILINE)}

@@ -31,6 +31,8 @@ class TensorflowBackend(Backend):
     cumsum = staticmethod(tf.cumsum)
     search_sorted = staticmethod(tf.searchsorted)
     stack = staticmethod(tf.stack)
+    reshape = staticmethod(cast("Any", tf.reshape))
+    largest = staticmethod(cast("Any", partial(tf.reduce_max, axis=-1, keepdims=True)))
     slice_at = take = staticmethod(tf.gather)
 
     def owns(self, leaf: Leaf) -> bool:
@@ -91,9 +93,6 @@ class TensorflowBackend(Backend):
         if a.dtype.name in _CAST:  # of a state that began with arrays of NumPy
             raise _no_kernels(a.dtype.name)
         return _in_order(tf.add(a, b))
-
-    def largest(self, array: Array) -> Array:
-        return tf.reduce_max(array, axis=-1, keepdims=True)
 
     def product(self, a: Array, b: Array) -> Array:
         return _in_order(tf.multiply(a, b))
@@ -228,9 +227,6 @@ class TensorflowBackend(Backend):
 
     def flat(self, array: Array) -> Array:
         return tf.reshape(array, [-1])
-
-    def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
-        return tf.reshape(array, shape)
 
     def row_numbers(self, array: Array) -> Array:
         return tf.range(tf.size(array)) // tf.shape(array)[-1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -129,7 +128,7 @@ def stacked(replicas: int) -> Stacked:
     return Stacked(LOCAL, "sequential", valid("replicas", replicas))
 
 
-def layout(over: Any, order: Order) -> Layout:
+def layout(over: Collective | Stacked, order: Order) -> Layout:
     """The layout that ``over`` names."""
     if isinstance(over, Stacked):
         return replace(over, order=order)

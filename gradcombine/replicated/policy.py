@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from gradcombine import reductions
 from gradcombine.errors import invalid, shown
@@ -106,7 +106,7 @@ class Policy(NamedTuple):
 E = TypeVar("E", Aggregation, Synchronization)
 
 
-def decide(aggregation: Any, synchronization: Any, over: Any) -> Policy:
+def decide(aggregation: object, synchronization: object, over: object) -> Policy:
     """The policy that two settings ask for on these replicas. AUTO is ON_WRITE, as under every strategy of TensorFlow.
 
     Raises:
@@ -121,7 +121,7 @@ def decide(aggregation: Any, synchronization: Any, over: Any) -> Policy:
     return Policy(how, when, _REDUCTIONS[how]() if how in _REDUCTIONS else None)
 
 
-def _member(kind: type[E], setting: Any) -> E:
+def _member(kind: type[E], setting: object) -> E:
     # TensorFlow's members are known by their names, so that TensorFlow need not be there. Both enums have a NONE: the
     # class's name tells VariableAggregation and VariableAggregationV2 from VariableSynchronization.
     name = setting if isinstance(setting, str) else getattr(setting, "name", None)

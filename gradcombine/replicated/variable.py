@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.replicated.layouts import Layout, Stacked, layout
 from gradcombine.replicated.policy import Aggregation, Policy, Synchronization, decide
 from gradcombine.settings import check
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Leaf, Order, Tree
 
 
 class CrossReplica(NamedTuple):
@@ -63,8 +63,8 @@ class ReplicatedVariable(NamedTuple):
 
 @operation("replicated.variable")
 def variable(
-    aggregation: Any = Aggregation.NONE,
-    synchronization: Any = Synchronization.AUTO,
+    aggregation: object = Aggregation.NONE,
+    synchronization: object = Synchronization.AUTO,
     *,
     over: Collective | Stacked,
     order: Order = "sequential",
@@ -243,6 +243,10 @@ Write: TypeAlias = Callable[[Backend, Array, Array], Array]
 """``write(backend, component, value)``: the new component."""
 
 
+Shapes: TypeAlias = Callable[[Array, str], tuple[int, ...]]
+"""``shape(component, path)``: of an array that may be written to a component."""
+
+
 class ReplicatedState(NamedTuple):
     """The components of a variable, or of a tree of variables.
 
@@ -258,12 +262,12 @@ class Opened(NamedTuple):
 
     backend: Backend
     structure: tree.Structure
-    leaves: list[Any]
+    leaves: list[Leaf]
 
     def paths(self) -> list[str]:
         return list(self.structure.paths())
 
-    def rebuild(self, leaves: list[Any]) -> Tree:
+    def rebuild(self, leaves: list[Leaf]) -> Tree:
         return tree.unflatten(self.structure, leaves)
 
 
@@ -279,14 +283,14 @@ class Written(NamedTuple):
     number: bool = False
 
 
-def opened(state: Any, also: Tree = None) -> Opened:
+def opened(state: ReplicatedState, also: Tree = None) -> Opened:
     """The components, as arrays of the framework that they and ``also`` belong to."""
     leaves, structure = tree.flatten(require_type("a ReplicatedState", state, ReplicatedState).value)
     backend = resolve([*leaves, *tree.flatten(also)[0]])
     return Opened(backend, structure, [x if is_absent(x) else backend.asarray(x) for x in leaves])
 
 
-def written(into: Opened, value: Tree, layout: Layout, shape: Callable[[Array, str], tuple[int, ...]]) -> list[Written]:
+def written(into: Opened, value: Tree, layout: Layout, shape: Shapes) -> list[Written]:
     """The write of ``value`` to each variable.
 
     Args:
@@ -300,7 +304,7 @@ def written(into: Opened, value: Tree, layout: Layout, shape: Callable[[Array, s
     return [_leaf(into.backend, component, x, path, layout, shape) for component, x, path in rows]
 
 
-def _leaf(backend: Backend, component: Any, x: Any, path: str, layout: Layout, shape: Any) -> Written:
+def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout, shape: Shapes) -> Written:
     if is_absent(x):
         return Written(None)
     if is_absent(component):
@@ -319,7 +323,7 @@ def _leaf(backend: Backend, component: Any, x: Any, path: str, layout: Layout, s
     return Written(backend.asarray(x))
 
 
-def _number(backend: Backend, x: Any, dtype: np.dtype, path: str) -> Array:
+def _number(backend: Backend, x: complex, dtype: np.dtype, path: str) -> Array:
     kind = dtypes.kind(dtype)
     try:
         if kind not in _KINDS[type(x)]:
@@ -352,7 +356,7 @@ def applied(
     """The state after a write to every component; where the value is None, nothing is written."""
     backend = resolve([*into.leaves, *values])
 
-    def leaf(component: Any, value: Array | None, path: str) -> Any:
+    def leaf(component: Leaf, value: Array | None, path: str) -> Leaf:
         if is_absent(value):
             return component
         dtype = backend.dtype(component)

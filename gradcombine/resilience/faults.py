@@ -35,7 +35,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.resilience.ledger import ledgers_in
 from gradcombine.settings import check
-from gradcombine.types import AccumulateState, Array, BinaryCounter, State, Tree
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, State, Tree
 
 KINDS = ("structure", "nan", "infinity", "stale", "doubled", "differs")
 """The columns of a table of faults."""
@@ -153,7 +153,7 @@ def require_none(faults: Faults, values: Tree = None) -> None:
     gradcombine.errors.GradCombineError: faults: expected none, received replica 0: an infinity in ['w']
     """
     backend = _require_faults(faults)
-    table: Any = backend.concrete(backend.asarray(faults.table))
+    table = backend.concrete(backend.asarray(faults.table))
     if table is None:
         raise invalid("a table whose values are known", "a traced one")
     paths = list(tree.flatten(values)[1].paths()) if values is not None else []
@@ -210,7 +210,7 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
     return tree.select(backend, faults.own, empty, state)
 
 
-def _require_faults(faults: Any) -> Backend:
+def _require_faults(faults: Faults) -> Backend:
     """Refuses what `find` has not made; of what it has, the backend."""
     if not isinstance(faults, Faults):
         raise invalid("Faults, as find returns them", in_words(faults))
@@ -224,7 +224,7 @@ def _require_faults(faults: Any) -> Backend:
     return resolve(list(faults))
 
 
-def _not_finite(backend: Backend, leaves: Sequence[Any]) -> tuple[Array, Array]:
+def _not_finite(backend: Backend, leaves: Sequence[Leaf]) -> tuple[Array, Array]:
     """1 + the number of the first leaf with a NaN, and that of the first with an infinity; 0 for none."""
     numbers, nans, infinities = list[int](), list[Array](), list[Array]()
     for i, leaf in enumerate(leaves):
@@ -261,7 +261,7 @@ def _largest(backend: Backend, vector: Array) -> Array:
     return backend.slice_at(vector, order[-1])
 
 
-def _structure(parts: Sequence[tuple[str, Sequence[Any], tree.Structure]]) -> int:
+def _structure(parts: Sequence[tuple[str, Sequence[Leaf], tree.Structure]]) -> int:
     """A checksum of containers, paths, shapes and dtypes, of 31 bits."""
     lines = [
         f"{name}{path} {'none' if is_absent(leaf) else f'{dtype_of(leaf)}{shape_of(leaf)}'}"

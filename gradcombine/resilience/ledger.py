@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heapreplace
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from gradcombine.places.time import replace_window, whole_window
 from gradcombine.reductions.algebra import Reduction, of_each_rank
 from gradcombine.reductions.numbered import NumberedState, ranges
 from gradcombine.settings import check, valid
-from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
 
 Assignment = Sequence[Sequence[int]]
 """For each replica that runs, by rank, the logical replicas of which it holds the windows, from 0."""
@@ -52,7 +52,7 @@ class Ledger(NamedTuple):
 
 
 @operation("ledger.read")
-def read(*states: Any) -> Ledger:
+def read(*states: State) -> Ledger:
     """The ledger of states of a `gradcombine.reductions.numbered` reduction, all taken together.
 
     Args:
@@ -73,17 +73,18 @@ def read(*states: Any) -> Ledger:
     """
     found = [_counts(node, filled) for state in states for node, filled in ledgers_in(state)]
     if not found:
-        raise invalid("a state of reductions.numbered(...)", _kinds(states))
+        received = ", ".join(type(state).__name__ for state in states) or "nothing"
+        raise invalid("a state of reductions.numbered(...)", received)
     lengths = sorted({counts.shape[-1] for counts in found})
     if len(lengths) > 1:
         raise invalid("ledgers of one length", f"lengths {lengths}")
-    counts: Any = np.sum([x.reshape(-1, lengths[0]).sum(0) for x in found], axis=0)
+    counts = np.sum([x.reshape(-1, lengths[0]).sum(0) for x in found], axis=0)
     held, missing, doubled = (np.flatnonzero(x) for x in (counts > 0, counts == 0, counts > 1))
     return Ledger(tuple(held.tolist()), tuple(missing.tolist()), tuple(doubled.tolist()))
 
 
 @operation("ledger.require_once")
-def require_once(*states: Any) -> None:
+def require_once(*states: State) -> None:
     """Refuses states that do not hold each microbatch of their window exactly once.
 
     Args:
@@ -227,7 +228,7 @@ def _in_logical_order(
     return fold_pairwise(reduction.merge, [state(*place) for place in places])
 
 
-def _numbers(expected: str, parts: Any) -> list[list[int]]:
+def _numbers(expected: str, parts: Iterable[Iterable[int]]) -> list[list[int]]:
     """The numbers from 0 of several lists."""
     listed = [require_items(expected, part) for part in require_items(expected, parts)]
     return [[require_integer("numbers from 0", number, lowest=0) for number in part] for part in listed]
@@ -244,11 +245,11 @@ def _places(parts: list[list[int]], size: int) -> list[tuple[int, int]]:
     return [where[number] for number in range(len(numbers))]
 
 
-def ledgers_in(state: Any) -> list[tuple[NumberedState, Array | None]]:
+def ledgers_in(state: State) -> list[tuple[NumberedState, Array | None]]:
     """Every ledger inside of a state, with the counter's contents where it has levels."""
     found: list[tuple[NumberedState, Array | None]] = []
 
-    def note(node: Any, filled: Array | None) -> bool:
+    def note(node: Tree, filled: Array | None) -> bool:
         if isinstance(node, BinaryCounter):
             tree.flatten(node.stacked, lambda inner: note(inner, node.filled))
             return True
@@ -261,9 +262,9 @@ def ledgers_in(state: Any) -> list[tuple[NumberedState, Array | None]]:
     return found
 
 
-def _counts(node: NumberedState, filled: Array | None) -> Any:
+def _counts(node: NumberedState, filled: Array | None) -> np.ndarray:
     backend = resolve([node.counts])
-    counts: Any = backend.concrete(backend.asarray(node.counts))
+    counts = backend.concrete(backend.asarray(node.counts))
     if counts is None:
         raise invalid("a ledger whose values are known", "a traced one", ".counts")
     if counts.dtype.kind not in "iu" or counts.ndim < (1 if filled is None else 2) or 0 in counts.shape:
@@ -271,12 +272,8 @@ def _counts(node: NumberedState, filled: Array | None) -> Any:
         raise invalid("a ledger of integers, one a microbatch", received, ".counts")
     if filled is None:
         return counts
-    known: Any = resolve([filled]).concrete(filled)  # as the counts are
-    levels: Any = np.arange(counts.shape[-2])
+    known = np.asarray(resolve([filled]).concrete(filled))  # as the counts are
+    levels = np.arange(counts.shape[-2])
     top = int(levels[-1])
-    occupied: Any = np.where(levels == top, known[..., None] >= 2**top, known[..., None] >> levels & 1)
+    occupied = np.where(levels == top, known[..., None] >= 2**top, known[..., None] >> levels & 1)
     return (counts * occupied[..., None]).sum(-2)
-
-
-def _kinds(states: Sequence[Any]) -> str:
-    return ", ".join(type(state).__name__ for state in states) or "nothing"

@@ -96,13 +96,13 @@ def read(path: Path) -> Contents:
         arrays = npz.read(path, compressed=False)
         header = arrays.pop(_TEXT, None)
         if header is None:
-            raise refused("a gradcombine state file", "an archive without a header")
+            raise invalid("a gradcombine state file", "an archive without a header")
         if header.dtype != np.uint8 or len(header.shape) != 1:
-            raise refused("a header of bytes", f"one of {header.dtype}{header.shape}")
+            raise invalid("a header of bytes", f"one of {header.dtype}{header.shape}")
         return Contents(header.whole().tobytes().decode(), arrays)
     contents = safetensors.read(path)
     if _KEY not in contents.texts:
-        raise refused("a gradcombine state file", "a .safetensors file without a header")
+        raise invalid("a gradcombine state file", "a .safetensors file without a header")
     return Contents(contents.texts[_KEY], contents.entries)
 
 
@@ -120,11 +120,6 @@ def decoding(path: Path) -> Generator[None, None, None]:
         # Decoders of archives raise a dozen classes, depending on where the damage is.
         received = f"{path.name}: {type(error).__name__}: {error}"
         raise invalid("a whole state file", received) from error
-
-
-def refused(expected: str, received: object) -> GradCombineError:
-    """The error of a file whose contents are not what they should be."""
-    return invalid(expected, received)
 
 
 def array_name(rank: int, leaf: int) -> str:

@@ -6,10 +6,10 @@ import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+import gradcombine
 from gradcombine import tree
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import invalid, operation, require_list
@@ -19,8 +19,8 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
 from gradcombine.statefile import container
 from gradcombine.statefile import header as headers
-from gradcombine.statefile.container import array_name, decoding, refused, require_path
-from gradcombine.statefile.header import Header, Layout, Leaf, difference, layout, on_host, template
+from gradcombine.statefile.container import array_name, decoding, require_path
+from gradcombine.statefile.header import Header, Layout, Leaf, layout, on_host, template
 from gradcombine.types import AccumulateState, State, Tree
 
 
@@ -189,7 +189,7 @@ def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[
             leaves.append(Leaf(where, described[0].name, described[1], digests))
     levels = depth_of(parts[0]) if isinstance(parts[0], AccumulateState) else None
     header = Header(
-        headers.own_version(), reduction.name, reduction.description, len(parts), levels, first.kinds, tuple(leaves)
+        gradcombine.__version__, reduction.name, reduction.description, len(parts), levels, first.kinds, tuple(leaves)
     )
     container.write(target, headers.encode(header), arrays)
 
@@ -203,7 +203,7 @@ def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, repl
         header = headers.decode(contents.text)
     require_composition(source, header, reduction)
     if replicas is not None and header.replicas != replicas:
-        raise refused(f"{replicas} replica (load_replicas takes several)", header.replicas)
+        raise invalid(f"{replicas} replica (load_replicas takes several)", header.replicas)
     wanted = layout(template(reduction, like, header.levels))
     _require_layout(wanted, header)
     with decoding(source):
@@ -211,7 +211,7 @@ def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, repl
     backend = resolve(tree.flatten(like)[0])
     numpy = backend.name == "numpy"
 
-    def state(column: list[Any]) -> State:
+    def state(column: Sequence[np.ndarray | None]) -> State:
         # What stands for "no gradient" is that of ``like``; nothing else is taken from the empty state.
         return tree.unflatten(wanted.structure, [x if x is None or numpy else backend.asarray(x) for x in column])
 
@@ -221,12 +221,12 @@ def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, repl
 def require_composition(source: Path, header: Header, reduction: Reduction) -> None:
     """Raises for a file of another composition; warns for one that does not tell of its settings."""
     if header.reduction != reduction.name:
-        raise refused(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
+        raise invalid(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
     if header.settings is None:
         text = f"statefile.load: {source} lacks the settings of its reduction: {reduction.description} is assumed"
         warnings.warn(text, stacklevel=4)
     elif header.settings != reduction.description:
-        raise refused(f"states of {reduction.description}", f"states of {header.settings}")
+        raise invalid(f"states of {reduction.description}", f"states of {header.settings}")
 
 
 def _require_layout(wanted: Layout, header: Header) -> None:
@@ -244,7 +244,12 @@ def _require_layout(wanted: Layout, header: Header) -> None:
         expected = (None, None) if described is None else (described[0].name, described[1])
         received = (leaf.dtype, leaf.shape)
         if expected != received:
-            raise difference(path, expected, received)
+            raise invalid(_described(expected), _described(received), path or "(root)")
+
+
+def _described(leaf: tuple[str | None, tuple[int, ...] | None]) -> str:
+    dtype, shape = leaf
+    return "no gradient" if shape is None else f"{dtype} of shape {shape}"
 
 
 def _marks_absence(kind: str | None) -> bool:
@@ -256,12 +261,12 @@ def _named(kind: str | None) -> str:
     return "an array or an unnamed container" if kind is None else "no gradient" if _marks_absence(kind) else kind
 
 
-def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[list[Any]]:
+def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[list[np.ndarray | None]]:
     """The leaves of every replica, in the order of the wanted layout; None where there is nothing to read."""
     numbers = {leaf.path: i for i, leaf in enumerate(header.leaves)}
     written = [i for i, leaf in enumerate(header.leaves) if leaf.dtype is not None]
     if set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in written}:
-        raise refused("the arrays that the header names", "others")
+        raise invalid("the arrays that the header names", "others")
 
     def array(rank: int, path: str, described: tuple[np.dtype, tuple[int, ...]] | None) -> np.ndarray | None:
         number = numbers[path]

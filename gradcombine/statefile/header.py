@@ -12,12 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import gradcombine
 from gradcombine import tree
 from gradcombine.backends.registry import load, owner, placeholder
-from gradcombine.errors import GradCombineError, invalid
+from gradcombine.errors import invalid, require_integer
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.statefile.container import refused
 from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
 FORMAT = "gradcombine state"
@@ -66,11 +64,6 @@ class Header(NamedTuple):
     leaves: tuple[Leaf, ...]
 
 
-def own_version() -> str:
-    """The version of this library."""
-    return gradcombine.__version__
-
-
 def encode(header: Header) -> str:
     """The text of a header."""
     fields = {"format": FORMAT, "version": VERSION, **header._asdict()}
@@ -87,29 +80,26 @@ def decode(text: str) -> Header:
     """
     digest, _, body = text.partition("\n")
     if _digest(body) != digest:
-        raise refused("a header that matches its checksum", "another one: the file is damaged")
+        raise invalid("a header that matches its checksum", "another one: the file is damaged")
     fields = _of(dict, json.loads(body))
     if fields.get("format") != FORMAT:
-        raise refused(f"the format {FORMAT!r}", "another one")
+        raise invalid(f"the format {FORMAT!r}", "another one")
     if fields.get("version") not in (2, VERSION):
         written = f"version {fields.get('version')!r}, written by gradcombine {fields.get('gradcombine')!r}"
-        raise refused(f"version {VERSION} of the format", written)
+        raise invalid(f"version {VERSION} of the format", written)
+    levels = fields["levels"]
     header = Header(
         gradcombine=_of(str, fields["gradcombine"]),
         reduction=_of(str, fields["reduction"]),
         settings=None if fields["version"] == 2 else _of(str, fields["settings"]),
-        replicas=_of(int, fields["replicas"]),
-        levels=None if fields["levels"] is None else _of(int, fields["levels"]),
+        replicas=require_integer("1 replica or more", fields["replicas"]),
+        levels=None if levels is None else require_integer(f"from 1 to {MAX_LEVELS} levels", levels, 1, MAX_LEVELS),
         kinds={_of(str, path): _of(str, kind) for path, kind in _of(dict, fields["kinds"]).items()},
         leaves=tuple(_leaf(leaf) for leaf in _of(list, fields["leaves"])),
     )
-    if header.levels is not None and not 1 <= header.levels <= MAX_LEVELS:
-        raise refused(f"from 1 to {MAX_LEVELS} levels", header.levels)
-    if header.replicas < 1:
-        raise refused("1 replica or more", header.replicas)
     for leaf in header.leaves:
         if len(leaf.sha256) != (0 if leaf.dtype is None else header.replicas):
-            raise refused(f"{header.replicas} checksums", len(leaf.sha256))
+            raise invalid(f"{header.replicas} checksums", len(leaf.sha256))
     return header
 
 
@@ -125,7 +115,7 @@ def _leaf(fields: Any) -> Leaf:
 
 def _of(kind: type, value: Any) -> Any:
     if type(value) is not kind:
-        raise refused(f"a {kind.__name__}", type(value).__name__)
+        raise invalid(f"a {kind.__name__}", type(value).__name__)
     return value
 
 
@@ -182,15 +172,6 @@ def on_host(state: State) -> State:
     """
     leaves, structure = tree.flatten(state)
     return tree.unflatten(structure, [value_of(x, path) for x, path in zip(leaves, structure.paths(), strict=True)])
-
-
-def difference(path: str, expected: Any, received: Any) -> GradCombineError:
-    """The error of a leaf with another dtype or shape."""
-    return invalid(_named(expected), _named(received), path or "(root)")
-
-
-def _named(described: tuple[Any, Any] | None) -> str:
-    return "no gradient" if described is None or described[1] is None else f"{described[0]} of shape {described[1]}"
 
 
 def _described(leaf: Any) -> tuple[np.dtype, tuple[int, ...]] | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import MOST, invalid, operation, require_integer, require_list
@@ -104,7 +103,7 @@ def _position(step: Array, old: int, new: int, full: bool) -> Array:
     return moved if backend.concrete(step) is not None else backend.where(without_end, step, moved)
 
 
-def _level_by_level(reduction: Reduction, counters: list[Any], like: Leaf, shift: int) -> BinaryCounter:
+def _level_by_level(reduction: Reduction, counters: list[BinaryCounter], like: Leaf, shift: int) -> BinaryCounter:
     """A node of 2**i contributions from each of 2**shift replicas is one of 2**(i + shift)."""
     empty = binary_counter.cleared(reduction, like)
     merged = (
@@ -150,7 +149,7 @@ def _power(old: int, new: int) -> int | None:
     return (ratio.bit_length() - 1) * (1 if old >= new else -1)
 
 
-def _require_alike(states: list[Any]) -> None:
+def _require_alike(states: list[AccumulateState]) -> None:
     for state in states:
         require_state(state)
         if depth_of(state) != depth_of(states[0]):

@@ -103,6 +103,7 @@ MEMBERS = {
     "a header that is deep": header("(" * 5000),
     "nothing": b"",
 }
+NO_SHAPES = ("-" * 3000 + "1", "-" * 9000 + "1", "(" * 4000 + ")" * 4000, "(1.5,)", "'", "*2", "{}}", "(1,), 'x': 1")
 
 
 @pytest.mark.parametrize("member", MEMBERS.values(), ids=MEMBERS)
@@ -111,6 +112,14 @@ def test_headers_that_do_not_fit_are_refused(member: bytes, method: int, tmp_pat
     with zipfile.ZipFile(tmp_path / "a.npz", "w", method) as archive:
         archive.writestr("x.npy", member)
     with pytest.raises(GradCombineError):
+        open_dump(tmp_path / "a.npz")
+
+
+@pytest.mark.parametrize("shape", NO_SHAPES)
+def test_a_header_that_is_none_is_refused_in_our_words(shape: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr("x.npy", shaped(shape))
+    with pytest.raises(GradCombineError, match=r"leaf x: expected an \.npy header: a dict .*received another text"):
         open_dump(tmp_path / "a.npz")
 
 
@@ -146,29 +155,38 @@ def tensor(**fields: Any) -> dict[str, Any]:
     return {"dtype": "F32", "shape": [3], "data_offsets": [0, 12]} | fields
 
 
-HEADERS = {
-    "too short a shape": {"x": tensor(shape=[2])},
-    "a huge shape": {"x": tensor(shape=[10**15])},
-    "a negative shape": {"x": tensor(shape=[-1, -3])},
-    "a shape of a truth value": {"x": tensor(shape=[True, 3])},
-    "offsets beyond the end": {"x": tensor(shape=[4], data_offsets=[0, 16])},
-    "offsets backwards": {"x": tensor(shape=[0], data_offsets=[12, 0])},
-    "an overlap": {"x": tensor(), "y": tensor()},
-    "a hole": {"x": tensor(shape=[1], data_offsets=[0, 4]), "y": tensor(shape=[1], data_offsets=[8, 12])},
-    "a rest": {"x": tensor(shape=[2], data_offsets=[0, 8])},
-    "no offsets": {"x": {"dtype": "F32", "shape": [3]}},
-    "a list": [1, 2],
-    "a name twice": f'{{"x": {json.dumps(tensor())}, "x": {json.dumps(tensor())}}}',
-    "no JSON": "{",
-    "deep JSON": "[" * 100_000,
+FIELDS, JSON = "leaf x: expected a dtype, a shape and two data_offsets", "expected JSON in a.safetensors"
+HEADERS: dict[str, tuple[Any, str]] = {
+    "too short a shape": ({"x": tensor(shape=[2])}, "leaf x: expected the bytes of float32"),
+    "a huge shape": ({"x": tensor(shape=[10**15])}, "leaf x: expected the bytes of float32"),
+    "a negative shape": ({"x": tensor(shape=[-1, -3])}, FIELDS),
+    "a shape of a truth value": ({"x": tensor(shape=[True, 3])}, FIELDS),
+    "offsets beyond the end": ({"x": tensor(shape=[4], data_offsets=[0, 16])}, "a file of 86 bytes"),
+    "offsets backwards": ({"x": tensor(shape=[0], data_offsets=[12, 0])}, "leaf x: expected bytes that begin at 0"),
+    "an overlap": ({"x": tensor(), "y": tensor()}, "leaf y: expected bytes that begin at 12"),
+    "a hole": (
+        {"x": tensor(shape=[1], data_offsets=[0, 4]), "y": tensor(shape=[1], data_offsets=[8, 12])},
+        "leaf y: expected bytes that begin at 4",
+    ),
+    "a rest": ({"x": tensor(shape=[2], data_offsets=[0, 8])}, "a file of 77 bytes"),
+    "no offsets": ({"x": {"dtype": "F32", "shape": [3]}}, FIELDS),
+    "a number": ({"x": 1}, FIELDS),
+    "a list": ([1, 2], "expected an object of JSON in a.safetensors"),
+    "a name twice": (
+        f'{{"x": {json.dumps(tensor())}, "x": {json.dumps(tensor())}}}',
+        "leaf x: expected names that differ",
+    ),
+    "no JSON": ("{", JSON),
+    "deep lists": ("[" * 100_000, JSON),
+    "deep objects": ('{"a":' * 100_000, JSON),
 }
 
 
-@pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS)
-def test_headers_of_safetensors_that_do_not_fit_are_refused(content: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "message"), HEADERS.values(), ids=HEADERS)
+def test_headers_of_safetensors_that_do_not_fit_are_refused(content: Any, message: str, tmp_path: Path) -> None:
     text = (content if isinstance(content, str) else json.dumps(content)).encode()
     (tmp_path / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 12)
-    with pytest.raises(GradCombineError):
+    with pytest.raises(GradCombineError, match=message):
         open_dump(tmp_path / "a.safetensors")
 
 

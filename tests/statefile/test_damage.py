@@ -17,6 +17,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
+from tests.formats.test_damage import damaged
 from tests.statefile.states import SUFFIXES, accumulated, contents
 from tests.statefile.states import Case as States
 
@@ -48,16 +49,7 @@ def test_bits_that_flip_and_files_that_are_cut_off(whole: Path) -> None:
     data, rng, seen = whole.read_bytes(), np.random.default_rng(0), []
     header = statefile.inspect(whole)
     for i in range(CASES_A_FORMAT):
-        damaged = bytearray(data)
-        if i % 4 == 0:
-            del damaged[rng.integers(len(data)) :]
-        elif i % 4 == 1:
-            start = rng.integers(len(data))
-            damaged[start : start + rng.integers(1, 64)] = rng.bytes(rng.integers(1, 64))
-        else:
-            for _ in range(i % 4 - 1):
-                damaged[rng.integers(len(data))] ^= 1 << rng.integers(8)
-        whole.write_bytes(damaged)
+        whole.write_bytes(damaged(data, rng, i))
         seen.append(outcome(whole, header))
         if i % 4 == 0:
             assert seen[-1] == "refused"
@@ -71,9 +63,9 @@ def test_every_bit_of_an_array_counts(whole: Path) -> None:
     numbers = np.asarray(STATES[1].levels[0].value["w"]).tobytes()
     assert data.count(numbers) == 1
     for i in range(8 * len(numbers)):
-        damaged = bytearray(data)
-        damaged[data.index(numbers) + i // 8] ^= 1 << i % 8
-        whole.write_bytes(damaged)
+        flipped = bytearray(data)
+        flipped[data.index(numbers) + i // 8] ^= 1 << i % 8
+        whole.write_bytes(flipped)
         assert outcome(whole) == "refused"
 
 

@@ -21,7 +21,7 @@ __all__ = ["Compiled", "compile_for", "grid", "h100", "mesh", "spread", "tpu"]
 
 def h100(devices: int = 1, hosts: int = 1) -> tuple[Any, ...]:
     """H100s, so many in each host."""
-    return gpu(H100, devices, hosts)
+    return gpu(H100.read_text(), devices, hosts)
 
 
 class Counted(Program):

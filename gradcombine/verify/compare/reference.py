@@ -98,24 +98,6 @@ def rounding_noise(unit: float, roundings: float) -> float:
     return unit * math.sqrt(min(max(roundings, 1), 1 / unit)) if unit else 0.0
 
 
-def error(values: np.ndarray, reference: np.ndarray) -> Error:
-    """How far an array is from its float64 reference.
-
-    Args:
-      values: of any dtype of numbers.
-      reference: float64 or complex128, or integers for integers; of the same shape.
-
-    Raises:
-      GradCombineError: for a reference that is not one.
-
-    >>> import numpy as np
-    >>> error(np.float32([1, 2]), np.float64([1, 2 + 2**-20])).largest * 2**24 < 16
-    True
-    """
-    require_reference(values.dtype, reference.dtype)
-    return errors("", (values.dtype, values.dtype), lambda: [(values, values, reference)]).a
-
-
 def require_reference(dtype: np.dtype, reference: np.dtype, path: str = "") -> None:
     """Refuses a reference that is not exact enough for values of a dtype to be measured against."""
     problem = unfit(dtype, reference)

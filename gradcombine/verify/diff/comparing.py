@@ -15,8 +15,8 @@ from gradcombine.verify.compare.meter import LeafDifference, Meter
 from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.dumps import Dump, Entry
-from gradcombine.verify.diff.key_orders import common, conventional_axes, flipped, words_of
-from gradcombine.verify.diff.mapping import NO_RULES, Matching, Pair, Rules, match, require_rules
+from gradcombine.verify.diff.key_orders import common, conventional_axes, flipped
+from gradcombine.verify.diff.mapping import NO_RULES, Matching, Pair, Rules, match, require_rules, words_of
 from gradcombine.verify.diff.similarity import ALIKE, closest
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -122,16 +123,11 @@ def _read_sharded(path: Path) -> Dump:
         if not _is_beside(file, indices[0]):
             raise invalid(f"the shard {shard} beside {indices[0].name}", "a link to elsewhere")
         shards[shard] = open_dump(file)
-    found = [name for entries in shards.values() for name in entries]
-    for name, times in Counter(found).items():
-        if times > 1 or name not in where:
-            received = f"it in {', '.join(shard for shard in shards if name in shards[shard])}"
-            expected = "a tensor in one shard" if times > 1 else f"a tensor of {indices[0].name}"
-            raise invalid(expected, received, name)
-    for name, shard in where.items():
-        if name not in shards[shard]:
-            received = next((f"it in {other}" for other in shards if name in shards[other]), "none in any shard")
-            raise invalid(f"a tensor in {shard}, as {indices[0].name} says", received, name)
+    for name in dict.fromkeys(chain(where, *shards.values())):
+        holders = [shard for shard, entries in shards.items() if name in entries]
+        if holders != [where.get(name)]:
+            told = f"a tensor in one shard, {where[name]}" if name in where else f"a tensor of {indices[0].name}"
+            raise invalid(told, f"it in {', '.join(holders)}" if holders else "none in any shard", name)
     return {name: shards[shard][name] for name, shard in where.items()}
 
 

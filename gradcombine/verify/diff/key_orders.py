@@ -16,7 +16,7 @@ import numpy as np
 
 from gradcombine.formats import Entry, from_array
 from gradcombine.verify.diff.dumps import Dump
-from gradcombine.verify.diff.mapping import Pair, canonical, conventional
+from gradcombine.verify.diff.mapping import Pair, canonical, conventional, words_of
 from gradcombine.verify.diff.recurrent import gates
 from gradcombine.verify.diff.similarity import ALIKE, MAX_SIZE, Axes, cosine
 
@@ -47,11 +47,6 @@ def common(
 
     a, b = _split(a, b, stays), _split(b, a, stays)
     return _merged(a, b, stays), _merged(b, a, stays), pairs
-
-
-def words_of(pair: Pair) -> set[str]:
-    """The last words of both names."""
-    return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)}
 
 
 def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axes | None:

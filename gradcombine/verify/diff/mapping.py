@@ -308,9 +308,14 @@ def _of_both(a: Dump, b: Dump) -> Callable[[str], Hashable]:
     return key
 
 
+def words_of(pair: Pair) -> set[str]:
+    """The last words of both names."""
+    return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)}
+
+
 def conventional(pair: Pair) -> bool:
     """Whether the names say that the axes are in two orders: a ``weight`` of PyTorch, a ``kernel`` of flax or Keras."""
-    return {re.split(r"[./_]", name.removesuffix("/value"))[-1] for name in (pair.a, pair.b)} == {"weight", "kernel"}
+    return words_of(pair) == {"weight", "kernel"}
 
 
 def _ruled(a: Dump, b: Dump, left: str, right: str, axes: Axes | None) -> Axes | None:

@@ -6,7 +6,7 @@
   as it is copied into its bucket (Reducer::mark_variable_ready_dense in torch/csrc/distributed/c10d/reducer.cpp);
   divided by ``ranks``, if it is a view of the bucket already. FSDP leaves that to ``ncclAvg``, which multiplies each
   rank's part by ``1 / ranks``, too (FuncPreMulSum in NCCL's src/device/reduce_kernel.h).
-- **Buckets.** See `ddp_buckets`. They do not change which orders there are, only which elements take which.
+- **Buckets** do not change which orders there are, only which elements take which.
 - **Ring.** Each chunk goes once round, and begins at another rank: `ring_chunk`. Every addition is rounded to
   the gradients' dtype. Where a chunk begins depends on the size, the protocol and the number of channels, and these on
   the machine.
@@ -23,19 +23,18 @@ bfloat16 truncates).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from gradcombine.errors import invalid, operation
 from gradcombine.foreign_orders import left_chain
 from gradcombine.types import Tree
 from gradcombine.verify.explain.candidates import (
     Candidate,
     Order,
+    Split,
     as_dtype,
     dealt,
     mapped,
@@ -44,51 +43,11 @@ from gradcombine.verify.explain.candidates import (
     twice,
 )
 
-FIRST_BUCKET = 1 << 20
-OTHER_BUCKETS = 25 << 20
-"""The bytes at which DDP closes its first bucket, and each later one, unless ``bucket_cap_mb`` says otherwise."""
-
 SHORTEST = 32
 """A chunk has this many elements or more, but for those that a leaf begins and ends with: NCCL's have hundreds."""
 
 TELLING = 4
 """At this many elements another order has to fail for a chunk to be one: fewer may be errors, which some order fits."""
-
-
-@operation("ddp_buckets")
-def ddp_buckets(
-    parameters: Mapping[str, tuple[int, Any]], first: int = FIRST_BUCKET, others: int = OTHER_BUCKETS
-) -> list[list[str]]:
-    """The buckets of gradients that DistributedDataParallel reduces together, from the second step on.
-
-    A bucket takes gradients of one dtype as they become ready, which is nearly the reverse order of registration, until
-    it holds its limit or more. In the first step there is one bucket a dtype, in the order of registration.
-
-    Args:
-      parameters: the number of elements and the dtype of each parameter, in the order of ``model.named_parameters()``.
-      first, others: the limits in bytes of the first bucket of a dtype, and of its later ones.
-
-    Returns:
-      The names in each bucket, in the order in which the buckets are closed; those that were never full come last.
-
-    >>> ddp_buckets({"a": (100, "float32"), "b": (300_000, "float32"), "c": (10, "float32")})
-    [['c', 'b'], ['a']]
-    """
-    full: list[list[str]] = []
-    open_: dict[np.dtype, tuple[list[str], list[int]]] = {}
-    limits: dict[np.dtype, int] = {}
-    for name, (size, kind) in reversed(list(parameters.items())):
-        dtype = np.dtype(kind)
-        if size < 0:
-            raise invalid("a number of elements", size, name)
-        names, sizes = open_.setdefault(dtype, ([], []))
-        names.append(name)
-        sizes.append(size * dtype.itemsize)
-        if sum(sizes) >= limits.get(dtype, first):
-            full.append(names)
-            limits[dtype] = others
-            del open_[dtype]
-    return full + [names for names, _ in open_.values()]
 
 
 def ring_chunk(trees: Sequence[Tree], start: int) -> Tree:
@@ -225,7 +184,7 @@ def nccl_candidates(
 _DDP = "mean over ranks, each scaled by 1 / ranks first (DDP)"
 
 
-def _averaged(split: Any, ranks: int, dtype: np.dtype, over: Order, trees: Sequence[Tree]) -> Tree:
+def _averaged(split: Split, ranks: int, dtype: np.dtype, over: Order, trees: Sequence[Tree]) -> Tree:
     factor = dtype.type(1) / dtype.type(ranks)
     return over([mapped(partial(np.multiply, factor), left_chain(part)) for part in split(trees, ranks)])
 
@@ -237,7 +196,7 @@ def _all_reduces(ranks: int, dtype: np.dtype, whole: bool) -> Iterator[tuple[str
     if ranks > 2:
         forward = [partial(ring_chunk, start=start) for start in range(ranks)]
         yield "NCCL's or gloo's ring", forward
-        yield "NCCL's or gloo's ring, backwards,", [partial(_backwards, order) for order in forward]
+        yield "NCCL's or gloo's ring, backwards,", [lambda trees, order=order: order(trees[::-1]) for order in forward]
     for machines in range(1, ranks + 1):
         # A chain of all contributions is a candidate by itself.
         if ranks > 2 and ranks % machines == 0 and (machines > 1 or not whole):
@@ -248,10 +207,6 @@ def _all_reduces(ranks: int, dtype: np.dtype, whole: bool) -> Iterator[tuple[str
                 else f"NCCL's tree, {machines} machines,"
             )
             yield name, each[: 1 if machines < 3 else 2]
-
-
-def _backwards(order: Order, trees: Sequence[Tree]) -> Tree:
-    return order(trees[::-1])
 
 
 def _candidate(order: str, accumulator: str, scaling: str, runs: Sequence[Callable[[], Tree]]) -> Candidate:

@@ -315,29 +315,24 @@ def _checked(line: bytes) -> bytes | None:
 
 
 def _header(path: Path, content: bytes, before: dict[str, Any]) -> dict[str, Any]:
-    expected = f"a log of digests, version {VERSION}"
+    """The header in a line; ``before`` is the one that the log begins with."""
+    expected = f"a log of digests, version {VERSION}, with leaves as name, dtype and shape, and twins as names"
     try:
         header: dict[str, Any] = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise invalid(expected, f"{path}: {error}") from None
-    if header.get("gradcombine") != "digests" or header.get("version") != VERSION:
-        raise invalid(expected, f"{path}: {shown(header)}")
-    if not _is_whole(header.get("leaves"), header.get("twins")):
-        expected = "leaves as name, dtype and shape, and twins as names"
-        raise invalid(expected, f"{path}: {shown(header)}")
-    if before and header["leaves"] != before["leaves"]:
-        raise invalid("the same leaves throughout a log", f"others from some line of {path} on")
-    return header
-
-
-def _is_whole(leaves: Any, twins: Any) -> bool:
-    """Whether a header's leaves have names that differ, dtypes and shapes, and its twins are names."""
-    match [leaves, twins]:
-        case [[*described], [*named]]:
-            whole = all(map(_is_leaf, described)) and all(isinstance(twin, str) for twin in named)
-            return whole and len({leaf[0] for leaf in described}) == len(described)
+    match header:
+        case {"gradcombine": "digests", "version": version, "leaves": [*leaves], "twins": [*twins]} if (
+            version == VERSION
+            and all(map(_is_leaf, leaves))
+            and len({leaf[0] for leaf in leaves}) == len(leaves)
+            and all(isinstance(twin, str) for twin in twins)
+        ):
+            if before and leaves != before["leaves"]:
+                raise invalid("the same leaves throughout a log", f"others from some line of {path} on")
+            return header
         case _:
-            return False
+            raise invalid(expected, f"{path}: {shown(header)}")
 
 
 def _is_leaf(leaf: Any) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 
 from gradcombine.errors import operation
 from gradcombine.formats import unread
+from gradcombine.reductions.numbered import ranges
 from gradcombine.reporting.sections import Cells, Section
 from gradcombine.reporting.words import listed
 from gradcombine.verify.diff.dumps import Dump
@@ -81,7 +82,7 @@ def diff_logs(a: Log, b: Log, rules: Rules = NO_RULES) -> LogReport:
     rows = _rows(a), _rows(b)
     for side, mine, theirs in (("A", *rows), ("B", *reversed(rows))):
         if alone := sorted(mine.keys() - theirs.keys()):
-            problems.append(f"only {side} has steps {_ranges(alone)}")
+            problems.append(f"only {side} has steps {ranges(alone)}")
     both = sorted(rows[0].keys() & rows[1].keys())
     lonely: Counter[tuple[str, int]] = Counter()
     parted: Counter[int] = Counter()
@@ -227,14 +228,3 @@ def _unlike(a: Leaf, b: Leaf) -> bool:
 
 def _replica(number: int) -> str:
     return "all replicas" if number == EVERY else f"replica {number}"
-
-
-def _ranges(steps: list[int]) -> str:
-    """Numbers in order, runs of them as ``3-7``."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][1] + 1:
-            runs[-1][1] = step
-        else:
-            runs.append([step, step])
-    return listed([str(a) if a == b else f"{a}-{b}" for a, b in runs], SHOWN)

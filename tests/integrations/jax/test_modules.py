@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -90,8 +91,7 @@ def test_gradients_are_those_of_one_batch(k: int, jit: bool) -> None:
         assert jax.tree.structure(grads) == jax.tree.structure(expected)
         assert output.weight == MASK.sum()
         np.testing.assert_allclose(output.value, value, rtol=1e-5)
-        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+        chex.assert_trees_all_close(grads, expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
@@ -171,8 +171,7 @@ def test_train_steps_take_modules() -> None:
     model, optimizer = Linear(nnx.Rngs(0)), nnx.Optimizer(Linear(nnx.Rngs(0)), optax.adam(0.1), wrt=nnx.Param)
     for _ in range(2):
         optimizer.update(model, nnx.jit(value_and_grad(loss, 4))(model, X, MASK)[1])
-    for a, b in zip(arrays(model), arrays(in_a_scan), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+    chex.assert_trees_all_close(arrays(model), arrays(in_a_scan), rtol=1e-6)
 
 
 def test_state_changes_where_a_window_ends() -> None:
@@ -201,8 +200,7 @@ def test_steps_within_the_jit_of_their_library() -> None:
             model, state, metrics = function(model, state, X[i : i + 8], MASK[i : i + 8])
         assert metrics.applied and model.dropout.rngs.count[...] == 1
         models.append([*arrays(model), model.norm.mean[...]])
-    for a, b in zip(*models, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(*models, rtol=1e-5, atol=1e-6)
     step, modules = train_step(of_equinox, optax.sgd(0.1), every=2), []
     for function in (step, eqx.filter_jit(step.function)):
         module = jax.tree.map(lambda x: jnp.array(x) if eqx.is_array(x) else x, mlp())
@@ -210,8 +208,7 @@ def test_steps_within_the_jit_of_their_library() -> None:
         for i in (0, 8):
             module, state, _ = function(module, state, X[i : i + 8], MASK[i : i + 8])
         modules.append(arrays(module))
-    for a, b in zip(*modules, strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(*modules, rtol=1e-5, atol=1e-6)
 
 
 def test_train_steps_take_equinox() -> None:
@@ -225,8 +222,7 @@ def test_train_steps_take_equinox() -> None:
     updates, _ = tx.update(grads, opt_state)
     expected = eqx.apply_updates(expected, updates)
     assert model.activation is expected.activation
-    for a, b in zip(arrays(model), arrays(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    chex.assert_trees_all_close(arrays(model), arrays(expected), rtol=1e-4, atol=1e-6)
 
 
 def test_requests_take_modules() -> None:
@@ -250,8 +246,8 @@ def test_over_replicas() -> None:
     with jax.set_mesh(mesh):
         nnx.jit(value_and_grad(lambda m, x: m(x).sum(), 2, over=gc.jax_axis("data")))(many, X)
     value_and_grad(lambda m, x: m(x).sum(), 8)(one, X)
-    np.testing.assert_allclose(many.norm.mean[...], one.norm.mean[...], rtol=1e-6)
-    np.testing.assert_allclose(many.norm.var[...], one.norm.var[...], rtol=1e-6)
+    statistics = [[x.norm.mean[...], x.norm.var[...]] for x in (many, one)]
+    chex.assert_trees_all_close(*statistics, rtol=1e-6)
 
 
 def test_terms_of_a_module() -> None:
@@ -261,8 +257,7 @@ def test_terms_of_a_module() -> None:
 
     made = Loss(terms, terms={"a": "tokens", "b": "rows"})
     found = [value_and_grad(made, k)(Linear(nnx.Rngs(0)), X, MASK) for k in (1, 4)]
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_close(*found, rtol=1e-5, atol=1e-6)
 
 
 def test_optax_form() -> None:

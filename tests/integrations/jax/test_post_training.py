@@ -7,9 +7,10 @@ of microbatches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,10 +127,7 @@ def parts(microbatches: int, batch: Any = BATCH) -> list[Any]:
     return [{name: x[i] for name, x in divided.items()} for i in range(microbatches)]
 
 
-def close(received: Any, expected: Any) -> None:
-    assert jax.tree.structure(received) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(received), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+close = partial(chex.assert_trees_all_close, rtol=2e-5, atol=1e-6)
 
 
 def taken(params: Any) -> Any:

@@ -89,9 +89,8 @@ def test_widths_are_times_at_the_bound_where_rates_are_published(tmp_path: Path)
 def test_a_page_needs_nothing_beside_it(step: Audit, tmp_path: Path) -> None:
     hostile = step._replace(name="<b>jit</b>")
     assert [x.name for x in step.findings] == ["reduced-in-loop"]
-    page.write(
-        tmp_path / "page.html", "audit", "1 finding", False, report.page_sections([hostile], ["reduced-in-loop"])
-    )
+    sections = report.page_sections([hostile], frozenset(["reduced-in-loop"]))
+    page.write(tmp_path / "page.html", "audit", "1 finding", False, sections)
     text = (tmp_path / "page.html").read_text()
     assert not re.search(r"https?://|<script|<link|<b>jit|src=(?!\"data:)", text)
     for link in re.findall(r'href="#([^"]*)"', text):
@@ -106,5 +105,5 @@ def test_a_program_that_does_nothing_has_no_drawing(tmp_path: Path) -> None:
     (tmp_path / "nothing.txt").write_text("HloModule jit_nothing, is_scheduled=true\n\n" + entry)
     (one,) = audit_file(tmp_path / "nothing.txt")
     assert timeline(one) is None
-    page.write(tmp_path / "page.html", "audit", "clean", True, report.page_sections([one], []))
+    page.write(tmp_path / "page.html", "audit", "clean", True, report.page_sections([one], frozenset()))
     assert "nothing is computed, moved or exchanged" in (tmp_path / "page.html").read_text()

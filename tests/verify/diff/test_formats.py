@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -83,73 +82,6 @@ def test_what_is_no_dump_is_refused(tmp_path: Path, name: str) -> None:
         (tmp_path / name).write_text("This is not an array.")
     with pytest.raises(GradCombineError, match="diff: expected"):
         open_dump(tmp_path / name)
-
-
-@pytest.mark.parametrize(
-    "shape", ["-" * 3000 + "1", "-" * 9000 + "1", "(" * 4000 + ")" * 4000, "(1.5,)", "'", "*2", "{}}", "(1,), 'x': 1"]
-)
-def test_an_npy_header_that_is_none_is_refused_in_our_words(tmp_path: Path, shape: str) -> None:
-    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}}}\n".encode()
-    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
-        archive.writestr("w.npy", b"\x93NUMPY\x02\x00" + len(header).to_bytes(4, "little") + header)
-    with pytest.raises(GradCombineError, match=r"leaf w: expected an \.npy header: a dict .*received another text"):
-        open_dump(tmp_path / "a.npz")
-
-
-@pytest.mark.parametrize(
-    ("header", "expected"),
-    [
-        ("[" * 100_000, "expected JSON in a.safetensors"),
-        ('{"a":' * 100_000, "expected JSON in a.safetensors"),
-        ("[1]", "expected an object of JSON in a.safetensors"),
-        ('{"w": 1}', "leaf w: expected a dtype, a shape and two data_offsets"),
-        ('{"w": {"dtype": "F32", "shape": [1]}}', "leaf w: expected a dtype, a shape and two data_offsets"),
-        ('{"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', "leaf w: expected a dtype, a shape"),
-    ],
-)
-def test_a_header_of_safetensors_that_is_none_is_refused_in_our_words(
-    tmp_path: Path, header: str, expected: str
-) -> None:
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
-    with pytest.raises(GradCombineError, match=expected):
-        open_dump(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize("write", [npz, safetensors], ids=["npz", "safetensors"])
-def test_a_damaged_file_never_shows_wrong_numbers_silently(write: Writer, tmp_path: Path) -> None:
-    """Cut short anywhere, a file is refused; no other class of exception comes out."""
-    whole = write(tmp_path, parameters())
-    content, (good,) = whole.read_bytes(), [open_dump(whole)]
-    rng = np.random.default_rng(0)
-    (tmp_path / "bad").mkdir()
-    bad = tmp_path / "bad" / whole.name
-    for length in rng.integers(0, len(content), 150):
-        bad.write_bytes(content[:length])
-        with pytest.raises(GradCombineError, match="diff: "):
-            diff(good, open_dump(bad))
-
-
-def test_a_flipped_bit_shows(tmp_path: Path) -> None:
-    """Anywhere in an .npz, whose arrays carry checksums, a flipped bit is an error or a difference."""
-    whole = npz(tmp_path, parameters())
-    content, good = whole.read_bytes(), open_dump(whole)
-    rng = np.random.default_rng(1)
-    (tmp_path / "bad").mkdir()
-    bad = tmp_path / "bad" / "dump.npz"
-    outcomes = {"refused": 0, "same": 0}
-    for bit in rng.integers(0, 8 * len(content), 250):
-        corrupted = bytearray(content)
-        corrupted[bit // 8] ^= 1 << (bit % 8)
-        bad.write_bytes(corrupted)
-        try:
-            report = diff(good, open_dump(bad))
-        except GradCombineError:
-            outcomes["refused"] += 1
-            continue
-        # What is not refused is a date or a permission in the archive, and not a number.
-        outcomes["same"] += 1
-        assert report.passes or report.only_a or report.left_out
-    assert outcomes["refused"] > 100
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from gradcombine import GradCombineError
 from gradcombine.verify import explain
-from gradcombine.verify.explain.nccl import ddp_buckets, nvls, pieces, ring_chunk, tree_chunk
+from gradcombine.verify.explain.nccl import nvls, pieces, ring_chunk, tree_chunk
 
 RNG = np.random.default_rng(4)
 
@@ -179,11 +178,3 @@ def test_pieces_are_long_or_at_an_end_and_told_apart() -> None:
     assert pieces(same).tolist() == [1] * 100
     same[1, [6, 20]] = False  # 10 elements in the middle are no chunk
     assert pieces(same).tolist() == [0] * 100
-
-
-def test_buckets_are_closed_as_they_are_full() -> None:
-    layers = {f"{i}.{name}": (size, "float32") for i in range(3) for name, size in (("weight", 200_000), ("bias", 100))}
-    found = ddp_buckets({"embed": (9_000_000, "float32"), **layers, "scale": (8, "bfloat16")})
-    assert found == [["2.bias", "2.weight", "1.bias", "1.weight"], ["0.bias", "0.weight", "embed"], ["scale"]]
-    with pytest.raises(GradCombineError, match="leaf w: expected a number of elements, received -1"):
-        ddp_buckets({"w": (-1, "float32")})
