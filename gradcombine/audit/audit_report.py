@@ -253,7 +253,7 @@ def _measured(programs: Iterable[Mapping[str, Any]]) -> Baseline:
     return found
 
 
-def _finite(number: Any) -> float:
+def _finite(number: float) -> float:
     """Nothing is worse than NaN, or than infinity."""
     if not math.isfinite(found := float(number)):
         raise ValueError(f"{number!r} is no cost")

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from gradcombine.audit.parsing import hlo_parser, parse, parse_apart
 from gradcombine.audit.program import Lines, Program, no_lines
 from gradcombine.audit.target import Target
 from gradcombine.errors import GradCombineError, attribute, invalid, require_file, require_installed, shown
+
+T = TypeVar("T")
 
 KNOWN = "HLO in a form that is known"
 A_STEP = (
@@ -112,7 +114,7 @@ def compile_hlo(hlo: bytes, name: str, target: Target, lines: Lines = no_lines) 
     return Built(read_program(text, name, lines), _memory(sizes, target))
 
 
-def _tried(target: Target, compiled: Callable[..., Any]) -> Any:
+def _tried(target: Target, compiled: Callable[..., T]) -> T:
     """Compiles; tries other kernels where XLA's own choice fails."""
     try:
         return _guarded(target, compiled)
@@ -223,7 +225,7 @@ def _donated(compiled: Any, parameters: int) -> list[int]:
     return [first + i for i, n in enumerate(numbers) if n < len(information) and information[n].donated]
 
 
-def _guarded(target: Target, make: Callable[[], Any]) -> Any:
+def _guarded(target: Target, make: Callable[[], T]) -> T:
     """Calls ``make``; turns whatever a compiler raises into GradCombineError."""
     try:
         with warnings.catch_warnings():
@@ -241,7 +243,7 @@ def _guarded(target: Target, make: Callable[[], Any]) -> Any:
         raise invalid(f"a step that compiles for {target.name}", reason) from error
 
 
-def foreign(expected: str, what: Any, call: Callable[[], Any]) -> Any:
+def foreign(expected: str, what: object, call: Callable[[], T]) -> T:
     """Calls a function of the user's; turns whatever it raises, an exit too, into GradCombineError."""
     try:
         return call()

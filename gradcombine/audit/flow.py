@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradcombine.audit.hlo import Instruction
+from gradcombine.audit.hlo import Instruction, iota, numbers
 from gradcombine.audit.program import Program
 from gradcombine.audit.subject import Shape, walk
 
@@ -303,12 +303,10 @@ class Equality:
         tiles = re.match(r"devices=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?( last_tile_dim_replicate)?$", text)
         if not tiles:
             return self.all  # whatever else it says, no two devices are taken to hold the same
-        shape, dims = ([int(n) for n in tiles[i].split(",")] for i in (1, 2))
-        order = np.arange(self.devices).reshape(dims)
-        order = order.transpose([int(n) for n in tiles[3].split(",")]) if tiles[3] else order
-        label = np.arange(self.devices).reshape(shape)
+        order = iota(numbers(tiles[2]), tiles[3])
+        label = np.arange(self.devices).reshape(numbers(tiles[1]))
         if tiles[4]:
-            label = np.broadcast_to(label[..., :1], shape)
+            label = np.broadcast_to(label[..., :1], label.shape)
         new = np.empty(self.devices, np.int64)
         new[order.reshape(-1)] = label.reshape(-1)
         return self._intern(new)

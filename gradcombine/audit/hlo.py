@@ -235,8 +235,8 @@ def groups(attributes: str) -> list[Device]:
     if found := re.search(r"(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}", attributes):
         return [tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", found[1])]
     if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        order = _iota(_numbers(found[2]), found[3])
-        return [tuple(map(int, row)) for row in order.reshape(_numbers(found[1]))]
+        order = iota(numbers(found[2]), found[3])
+        return [tuple(map(int, row)) for row in order.reshape(numbers(found[1]))]
     if found := re.search(r"replica_groups=mesh\[(.*?)\]([^{]*)\{(.*?)\}", attributes):
         axes = dict(re.findall(r"'?([^'=,]+)'?=(\d+)", found[1]))
         names, lengths = list(axes), [int(n) for n in axes.values()]
@@ -244,7 +244,7 @@ def groups(attributes: str) -> list[Device]:
         ids = re.search(r"device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", found[2])
         if (found[2].strip() and not ids) or not set(chosen) <= set(names):
             raise invalid("groups of whole axes of a mesh", found[0])
-        order = _iota(_numbers(ids[1]), ids[2]) if ids else _iota(tuple(lengths))
+        order = iota(numbers(ids[1]), ids[2]) if ids else iota(tuple(lengths))
         rest = [i for i, name in enumerate(names) if name not in chosen]
         order = order.reshape(lengths).transpose(rest + [names.index(name) for name in chosen])
         size = math.prod(lengths[names.index(name)] for name in chosen)
@@ -288,7 +288,7 @@ def _shapes(text: str) -> tuple[tuple[Shape, ...], tuple[int, ...]]:
         if found[1]:
             depth += 1 if found[1] == "(" else -1
         else:
-            shapes.append(Shape(found[2], _numbers(found[3].replace("<=", "")), found[4] or ""))
+            shapes.append(Shape(found[2], numbers(found[3].replace("<=", "")), found[4] or ""))
     return tuple(shapes), tuple(starts)
 
 
@@ -304,14 +304,14 @@ def _balanced(text: str) -> tuple[str, str]:
     raise invalid("HLO with whole lines", text[:80])
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
 
 
-def _iota(dims: tuple[int, ...], axes: str | None = None) -> np.ndarray:
+def iota(dims: tuple[int, ...], axes: str | None = None) -> np.ndarray:
     """Numbers of devices, counted along these lengths, with their axes in this order."""
     devices = math.prod(dims)
     if devices > MOST_DEVICES:
         raise invalid(f"groups of at most {MOST_DEVICES:,} devices", f"{devices:,}")
     order = np.arange(devices).reshape(dims)
-    return order.transpose(_numbers(axes)) if axes else order
+    return order.transpose(numbers(axes)) if axes else order

@@ -95,15 +95,14 @@ def read(path: Path) -> Contents:
     if path.suffix == ".npz":
         arrays = npz.read(path, compressed=False)
         header = arrays.pop(_TEXT, None)
-        if header is None:
-            raise invalid("a gradcombine state file", "an archive without a header")
-        if header.dtype != np.uint8 or len(header.shape) != 1:
-            raise invalid("a header of bytes", f"one of {header.dtype}{header.shape}")
-        return Contents(header.whole().tobytes().decode(), arrays)
-    contents = safetensors.read(path)
-    if _KEY not in contents.texts:
-        raise invalid("a gradcombine state file", "a .safetensors file without a header")
-    return Contents(contents.texts[_KEY], contents.entries)
+        is_text = header is not None and header.dtype == np.uint8 and len(header.shape) == 1
+        text = header.whole().tobytes().decode() if header is not None and is_text else None
+    else:
+        contents = safetensors.read(path)
+        text, arrays = contents.texts.get(_KEY), contents.entries
+    if text is None:
+        raise invalid("a gradcombine state file", f"a {path.suffix} file without a header")
+    return Contents(text, arrays)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -234,22 +234,17 @@ def _require_layout(wanted: Layout, header: Header) -> None:
         expected, received = wanted.kinds.get(path), header.kinds.get(path)
         if expected != received and not (_marks_absence(expected) and _marks_absence(received)):
             raise invalid(_named(expected), _named(received), path or "(root)")
-    stored = {leaf.path: leaf for leaf in header.leaves}
-    for path in [*wanted.leaves, *stored]:
-        if path not in stored:
-            raise invalid("a leaf, as in like", "none in the file", path)
-        if path not in wanted.leaves:
-            raise invalid("no leaf, as in like", "one in the file", path)
-        leaf, described = stored[path], wanted.leaves[path]
-        expected = (None, None) if described is None else (described[0].name, described[1])
-        received = (leaf.dtype, leaf.shape)
+    like = {path: None if leaf is None else (leaf[0].name, leaf[1]) for path, leaf in wanted.leaves.items()}
+    stored = {leaf.path: None if leaf.dtype is None else (leaf.dtype, leaf.shape) for leaf in header.leaves}
+    for path in [*like, *stored]:
+        expected, received = (_described(leaves, path) for leaves in (like, stored))
         if expected != received:
-            raise invalid(_described(expected), _described(received), path or "(root)")
+            raise invalid(expected, received, path or "(root)")
 
 
-def _described(leaf: tuple[str | None, tuple[int, ...] | None]) -> str:
-    dtype, shape = leaf
-    return "no gradient" if shape is None else f"{dtype} of shape {shape}"
+def _described(leaves: Mapping[str, tuple[str, tuple[int, ...] | None] | None], path: str) -> str:
+    leaf = leaves.get(path, ("no leaf",))
+    return "no gradient" if leaf is None else " of shape ".join(map(str, leaf))
 
 
 def _marks_absence(kind: str | None) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 from gradcombine.backends.registry import resolve
 from gradcombine.errors import MOST, invalid, operation, require_integer, require_list
@@ -142,11 +143,8 @@ def _depth(levels: int, shift: int | None, every: int | None) -> int:
 
 def _power(old: int, new: int) -> int | None:
     """The logarithm of ``old / new``, where that is a power of two."""
-    large, small = max(old, new), min(old, new)
-    ratio = large // small
-    if ratio * small != large or ratio & (ratio - 1):
-        return None
-    return (ratio.bit_length() - 1) * (1 if old >= new else -1)
+    over, under = Fraction(old, new).as_integer_ratio()
+    return over.bit_length() - under.bit_length() if over.bit_count() == under.bit_count() == 1 else None
 
 
 def _require_alike(states: list[AccumulateState]) -> None:
@@ -158,9 +156,5 @@ def _require_alike(states: list[AccumulateState]) -> None:
     for name in ("step", "index"):
         known = [backend.concrete(getattr(state, name)) for state in states]
         for value in known:
-            _require_equal(name, known[0], value)
-
-
-def _require_equal(name: str, expected: Array, received: Array) -> None:
-    if expected is not None and received is not None and expected != received:
-        raise invalid(f"{int(expected)} on every replica", int(received), f".{name}")
+            if known[0] is not None and value is not None and known[0] != value:
+                raise invalid(f"{int(known[0])} on every replica", int(value), f".{name}")

@@ -193,11 +193,10 @@ def _cast(array: Any, kind: str) -> Any:
 
 def _one_of(x: Operation, inputs: list[Any]) -> Any:
     """One element of a vector, ``shape[i]``, which is what programs ask for."""
-    array, begin, end, strides = inputs
+    array, begin, *_ = inputs
     plain = not any(x.node.attr[name].i for name in ("ellipsis_mask", "new_axis_mask") if name in x.node.attr)
     if array.ndim != 1 or not plain or "shrink_axis_mask" not in x.node.attr or len(begin) != 1:
         return None
     if x.node.attr["shrink_axis_mask"].i != 1 or not -len(array) <= begin[0] < len(array):
         return None
-    del end, strides
     return array[int(begin[0])]

@@ -14,7 +14,7 @@ from gradcombine.reporting.words import listed
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
 from gradcombine.verify.compare.meter import LeafDifference, Meter
-from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, require_reference
+from gradcombine.verify.compare.reference import Errors, Judgement, errors, judge, unfit
 from gradcombine.verify.compare.ulp import comparable
 from gradcombine.verify.diff.pytorch import converted
 
@@ -121,8 +121,8 @@ def _errors(name: str, left: np.ndarray, right: np.ndarray, exact: np.ndarray | 
     if exact is None or exact.shape != left.shape:
         received = "no such leaf" if exact is None else f"shape {exact.shape}"
         raise invalid(f"a reference of shape {left.shape}", received, name)
-    for side in (left, right):
-        require_reference(side.dtype, exact.dtype, name)
+    if problem := unfit(left.dtype, exact.dtype) or unfit(right.dtype, exact.dtype):
+        raise invalid(problem, exact.dtype, name)
     return errors(name, (left.dtype, right.dtype), lambda: [(left, right, exact)])
 
 

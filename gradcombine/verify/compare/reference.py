@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradcombine.errors import invalid, require_number
+from gradcombine.errors import require_number
 from gradcombine.verify.compare.ulp import distances, finfo, kind_of, rounding_unit
 
 LIMIT = 8.0
@@ -96,13 +96,6 @@ def rounding_noise(unit: float, roundings: float) -> float:
     10.0
     """
     return unit * math.sqrt(min(max(roundings, 1), 1 / unit)) if unit else 0.0
-
-
-def require_reference(dtype: np.dtype, reference: np.dtype, path: str = "") -> None:
-    """Refuses a reference that is not exact enough for values of a dtype to be measured against."""
-    problem = unfit(dtype, reference)
-    if problem:
-        raise invalid(problem, reference, path)
 
 
 def unfit(dtype: np.dtype, reference: np.dtype) -> str:

@@ -153,11 +153,6 @@ def comparable(a: np.dtype, b: np.dtype) -> bool:
         return False
 
 
-def narrower(a: np.dtype, b: np.dtype) -> np.dtype:
-    """Of two float or complex dtypes, the one whose units distances are counted in."""
-    return a if rounding_unit(a) >= rounding_unit(b) else b
-
-
 def rounding_unit(dtype: np.dtype) -> float:
     """The unit roundoff of a float or complex dtype: half the distance from 1 to the next larger number."""
     return float(finfo(dtype).eps) / 2
@@ -171,8 +166,9 @@ def finfo(dtype: np.dtype) -> Any:
 def distances(kind: Kind, left: np.ndarray, right: np.ndarray) -> Distances:
     """The elementwise distances of two arrays of one kind, in native byte order."""
     if kind == "integer":
-        return _integer_distances(*(_standard(side) for side in (left, right)))
-    unit = narrower(left.dtype, right.dtype)
+        # The 4-bit and 2-bit integers of ml_dtypes are compared as int8.
+        return _integer_distances(*(x if x.dtype.kind in "biu" else x.astype(np.int8) for x in (left, right)))
+    unit = max(left.dtype, right.dtype, key=rounding_unit)  # the narrower one
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         # Not each narrow float is cast to each other one; all are to float32, as they are.
         x, y = (
@@ -201,11 +197,6 @@ def same_specials(left: np.ndarray, right: np.ndarray) -> bool:
     special = ~(np.isfinite(x) & np.isfinite(y)).all(axis=0)
     x, y = x[:, special], y[:, special]
     return bool(np.all((x == y) | (np.isnan(x) & np.isnan(y))))
-
-
-def _standard(array: np.ndarray) -> np.ndarray:
-    """The 4-bit and 2-bit integers of ml_dtypes as int8."""
-    return array if array.dtype.kind in "biu" else array.astype(np.int8)
 
 
 def _integer_distances(left: np.ndarray, right: np.ndarray) -> Distances:

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -42,7 +42,7 @@ class Allowed(NamedTuple):
 EQUAL_BITS = Allowed()
 
 
-def require_allowed(allowed: Any) -> None:
+def require_allowed(allowed: object) -> None:
     """Refuses what is not an `Allowed` of two numbers, or of none."""
     if not isinstance(allowed, Allowed):
         raise invalid("Allowed(ulp, relative)", shown(allowed))
@@ -231,7 +231,7 @@ def _tied(dump: Dump, alone: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Leaves without a counterpart that have the bits of another leaf, such as an embedding that is the last layer."""
     lonely = set(alone)
     forms = {(dump[name].shape, dump[name].dtype) for name in alone if dump[name].size > 1}
-    twins: dict[tuple[Any, ...], str] = {}
+    twins: dict[tuple[object, ...], str] = {}
     for name, leaf in dump.items():
         if name not in lonely and (leaf.shape, leaf.dtype) in forms and not leaf.unread:
             twins.setdefault(_bits_of(leaf), name)
@@ -240,7 +240,7 @@ def _tied(dump: Dump, alone: tuple[str, ...]) -> Iterator[tuple[str, str]]:
             yield name, twin
 
 
-def _bits_of(leaf: Entry) -> tuple[Any, ...]:
+def _bits_of(leaf: Entry) -> tuple[object, ...]:
     """Shape, dtype and a digest of the bits of a leaf, which is read once."""
     digest = hashlib.sha256()
     for piece in leaf.pieces():
@@ -343,7 +343,9 @@ def _judged(
         # Of a reference that is named as B is, the axes are brought into the order of B, then into that of A.
         ways = (pair, row.pair) if named_as_b else (pair,)
 
-        def pieces(row: Row = row, exact: Entry = exact, ways: tuple[Pair, ...] = ways) -> Iterator[Any]:
+        def pieces(
+            row: Row = row, exact: Entry = exact, ways: tuple[Pair, ...] = ways
+        ) -> Iterator[tuple[np.ndarray, ...]]:
             return _in_step(_pieces(a[row.pair.a]), _pieces(b[row.pair.b], row.pair), _pieces(exact, *ways))
 
         measured[name] = errors(name, (left.dtype, right.dtype), pieces)

@@ -176,16 +176,12 @@ def _of_runs(report: RunReport) -> list[Section]:
 
 def _cells(row: Row) -> Cells:
     """A pair of leaves as a row of `COLUMNS`."""
-    leaf, reason = row.difference, "" if row.pair.reason == "name" else row.pair.reason
+    leaf = row.difference
+    matched = [row.pair.reason] * (row.pair.reason != "name") + [f"axes {_axes(row)}"] * bool(row.pair.axes)
     return Cells(
         (
             leaf.name,
-            ", ".join(
-                filter(
-                    None,
-                    (reason, f"axes {_axes(row)}" if row.pair.axes else "", "flipped" if row.pair.flipped else ""),
-                )
-            ),
+            ", ".join([*matched, *["flipped"] * bool(row.pair.flipped)]),
             " x ".join(map(str, leaf.shape)) or "scalar",
             leaf.dtypes[0] if leaf.same_dtype else " | ".join(leaf.dtypes),
             *(

@@ -54,7 +54,7 @@ class Rules(NamedTuple):
         return any(_in_time(x.pattern, lambda x=x: x.fullmatch(name), name) for x in self.ignored)
 
 
-def require_rules(rules: Any) -> None:
+def require_rules(rules: object) -> None:
     """Raises for anything but `Rules`."""
     if not isinstance(rules, Rules):
         raise invalid("rules, as read_rules returns them", shown(rules))
@@ -74,7 +74,7 @@ def _in_time(pattern: str, call: Callable[[], _T], name: str = "") -> _T:
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         return call()
 
-    def late(*_: Any) -> None:
+    def late(*_: object) -> None:
         raise invalid(f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
 
     handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, SECONDS)

@@ -328,7 +328,7 @@ def _imports(text: str) -> Iterator[str]:
             yield f"from {module} import {', '.join(used)}"
 
 
-def _argument(setting: tuple[str, Any]) -> str:
+def _argument(setting: tuple[str, object]) -> str:
     name, value = setting
     return f"{name}={'gc.' if name == 'wire' else ''}{value!r}"
 
