@@ -32,6 +32,7 @@ WAYS = {
         "every+zero1",
         "flush",
         "window+bfloat16",
+        "window+8bits",
     ),
     "v5e:4x4": ("window", "window+zero1", "window+fsdp"),
 }

@@ -12,17 +12,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from gradcombine import reductions
+from gradcombine import reductions, wires
 from gradcombine.audit import Audit, OutOfMemoryError, Target, audit
 from gradcombine.audit.program import Program
 from gradcombine.audit.subject import Exchange
 from gradcombine.audit.target import bounds
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.integrations.jax import run_if, value_and_grad
-from gradcombine.types import Array, Tree
+from gradcombine.types import Tree
 from gradcombine.verify.plan.problem import Problem, plain
 from gradcombine.verify.plan.ranking import Figures, Row
 from gradcombine.verify.plan.ways import Part, Way, code, programs, split_specs
+from gradcombine.wires import Wire
 
 
 def microbatch_of(problem: Problem, target: Target) -> Figures | None:
@@ -156,7 +157,8 @@ def predict(problem: Problem, way: Way, one: Figures) -> Figures:
     p, p_part, a = held(problem.params), held(split_specs(problem, problem.params)), held(state)
     o = held(split_specs(problem, optimizer) if split else optimizer)
     own = a / n if sharded else a
-    sums = _exchange(way, n, k, a, held(_narrowed(state)) if "bfloat16" in way.numbers else a)
+    wire = way.mean.get("wire")
+    sums = _exchange(way, n, k, a, a if wire is None or n == 1 else _coded(state, wire, n))
     gathers = {"replicated": 0, "zero1": 1, "zero2": 1, "fsdp": calls}[way.place] * (n > 1)
 
     # The counter of the canonical tree holds a sum on each level, and adds on two of them on average.
@@ -185,7 +187,7 @@ def _exchange(way: Way, n: int, k: int, a: float, wire: float) -> Figures:
     if n == 1:
         return Figures(0, 0, 0)
     if way.place == "zero2":
-        return Figures(k * (a + a / n), k * ring * a, a)
+        return Figures(k * (wire + a / n), k * ring * wire, wire)
     if "exact" in way.numbers:  # a byte of the level for each element, whose words have 12 or more
         return Figures(2 * both, 2 * ring * both, both)
     if {"compensated", "tree"} & set(way.numbers):
@@ -195,11 +197,12 @@ def _exchange(way: Way, n: int, k: int, a: float, wire: float) -> Figures:
     return Figures(wire + wire / n, ring * wire, wire)
 
 
-def _narrowed(values: Tree) -> Tree:
-    """Floats as bfloat16."""
-
-    def one(x: Array) -> jax.ShapeDtypeStruct:
-        narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 2
-        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if narrow else x.dtype, sharding=x.sharding)
-
-    return jax.tree.map(one, values)
+def _coded(values: Tree, wire: Wire, n: int) -> float:
+    """Bytes of specs on each device as a wire sends them, each leaf the cheapest way; 2 (n - 1) / n are sent."""
+    total = 0.0
+    for path, x in jax.tree_util.tree_leaves_with_path(values):
+        elements = math.prod(x.sharding.shard_shape(x.shape))
+        narrow = jnp.issubdtype(x.dtype, jnp.floating) and not wire.keeps(jax.tree_util.keystr(path), x.shape)
+        costs = wires.bytes_sent(wire, elements, n, x.dtype.itemsize)
+        total += (min(costs.values()) if narrow else costs["wide"]) * n / (2 * (n - 1))
+    return total

@@ -23,7 +23,7 @@ from gradcombine.verify.plan.problem import Problem, across_elements, plain
 
 CALLS = ("window", "every", "flush", "accumulate")
 PLACES = ("replicated", "zero1", "zero2", "fsdp")
-NUMBERS = ("bfloat16", "compensated", "exact", "tree")
+NUMBERS = ("bfloat16", "8bits", "compensated", "exact", "tree")
 """The words of names, as in the table of docs/plan.md."""
 
 
@@ -33,7 +33,7 @@ class Way(NamedTuple):
     Attributes:
       calls: of `CALLS`.
       place: of `PLACES`.
-      numbers: of `NUMBERS`, at most one precision among them.
+      numbers: of `NUMBERS`, at most one precision and one wire among them.
     """
 
     calls: str
@@ -44,7 +44,7 @@ class Way(NamedTuple):
     def mean(self) -> dict[str, Any]:
         """The keyword arguments of the reduction of the gradients."""
         kinds: dict[str, tuple[str, Any]] = {name: ("precision", name) for name in ("compensated", "exact")}
-        kinds["bfloat16"] = "wire", wires.cast("bfloat16")
+        kinds |= {"bfloat16": ("wire", wires.cast("bfloat16")), "8bits": ("wire", wires.blocks(8))}
         return dict(kinds[name] for name in self.numbers if name in kinds)
 
     @property
@@ -77,7 +77,8 @@ def way_of(name: str) -> Way:
     if unknown := [word for word in words if word not in known]:
         raise invalid(f"a way of the words {', '.join(known)}, with + between", ", ".join(unknown))
     calls, places, numbers = ([word for word in kind if word in words] for kind in (CALLS, PLACES, NUMBERS))
-    exclusive = [calls, places, [word for word in numbers if word in ("compensated", "exact")]]
+    kinds = ("compensated", "exact"), ("bfloat16", "8bits")
+    exclusive = [calls, places, *([word for word in numbers if word in kind] for kind in kinds)]
     if len(words) > len(set(words)) or any(len(chosen) > 1 for chosen in exclusive):
         raise invalid("a way with one word of each kind", name)
     return Way("".join(calls) or "window", "".join(places) or "replicated", tuple(numbers))
