@@ -248,12 +248,9 @@ def _audit_made(what: str, made: Any, target: Target) -> Audit:
 
 
 def made_by(verb: str, what: str, target: str | None) -> tuple[Any, Target]:
-    """Calls the callable that a command line names; returns its result, and the target that it was made for.
+    """The result of the callable ``what``, "module:callable", and the target that it was made for.
 
-    Args:
-      what: "module:callable". If the callable has a parameter named devices, or one without a default, it is called
-        with the target's devices.
-      target: see `find_target`.
+    If it has a parameter named devices, or one without a default, it is called with the target's devices.
 
     Raises:
       GradCombineError: a module that does not import, no callable of this name, or one that raises.
@@ -268,10 +265,7 @@ def made_by(verb: str, what: str, target: str | None) -> tuple[Any, Target]:
 
 
 def callable_named(verb: str, what: str) -> Callable[..., Any]:
-    """Imports the callable that a command line names.
-
-    Args:
-      what: "module:callable".
+    """Imports the callable "module:callable".
 
     Raises:
       GradCombineError: a module that does not import, or without a callable of this name.

@@ -65,12 +65,7 @@ class Place(NamedTuple):
 
 
 class Edges:
-    """Lists of nodes, one for each node, in two arrays.
-
-    Args:
-      starts, ends: of the edges.
-      nodes: how many there are.
-    """
+    """Lists of nodes, one for each node, in two arrays: of edges, by the nodes that they start from."""
 
     def __init__(self, starts: np.ndarray, ends: np.ndarray, nodes: int) -> None:
         self._ends = ends[np.argsort(starts, kind="stable")]
@@ -81,11 +76,7 @@ class Edges:
 
 
 class Flow:
-    """The arrays of a program, what each is made of and what is made of it.
-
-    Args:
-      module: the program.
-    """
+    """The arrays of a program, what each is made of and what is made of it."""
 
     def __init__(self, module: Program) -> None:
         self.module = module

@@ -53,12 +53,7 @@ class Product(NamedTuple):
 
 
 class Search(Subject[Instruction]):
-    """A compiled program, and what findings ask of it.
-
-    Args:
-      program: the program.
-      donated: the numbers of the entry's parameters that the caller donates, beside those that the program names.
-    """
+    """A compiled program, and what findings ask of it; ``donated`` is as for `gradcombine.audit.rules.find`."""
 
     noun = "arrays"
 

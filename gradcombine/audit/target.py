@@ -204,13 +204,12 @@ class Bound(NamedTuple):
 
 
 def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Sequence[Exchange[X]]) -> dict[str, Bound]:
-    """Of compute, memory and exchange.
+    """Of compute, memory and exchange, by the target's published figures.
 
     Args:
-      target: whose published figures bound them.
+      target, exchanges: each exchange counts as often as its loops turn.
       flops: of matrix products and convolutions, by the bits of their types.
       moved: bytes in main memory.
-      exchanges: each as often as its loops turn.
     """
     figures = target.figures
     if figures is None:

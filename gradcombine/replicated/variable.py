@@ -293,9 +293,6 @@ def opened(state: ReplicatedState, also: Tree = None) -> Opened:
 def written(into: Opened, value: Tree, layout: Layout, shape: Shapes) -> list[Written]:
     """The write of ``value`` to each variable.
 
-    Args:
-      shape: of an array that may be written to a component, with its path.
-
     Raises:
       GradCombineError: for another structure, another shape or another dtype than the variables'.
     """

@@ -14,15 +14,11 @@ T = TypeVar("T")
 
 
 def read_earlier(path: Path, version: int, read: Callable[[Any], T]) -> T:
-    """Reads an earlier report.
-
-    Args:
-      path: of the file.
-      version: that the file must have.
-      read: takes what is needed from the content; a KeyError or the like means that the form is another.
+    """Reads an earlier report of this version; ``read`` takes what is needed from its content.
 
     Raises:
-      GradCombineError: a file that cannot be read, or of another form or version.
+      GradCombineError: a file that cannot be read, or of another form (where ``read`` raises a KeyError or the like) or
+        version.
     """
     expected = "a baseline that --json has written"
     file = require_file(expected, path)

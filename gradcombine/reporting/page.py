@@ -39,14 +39,7 @@ _LINES = ("-", "--", ":")
 
 
 def write(path: Path, title: str, verdict: str, passes: bool | None, sections: Sequence[Section]) -> None:
-    """Writes the page.
-
-    Args:
-      path: of the file.
-      title, verdict: its headline, and the answer in one sentence.
-      passes: whether the answer is a good one; None: it is not known.
-      sections: what follows.
-    """
+    """Writes the page: its headline, the verdict in a sentence, whether that is good (None: not known), sections."""
     verdict, sections = legible(verdict), list(map(legible_section, sections))
     templates = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(

@@ -64,17 +64,7 @@ LINEAR = {"Add", "AddV2", "Sub", "Neg"}
 
 
 def constant(graph: Inlined, value: Value, known: Mapping[Value, Any], depth: int = 0) -> Any:
-    """A value as an array of NumPy.
-
-    Args:
-      graph: that holds it.
-      value: which.
-      known: values that are given.
-      depth: how many operations lie behind.
-
-    Returns:
-      None for what is not known before the graph runs.
-    """
+    """A value as an array of NumPy, from the values that are known; None for what only running the graph tells."""
     if value in known:
         return known[value]
     if depth > DEEPEST:

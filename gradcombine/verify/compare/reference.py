@@ -111,13 +111,7 @@ def unfit(dtype: np.dtype, reference: np.dtype) -> str:
 
 
 def errors(name: str, dtypes: tuple[np.dtype, np.dtype], pieces: Pieces) -> Errors:
-    """The errors of both sides of a leaf, read twice.
-
-    Args:
-      name: of the leaf.
-      dtypes: of the two sides.
-      pieces: elements of the first side, of the second and of the reference.
-    """
+    """The errors of both sides of a leaf, of these dtypes; the pieces of both and of the reference are read twice."""
     squares, count = 0.0, 0
     for *_, reference in pieces():
         magnitude = _magnitude(reference)

@@ -32,12 +32,8 @@ def common(
     ``attn.in_proj_weight`` becomes ``attn.q_proj_weight``, ``attn.k_proj_weight`` and ``attn.v_proj_weight`` if the
     other dump packs nothing; and two axes side by side become one if only then the shape is that of the other's leaf of
     this name, or of any leaf. Elements stay in their order. Recurrent cells become gates, if they are laid out
-    differently (`gradcombine.verify.diff.recurrent`).
-
-    Args:
-      a, b: the dumps.
-      fixed: whether a leaf stays as it is, for instance since a rule names it.
-      gradients: whether the dumps hold gradients; None if they themselves tell.
+    differently (`gradcombine.verify.diff.recurrent`). A leaf that is ``fixed``, for instance since a rule names it,
+    stays as it is; ``gradients`` tells what the dumps hold, None if they themselves tell.
     """
     a, b, pairs = gates(a, b, fixed, gradients)
     paired = {name for pair in pairs for name in pair[:2]}
@@ -53,11 +49,8 @@ def conventional_axes(pair: Pair, a: tuple[int, ...], b: tuple[int, ...]) -> Axe
     """The order of the second leaf's axes that gives the first one, where both names say whose convention they follow.
 
     A ``kernel`` of flax and Keras is (..., in, out), a ``weight`` of PyTorch (out, in, ...); of a convolution over each
-    channel (..., channels, 1) and (channels, 1, ...). None for other names, and where no convention gives the shape.
-
-    Args:
-      pair: of the names.
-      a, b: the leaves' shapes, of two axes or more.
+    channel (..., channels, 1) and (channels, 1, ...). None for other names, and where no convention gives the shape;
+    both shapes, ``a`` and ``b``, have two axes or more.
     """
     spatial = len(a) - 2
     if not conventional(pair):

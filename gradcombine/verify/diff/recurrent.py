@@ -86,12 +86,8 @@ def gates(
     """Both dumps with the cells that they lay out differently taken apart, and which gate is which.
 
     Cells of one shape are paired by the words of their names and their direction; where these tell nothing, by their
-    numbers; where the words differ, by their values. A gate is always paired with the gate of its own name.
-
-    Args:
-      a, b: the dumps.
-      fixed: whether a leaf stays as it is.
-      gradients: whether the dumps hold gradients; None to tell by the names, and by two biases that differ.
+    numbers; where the words differ, by their values. A gate is always paired with the gate of its own name. A leaf that
+    is ``fixed`` stays; ``gradients`` is None to tell by the names, and by two biases that differ, what the dumps hold.
     """
     parts: tuple[dict[str, Entry], dict[str, Entry]] = {}, {}
     taken: tuple[set[str], set[str]] = set(), set()

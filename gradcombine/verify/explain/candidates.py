@@ -29,11 +29,9 @@ Split: TypeAlias = Callable[[Sequence[Tree], int], list[Sequence[Tree]]]
 
 
 def orders(count: int, ranks: Sequence[int]) -> Iterator[tuple[str, Order]]:
-    """Every order for this many contributions, with its name; orders that are the same for so few are given once.
+    """Every order for so many contributions on any of these numbers of replicas, with its name.
 
-    Args:
-      count: of contributions.
-      ranks: numbers of replicas that may have held them.
+    Orders that are the same for so few are given once.
     """
     yield "one after another", left_chain
     if count < 3:
@@ -116,12 +114,9 @@ class Candidate(NamedTuple):
 
 
 def candidates(trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]) -> Iterator[Candidate]:
-    """All candidates for float contributions; the likely ones first.
+    """All candidates for float contributions, NumPy trees of one structure in their order; the likely ones first.
 
-    Args:
-      trees: NumPy trees of one structure, in their order.
-      weights: one for each tree, if there were any.
-      ranks: numbers of replicas that may have held them.
+    ``weights``: one for each tree, if there were any; ``ranks``: numbers of replicas that may have held them.
     """
     own = present(trees)
     known = dict(orders(len(trees), ranks))

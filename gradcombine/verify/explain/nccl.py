@@ -114,10 +114,8 @@ def _nvls(*terms: np.ndarray) -> np.ndarray:
 def chunked(leaves: Sequence[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.intp]]:
     """The order of each element of each leaf, if those of a chunk have one.
 
-    One order is that of all elements, unless it fails at `TELLING` of them or more.
-
-    Args:
-      leaves: of each, [orders, elements], whether an order gives an element to the bit.
+    One order is that of all elements, unless it fails at `TELLING` of them or more. ``leaves``: of each, [orders,
+    elements], whether an order gives an element to the bit.
     """
     totals = np.sum([same.sum(axis=1) for same in leaves], axis=0)
     if len(totals) == 1 or sum(same.shape[1] for same in leaves) - totals.max(initial=0) < TELLING:
@@ -155,13 +153,7 @@ def pieces(same: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
 def nccl_candidates(
     trees: Sequence[Tree], weights: Sequence[float] | None, ranks: Sequence[int]
 ) -> Iterator[Candidate]:
-    """Candidates for what PyTorch's processes make of float contributions, over 2 ranks or more.
-
-    Args:
-      trees: NumPy trees of one structure, in their order.
-      weights: one for each tree, if there were any.
-      ranks: numbers of ranks that may have held them.
-    """
+    """Candidates for what PyTorch's processes make of float contributions over 2 ranks or more; as `candidates`."""
     own = present(trees)
     # Additions are rounded to the dtype that goes round: the gradients' own, or float32 of narrower ones.
     sent = own | {np.dtype(np.float32)} if np.dtype(np.float64) not in own else own

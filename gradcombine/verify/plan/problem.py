@@ -69,11 +69,9 @@ class Problem:
         return dict(jax.tree_util.tree_leaves_with_path(self.params))
 
     def beside(self, values: Tree, first: bool = False) -> Tree:
-        """Specs of a state, each array split as the parameter is that it belongs to.
+        """Specs of a state (shapes and dtypes), each array split as the parameter is that it belongs to.
 
-        Args:
-          values: shapes and dtypes.
-          first: whether each replica has its own, along a first axis that is added.
+        With ``first``, each replica has its own, along a first axis that is added.
         """
 
         def one(path: tuple[object, ...], x: Array) -> jax.ShapeDtypeStruct:
