@@ -69,7 +69,7 @@ class Audit(NamedTuple):
         if isinstance(self.program, Graph):
             names = ", ".join(name for name in RULES if name not in self.judged)
             found += ["what is moved in memory, and products", names, *self.program.unread()]
-        elif self._unsplit:
+        elif self.program.is_unsplit:
             found.append("how arguments are split, and so what devices repeat")
         return found
 
@@ -83,16 +83,8 @@ class Audit(NamedTuple):
             found |= {"many-small-collectives", "repeated-collective"} if unknown else set()
         else:
             found |= {"donation-lost"} if self.memory is None else set()
-            found |= {"batch-gathered", "repeated-work", "repeated-collective"} if self._unsplit else set()
+            found |= {"batch-gathered", "repeated-work", "repeated-collective"} if self.program.is_unsplit else set()
         return [name for name in RULES if name in found]
-
-    @property
-    def _unsplit(self) -> bool:
-        """Whether nothing says how the arguments of a program for several devices are split."""
-        program = self.program
-        if isinstance(program, Graph) or program.devices == 1:
-            return False
-        return "" in map(program.sharding, program.parameters)
 
     @property
     def exchanges(self) -> Sequence[Exchange[Any]]:

@@ -182,8 +182,7 @@ def _placed(x: Any, target: Target) -> Any:
         mesh: Any = sharding.mesh
         if not isinstance(mesh, Mesh) or not set(mesh.devices.flat) <= set(target.devices):
             if mesh.size != len(target.devices):
-                expected = f"a mesh of the {len(target.devices)} devices of {target.name}"
-                raise invalid(expected, f"one of {mesh.size}")
+                raise invalid(f"a mesh of the {len(target.devices)} devices of {target.name}", f"one of {mesh.size}")
             devices = np.array(target.devices).reshape(mesh.axis_sizes)
             mesh = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
         # What the memory of other devices is called is not known on these.

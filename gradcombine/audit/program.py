@@ -54,6 +54,11 @@ class Program(Module):
         number = int(parameter.inside)
         return self._shardings[number] if number < len(self._shardings) else ""
 
+    @property
+    def is_unsplit(self) -> bool:
+        """Whether several devices run it, and nothing says how its arguments are split."""
+        return self.devices > 1 and "" in map(self.sharding, self.parameters)
+
     def frames(self, x: Instruction) -> list[Frame]:
         return [*self._lines(x.op_name)] or super().frames(x)
 

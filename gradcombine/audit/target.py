@@ -175,8 +175,7 @@ def _require(module: str, packages: str) -> None:
         found = None
     if found is None:
         command = f"pip install {packages.format(jax.__version__)}"
-        expected = f"the compiler of this target, in an environment of its own: {command}"
-        raise invalid(expected, "none installed")
+        raise invalid(f"the compiler of this target, in an environment of its own: {command}", "none installed")
 
 
 def _topology(platform: str, **names: str) -> tuple[Any, ...]:

@@ -215,8 +215,7 @@ def _require_faults(faults: Faults) -> Backend:
     if not isinstance(faults, Faults):
         raise invalid("Faults, as find returns them", in_words(faults))
     if not is_array_of(faults.table, dtypes.INT32) or shape_of(faults.table)[1:] != (len(KINDS),):
-        expected = f"int32 of shape (replicas, {len(KINDS)})"
-        raise invalid(expected, in_words(faults.table), ".table")
+        raise invalid(f"int32 of shape (replicas, {len(KINDS)})", in_words(faults.table), ".table")
     for name in ("found", "own"):
         require_scalar("a boolean scalar", getattr(faults, name), "b", f".{name}")
     for name in ("index", "step"):

@@ -268,8 +268,7 @@ def _counts(node: NumberedState, filled: Array | None) -> np.ndarray:
     if counts is None:
         raise invalid("a ledger whose values are known", "a traced one", ".counts")
     if counts.dtype.kind not in "iu" or counts.ndim < (1 if filled is None else 2) or 0 in counts.shape:
-        received = f"{counts.dtype} of shape {counts.shape}"
-        raise invalid("a ledger of integers, one a microbatch", received, ".counts")
+        raise invalid("a ledger of integers, one a microbatch", f"{counts.dtype} of shape {counts.shape}", ".counts")
     if filled is None:
         return counts
     known = np.asarray(resolve([filled]).concrete(filled))  # as the counts are

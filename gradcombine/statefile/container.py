@@ -117,8 +117,7 @@ def decoding(path: Path) -> Generator[None, None, None]:
         if isinstance(error, OSError) and error.filename is not None:
             raise
         # Decoders of archives raise a dozen classes, depending on where the damage is.
-        received = f"{path.name}: {type(error).__name__}: {error}"
-        raise invalid("a whole state file", received) from error
+        raise invalid("a whole state file", f"{path.name}: {type(error).__name__}: {error}") from error
 
 
 def array_name(rank: int, leaf: int) -> str:

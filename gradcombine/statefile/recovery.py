@@ -183,8 +183,7 @@ def _is_there(path: Path, begun: Tree) -> bool:
     (ours, structure), theirs = (tree.flatten(on_host(x)) for x in (begun, stored))
     for where, x, y in zip(structure.paths(), ours, theirs[0], strict=True):
         if x is not None and np.asarray(x).tobytes() != np.asarray(y).tobytes():
-            expected = f"the bits with which another process has begun this window, in {path.name}"
-            raise invalid(expected, "others", where)
+            raise invalid(f"the bits with which another process has begun this window, in {path.name}", "others", where)
     return True
 
 

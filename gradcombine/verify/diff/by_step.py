@@ -107,8 +107,7 @@ def dumps_by_step(directory: Path) -> dict[int, Path]:
         if step is None:
             continue
         if step in steps:
-            received = f"{steps[step].name}, {path.name}"
-            raise invalid(f"one dump of step {step} in {directory}", received)
+            raise invalid(f"one dump of step {step} in {directory}", f"{steps[step].name}, {path.name}")
         steps[step] = path
     return dict(sorted(steps.items()))
 

@@ -313,8 +313,7 @@ class _OrbaxStore:
         arguments = jax.tree_util.tree_map_with_path(ask, self._tree, is_leaf=_is_orbax_leaf)
         item = jax.tree.map(lambda x: x if x is ocp.PLACEHOLDER else 0, arguments)
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            wanted = ocp.args.PyTreeRestore(item=item, restore_args=arguments)
-            return checkpointer.restore(self._directory, args=wanted)
+            return checkpointer.restore(self._directory, args=ocp.args.PyTreeRestore(item=item, restore_args=arguments))
 
 
 def _is_orbax_leaf(node: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gradcombine.audit import Target, find_target
 from gradcombine.audit.auditing import made_by
-from gradcombine.errors import invalid, operation, require_items, shown
+from gradcombine.errors import invalid, operation, require_list, shown
 from gradcombine.types import Tree
 from gradcombine.verify.plan.ranking import Figures, Plan, Row, explained, rank
 
@@ -77,11 +77,9 @@ def _planned(
     from gradcombine.verify.plan import costs, problem, ways  # which import JAX
 
     expected = f"names of ways, for instance {ways.DEFAULT[0]}"
-    wanted = [ways.way_of(name) for name in (ways.DEFAULT if names is None else require_items(expected, names))]
-    if not wanted:
-        raise invalid(expected, "none")
-    made = problem.problem_of(target=target, **asked)
+    wanted = map(ways.way_of, ways.DEFAULT if names is None else require_list(expected, names))
     chosen = list(dict.fromkeys(wanted))
+    made = problem.problem_of(target=target, **asked)
     progress("one microbatch", 0, len(chosen))
     one, rows = costs.microbatch_of(made, target), list[Row]()
     for i, way in enumerate(chosen):

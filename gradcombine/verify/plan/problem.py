@@ -112,8 +112,7 @@ def problem_of(
         sharding = getattr(x, "sharding", None)
         entries = list(sharding.spec) if isinstance(sharding, NamedSharding) else []
         for name in {name for entry in entries for name in _axes(entry)} - set(over.shape):
-            where = jax.tree_util.keystr(path)
-            raise invalid(f"shardings over {', '.join(over.shape)}, the mesh's axes", name, where)
+            raise invalid(f"shardings over {', '.join(over.shape)}, the mesh's axes", name, jax.tree_util.keystr(path))
         # Where the replicas' axis splits an array is the ways' to say.
         entries = [tuple(name for name in _axes(entry) if name != axis) or None for entry in entries]
         if first is not None:
@@ -126,8 +125,7 @@ def problem_of(
     n = examples(tuple(x for x, divided in zip(args, rows, strict=True) if divided))
     parts = k * over.shape[axis]
     if n == 0 or n % parts:
-        expected = f"a number of examples that {over.shape[axis]} replicas with {k} microbatches each can share"
-        raise invalid(expected, n)
+        raise invalid(f"a number of examples that {over.shape[axis]} replicas with {k} microbatches each can share", n)
     specs = [
         jax.tree_util.tree_map_with_path(lambda path, y, d=divided: placed(path, y, axis if d else None), x)
         for x, divided in zip(args, rows, strict=True)
@@ -158,8 +156,7 @@ def _mesh(target: Target, mesh: Any, axis: str, values: Tree) -> Any:
         raise invalid("a mesh, or a mapping of its axes to their sizes", shown(mesh))
     count = math.prod(sizes.values())
     if count > len(target.devices):
-        expected = f"a mesh of at most {len(target.devices)} devices, which {target.name} has"
-        raise invalid(expected, f"one of {count}")
+        raise invalid(f"a mesh of at most {len(target.devices)} devices, which {target.name} has", f"one of {count}")
     if axis not in sizes:
         raise invalid(f"an axis of the mesh, {', '.join(sizes)}", shown(axis))
     devices = np.array(target.devices[:count]).reshape(tuple(sizes.values()))

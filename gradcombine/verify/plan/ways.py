@@ -346,8 +346,7 @@ def programs(problem: Problem, way: Way) -> list[Part]:
     """
     accumulates, k = way.calls == "accumulate", problem.microbatches
     if accumulates and way.place != "replicated":
-        expected = "replicated parameters with accumulate, which maps the optimizer over the replicas"
-        raise invalid(expected, way.name)
+        raise invalid("replicated parameters with accumulate, which maps the optimizer over the replicas", way.name)
     steps, params = recipe(problem, way), problem.params
     names: dict[str, Any] = vars(problem) | HELPERS
     exec("\n".join(_imports("\n".join(steps))), names)

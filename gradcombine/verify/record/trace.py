@@ -191,8 +191,7 @@ class Recorder(Recording):
             leaves, structure = tree.flatten(converted(value))
             for leaf, path, name in zip(leaves, structure.paths(), names(structure, stage), strict=True):
                 if str(getattr(leaf, "dtype", None)).startswith("key<"):
-                    expected = "numbers (of a random key, its jax.random.key_data)"
-                    raise invalid(expected, leaf.dtype, path)
+                    raise invalid("numbers (of a random key, its jax.random.key_data)", leaf.dtype, path)
                 if not is_absent(leaf):
                     _require_kept(leaf, path)
                     named[name] = leaf

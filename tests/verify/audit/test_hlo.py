@@ -109,6 +109,7 @@ def test_a_loop_of_known_length(known: str, trips: int) -> None:
     assert found.repeats("main", loop) and not found.turns_at_most_once(loop)
     reduced = [(x.name, [loop.trips for loop in loops]) for _, x, loops in found.executed() if x.collective]
     assert reduced == [("reduced", [trips])]
+    assert list(found.controls()) == [("loop", str(trips), "")]
 
 
 @pytest.mark.parametrize(
@@ -162,6 +163,7 @@ def test_a_loop_that_is_a_branch() -> None:
     loop = found.computations["main"]["loop"]
     assert found.turns_at_most_once(loop) and not found.repeats("main", loop)
     assert found.trips("main", loop) is None
+    assert list(found.controls()) == [("branch, as a loop of at most one iteration", "1", "")]
     assert (found.for_tpu, module().for_tpu) == (True, False)
     assert [shape.space for shape in found.computations["main"]["copy-start"].shapes] == [1, 0, 2]
     assert found.results[0].bytes == 2048
