@@ -304,7 +304,9 @@ def readers() -> dict[str, Reader]:
         "flight log": Reader("x.log", log, _read_log, (_unchecked(log), _checked)),
         "rules": Reader("x.toml", RULES, read_rules),
         "baseline": Reader("x.json", BASELINE, report.read_baseline),
-        "target": Reader("x.pbtxt", target.H100.encode(), lambda path: target.find_target(f"{path}:8", compiles=False)),
+        "target": Reader(
+            "x.pbtxt", target.H100.read_bytes(), lambda path: target.find_target(f"{path}:8", compiles=False)
+        ),
         "dump .h5": Reader("x.h5", _hdf5(), _read_dump),
         "tf.train checkpoint": Reader("x.index", _checkpoint(), _read_dump),
         "Orbax checkpoint": Reader("orbax/_METADATA", _orbax(), lambda path: _read_dump(path.parent), factor=COMPILING),

@@ -95,7 +95,7 @@ TEXTS = {
     "rules of 5000 digits": (read_rules, "ignore_a = " + "9" * 5000),
     "memory without an end": (
         lambda path: target.find_target(f"{path}:8", compiles=False),
-        target.H100.replace("84942979072", "9" * 400),
+        target.H100.read_text().replace("84942979072", "9" * 400),
     ),
 }
 ROWS = {"no number": b"x 0 ", "5000 digits": b"9" * 5000 + b" 0 ", "two parts": b"0 ", "a negative step": b"-1 0 "}
