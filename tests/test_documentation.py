@@ -53,15 +53,16 @@ def test_a_listing_prints_what_it_says(
     assert said or "assert " in listing
 
 
-@pytest.mark.parametrize("name", ["algebra", "losses", "performance"])
+@pytest.mark.parametrize("name", ["algebra", "losses", "performance", "wires"])
 def test_pictures_are_those_that_their_scripts_draw(name: str) -> None:
     script = runpy.run_path(str(ROOT / "docs" / f"draw_{name}.py"))
     for theme in script["THEMES"]:
         assert (ROOT / f"docs/static/{name}-{theme}.svg").read_text() == script["picture"](theme)
 
 
-def test_the_table_of_ratios_is_that_of_what_is_stored() -> None:
-    script = runpy.run_path(str(ROOT / "docs" / "draw_performance.py"))
+@pytest.mark.parametrize("name", ["performance", "wires"])
+def test_the_tables_are_those_of_what_is_stored(name: str) -> None:
+    script = runpy.run_path(str(ROOT / "docs" / f"draw_{name}.py"))
     assert script["PAGE"].read_text() == script["page"]()
 
 

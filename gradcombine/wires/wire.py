@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -129,6 +130,22 @@ def blocks(
     return _made("blocks", f"{int(bits)}, size={size}", 0, int(bits) - 1, size, rounding, wide, seed)
 
 
+def named(name: Any) -> Wire:
+    """The wire of a `Wire.name`, which may come from a file; not of one whose ``wide`` is a function.
+
+    >>> named("wires.blocks(4, size=32)")
+    wires.blocks(4, size=32)
+    """
+    try:
+        call = ast.parse(name, mode="eval").body
+        assert isinstance(call, ast.Call) and len(name) < 200
+        make = {"wires.cast": cast, "wires.blocks": blocks}[ast.unparse(call.func)]
+        settings = {str(x.arg): ast.literal_eval(x.value) for x in call.keywords}
+        return make(*map(ast.literal_eval, call.args), **settings)
+    except Exception:
+        raise invalid("the name of a wire, without a function as wide", shown(name)) from None
+
+
 def is_sensitive(path: str, shape: tuple[int, ...]) -> bool:
     """Whether a leaf is one of those that few bits harm most, and that cost few bytes: the rule of ``wide=True``.
 
@@ -159,7 +176,7 @@ def _made(
     narrow = 1 + exponent + significand <= 8
     settings = [form]
     if rounding != "nearest":
-        settings += [f"{rounding!r}"] + [f"seed={seed}"] * (seed != 0)
+        settings += [f"rounding={rounding!r}"] + [f"seed={seed}"] * (seed != 0)
     if callable(wide):
         settings.append(f"wide={getattr(wide, '__qualname__', type(wide).__name__)}")
     elif wide is not None and wide != narrow:

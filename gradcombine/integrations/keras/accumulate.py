@@ -17,6 +17,8 @@ from gradcombine.integrations.keras.settings import Name, Parts, Weights, reduct
 from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.places.window import Window
 from gradcombine.types import Order, Precision
+from gradcombine.wires import Wire
+from gradcombine.wires.wire import named
 
 # As in Keras itself, the backend is chosen at import, and the other framework need not be installed.
 if keras.backend.backend() == "tensorflow":
@@ -61,6 +63,8 @@ class Accumulate(WindowWrapper):
       reduction: ``"mean"``; or ``"sum"``, for losses that are sums over the examples.
       precision: ``"fast"``, ``"compensated"`` or ``"exact"``, as for `gradcombine.reductions.sum`.
       dtype: of the accumulators, as there.
+      wire: how replicas of a strategy send their windows: `gradcombine.wires.cast` or `gradcombine.wires.blocks`. Paths
+        of leaves are positions. One with a function as ``wide`` is not made again from a config.
       order, max_every: as for `gradcombine.accumulate`.
       name: of the optimizer.
 
@@ -74,9 +78,9 @@ class Accumulate(WindowWrapper):
     Training resumes from a ``.keras`` file in the middle of a window, to the bit, with as many replicas or more, and on
     the other backend; with fewer, their windows are merged. A window that has been begun also continues with another
     ``every`` or ``order``, or with a wider ``dtype``. It is refused, and nothing is changed, if it already has as many
-    microbatches as ``every``, and for another reduction or precision or a narrower dtype. A tf.train.Checkpoint resumes
-    with the same settings (with a shorter ``every``, the window gets that many microbatches more) on one replica; of
-    several it holds only the first one's window, so flush before saving.
+    microbatches as ``every``, and for another reduction, precision or wire or a narrower dtype. A tf.train.Checkpoint
+    resumes with the same settings (with a shorter ``every``, the window gets that many microbatches more) on one
+    replica; of several it holds only the first one's window, so flush before saving.
 
     References: `Keras optimizers <https://keras.io/api/optimizers/>`_, argument ``gradient_accumulation_steps``.
 
@@ -98,18 +102,20 @@ class Accumulate(WindowWrapper):
         reduction: Name = "mean",
         precision: Precision = "fast",
         dtype: str | None = None,
+        wire: Wire | None = None,
         order: Order = "sequential",
         max_every: int | None = None,
         name: str | None = None,
     ) -> None:
         inner = settings.inner_optimizer(inner_optimizer)
-        combined = reduction_of(reduction, precision, dtype)
+        combined = reduction_of(reduction, precision, dtype, wire)
         every = Window(combined, every, order=order, max_every=max_every).every
         super().__init__(name)
         self.every, self.reduction, self.precision, self.dtype = every, reduction, precision, dtype
         self.order: Order = order
+        self.wire: Wire | None = wire
         self.max_every = max_every
-        self._kind = f"{reduction}, precision {precision!r}"
+        self._kind = f"{reduction}, precision {precision!r}" + (f", {wire!r}" if wire else "")
         self._combined, self._weights, self._unweighed = combined, Weights(), Unweighed(self)
         self._scaled_outside = False
         self.inner_optimizer = inner
@@ -265,6 +271,7 @@ class Accumulate(WindowWrapper):
             "reduction": self.reduction,
             "precision": self.precision,
             "dtype": self.dtype,
+            "wire": self.wire and self.wire.name,
             "order": self.order,
             "max_every": self.max_every,
             "name": self.name,
@@ -280,6 +287,7 @@ class Accumulate(WindowWrapper):
                 name: keras.saving.deserialize_keras_object(copied[name], custom_objects=custom_objects)
                 for name in ("inner_optimizer", "every")
             }
+            made["wire"] = named(copied["wire"]) if copied.get("wire") is not None else None
             return cls(**{**copied, **made})
         except GradCombineError:
             raise

@@ -15,6 +15,7 @@ from gradcombine.errors import GradCombineError, invalid, require_items, shown
 from gradcombine.integrations.keras_optimizers import with_inner
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Precision
+from gradcombine.wires import Wire
 
 
 def require_jax(method: str) -> None:
@@ -89,11 +90,11 @@ def require_agreed_scale(replicas: int) -> None:
         raise invalid(expected, "LossScaleOptimizer(Accumulate(...)), which decides by those of the first one")
 
 
-def reduction_of(name: Name, precision: Precision, dtype: Any) -> Reduction:
+def reduction_of(name: Name, precision: Precision, dtype: Any, wire: Wire | None) -> Reduction:
     """The reduction of ordinary gradients."""
     if not isinstance(name, str) or name not in get_args(Name):
         raise invalid(f"a reduction of {list(get_args(Name))}", shown(name))
-    return (reductions.mean if name == "mean" else reductions.sum)(precision, dtype)
+    return (reductions.mean if name == "mean" else reductions.sum)(precision, dtype, wire=wire)
 
 
 class Parts:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import gradcombine as gc
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate, FlushAtEpochEnd
 from tests.integrations.keras.cases import Replace, bits, linear, warned_of
@@ -61,6 +62,25 @@ def test_the_true_mean_over_microbatches_and_replicas() -> None:
     step((5.0, 2), (float("nan"), 0))
     assert bool(optimizer.flush()) and not bool(optimizer.flush())
     assert w.numpy() == 2 + 5
+
+
+def test_a_window_is_rounded_once_by_its_wire() -> None:
+    """514 needs nine bits, and bfloat16 has eight; 257 twice is not rounded before it is added."""
+    wire = gc.wires.cast("bfloat16")
+    step, (w,), optimizer = under(mirrored(), [0.0], lambda: Accumulate(keras.optimizers.SGD(-1.0), 2, wire=wire))
+    for _ in range(2):
+        step((257.0, 1), (1.0, 1))
+    assert w.numpy() == (512 + 2) / 4
+    again = Accumulate.from_config(optimizer.get_config())
+    assert again.wire == wire and again.get_config() == optimizer.get_config()
+
+
+def test_a_wire_with_a_function_is_not_made_again() -> None:
+    wire = gc.wires.blocks(4, size=32, rounding="stochastic", seed=3, wide=False)
+    assert Accumulate.from_config(Accumulate("sgd", 2, wire=wire).get_config()).wire == wire
+    for bad in (gc.wires.blocks(4, wide=lambda path, shape: True).name, "open('x')", "wires.cast(1)", 3):
+        with pytest.raises(GradCombineError, match="without a function as wide"):
+            Accumulate.from_config(Accumulate("sgd", 2).get_config() | {"wire": bad})
 
 
 def test_keras_raises_where_this_accumulates() -> None:

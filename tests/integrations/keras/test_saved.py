@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 
+import gradcombine as gc
 from gradcombine.errors import GradCombineError
 from gradcombine.integrations.keras import Accumulate
 from tests.integrations.keras.cases import bits, linear, stepper, tensor
@@ -81,6 +82,7 @@ def test_a_window_goes_on_in_one_of_another_length_and_order(every: int, longer:
         ("weights", 1, {"order": "tree"}, {"order": "tree"}, "of shapes"),
         ("store", 3, {"reduction": "sum"}, {}, "a window of mean, .* received sum"),
         ("store", 3, {}, {"precision": "compensated"}, "a window of mean, precision 'compensated'"),
+        ("store", 3, {}, {"wire": gc.wires.blocks(8)}, "a window of mean, precision 'fast', wires.blocks"),
         ("weights", 3, {}, {"precision": "compensated"}, "of shapes"),
         ("store", 3, {"dtype": "float32"}, {"dtype": "bfloat16"}, "bfloat16 of shape"),
         ("weights", 3, {"dtype": "float32"}, {"dtype": "bfloat16"}, "bfloat16 of shape"),

@@ -167,3 +167,16 @@ def test_a_failure_inside_a_graph_writes_nothing_on_any_replica(failing: str) ->
             np.testing.assert_array_equal(x.numpy(), before, strict=True)
     assert bool(step(ones, good)[0])
     assert variables[-1].numpy().tolist() == [1, 1, 1]
+
+
+def test_a_window_is_rounded_once_by_its_wire() -> None:
+    """514 needs nine bits, and bfloat16 has eight; 257 twice is not rounded before it is added."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        w = tf.Variable(tf.zeros((40, 50)))
+        reduction = reductions.mean(wire=gc.wires.cast("bfloat16"))
+        step = tf.function(AccumulatedStep(given, [w], replace, every=2, reduction=reduction))
+        for _ in range(2):
+            step(per_replica(strategy, lambda r: tf.fill((40, 50), (257.0, 1.0)[r])), 1.0)
+        for x in strategy.experimental_local_results(w):
+            np.testing.assert_array_equal(x.numpy(), np.full((40, 50), (512 + 2) / 4, np.float32))
