@@ -46,6 +46,7 @@ def checked(harness: str) -> dict[str, Any]:
         "uses": module.USES,
         "verdict": str(report.verdict),
         "causes": [fault.cause.name for fault in report.faults],
+        "line": report.faults[0].line if report.faults else "",
         "detail": report.faults[0].detail if report.faults else "; ".join(report.not_checked),
         "off": off,
         "seconds": seconds,

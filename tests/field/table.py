@@ -20,11 +20,12 @@ def line(row: dict[str, Any]) -> str:
     verdict = (
         "the same" if row["verdict"] == "passes" else ", ".join(x.replace("_", " ").lower() for x in row["causes"])
     )
-    detail = f" ({row['detail']})" if row["detail"] else ""
+    named = row["line"].rpartition(":")[2]
+    detail = "; ".join(filter(None, (row["detail"], named and f"at line {named} of the harness")))
     cells = (
         f"{row['package']} {row['version']}",
         f"`{row['uses']}`",
-        f"{verdict}{detail}",
+        f"{verdict} ({detail})" if detail else verdict,
         f"{row['off'][1]:.1g} ({row['off'][0]:.0e} in one batch)",
         f"{row['seconds']:.0f} s",
         f"{row['lines']} lines",
