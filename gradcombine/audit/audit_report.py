@@ -20,8 +20,8 @@ from gradcombine.reporting.sections import Cells, Section
 VERSION = 1
 """Of the JSON."""
 
-STATUS = {True: 0, False: 1, None: 4}
-"""The exit status of each answer; None: undecided. 2 is for what cannot be read, 3 for a target's memory."""
+STATUS = {True: 0, False: 1, None: 2}
+"""The exit status of each answer; None: undecided. 2 is also for what cannot be read, 3 for a target's memory."""
 
 COMPARED = ("moved", "sent", "flops", "temporary")
 """Totals of a report that a later one must not exceed."""

@@ -193,8 +193,8 @@ def audit_command(
     """Reports what a compiled step moves, copies, exchanges and repeats, before it runs.
 
     Exit status: 0 if there is nothing to fail on, 1 for findings of the names in --fail-on, or, with --baseline, for
-    what got worse, 2 for what cannot be read or compiled, 3 for a step that does not fit the target's memory, 4 if
-    nothing was found, but a part that may hold a defect named in --fail-on could not be read.
+    what got worse, 2 for what cannot be read or compiled, also if that is a part that may hold a defect named in
+    --fail-on, and nothing was found, 3 for a step that does not fit the target's memory.
 
     Example: `gradcombine audit train:step --target h100:8`
     """

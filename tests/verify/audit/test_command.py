@@ -272,7 +272,7 @@ def test_programs_of_one_name_are_compared_each_with_its_own(here: Path) -> None
         text = jax.jit(lambda x: x @ x).lower(jax.ShapeDtypeStruct((n, n), jnp.float32)).compile().as_text()
         (here / f"module_{i}.cpu_after_optimizations.txt").write_text(text or "")
     # HLO alone does not tell what is donated.
-    assert run(".", "--json", "before.json").exit_code == 4
+    assert run(".", "--json", "before.json").exit_code == 2
     assert run(".", "--fail-on", "narrow-accumulator").exit_code == 0
     assert run(".", "--baseline", "before.json").exit_code == 0
     (here / "module_0.cpu_after_optimizations.txt").write_text(
@@ -284,7 +284,7 @@ def test_programs_of_one_name_are_compared_each_with_its_own(here: Path) -> None
 
 @pytest.mark.needs("tensorflow")
 def test_a_defect_that_is_no_longer_decided_is_worse(here: Path) -> None:
-    assert run("graphs:clean", "--json", "before.json").exit_code == 4
+    assert run("graphs:clean", "--json", "before.json").exit_code == 2
     before = json.loads((here / "before.json").read_text())
     (program,) = before["programs"]
     (here / "less.json").write_text(json.dumps(before | {"programs": [program | {"undecided": ["repeated-work"]}]}))
@@ -348,7 +348,7 @@ def test_every_finding_has_a_section_of_the_documentation() -> None:
 @pytest.mark.parametrize(
     ("name", "status", "words"),
     [
-        ("clean", 4, "nothing found; 7 of 11 defects looked for; cannot tell of batch-gathered, repeated-work"),
+        ("clean", 2, "nothing found; 7 of 11 defects looked for; cannot tell of batch-gathered, repeated-work"),
         ("until", 1, "unknown-trip-count"),
         ("traced", 2, "a ConcreteFunction without arguments"),
         ("fails", 2, "a tf.function that is traced"),
@@ -359,13 +359,13 @@ def test_the_command_of_a_graph(here: Path, name: str, status: int, words: str) 
     done = run(f"graphs:{name}", "--json", "found.json")
     assert done.exit_code == status, done.output
     assert words in " ".join(done.output.split()) and "it runs" not in done.output
-    if status != 2:
+    if name in ("clean", "until"):
         (one,) = json.loads((here / "found.json").read_text())["programs"]
         assert (one["moved"], one["flops"], one["temporary"]) == (None, None, None)
         assert len(one["looked_for"]) == 7 and len(one["undecided"]) == 4 and one["unread"]
         # The defects that were looked for are judged by themselves.
         judged = run(f"graphs:{name}", "--fail-on", ",".join(one["looked_for"]))
-        assert judged.exit_code == status % 4, judged.output
+        assert judged.exit_code == (name == "until"), judged.output
         # The name is the same however often the function was traced.
         again = run(f"graphs:{name}", "--baseline", "found.json")
         assert again.exit_code == 0, again.output
