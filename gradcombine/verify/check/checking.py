@@ -16,7 +16,6 @@ from gradcombine.verify.check.epsilons import other_constants
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
 from gradcombine.verify.check.leaves import OPERATION, as_floats
-from gradcombine.verify.check.lines import line_of
 from gradcombine.verify.check.measure import FLOAT32_UNIT, StepStandard
 from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
 from gradcombine.verify.check.standard import Floats
@@ -199,8 +198,8 @@ def checked(
             add(Cause.STATE, str(split))
             continue
         if split != WHOLE and distance(str(split), split, batch, own) > 1:
-            cause, detail = explain(standard, case_of(standard, split, own, terms))
-            add(cause, str(split), detail, line_of(cause, subject, split))
+            cause, detail, line = explain(standard, case_of(standard, split, own, terms))
+            add(cause, str(split), detail, line)
             continue
         if pad is not None:
             more = -n % (split.microbatches * split.devices) or split.microbatches * split.devices
@@ -208,9 +207,12 @@ def checked(
             padded = subject.divided(split, filled)._replace(integers=standard.own.integers)
             if (times := distance(name, split, filled, padded)) > 1:
                 add(Cause.PLACEHOLDERS, name, f"{times:.3g} times what rounding allows")
-    if not faults and subject.returns_params and (answer := hidden_cause(standard, splits[-1])) is not None:
-        add(answer[0], str(splits[-1]), answer[1], line_of(answer[0], subject, splits[-1]))
     unclear = ""
+    if not faults and subject.returns_params and (answer := hidden_cause(standard, splits[-1], terms)) is not None:
+        if answer[0] is Cause.UNEXPLAINED:
+            unclear = answer[1]
+        else:
+            add(answer[0], str(splits[-1]), *answer[1:])
     if one.accuracy is not None and 1 < one.accuracy <= CONSTANTS and reference is None and not standard.is_retyped:
         unclear = f"accuracy: {one.noises:.3g} times its noise from a run in float64, which may have other constants"
     elif one.accuracy is not None and one.accuracy > 1:
@@ -223,7 +225,7 @@ def checked(
         own, name = backwards.divided(split, backwards.batch), f"{split} in reverse order"
         if distance(name, split, backwards.batch, own, backwards=True) > 1:
             of_these = StepStandard(backwards, unit)
-            cause, detail = explain(of_these, case_of(of_these, split, own, terms))
+            cause, detail, _ = explain(of_these, case_of(of_these, split, own, terms))
             add(cause, name, detail)
     if _changes(first, subject.divided(WHOLE, batch)):
         return _not_repeatable(f"{WHOLE}, after other batches")  # which are in all results

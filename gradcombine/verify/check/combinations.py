@@ -153,6 +153,7 @@ def _levels(
     for name, pieces in divided.items():
         if all(np.ptp(r[(p > 0) & real]) < SAME * np.abs(r).max() for p in pieces if (p > 0)[real].any()):
             by_place = [float(np.mean(r[(p > 0) & real])) for p in pieces]
+            by_place = [a if abs(a) > SAME else 0.0 for a in by_place]
             snapped = np.where(real, c * sum(a * (p > 0) for a, p in zip(by_place, pieces, strict=True)), 0)
             places = ", ".join(f"{a:.4g}" for a in by_place)
             if np.ptp(by_place) > 2.0**-20 * max(by_place) and _turned(standard, case, c, by_place, pieces):
@@ -161,7 +162,8 @@ def _levels(
                     f"microbatches count {places} times, in reverse order too{split_by(name)}",
                     snapped,
                 )
-            yield Cause.COEFFICIENTS, f"{places} times theirs{split_by(name)}", snapped
+            cause = Cause.COEFFICIENTS if all(by_place) else Cause.LOST
+            yield cause, f"microbatches count {places} times{split_by(name)}", snapped
     if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
         yield Cause.COEFFICIENTS, f"from {r[real].min():.4g} to {r[real].max():.4g} times theirs", x
 

@@ -37,10 +37,12 @@ class Divided(NamedTuple):
     Attributes:
       text: what each is divided by, where it is not what it should be.
       floats: the gradient.
+      wrong: the parts of it that are divided by something else.
     """
 
     text: str
     floats: list[np.ndarray]
+    wrong: Sequence[Floats] = ()
 
 
 def measured(standard: StepStandard, terms: Terms, rows: Rows) -> Part:
@@ -105,7 +107,9 @@ def ways(parts: Sequence[Part]) -> Iterator[Divided]:
 
     for chosen in product(*(list(choices(name)) for name in names)):
         columns = zip(*(x.floats for x in chosen), strict=True)
-        yield Divided("; ".join(x.text for x in chosen if x.text), [np.sum(column, axis=0) for column in columns])
+        wrong = [x for x in chosen if x.text]
+        text = "; ".join(x.text for x in wrong)
+        yield Divided(text, [np.sum(column, axis=0) for column in columns], [x.floats for x in wrong])
 
 
 def require_right(standard: StepStandard, terms: Terms) -> None:

@@ -22,6 +22,7 @@ from gradcombine.verify.check import elements, moves
 from gradcombine.verify.check.case import (
     Answer,
     Case,
+    Located,
     accounts_for,
     combined,
     distances,
@@ -31,15 +32,16 @@ from gradcombine.verify.check.case import (
     weights_of,
 )
 from gradcombine.verify.check.combinations import linear, shown
-from gradcombine.verify.check.inner import before_update, hidden_by_update
+from gradcombine.verify.check.inner import HIDDEN, before_update, hidden_by_update
+from gradcombine.verify.check.lines import dividing, line_of
 from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import WHOLE, NotWide, Result, Split
 from gradcombine.verify.check.standard import SAME, Floats, flat, over
 from gradcombine.verify.check.step_report import Cause
 
 
-def explain(standard: StepStandard, case: Case) -> Answer:
-    """The cause of a difference, and figures.
+def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
+    """The cause of a difference, figures, and the line of source that it comes from.
 
     What accounts for all leaves goes first, then what does for all that differ, as where a loss beside them is right,
     then what does for most of these; then what leaves a little of the difference over, as two causes at once do.
@@ -54,14 +56,15 @@ def explain(standard: StepStandard, case: Case) -> Answer:
         (_most(standard, case, differ), ""),
         (_nearly(standard, nearly), f"but for {REST:.0%} of the difference at most, {some}"),
     ):
-        for cause, detail in answers:
-            return cause, "; ".join(filter(None, (detail, text)))
+        for cause, detail, *line in answers:
+            line = line[0] if line else line_of(cause, detail, standard.subject, case.split)
+            return cause, "; ".join(filter(None, (detail, text))), line
     text = _far(standard, case)
     if standard.subject.returns_params and not standard.depends_on_places:
         text += "; gradients in place of new parameters would show more"
     if standard.subject.returns_params and case.terms is not None:
         text += "; no gradient that reaches the optimizer was found that is the sum of the terms"
-    return Cause.UNEXPLAINED, text
+    return Cause.UNEXPLAINED, text, ""
 
 
 def case_of(standard: StepStandard, split: Split, own: Result, given: terms.Terms | None) -> Case:
@@ -94,7 +97,7 @@ def _most(standard: StepStandard, case: Case, differ: Sequence[int]) -> Iterator
     for i in differ:
         alone = case._replace(leaves=(i,))
         if standard.best.floats[i].size >= TOLD:
-            for cause, detail in chain(_microbatches(standard, alone), linear(standard, alone)):
+            for cause, detail, *_ in chain(_microbatches(standard, alone), linear(standard, alone)):
                 found.setdefault(cause, []).append((i, detail))
                 break
     sizes = [x.size for x in standard.best.floats]
@@ -103,7 +106,7 @@ def _most(standard: StepStandard, case: Case, differ: Sequence[int]) -> Iterator
             yield cause, f"{where[0][1]}; seen in {', '.join(standard.names[i] for i, _ in where[:3])}, not in all"
 
 
-def _answers(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
     yield from _counted(standard, case)
     if case.wide and standard.shares(case.result.floats, standard.best.floats, wide=True).max() <= 1:
         yield Cause.PRECISION, "in float64 it equals one batch: its own additions round by more than one batch's do"
@@ -172,7 +175,7 @@ def _random(standard: StepStandard, case: Case) -> Iterator[Answer]:
     yield Cause.RANDOM, "so divisions cannot be compared; keys that belong to the examples can be"
 
 
-def _divided(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def _divided(standard: StepStandard, case: Case) -> Iterator[Located]:
     """The terms of the loss, each divided by something that is known: the nearest of these, the first of equals."""
     if case.terms is None or standard.subject.returns_params:
         return
@@ -186,7 +189,7 @@ def _divided(standard: StepStandard, case: Case) -> Iterator[Answer]:
         near = [distances(standard, case, way.floats, len(pieces))[0] for way in ways]
         way = next(way for way, x in zip(ways, near, strict=True) if x <= max(1.0, 2 * min(near)))
         if way.text and accounts_for(standard, case, way.floats, len(pieces), off=off):
-            yield Cause.DENOMINATOR, way.text + split_by(name)
+            yield Cause.DENOMINATOR, way.text + split_by(name), dividing(standard.subject, case.split, way.wrong)
             return
 
 
@@ -222,6 +225,9 @@ def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
             elif weights.sum() > 1 + SAME:
                 cause = Cause.CHANGED_BEFORE if standard.subject.returns_params else Cause.SUM
                 yield cause, f"it is the sum of what each microbatch gives by itself{split_by(name)}"
+            elif np.ptp(weights) < SAME and (total := standard.total) is not None:
+                text = f"examples by themselves weigh {total:.4g} together in one batch"
+                yield Cause.MEAN_OF_MEANS, text + split_by(name)
             elif standard.excluded:
                 low, high, best = weights.min(), weights.max(), flat(standard.best.floats)
                 equal = "equal weights" if high - low < SAME else f"weights {low:.4g} to {high:.4g}"
@@ -249,31 +255,45 @@ def _bound(sizes: np.ndarray) -> float:
     return float(first) if second >= first * (1 - 1e-5) else 0.0
 
 
-def _before_update(standard: StepStandard, case: Case) -> Iterator[Answer]:
+def _before_update(standard: StepStandard, case: Case) -> Iterator[Located]:
     """The cause of the difference between the gradients that reach an optimizer."""
     if not standard.subject.returns_params or case.leaves is not None:
         return
     for inner in before_update(standard, case):
         own = inner.subject.divided(case.split, inner.subject.batch)
         known = case.terms if case.terms is not None and terms.are_right(inner, case.terms) else None
-        cause, detail = explain(inner, case_of(inner, case.split, own, known))
+        cause, detail, line = explain(inner, case_of(inner, case.split, own, known))
+        standard.reached = True
         if cause is not Cause.UNEXPLAINED:
-            yield cause, f"{detail}; in the gradient that reaches the optimizer"
+            yield cause, f"{detail}; in the gradient that reaches the optimizer", line
             return
 
 
-def hidden(standard: StepStandard, split: Split) -> Answer | None:
-    """The cause of a difference of gradients that the optimizer hides, where it is certain; results are equal."""
+def hidden(standard: StepStandard, split: Split, given: terms.Terms | None) -> tuple[Cause, str, str] | None:
+    """The cause of a difference of gradients that the optimizer hides; results are equal.
+
+    None where there is no difference, or one that may be meant, as by a loss scale.
+    """
+    found: tuple[Cause, str, str] | None = None
     for inner in hidden_by_update(standard, split):
         own = inner.subject.divided(split, inner.subject.batch)
-        cause, detail = explain(inner, case_of(inner, split, own, None))
+        known = given if given is not None and terms.are_right(inner, given) else None
+        cause, detail, line = explain(inner, case_of(inner, split, own, known))
         if cause in CERTAIN:
-            return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step"
-    return None
+            return cause, f"{detail}; in the gradient that reaches the optimizer, which hides it in this step", line
+        if not _is_scaled(flat(inner.best.floats), flat(own.floats)):
+            found = Cause.UNEXPLAINED, "a difference of the gradients that reach the optimizer, which hides it here", ""
+    return found
 
 
-CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED)
+CERTAIN = (Cause.MEAN_OF_MEANS, Cause.LOST, Cause.DOUBLED, Cause.NOT_EXCHANGED, Cause.DENOMINATOR)
 """Causes of which the division's gradient is what they predict to the last digits: no loss scale looks like them."""
+
+
+def _is_scaled(whole: np.ndarray, made: np.ndarray) -> bool:
+    """Whether one gradient is the other one times a factor."""
+    factor = float(whole @ made) / max(float(whole @ whole), 1e-300)
+    return float(np.linalg.norm(made - factor * whole)) <= HIDDEN * float(np.linalg.norm(made))
 
 
 # --- what one batch gives of other numbers of its examples, where nothing is linear ---
@@ -285,8 +305,8 @@ MOST_ROWS = 256
 def _repeated(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """The whole step on a batch of other numbers of its examples, as Adam or clipping of the mean make it necessary."""
     n = standard.examples
-    if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
-        return
+    if standard.reached or not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
+        return  # of the gradient it has been seen, at less cost: each number of rows is compiled by itself
     units = np.arange(n)
     for cause, detail, times in chain(_as_means(standard, case), _as_lost(n, case)):
         if times.sum() > MOST_ROWS:

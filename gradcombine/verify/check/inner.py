@@ -19,6 +19,7 @@ from gradcombine.errors import GradCombineError
 from gradcombine.types import Tree
 from gradcombine.verify.check.case import Case, accounts_for
 from gradcombine.verify.check.leaves import perturbation
+from gradcombine.verify.check.lines import place_of
 from gradcombine.verify.check.measure import FLOAT32_UNIT, SAMPLES, TIMES, UNIT64, StepStandard
 from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Split, Subject
 
@@ -34,7 +35,7 @@ def before_update(standard: StepStandard, case: Case) -> Iterator[StepStandard]:
         return
     try:
         whole, divided = (Recorded(subject, split) for split in (WHOLE, case.split))
-        one, made = (subject.of(x.values, subject.batch, case.wide) for x in (whole, divided))
+        one, made = (subject.of(x.values(), subject.batch, case.wide) for x in (whole, divided))
     except Exception:  # of a step that cannot be traced, or not run so
         return
     for length in _lengths(whole, divided, [x.shape for _, x in subject.param_leaves]):
@@ -66,15 +67,18 @@ def hidden_by_update(standard: StepStandard, split: Split) -> Iterator[StepStand
     wide = standard.wide is not None and standard.unit > FLOAT32_UNIT  # whose rounding would look like a difference
     try:
         whole, divided = (Recorded(subject, x) for x in (WHOLE, split))
-        one, made = (subject.of(x.values, subject.batch, wide) for x in (whole, divided))
+        lengths = _lengths(whole, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]
+        looked_at = [[*dict.fromkeys(i for n in lengths for i in x.entering(n))] for x in (whole, divided)]
+        values = [x.values(at) for x, at in zip((whole, divided), looked_at, strict=True)]
+        one, made = (subject.of(x, subject.batch, wide) for x in values)
         unit = 2 * (UNIT64 if wide else standard.unit)
-        moved = [subject.of(whole.values, subject.batch, wide, perturbation(seed, unit)) for seed in range(SAMPLES)]
+        moved = [subject.of(values[0], subject.batch, wide, perturbation(seed, unit)) for seed in range(SAMPLES)]
     except Exception:  # of a step that cannot be traced, or not run so
         return
     noise = [TIMES * max(float(np.linalg.norm(x - y)) for x in column) for *column, y in zip(*moved, one, strict=True)]
-    for length in _lengths(whole, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]:
-        at = whole.entering(length)
-        first, second = [one[i] for i in at], [made[i] for i in divided.entering(length)]
+    for length in lengths:
+        at = [looked_at[0].index(i) for i in whole.entering(length)]
+        first, second = [one[i] for i in at], [made[looked_at[1].index(i)] for i in divided.entering(length)]
         if not _far(first, second, [noise[i] for i in at], HIDDEN if wide else max(HIDDEN, 16 * standard.unit)):
             return
         try:
@@ -112,11 +116,7 @@ def _up_to(subject: Subject, length: int) -> Subject:
     def make_step(microbatches: int, devices: int = 1) -> Callable[[Tree, Tree], Tree]:
         recorded = Recorded(subject, Split(microbatches, devices))
 
-        def step(params: Tree, batch: Tree) -> Tree:
-            values = recorded.values(params, batch)
-            return [values[i] for i in recorded.entering(length)]
-
-        return import_module("jax").jit(step)
+        return recorded.values(recorded.entering(length))
 
     return Subject(make_step, subject.params, subject.batch, returns_params=False)
 
@@ -125,7 +125,6 @@ class Recorded:
     """Values in the shapes of the parameters that a step computes from its examples.
 
     Attributes:
-      values: a function of parameters and batch that returns all of them, in the program's order.
       rest: a function of parameters and (batch, values, chosen) that runs the step with the chosen values in place.
       kinds: the operation and the shape of each.
       after: the numbers of those that each is computed from, but for what these are computed from.
@@ -142,16 +141,6 @@ class Recorded:
         self.kinds: list[tuple[str, tuple[int, ...]]] = []
         self.after: list[After] = []
 
-        def values(params: Tree, batch: Tree) -> list[Any]:
-            found: list[Any] = []
-
-            def keep(x: Any) -> Any:
-                found.append(x)
-                return x
-
-            self._run(params, batch, keep)
-            return found
-
         def rest(params: Tree, given: tuple[Tree, Sequence[Any], Any]) -> Tree:
             batch, others, chosen = given
             pairs = iter([*zip(others, chosen, strict=True)])
@@ -162,8 +151,23 @@ class Recorded:
 
             return self._run(params, batch, put)
 
-        self.values, self.rest = jax.jit(values), jax.jit(rest)
-        jax.eval_shape(self.values, subject.params, subject.batch)
+        self.rest = jax.jit(rest)
+        jax.eval_shape(self.values(), subject.params, subject.batch)
+
+    def values(self, at: Sequence[int] | None = None) -> Callable[[Tree, Tree], list[Any]]:
+        """A function of parameters and batch that returns the values of these numbers; None: all, in order."""
+
+        def step(params: Tree, batch: Tree) -> list[Any]:
+            found: list[Any] = []
+
+            def keep(x: Any) -> Any:
+                found.append(x)
+                return x
+
+            self._run(params, batch, keep)
+            return found if at is None else [found[i] for i in at]
+
+        return import_module("jax").jit(step)
 
     def entering(self, length: int) -> tuple[int, ...]:
         """The inputs of the last ``length`` operations, in the order in which they are used."""
@@ -213,7 +217,8 @@ def _evaluated(
             made = _evaluated(inner.jaxpr, inner.consts, pairs, computed)
         else:
             functions, others = _bound(x)
-            found = x.primitive.bind(*functions, *(value for value, _ in pairs), **others)
+            with import_module("jax").named_scope(place_of(x)):
+                found = x.primitive.bind(*functions, *(value for value, _ in pairs), **others)
             entering = [after for _, after in pairs if after is not None]
             after = tuple(dict.fromkeys(i for some in entering for i in some)) if entering else None
             made = [computed(x.primitive.name, y, after) for y in (found if x.primitive.multiple_results else [found])]

@@ -1,8 +1,9 @@
 """The line of a step's source that a cause comes from, where its program in JAX has one line that can be meant.
 
 A mean of means divides by the number of microbatches, or of parts on all devices: by 2 where there are 2 of them, by 4
-where there are 4; or by the counter of `optax.MultiSteps`, where that is updated more than once. An accumulator that is
-too narrow is added to, in its own dtype, within a scan.
+where there are 4; or by the counter of `optax.MultiSteps`, where that is updated more than once. A term of the loss is
+divided where it becomes smaller by as much as a divisor becomes larger. An accumulator that is too narrow is added to,
+in its own dtype, within a scan.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from gradcombine.audit.subject import LIBRARIES
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.check.leaves import is_float_dtype
 from gradcombine.verify.check.retyping import operations
-from gradcombine.verify.check.running import WHOLE, Split, Subject
+from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Split, Subject
+from gradcombine.verify.check.standard import Floats, flat
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -30,15 +32,45 @@ Line: TypeAlias = tuple[str, int]
 NOT_OF_USERS = (*LIBRARIES, "/gradcombine/verify/", "/lib/python3")
 
 
-def line_of(cause: Cause, subject: Subject, split: Split) -> str:
+def line_of(cause: Cause, detail: str, subject: Subject, split: Split) -> str:
     """The file and line, as "step.py:12"; empty where none is known, or several could be meant."""
     shapes = {x.shape for _, x in subject.param_leaves}
     found = set[Line]()
-    if cause is Cause.MEAN_OF_MEANS:
+    if cause is Cause.MEAN_OF_MEANS or (cause is Cause.SCALED and "divided by the number of" in detail):
         found = _divided(subject, split, shapes) or _divided(subject, split, {()}) or _averaged(subject, split)
     elif cause is Cause.PRECISION:
         found = set(_narrow_sums(_program(subject, split), shapes))
     return in_words(*found.pop()) if len(found) == 1 else ""
+
+
+def dividing(subject: Subject, split: Split, terms: Sequence[Floats]) -> str:
+    """The line where each of these parts of a division's result is divided, by a number that is computed if there is
+    such a line; empty where one of them has none or several."""
+    divisions = [x for x in _program(subject, split) if x.primitive.name == "div"]
+    computed = {line for x in divisions if not hasattr(x.invars[1], "val") for line in _users_line(x)}
+    lines = [*dict.fromkeys(line for x in divisions for line in _users_line(x))]
+    places = {line: i for i, line in enumerate(lines)}
+    moved = np.ones((1 + len(lines), len(lines))) + STEP * np.eye(1 + len(lines), len(lines), -1)
+    try:
+        results = subject.scaled(split, lambda x: places.get(next(_users_line(x), ("", 0))), moved.tolist())
+    except (NotWide, NotFiniteError):
+        return ""
+    still, *others = [flat(x.floats) for x in results]
+    parts = [flat(x) for x in terms]
+    matrix = np.stack([*parts, still - np.sum(parts, axis=0)], axis=1)
+    found: list[list[Line]] = [[] for _ in parts]
+    for line, made in zip(lines, others, strict=True):
+        change = (still - made) / STEP  # the sum of what it divides
+        times, *_ = np.linalg.lstsq(matrix, change)
+        if np.linalg.norm(matrix @ times - change) <= 1e-3 * np.linalg.norm(change):
+            for of_term, a in zip(found, times, strict=False):
+                of_term += [line] if a > 0.5 else []
+    chosen = [[x for x in of_term if x in computed] or of_term for of_term in found]
+    return " and ".join(dict.fromkeys(in_words(*x[0]) for x in chosen)) if {*map(len, chosen)} == {1} else ""
+
+
+STEP = 2.0**-20
+"""By how much of itself a divisor is changed."""
 
 
 def in_words(file: str, line: int) -> str:
@@ -119,7 +151,20 @@ def _is_narrow(dtype: Any) -> bool:
     return is_float_dtype(dtype) and rounding_unit(np.dtype(dtype)) > rounding_unit(np.dtype(np.float32))
 
 
+AT = "at "
+
+
+def place_of(equation: Any) -> str:
+    """A scope that keeps the user's line of an operation that is bound again."""
+    return next((f"{AT}{file}:{line}" for file, line in _users_line(equation)), "bound")
+
+
 def _users_line(equation: Any) -> Iterator[Line]:
+    for scope in equation.source_info.name_stack.stack:
+        if (name := getattr(scope, "name", "")).startswith(AT):
+            file, _, line = name.removeprefix(AT).rpartition(":")
+            yield file, int(line)
+            return
     for frame in _frames(equation):
         if not any(part in frame.file_name for part in NOT_OF_USERS):
             yield frame.file_name, frame.line_num

@@ -46,7 +46,10 @@ class StepStandard(Standard):
       unit: the unit roundoff.
       draws: whether it may draw random numbers.
       noise: how far rounding moves each leaf.
+      reached: whether the gradient that reaches an optimizer has been looked at.
     """
+
+    reached = False
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
         self.subject, self.examples = subject, subject.examples

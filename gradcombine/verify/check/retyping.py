@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from enum import IntEnum
 from typing import Any
 
@@ -19,6 +20,9 @@ import numpy as np
 from gradcombine.verify.compare.ulp import kind_of
 
 Arrays = Sequence[Any]
+
+DIVISORS = ContextVar[Callable[[Any], Any]]("divisors", default=lambda operation: 1)
+"""By what a division multiplies its divisor in addition."""
 
 
 class NotWide(Exception):  # noqa: N818 (an answer, not an error)
@@ -51,6 +55,19 @@ class Retyped:
     def __call__(self, arrays: Arrays) -> list[Any]:
         """The results for other arrays of these shapes, all floats in float64; to be called within `wide`."""
         return self._run(self.program.consts, list(arrays))
+
+    def scaled(self, arrays: Arrays, place: Callable[[Any], int | None], factors: Arrays) -> list[list[Any]]:
+        """For each vector of factors the results where the divisors of these places are multiplied by them."""
+
+        def run(consts: Arrays, arrays: Arrays, times: Any) -> list[Any]:
+            token = DIVISORS.set(lambda operation: 1 if (i := place(operation)) is None else times[i])
+            try:
+                return self._evaluated(consts, arrays)
+            finally:
+                DIVISORS.reset(token)
+
+        compiled = sys.modules["jax"].jit(run)
+        return [compiled(self.program.consts, list(arrays), times) for times in factors]
 
     def _evaluated(self, consts: Arrays, arrays: Arrays) -> list[Any]:
         jaxpr, jnp = self.program.jaxpr, sys.modules["jax"].numpy
@@ -103,6 +120,8 @@ def _evaluated(
     for operation in jaxpr.eqns:
         name, pairs = operation.primitive.name, [value(x) for x in operation.invars]
         given, of = [x for x, _ in pairs], [x for _, x in pairs]
+        if name == "div" and _kind(given[1].dtype) == "float":
+            given[1] = given[1] * DIVISORS.get()(operation)
         rule = _RULES.get(name, _bound)
         with operation.ctx.manager:
             if rule is _called:

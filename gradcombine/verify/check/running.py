@@ -229,6 +229,20 @@ class Subject:
             self._programs[key] = function, made  # a function that is kept keeps its id
         return self._programs[key][1]
 
+    def scaled(
+        self, split: Split, place: Callable[[Any], int | None], factors: Sequence[Sequence[float]]
+    ) -> list[Result]:
+        """Results in float64 where divisors are multiplied by factors, as `Retyped.scaled` has it."""
+        leaves, params = flattened(self.batch)[0], self._params
+        program = self.program(self.step(split), self.batch)
+        if program is None or program.retyped.problem:
+            raise NotWide("its program is not known")
+        with wide_types():
+            entered = [copied(x, True, None) for x in [*params, *leaves]]
+            before = [array_of(x) for x in entered[: len(params)] if is_float(x)]
+            made = program.retyped.scaled([entered[i] for i in program.entering], place, [np.array(x) for x in factors])
+            return [self._result(program.filled(x), before) for x in made]
+
     def divided(self, split: Split, batch: Tree) -> Result:
         """`run`; raises GradCombineError where the step cannot divide the batch."""
         try:
@@ -352,8 +366,12 @@ class Program(NamedTuple):
 
     def __call__(self, leaves: Sequence[Any]) -> Tree:
         """The tree for other leaves of these shapes, in float64."""
+        return self.filled(self.retyped([leaves[i] for i in self.entering]))
+
+    def filled(self, arrays: Sequence[Any]) -> Tree:
+        """The tree of these results."""
         made = list(self.leaves)
-        for i, x in zip(self.leaving, self.retyped([leaves[i] for i in self.entering]), strict=True):
+        for i, x in zip(self.leaving, arrays, strict=True):
             made[i] = x
         return tree.unflatten(self.structure, made)
 

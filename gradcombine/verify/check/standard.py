@@ -143,6 +143,12 @@ class Standard(ABC):
         off = np.linalg.norm(coefficients @ matrix - target)
         return bool(np.linalg.norm(coefficients) > 2 or off > (2 + np.abs(coefficients).sum()) * len(every))
 
+    @cached_property
+    def total(self) -> float | None:
+        """The sum of the weights of all units in one batch; None where it is not their combination."""
+        c = self._solved(self.best.floats, range(len(self.best.floats)), self.wide is not None)
+        return float(c.sum()) if c is not None and self._distances_from(c).max() <= 1 else None
+
     @property
     def weights(self) -> np.ndarray | None:
         return self.combination[0]

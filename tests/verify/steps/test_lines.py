@@ -304,3 +304,113 @@ def test_a_step_that_is_made_for_one_division_alone_is_checked() -> None:
         return jax.jit(step)
 
     assert check_step(make_step, PARAMS, BATCH, microbatches=(4,)).cause is Cause.MEAN_OF_MEANS
+
+
+GATED = {"w": np.ones(5, np.float32), "g": np.full(5, 0.5, np.float32)}
+
+
+def errors(p: Any, x: Any) -> tuple[Any, Any]:
+    return (((x["x"] @ p["w"] - x["y"]) ** 2) * x["mask"]).sum(), x["mask"].sum()
+
+
+def balance(p: Any, x: Any) -> tuple[Any, Any]:
+    return (jax.nn.softmax(x["x"] * p["g"][None]) ** 2).sum(), jnp.float32(len(x["x"]))
+
+
+def terms(p: Any, x: Any) -> Any:
+    made = {f.__name__: jax.value_and_grad(f, has_aux=True)(p, x) for f in (errors, balance)}
+    return {name: (grads, weight) for name, ((_, weight), grads) in made.items()}
+
+
+def by_tokens(k: int) -> Any:
+    """A mean is added to a sum, and divided by the window's tokens."""
+
+    def step(p: Any, batch: Any) -> Any:
+        def total(p: Any, x: Any) -> tuple[Any, Any]:
+            (s, count), (t, rows) = errors(p, x), balance(p, x)
+            return (s / count if k == 1 else s) + t / rows, count
+
+        def body(carry: Any, x: Any) -> Any:
+            (_, count), grads = jax.value_and_grad(total, has_aux=True)(p, x)
+            return jax.tree.map(jnp.add, carry, (grads, count)), None
+
+        (grads, count), _ = jax.lax.scan(body, (jax.tree.map(jnp.zeros_like, p), 0.0), parts(batch, k))
+        return jax.tree.map(lambda x: x / count, grads) if k > 1 else grads  # here
+
+    return jax.jit(step)
+
+
+def by_each(k: int) -> Any:
+    """The errors of each microbatch are divided by its tokens, then by the number of microbatches."""
+
+    def of_both(p: Any, x: Any) -> Any:
+        (s, count), (t, rows) = errors(p, x), balance(p, x)
+        mean = s / count  # here
+        return mean + t / rows
+
+    def step(p: Any, batch: Any) -> Any:
+        grads = jax.vmap(jax.grad(of_both), (None, 0))(p, parts(batch, k))
+        return jax.tree.map(lambda x: x.mean(0), grads)
+
+    return jax.jit(step)
+
+
+def updated(make_gradient: Any, k: int) -> Any:
+    tx = optax.adamw(1e-2)
+
+    def step(p: Any, batch: Any) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return optax.apply_updates(p, tx.update(make_gradient(k)(p, batch), tx.init(p), p)[0])
+
+    return jax.jit(step)
+
+
+@pytest.mark.parametrize("make_step", [by_tokens, by_each])
+@pytest.mark.parametrize("hides", [False, True], ids=["gradients", "Adam's first step"])
+def test_the_line_that_divides_a_term(make_step: Any, hides: bool) -> None:
+    source, first = inspect.getsourcelines(make_step)
+    here = first + next(i for i, text in enumerate(source) if text.rstrip().endswith("# here"))
+    step, returns = (partial(updated, make_step), "params") if hides else (make_step, "gradients")
+    fault = check_step(step, GATED, BATCH, microbatches=(4,), returns=returns, terms=terms).faults[0]
+    assert fault.cause is Cause.DENOMINATOR
+    assert fault.line == f"{Path(__file__).relative_to(Path.cwd())}:{here}"
+
+
+def test_a_difference_without_a_cause_that_adams_first_step_hides_is_no_pass() -> None:
+    report = check_step(partial(updated, by_each), GATED, BATCH, microbatches=(4,), returns="params")
+    assert report.verdict is Verdict.CANNOT_TELL
+    assert "gradients that reach the optimizer" in report.not_checked[0]
+
+
+@pytest.mark.parametrize("tx", [None, optax.sgd(0.1), optax.adamw(1e-2)], ids=["gradients", "sgd", "adamw"])
+def test_a_divisor_that_is_the_largest_of_a_batch(tx: Any) -> None:
+    """As where rows are padded to the longest: one batch weighs its examples to less than 1."""
+
+    def padded(p: Any, x: Any) -> Any:
+        return errors(p, x)[0] / (len(x["y"]) * jnp.abs(x["x"]).sum(1).max())
+
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            grads = jax.vmap(jax.grad(padded), (None, 0))(p, parts(batch, k))
+            grads = jax.tree.map(lambda x: x.mean(0), grads)
+            with jax.numpy_dtype_promotion("standard"):
+                return grads if tx is None else optax.apply_updates(p, tx.update(grads, tx.init(p), p)[0])
+
+        return jax.jit(step)
+
+    wide = BATCH | {"x": np.float32(np.random.default_rng(1).normal(size=(16, 40)))}
+    returns = "gradients" if tx is None else "params"
+    report = check_step(make_step, {"w": np.ones(40, np.float32)}, wide, returns=returns)
+    assert report.cause is Cause.MEAN_OF_MEANS, report
+
+
+def test_a_microbatch_that_is_lost_among_means() -> None:
+    def make_step(k: int) -> Any:
+        def step(p: Any, batch: Any) -> Any:
+            grads = jax.vmap(jax.grad(loss), (None, 0))(p, parts(batch, k))
+            return jax.tree.map(lambda x: x[: max(k - 1, 1)].sum(0) / k, grads)
+
+        return jax.jit(step)
+
+    uneven = BATCH | {"mask": np.float32([1, 1, 1, 0, 1, 0, 0, 1, 0, 0, 1, 0, 1, 1, 1, 1])}
+    assert check_step(make_step, PARAMS, uneven).cause is Cause.LOST
