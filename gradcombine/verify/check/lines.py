@@ -108,7 +108,7 @@ def _multi_steps(program: Sequence[Any]) -> Iterator[Line]:
 
 def _is_of_multi_steps(equation: Any) -> bool:
     """Whether it is written there, and not in an optimizer that is called there."""
-    file = next((frame.file_name for frame in _frames(equation) if "/jax/" not in frame.file_name), "")
+    file = next((frame.file_name for frame in _frames(equation) if "/jax/_src/" not in frame.file_name), "")
     return MULTI_STEPS.search(file) is not None
 
 
