@@ -30,7 +30,7 @@ def divided(nbytes: Sequence[int | None], fragments: int) -> list[list[int]]:
 
 
 def due(step: Array, every: int, fragments: int) -> Array:
-    """Which fragments are exchanged after a step, a boolean vector: each every so many steps, evenly in turn.
+    """The fragments that are exchanged after a step, as booleans: each every so many steps, evenly in turn.
 
     Args:
       step: int32 scalar, the number of steps so far, from 1.
