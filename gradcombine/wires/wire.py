@@ -137,8 +137,9 @@ def named(name: Any) -> Wire:
     wires.blocks(4, size=32)
     """
     try:
+        assert len(name) < 200
         call = ast.parse(name, mode="eval").body
-        assert isinstance(call, ast.Call) and len(name) < 200
+        assert isinstance(call, ast.Call)
         make = {"wires.cast": cast, "wires.blocks": blocks}[ast.unparse(call.func)]
         settings = {str(x.arg): ast.literal_eval(x.value) for x in call.keywords}
         return make(*map(ast.literal_eval, call.args), **settings)

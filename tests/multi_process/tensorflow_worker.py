@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine.integrations.tensorflow import AccumulatedStep
+from gradcombine.integrations.tensorflow import AccumulatedStep, Outer
 
 EVERY, SIZE = 4, 64
 
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--uneven", action="store_true", help="a window length of its own in every process")
     parser.add_argument("--keras", action="store_true", help="a Keras optimizer in place of a function")
     parser.add_argument("--apart", action="store_true", help="a second variable with a gradient on rank 1 alone")
+    parser.add_argument("--outer", action="store_true", help="the gradients are local steps of an island")
     parser.add_argument("--folder", type=Path)
     args = parser.parse_args()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -53,15 +54,21 @@ def main() -> None:
             for one, variable in zip(found, variables, strict=True):
                 variable.assign_sub(one)
 
+        def local(g: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+            strategy.run(lambda: module.params[0].assign_sub(g))
+            return module.update(weight)
+
+        every = EVERY + args.uneven * rank
         try:
             applied_by = keras.optimizers.SGD(1.0) if args.keras else apply
-            module = AccumulatedStep(
-                gradients, [w, *others], applied_by, every=EVERY + args.uneven * rank, order="tree"
-            )
+            if args.outer:
+                module = Outer([w], keras.optimizers.SGD(1.0), every, order="tree")
+            else:
+                module = AccumulatedStep(gradients, [w, *others], applied_by, every, order="tree")
         except gc.GradCombineError as error:
             print(json.dumps({"refused": str(error)}), flush=True)
             return
-        step = tf.function(module)
+        step = tf.function(local if args.outer else module)
     # A window is each process's own, so each of them keeps a checkpoint of its own.
     folder, done = args.folder and str(args.folder / str(rank)), tf.Variable(0)
     checkpoint = tf.train.Checkpoint(step=module, w=w, done=done)

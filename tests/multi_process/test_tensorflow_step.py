@@ -43,6 +43,25 @@ def test_processes_give_the_bits_of_one_list(size: int, options: tuple[str, ...]
     assert [each.printed["applied"] for each in ended] == [([False] * (EVERY - 1) + [True]) * WINDOWS] * size
 
 
+def test_islands_in_processes_have_the_bits_of_a_simulation() -> None:
+    """Each process moves by the gradients of its window; the weighted mean of what they moved is subtracted."""
+    w = np.zeros(SIZE, np.float32)
+    for window in range(WINDOWS):
+        moved, seen = list[np.ndarray](), list[float]()
+        for r in range(2):
+            own, weights = w, 0.0
+            for k in range(window * EVERY, (window + 1) * EVERY):
+                own, weights = own - gradient_at(r, k), weights + weight_at(r, k)
+            moved.append(w - own)
+            seen.append(weights)
+        w = w - gc.combine(gc.reductions.mean(), moved, seen, order="tree")
+    for each in run_workers(2, "--outer"):
+        assert each.code == 0, each.stderr
+        assert each.printed["traces"] == 1
+        assert each.printed["applied"] == ([False] * (EVERY - 1) + [True]) * WINDOWS
+        np.testing.assert_array_equal(np.frombuffer(bytes.fromhex(each.printed["w"]), np.float32), w)
+
+
 @pytest.mark.parametrize("options", [(), ("--keras",)])
 def test_a_gradient_in_one_process_alone_is_one_in_all(options: tuple[str, ...]) -> None:
     """Each process traces what its own replicas have, and takes the branches of the others."""
@@ -55,8 +74,9 @@ def test_a_gradient_in_one_process_alone_is_one_in_all(options: tuple[str, ...])
         np.testing.assert_allclose(each.printed["others"], expected, rtol=1e-6)
 
 
-def test_lengths_that_differ_between_processes_are_refused() -> None:
-    for each in run_workers(2, "--uneven"):
+@pytest.mark.parametrize("options", [(), ("--outer",)])
+def test_lengths_that_differ_between_processes_are_refused(options: tuple[str, ...]) -> None:
+    for each in run_workers(2, "--uneven", *options):
         assert each.code == 0, each.stderr
         assert "expected a window length that is the same on all replicas" in each.printed["refused"]
 

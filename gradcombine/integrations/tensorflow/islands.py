@@ -17,6 +17,7 @@ from gradcombine.integrations.tensorflow.inputs import (
     keras_optimizer,
     require_created_in_scope,
     require_cross_replica,
+    require_same_length,
     require_synchronous,
 )
 from gradcombine.integrations.tensorflow.state import local_variable
@@ -109,6 +110,7 @@ class Outer(tf.Module):
         self.optimizers = [keras_optimizer(x) for x in several]
         count = len(self.optimizers)
         self._every = require_integer(f"{max(count, 1)} steps or more, one for each fragment", every, max(count, 1))
+        require_same_length(self._strategy, self._every)
         targets = require_items("a list of variables", variables)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
