@@ -93,8 +93,11 @@ def _arrays(framework: Framework, given: Contributions) -> tuple[list[Tree], lis
     return values, [framework.array(np.float32(weight)) for weight in given.weights]
 
 
+_LISTS = {order: partial(over_list, order=order) for order in ORDERS}
+
+
 def _in_list(framework: Framework, compiled: Compiled, order: Order, given: Contributions) -> list[Tree]:
-    return [exported(compiled(partial(over_list, order=order))(*_arrays(framework, given)))]
+    return [exported(compiled(_LISTS[order])(*_arrays(framework, given)))]
 
 
 def _in_time(framework: Framework, compiled: Compiled, order: Order, given: Contributions) -> list[Tree]:

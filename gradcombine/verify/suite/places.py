@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -227,6 +228,8 @@ def prepare_tensorflow() -> None:
       RuntimeError: where TensorFlow has run already in this process.
     """
     prepare_devices()
+    # TensorFlow would import it, for its converter to TensorFlow Lite.
+    sys.modules.setdefault("jax", None)  # pyright: ignore[reportArgumentType]
     with _silent():
         import tensorflow as tf  # after the settings above
 

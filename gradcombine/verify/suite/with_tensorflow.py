@@ -57,11 +57,18 @@ def _strategy(count: int) -> tf.distribute.Strategy:
 
 # Nothing here branches on a tensor, and AutoGraph would rewrite each function on each replica.
 _traced = partial(tf.function, autograph=False)
+_traced_once = cache(_traced)
+
+
+def _xla(function: Callable[..., Tree]) -> Callable[..., Tree]:
+    """`function` compiled by XLA, from the graph that tf.function has traced of it."""
+    return _traced(_traced_once(function), jit_compile=True)
+
 
 TENSORFLOW = Framework(
     "tensorflow",
     tf.constant,
-    {"eager": eager, "tf.function": _traced, "XLA": partial(_traced, jit_compile=True)},
+    {"eager": eager, "tf.function": _traced_once, "XLA": _xla},
     {"MirroredStrategy": _mirrored},
     gc.tf_replicas(),
     # As a separate function, the update is traced once, not once for each step.
