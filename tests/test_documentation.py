@@ -116,9 +116,9 @@ def words(path: Path) -> int:
     return len(WORD.findall(re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "code", text))))
 
 
-def test_the_pages_have_15500_words_at_most() -> None:
+def test_the_pages_have_15000_words_at_most() -> None:
     pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("docs/*/*.md")]
-    assert sum(words(page) for page in pages) <= 15_500
+    assert sum(words(page) for page in pages) <= 15_000
 
 
 def test_the_readme_has_600_words_beside_listings_at_most() -> None:
