@@ -295,7 +295,7 @@ def _bound(report: Audit) -> Section:
     title = "Lower bound of a call"
     known = {name: bound.seconds for name, bound in report.bounds.items() if bound.seconds is not None}
     if not known:
-        return Section(title, f"none: nothing is published of {report.target.name}")
+        return Section(title, f"none: no rates are published for {report.target.name}")
     name = max(known, key=lambda x: known[x])
     left = "" if len(known) == len(report.bounds) else "; what is not published is left out"
     note = f"{known[name]:.3g} s, by {name}, if all overlap; {sum(known.values()):.3g} s one after the other{left}"

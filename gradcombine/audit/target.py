@@ -212,7 +212,7 @@ def bounds(target: Target, flops: dict[int, float], moved: float, exchanges: Seq
     """
     figures = target.figures
     if figures is None:
-        nothing = Bound(None, f"nothing is published of {target.name}")
+        nothing = Bound(None, f"no rates are published for {target.name}")
         return dict.fromkeys(("compute", "memory", "exchange"), nothing)
     return {
         "compute": _compute(flops, figures),

@@ -22,7 +22,7 @@ def sections(plan: Plan) -> list[Section]:
         where = f"{plan.target.name}: {plan.microbatches} microbatches, {axes}, replicas along {plan.axis}"
         note = "of each device; the bound if all overlaps"
         if plan.target.figures is None:
-            note = f"nothing is published of {plan.target.name}: by the bytes moved and sent"
+            note = f"no rates are published for {plan.target.name}: ordered by the bytes moved and sent"
         columns, rows = ("way", "bound, s", "by", "sent", "moved", "memory"), list[Cells]()
         for row, figures in compiled:
             seconds = "" if row.seconds is None else f"{row.seconds:.3g}"
