@@ -9,6 +9,11 @@ Leaves of one shape share one function until XLA inlines its calls. Calls that a
 frontend, on the outer call alone) do not help on CPU: XLA copies a function for each call of it. An update of 40 leaves
 took 2.5 s of processor time to compile in place of 2.1, its value 1.4 in place of 1.7, a list of eight 9.9 in place of
 9.4; with the attribute on inner functions as well, five times as much.
+
+One flat array of all leaves is what NumPy and TensorFlow have of small ones. In JAX it was tried on 200 leaves:
+joined in the open a list of eight takes as long, since XLA writes the program once for each slice; in a loop 6.0 s in
+place of 38.3, but an update 6.2 in place of 6.1 and a value 4.3 in place of 5.6. It would exchange what jit has
+sharded, of which a traced array tells nothing; so each leaf stays a program of its own there.
 """
 
 from __future__ import annotations

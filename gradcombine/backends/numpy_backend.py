@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import ml_dtypes
@@ -27,6 +28,9 @@ _PYTHON_DTYPES: dict[type, np.dtype] = {
 
 _SILENT = np.errstate(all="ignore")
 """Decorates operations that are silent on overflow."""
+
+_WORTH_JOINING = 1 << 12
+"""Elements of the largest array that is joined with others."""
 
 _BLOCK = 1 << 14
 """Elements of one array in a block."""
@@ -158,6 +162,9 @@ class NumpyBackend(Backend):
                 result[block] = part
         return tuple(result.reshape(shape) for result in results)
 
+    def prefers_joined(self, array: Array) -> bool:
+        return np.size(array) <= _WORTH_JOINING
+
     def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         flat = [np.reshape(array, -1) for array in arrays]
         starts = range(0, max(flat[0].size, 1), _BLOCK)
@@ -195,6 +202,12 @@ class NumpyBackend(Backend):
 
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
         return np.concatenate(list(arrays), axis)
+
+    def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        ends = accumulate(map(math.prod, shapes))
+        return [
+            array[end - math.prod(shape) : end].reshape(shape).copy() for shape, end in zip(shapes, ends, strict=True)
+        ]
 
     def take(self, array: Array, positions: Array) -> Array:
         return np.take(array, positions, axis=0)

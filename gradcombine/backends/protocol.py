@@ -171,6 +171,14 @@ class Backend(ABC):
         """Whether so many arrays of a shape are better the rows of one: where operations cost more than elements."""
         return False
 
+    def prefers_joined(self, array: Array) -> bool:
+        """Whether so small an array is better a part of one with others: where operations cost more than elements."""
+        return False
+
+    def joined(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """``function(*arguments)``, elementwise, of arrays that were joined and whose results are unpacked."""
+        return function(*arguments)
+
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
@@ -271,7 +279,10 @@ class Backend(ABC):
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
         """The arrays one after another along an axis."""
 
-    @abstractmethod
+    def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        """The consecutive parts of a vector, in these shapes; none keeps the memory of the others."""
+        raise NotImplementedError
+
     @abstractmethod
     def take(self, array: Array, positions: Array) -> Array:
         """The rows at int32 positions, all of which exist."""

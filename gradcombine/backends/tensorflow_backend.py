@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache, partial
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import ml_dtypes
@@ -18,6 +17,7 @@ import tensorflow as tf
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices
+from gradcombine.backends.tensorflow_functions import compiles, function, in_loop, totals
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Array, DType, Leaf
 
@@ -149,27 +149,41 @@ class TensorflowBackend(Backend):
         return tf.where(tf.math.is_nan(a), a, tf.where(tf.math.is_nan(b), b, larger))
 
     def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+        if _LOOPED.now:
+            return in_loop(function(self, kernel, static, False), arrays)
         shape = max((tuple(array.shape) for array in arrays), key=len)
         sharded = tf.executing_eagerly() and any("CUSTOM" in array.device for array in arrays)  # by DTensor
-        if math.prod(shape) < _WORTH_COMPILING or sharded or not _compiles():
+        if math.prod(shape) < _WORTH_COMPILING or sharded or not compiles():
             inline = tf.executing_eagerly() or len(arrays) < _WORTH_A_FUNCTION
             return tuple(kernel(self, *static, *arrays)) if inline else self.traced_once(kernel, static, arrays)
         # One compilation for all shapes of a size.
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
-        return tuple(tf.reshape(result, shape) for result in _function(kernel, static, True)(*flat))
+        return tuple(tf.reshape(result, shape) for result in function(self, kernel, static, True)(*flat))
 
     def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         size = arrays[0].shape.num_elements()
         sharded = tf.executing_eagerly() and "CUSTOM" in arrays[0].device  # by DTensor
-        if size is None or size < _WORTH_COMPILING or sharded or not _compiles():
+        if size is None or size < _WORTH_COMPILING or sharded or not compiles():
             return tuple(map(tf.reduce_sum, kernel(self, *static, *arrays)))
-        return tuple(_totals(kernel, static)(*(tf.reshape(array, [-1]) for array in arrays)))
+        return tuple(totals(self, kernel, static)(*(tf.reshape(array, [-1]) for array in arrays)))
 
     def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        return tuple(_function(kernel, static, False)(*arrays))
+        return tuple(function(self, kernel, static, False)(*arrays))
 
     def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
         return math.prod(shape) <= _WORTH_STACKING and count >= _WORTH_A_FUNCTION and in_plain_graph()
+
+    def prefers_joined(self, array: Array) -> bool:
+        if not self.owns(array) or math.prod(self.shape(array)) >= _WORTH_COMPILING:
+            return False
+        return not (tf.executing_eagerly() and "CUSTOM" in array.device)  # DTensor would gather what is sharded
+
+    def joined(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        before, _LOOPED.now = _LOOPED.now, not (tf.executing_eagerly() or in_plain_graph())
+        try:
+            return function(*arguments)
+        finally:
+            _LOOPED.now = before
 
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
@@ -260,6 +274,10 @@ class TensorflowBackend(Backend):
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
         return tf.concat(list(arrays), axis=axis)
 
+    def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
+        parts = tf.split(array, list(map(math.prod, shapes)))
+        return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
         if array.shape.num_elements() == 0:
             return array
@@ -300,11 +318,11 @@ _WORTH_STACKING = 1 << 8
 """Elements of an array up to which an operation costs more than the elements that are copied."""
 
 
-class _Unguarded(threading.local):
+class _Flag(threading.local):
     now = False
 
 
-_UNGUARDED = _Unguarded()
+_UNGUARDED, _LOOPED = _Flag(), _Flag()
 
 
 @contextmanager
@@ -322,49 +340,9 @@ def unguarded() -> Iterator[None]:
         _UNGUARDED.now = before
 
 
-@cache
-def _function(kernel: Kernel, static: tuple[Any, ...], xla: bool) -> Any:
-    def call(*arrays: Array) -> tuple[Array, ...]:
-        return tuple(kernel(BACKEND, *static, *arrays))
-
-    return tf.function(call, autograph=False, jit_compile=xla or None)
-
-
-@cache
-def _totals(kernel: Kernel, static: tuple[Any, ...]) -> Any:
-    together: Any = None
-    with suppress(ImportError):  # it has no public name
-        together = importlib.import_module("tensorflow.compiler.tf2xla.ops.gen_xla_ops").xla_variadic_reduce_v2
-
-    def call(*arrays: Array) -> tuple[Array, ...]:
-        terms = kernel(BACKEND, *static, *arrays)
-        if together is None:
-            return tuple(map(tf.reduce_sum, terms))
-        # Reduced together, they are summed in one pass; and on CPU XLA cuts a reduction of one array alone into
-        # windows, which takes ten times as long.
-        scalars = [tf.TensorSpec((), term.dtype) for term in terms]
-        add = tf.function(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], autograph=False)
-        zeros = [tf.zeros((), term.dtype) for term in terms]
-        reducer = add.get_concrete_function(scalars, scalars)
-        return tuple(together(list(terms), zeros, list(range(terms[0].shape.rank)), reducer))
-
-    return tf.function(call, autograph=False, jit_compile=True)
-
-
 def in_plain_graph() -> bool:
     """Whether this is being traced for TensorFlow's own executor: not eager, and not for XLA."""
     return not tf.executing_eagerly() and tf.__internal__.get_enclosing_xla_context() is None
-
-
-@cache
-def _compiles() -> bool:
-    """Whether this TensorFlow has XLA for the processor."""
-    with tf.init_scope():
-        try:
-            tf.function(tf.negative, autograph=False, jit_compile=True)(tf.constant(1))
-        except (tf.errors.OpError, ValueError):
-            return False
-    return True
 
 
 def _in_order(result: Array) -> Array:

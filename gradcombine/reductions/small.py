@@ -1,40 +1,34 @@
-"""Elementwise functions of NumPy arrays, of which many small ones are handled as one."""
+"""Elementwise functions of leaves, of which many small ones are handled as one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate
 from typing import Any
 
-import numpy as np
-
+from gradcombine.backends.protocol import Backend
 from gradcombine.reductions.cell import Accumulator, parts, refilled
-
-SMALL = 1 << 12
-"""Elements of the largest leaf that is joined with others."""
+from gradcombine.types import Array
 
 
 class Small:
-    """Calls of an elementwise function, of which those on small leaves run as one at the end.
+    """Calls of an elementwise function, of which those on leaves that the backend prefers joined run as one at the end.
 
     The leaves of a call have one shape, which the result has too. No element depends on another one.
 
     Args:
+      backend: of the leaves.
       function: ``function(static, *leaves)``, of accumulators, arrays and None.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function = function
+    def __init__(self, backend: Backend, function: Callable[..., Any]) -> None:
+        self.backend, self.function = backend, function
         self._calls: dict[tuple[Hashable, Hashable], list[_Call]] = {}
 
     def __call__(self, static: Hashable, *leaves: Accumulator | None) -> Any:
         """The result, or what `results` replaces by it."""
-        held: list[tuple[np.ndarray, ...]] = [
-            () if leaf is None else tuple(map(np.asarray, parts(leaf))) for leaf in leaves
-        ]
-        if held[0][0].size > SMALL:
+        if not self.backend.prefers_joined(parts(leaves[0])[0]):
             return self.function(static, *leaves)
+        held = [() if leaf is None else tuple(map(self.backend.asarray, parts(leaf))) for leaf in leaves]
         call = _Call(leaves, held)
         kinds = tuple(tuple(array.dtype for array in arrays) for arrays in held)
         self._calls.setdefault((static, kinds), []).append(call)
@@ -48,31 +42,24 @@ class Small:
         return [done[value] if isinstance(value, _Call) else value for value in values]
 
     def _joined(self, static: Hashable, calls: Sequence[_Call]) -> list[Any]:
-        like = calls[0].leaves
+        backend, like = self.backend, calls[0].leaves
         if len(calls) == 1:
             return [self.function(static, *like)]
         columns = zip(*(call.held for call in calls), strict=True)
-        joined = [[_join(arrays) for arrays in zip(*column, strict=True)] for column in columns]
+        joined = [[self._join(arrays) for arrays in zip(*column, strict=True)] for column in columns]
         pairs = zip(like, joined, strict=True)
-        whole = self.function(static, *(None if leaf is None else refilled(leaf, arrays) for leaf, arrays in pairs))
-        shapes = [call.held[0][0].shape for call in calls]
-        pieces = [_split(array, shapes) for array in parts(whole)]
+        leaves = (None if leaf is None else refilled(leaf, arrays) for leaf, arrays in pairs)
+        whole = backend.joined(self.function, static, *leaves)
+        shapes = [backend.shape(call.held[0][0]) for call in calls]
+        pieces = [backend.unpack(array, shapes) for array in parts(whole)]
         return [refilled(whole, arrays) for arrays in zip(*pieces, strict=True)]
+
+    def _join(self, arrays: Sequence[Array]) -> Array:
+        return self.backend.concat([self.backend.flat(array) for array in arrays])
 
 
 class _Call:
     """One leaf's arguments, and the arrays of each."""
 
-    def __init__(self, leaves: tuple[Any, ...], held: list[tuple[np.ndarray, ...]]) -> None:
+    def __init__(self, leaves: tuple[Any, ...], held: list[tuple[Array, ...]]) -> None:
         self.leaves, self.held = leaves, held
-
-
-def _join(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.concatenate([array.reshape(-1) for array in arrays])
-
-
-def _split(array: np.ndarray, shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
-    # Copies: a leaf that is kept would keep all others.
-    sizes = list(map(math.prod, shapes))
-    rows = zip(shapes, sizes, accumulate(sizes), strict=True)
-    return [array[end - size : end].reshape(shape).copy() for shape, size, end in rows]

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import dtype_of, resolve
 from gradcombine.errors import GradCombineError, invalid, operation
@@ -166,8 +165,7 @@ class Treewise(Reduction):
 
     def _elementwise(self, backend: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, or where it takes small leaves together, its calls, for `_each`."""
-        # A compiler writes what it fuses with a slice once for every slice.
-        return Small(function) if self.cell.joins and backend is NUMPY else function
+        return Small(backend, function) if self.cell.joins else function
 
     def _each(
         self, structure: tree.Structure, function: Callable[..., Any], *columns: Iterable[Any], small: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -35,7 +36,7 @@ class Weight:
     array: Array
     whole: bool
     refused: Array | None = None
-    _made: dict[tuple[str, np.dtype], Array] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_one(self) -> bool:
@@ -59,16 +60,19 @@ class Weight:
         return self.whole or (self.known is not None and float(self.known).is_integer())
 
     def cast(self, backend: Backend, dtype: np.dtype) -> Array:
-        """Rounded to a float dtype, infinite above its range; modulo the width of an integer dtype.
-
-        Once for all leaves: traced for each of them it would be a good part of a program.
-        """
+        """Rounded to a float dtype, infinite above its range; modulo the width of an integer dtype."""
         key = backend.name, dtype
         if key not in self._made:
             if self.known is None:
                 self._made[key] = self._traced(backend, dtype)
             else:
                 self._made[key] = backend.full((), _rounded(self.known, dtype).item(), dtype)
+        return self._made[key]
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """A value derived from the weight, once for all leaves: else it would be a good part of a traced program."""
+        if key not in self._made:
+            self._made[key] = make()
         return self._made[key]
 
     def number(self, dtype: np.dtype) -> np.generic:

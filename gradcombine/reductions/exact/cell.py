@@ -87,7 +87,7 @@ class Exact(Cell):
         every = weights
         xs, weights = zip(*((x, w) for x, w in zip(xs, weights, strict=True) if x is not None), strict=True)
         grid = digits.grid_of(backend, a)
-        parts = [[] if w.is_one else weight_parts(backend, grid, w) for w in weights]
+        parts = [[] if w.is_one else _parts(backend, grid, w) for w in weights]
         plan = tuple((w.whole, len(part)) for w, part in zip(weights, parts, strict=True))
         scalars = (array for several in parts for part in several for array in part)
         total = Digits.of(backend.fused(_deposit, (grid, len(a.words), plan), [*a.words, *xs, *scalars]))
@@ -97,9 +97,13 @@ class Exact(Cell):
     def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Any:
         if not a.spills:
             return a
-        before = totals.weight.deposits
-        after = before + sum(deposits(backend, w) for w in weights)
-        due = backend.shift_right(before, _PERIOD) != backend.shift_right(after, _PERIOD)
+        added = sum(deposits(backend, w) for w in weights)
+
+        def is_due() -> Array:
+            before = totals.weight.deposits
+            return backend.shift_right(before, _PERIOD) != backend.shift_right(before + added, _PERIOD)
+
+        due = totals.once(("due", added), is_due)
         return Digits.of(backend.apply_if_rare(due, _settle, (FLOAT32,), a.words))
 
     def merge(self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals) -> Any:
@@ -108,9 +112,9 @@ class Exact(Cell):
     def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Array:
         grid = digits.grid_of(backend, a)
         full = SPILLED_CAPACITY if a.spills else grid.capacity
-        scalars = [totals.weight.deposits > full]
+        scalars = [totals.once(("overfull", full), lambda: totals.weight.deposits > full)]
         if self.divides:
-            scalars += rounded(backend, grid, totals.weight)
+            scalars += totals.once(("divisor", grid), lambda: rounded(backend, grid, totals.weight))
         results = backend.fused(_finish, (grid, len(a.words), output), [*a.words, *scalars])
         return refusing(self.name, backend, results, totals.weight.link)[0]
 
@@ -211,9 +215,13 @@ def _settle(backend: Backend, grid: Grid, *words: Array) -> tuple[Array, ...]:
     return digits.settle(backend, grid, Digits.of(words)).words
 
 
+def _parts(backend: Backend, grid: Grid, weight: Weight) -> list[Part]:
+    return weight.once((backend.name, grid), lambda: weight_parts(backend, grid, weight))
+
+
 def _weights(backend: Backend, grid: Grid, weights: Sequence[Weight]) -> list[Decoded]:
     """The addends of the sum of weights, decoded."""
-    parts = (part for weight in weights for part in weight_parts(backend, grid, weight))
+    parts = (part for weight in weights for part in _parts(backend, grid, weight))
     return [of_weight(backend, grid, part) for part in parts]
 
 

@@ -1,0 +1,76 @@
+# pyright: standard
+"""Kernels as functions of TensorFlow: traced once, compiled by XLA, or run in a loop."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import tensorflow as tf
+
+from gradcombine.backends.protocol import Backend, Kernel
+from gradcombine.types import Array
+
+
+@cache
+def function(backend: Backend, kernel: Kernel, static: tuple[Any, ...], xla: bool) -> Any:
+    """``kernel(backend, *static, *arrays)`` of the arrays, traced once for all of their shapes and dtypes."""
+
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        return tuple(kernel(backend, *static, *arrays))
+
+    return tf.function(call, autograph=False, jit_compile=xla or None)
+
+
+def in_loop(function: Any, arrays: Sequence[Array]) -> tuple[Array, ...]:
+    """``function(*arrays)``, elementwise, of vectors and scalars, by halves.
+
+    XLA writes what it fuses with a slice once for every slice that is taken of it. With a loop it fuses nothing.
+    """
+    (size,) = max((array.shape for array in arrays), key=len)
+    halves = [tf.reshape(tf.pad(x, [[0, size % 2]]), [2, -1]) if x.shape.rank else x for x in arrays]
+
+    def turn(i: Array, results: tuple[tf.TensorArray, ...]) -> tuple[Array, tuple[tf.TensorArray, ...]]:
+        half = function(*(x[i] if x.shape.rank else x for x in halves))
+        return i + 1, tuple(result.write(i, x) for result, x in zip(results, half, strict=True))
+
+    made = function.get_concrete_function(*(x[0] if x.shape.rank else x for x in halves)).structured_outputs
+    results = tuple(tf.TensorArray(x.dtype, 2, element_shape=x.shape) for x in made)
+    _, results = tf.while_loop(lambda i, _: i < 2, turn, (tf.constant(0), results))
+    return tuple(tf.reshape(result.stack(), [-1])[:size] for result in results)
+
+
+@cache
+def totals(backend: Backend, kernel: Kernel, static: tuple[Any, ...]) -> Any:
+    """The sums of the results of the kernel's function, compiled."""
+    together: Any = None
+    with suppress(ImportError):  # it has no public name
+        together = importlib.import_module("tensorflow.compiler.tf2xla.ops.gen_xla_ops").xla_variadic_reduce_v2
+
+    def call(*arrays: Array) -> tuple[Array, ...]:
+        terms = kernel(backend, *static, *arrays)
+        if together is None:
+            return tuple(map(tf.reduce_sum, terms))
+        # Reduced together, they are summed in one pass; and on CPU XLA cuts a reduction of one array alone into
+        # windows, which takes ten times as long.
+        scalars = [tf.TensorSpec((), term.dtype) for term in terms]
+        add = tf.function(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], autograph=False)
+        zeros = [tf.zeros((), term.dtype) for term in terms]
+        reducer = add.get_concrete_function(scalars, scalars)
+        return tuple(together(list(terms), zeros, list(range(terms[0].shape.rank)), reducer))
+
+    return tf.function(call, autograph=False, jit_compile=True)
+
+
+@cache
+def compiles() -> bool:
+    """Whether this TensorFlow has XLA for the processor."""
+    with tf.init_scope():
+        try:
+            tf.function(tf.negative, autograph=False, jit_compile=True)(tf.constant(1))
+        except (tf.errors.OpError, ValueError):
+            return False
+    return True
