@@ -98,7 +98,9 @@ def weighted_mean(values: Sequence[np.ndarray], weights: Sequence[int]) -> np.nd
     array([Fraction(3, 2)], dtype=object)
     """
     terms: Any = [_units(value) * weight for value, weight in zip(values, weights, strict=True)]
-    return np.frompyfunc(lambda total: Fraction(total, _UNITS * sum(weights)), 1, 1)(np.sum(terms, axis=0))
+    divisor = _UNITS * sum(weights)
+    quotient: Any = np.frompyfunc(lambda total: Fraction(total, divisor), 1, 1)
+    return quotient(np.sum(terms, axis=0))
 
 
 def rounding_bound(values: Sequence[np.ndarray], weights: Sequence[int], additions: int) -> np.ndarray:
