@@ -153,7 +153,7 @@ def _levels(
     for name, pieces in divided.items():
         if all(np.ptp(r[(p > 0) & real]) < SAME * np.abs(r).max() for p in pieces if (p > 0)[real].any()):
             by_place = [float(np.mean(r[(p > 0) & real])) for p in pieces]
-            by_place = [a if abs(a) > SAME else 0.0 for a in by_place]
+            by_place = [a if abs(a) > 2.0**-20 * max(map(abs, by_place)) else 0.0 for a in by_place]
             snapped = np.where(real, c * sum(a * (p > 0) for a, p in zip(by_place, pieces, strict=True)), 0)
             places = ", ".join(f"{a:.4g}" for a in by_place)
             if np.ptp(by_place) > 2.0**-20 * max(by_place) and _turned(standard, case, c, by_place, pieces):
