@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import ml_dtypes
@@ -204,10 +203,8 @@ class NumpyBackend(Backend):
         return np.concatenate(list(arrays), axis)
 
     def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        ends = accumulate(map(math.prod, shapes))
-        return [
-            array[end - math.prod(shape) : end].reshape(shape).copy() for shape, end in zip(shapes, ends, strict=True)
-        ]
+        # Copies: a part that is kept would keep all others.
+        return [part.copy() for part in super().unpack(array, shapes)]
 
     def take(self, array: Array, positions: Array) -> Array:
         return np.take(array, positions, axis=0)

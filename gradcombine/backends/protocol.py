@@ -6,8 +6,10 @@ are. What stands here differs between frameworks, in meaning or in bits.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -280,8 +282,9 @@ class Backend(ABC):
         """The arrays one after another along an axis."""
 
     def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        """The consecutive parts of a vector, in these shapes; none keeps the memory of the others."""
-        raise NotImplementedError
+        """The consecutive parts of a vector, in these shapes."""
+        ends = accumulate(map(math.prod, shapes))
+        return [self.reshape(array[end - math.prod(x) : end], x) for x, end in zip(shapes, ends, strict=True)]
 
     @abstractmethod
     def take(self, array: Array, positions: Array) -> Array:
@@ -328,6 +331,11 @@ class Collective:
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
         """The replicas' arrays, stacked by rank along a new first axis."""
         return [array[None] for array in arrays]
+
+    def of_each_rank(self, arrays: Sequence[Array]) -> Iterator[list[Array]]:
+        """The arrays of each replica in turn, after one exchange."""
+        gathered = self.all_gather(arrays)
+        return ([stack[rank] for stack in gathered] for rank in range(self.size()))
 
     def narrow_ways(self) -> tuple[str, ...]:
         """How leaves may be sent as codes, in flat arrays: ``"gathered"``, or also in ``"parts"`` by `all_to_all`."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow as tf
 
@@ -85,6 +85,11 @@ class TfReplicas(Collective):
             results |= {i: tf.reshape(part, (n, *arrays[i].shape)) for i, part in zip(chosen, parts, strict=True)}
         # Between processes the shapes get lost in a graph.
         return [tf.ensure_shape(results[i], (n, *array.shape)) for i, array in enumerate(arrays)]
+
+    def of_each_rank(self, arrays: Sequence[Array]) -> Iterator[list[Array]]:
+        # One operation for each array; to trace a slice takes four.
+        columns = [tf.unstack(gathered) for gathered in self.all_gather(arrays)]
+        return ([column[rank] for column in columns] for rank in range(self.size()))
 
     def narrow_ways(self) -> tuple[str, ...]:
         return ("gathered",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import Any
 
@@ -147,7 +147,7 @@ class Reduction(ABC):
         """Merges the states of all replicas. By default they are gathered, and merged in the tree over ranks."""
         leaves, structure = tree.flatten(state)
         backend = resolve([*leaves, collective.rank()])
-        ranks = of_each_rank(collective, [backend.asarray(x) for x in leaves])
+        ranks = collective.of_each_rank([backend.asarray(x) for x in leaves])
         return fold_pairwise(self.merge, (tree.unflatten(structure, arrays) for arrays in ranks))
 
     @operation()
@@ -283,12 +283,6 @@ def described(*parts: Any, **settings: Any) -> str:
     name, *arguments = parts
     arguments += [f"{key}={value}" for key, value in settings.items() if value is not None]
     return f"{name}({', '.join(arguments)})"
-
-
-def of_each_rank(collective: Collective, arrays: Sequence[Array]) -> Iterator[list[Array]]:
-    """The arrays of each replica in turn, after one exchange."""
-    gathered = collective.all_gather(arrays)
-    return ([stack[rank] for stack in gathered] for rank in range(collective.size()))
 
 
 def _common(trees: Sequence[Tree]) -> Tree:

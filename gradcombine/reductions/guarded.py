@@ -13,7 +13,7 @@ from gradcombine.backends.registry import dtype_of, is_absent, placeholder, reso
 from gradcombine.errors import GradCombineError, invalid, operation, require_type, shown
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, of_each_rank
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.weights import parse
 from gradcombine.settings import check, valid
 from gradcombine.types import Array, Order, Scalar, State, Tree
@@ -126,7 +126,7 @@ class Written(Reduction):
             value, count = tree.unflatten(structure, received)
             return state._replace(value=value, count=count)
 
-        return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, arrays)))
+        return fold_pairwise(self.merge, map(rebuild, collective.of_each_rank(arrays)))
 
     def _require(self, state: Any) -> None:
         require_type("a GuardedState", state, GuardedState)

@@ -13,7 +13,7 @@ from gradcombine.backends.registry import dtype_of, resolve
 from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.algebra import Reduction, described, of_each_rank
+from gradcombine.reductions.algebra import Reduction, described
 from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refilled, where
 from gradcombine.reductions.small import Small
 from gradcombine.reductions.treewise_state import Opened, TreewiseState, require_sendable, summary
@@ -360,7 +360,7 @@ class Treewise(Reduction):
             bundle = [*arrays, *others]
             if adds:
                 return rebuild(collective.all_sum(bundle))
-            return fold_pairwise(self.merge, map(rebuild, of_each_rank(collective, bundle)))
+            return fold_pairwise(self.merge, map(rebuild, collective.of_each_rank(bundle)))
         if adds:
             return rebuild(exchange.all_sum(backend, collective, wire, paths, arrays, others, errors))
         narrow = [p if dtypes.kind(dtype_of(x)) == "float" else None for p, x in zip(paths, arrays, strict=True)]

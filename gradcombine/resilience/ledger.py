@@ -24,7 +24,7 @@ from gradcombine.errors import (
 )
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places.time import replace_window, whole_window
-from gradcombine.reductions.algebra import Reduction, of_each_rank
+from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.numbered import NumberedState, ranges
 from gradcombine.settings import check, valid
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
@@ -217,7 +217,7 @@ def _in_logical_order(
     present = [i for i, x in enumerate(columns[0]) if x is not None]
     backend = resolve([*(column[i] for column in columns for i in present), over.rank()])
     stacks = [backend.stack([backend.asarray(column[i]) for column in columns]) for i in present]
-    of_ranks = list(of_each_rank(over, stacks))
+    of_ranks = list(over.of_each_rank(stacks))
 
     def state(rank: int, slot: int) -> State:
         leaves: list[Array | None] = [None] * len(columns[0])

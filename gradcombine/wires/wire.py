@@ -130,6 +130,10 @@ def blocks(
     return _made("blocks", f"{int(bits)}, size={size}", 0, int(bits) - 1, size, rounding, wide, seed)
 
 
+LONGEST = 200
+"""Characters of the name of a wire."""
+
+
 def named(name: Any) -> Wire:
     """The wire of a `Wire.name`, which may come from a file; not of one whose ``wide`` is a function.
 
@@ -137,13 +141,13 @@ def named(name: Any) -> Wire:
     wires.blocks(4, size=32)
     """
     try:
-        assert len(name) < 200
-        call = ast.parse(name, mode="eval").body
-        assert isinstance(call, ast.Call)
-        make = {"wires.cast": cast, "wires.blocks": blocks}[ast.unparse(call.func)]
-        settings = {str(x.arg): ast.literal_eval(x.value) for x in call.keywords}
-        return make(*map(ast.literal_eval, call.args), **settings)
-    except Exception:
+        match ast.parse(name if len(name) <= LONGEST else "", mode="eval").body:
+            case ast.Call(ast.Attribute(ast.Name("wires"), ("cast" | "blocks") as kind), args, keywords):
+                settings = {str(x.arg): ast.literal_eval(x.value) for x in keywords}
+                return (cast if kind == "cast" else blocks)(*map(ast.literal_eval, args), **settings)
+            case _:
+                raise ValueError(name)
+    except Exception:  # of a text that is no Python, or names no settings
         raise invalid("the name of a wire, without a function as wide", shown(name)) from None
 
 

@@ -73,7 +73,7 @@ class Objective:
 
     def __post_init__(self) -> None:
         loss = self.loss
-        check(reduction=self.reduction, weight=self.weight, order=self.order)
+        check(reduction=self.reduction, weight=self.weight, over=self.over, order=self.order)
         require_of_jax(self.over)
         check(loss=loss.function, has_aux=loss.has_aux, differentiate=loss.differentiate, grad_norm=loss.grad_norm)
         axis = self.reduction.summed_over

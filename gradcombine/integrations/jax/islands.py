@@ -111,7 +111,7 @@ def outer(
     [4.0, 4.0]
     """
     reduction = gc.reductions.mean() if reduction is None else reduction
-    check(reduction=reduction, order=order)
+    check(reduction=reduction, over=over, order=order)
     require_of_jax(over)
     with importing("outer"):
         import optax  # which gradients alone do not need

@@ -22,7 +22,6 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Array, State, Tree
 
 EXCHANGED_ALONE = 30 * 2**20
@@ -94,10 +93,9 @@ def on_replicas(
     return jax.jit(mapped)(arrays, rows, own)
 
 
-def require_of_jax(over: Any) -> None:
-    """Raises for what is no collective, and for one that exchanges arrays of another framework."""
-    check(over=over)
-    if getattr(over, "framework", None) not in (None, "jax"):
+def require_of_jax(over: Collective) -> None:
+    """Raises for a collective that exchanges arrays of another framework."""
+    if over.framework not in (None, "jax"):
         raise invalid("replicas of JAX: LOCAL or jax_axis(name)", over)
 
 

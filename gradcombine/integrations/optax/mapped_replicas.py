@@ -56,7 +56,7 @@ def all_reduce(
     [-2.0, -2.0]
     """
     reduction = gc.reductions.mean() if reduction is None else reduction
-    check(reduction=reduction, order=order)
+    check(reduction=reduction, order=order, over=over)
     require_of_jax(over)
 
     def init(params: optax.Params) -> optax.EmptyState:
@@ -112,6 +112,7 @@ def map_replicas(
     >>> float(w)
     -2.0
     """
+    check(over=over)
     require_of_jax(over)
     if not callable(function):
         raise invalid("a function", shown(function))

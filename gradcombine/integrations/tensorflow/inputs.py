@@ -23,7 +23,7 @@ def keras_optimizer(apply: Any) -> Any:
 
 
 def require_cross_replica(strategy: tf.distribute.Strategy) -> None:
-    """Refuses a call under another strategy, and one in replica context."""
+    """Raises for a call under another strategy, and for one in replica context."""
     if not tf.distribute.has_strategy():
         return
     if tf.distribute.get_strategy() is not strategy:

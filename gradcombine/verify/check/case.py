@@ -15,6 +15,9 @@ from gradcombine.verify.check.step_report import Cause
 Answer: TypeAlias = tuple[Cause, str]
 """A cause, and figures."""
 
+BY_NUMBER = "divided by the number of"
+"""In the figures of what is divided by the number of microbatches or devices as well."""
+
 Located: TypeAlias = Answer | tuple[Cause, str, str]
 """An answer, with the line of source that another than `lines.line_of` knows."""
 

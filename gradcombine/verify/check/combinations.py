@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gradcombine.verify.check.case import (
+    BY_NUMBER,
     Answer,
     Case,
     accounts_for,
@@ -64,7 +65,7 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Ca
     for count, name in counts:
         if count > 1:
             yield Cause.SUM, f"{count:g} times the mean: the number of {name}", c * count
-            yield Cause.SCALED, f"by 1 / {count:g}: divided by the number of {name} too", c / count
+            yield Cause.SCALED, f"by 1 / {count:g}: {BY_NUMBER} {name} too", c / count
     for filled in {n + (-n % k), n + (-n % (k * devices))} - {n}:
         yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
     divided = _shares_in(standard, split)

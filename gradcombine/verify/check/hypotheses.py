@@ -56,8 +56,8 @@ def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
         (_most(standard, case, differ), ""),
         (_nearly(standard, nearly), f"but for {REST:.0%} of the difference at most, {some}"),
     ):
-        for cause, detail, *line in answers:
-            line = line[0] if line else line_of(cause, detail, standard.subject, case.split)
+        for cause, detail, *located in answers:
+            line = located[0] if located else line_of(cause, detail, standard.subject, case.split)
             return cause, "; ".join(filter(None, (detail, text))), line
     text = _far(standard, case)
     if standard.subject.returns_params and not standard.depends_on_places:

@@ -20,6 +20,7 @@ import numpy as np
 
 from gradcombine.audit.subject import LIBRARIES
 from gradcombine.errors import GradCombineError
+from gradcombine.verify.check.case import BY_NUMBER
 from gradcombine.verify.check.leaves import is_float_dtype
 from gradcombine.verify.check.retyping import operations
 from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Split, Subject
@@ -36,7 +37,7 @@ def line_of(cause: Cause, detail: str, subject: Subject, split: Split) -> str:
     """The file and line, as "step.py:12"; empty where none is known, or several could be meant."""
     shapes = {x.shape for _, x in subject.param_leaves}
     found = set[Line]()
-    if cause is Cause.MEAN_OF_MEANS or (cause is Cause.SCALED and "divided by the number of" in detail):
+    if cause is Cause.MEAN_OF_MEANS or (cause is Cause.SCALED and BY_NUMBER in detail):
         found = _divided(subject, split, shapes) or _divided(subject, split, {()}) or _averaged(subject, split)
     elif cause is Cause.PRECISION:
         found = set(_narrow_sums(_program(subject, split), shapes))

@@ -126,6 +126,18 @@ def of_an_equinox_module(k: int) -> Any:
     return step
 
 
+def divided_too(k: int) -> Any:
+    """The sum of all tokens' gradients over their number, and over the number of microbatches."""
+
+    def step(params: Any, batch: Any) -> Any:
+        weights = parts(batch, k)["mask"].sum(1)
+        grads = jax.vmap(jax.grad(loss), (None, 0))(params, parts(batch, k))
+        mean = jax.tree.map(lambda x: (x * weights[:, None]).sum(0) / weights.sum(), grads)
+        return jax.tree.map(lambda x: x / k, mean)  # here
+
+    return jax.jit(step)
+
+
 def narrow(k: int) -> Any:
     def step(params: Any, batch: Any) -> Any:
         def body(total: Any, one: Any) -> Any:
@@ -186,8 +198,11 @@ STEPS: dict[str, tuple[Callable[..., Any], Any, dict[str, Any]]] = {
     "equinox": (of_an_equinox_module, PARAMS, {}),
     "MultiSteps": (multi_steps, PARAMS, {"returns": "params", "microbatches": (4,)}),
     "MultiSteps in a scan": (multi_steps_in_a_scan, PARAMS, {"returns": "params", "microbatches": (4,)}),
+    "divided too": (divided_too, PARAMS, {}),
     "narrow": (narrow, PARAMS, {"microbatches": (4,)}),
 }
+
+CAUSES = {"narrow": Cause.PRECISION, "divided too": Cause.SCALED}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -196,7 +211,7 @@ def test_the_line_is_named(name: str) -> None:
     source, first = inspect.getsourcelines(make_step)
     here = first + next(i for i, text in enumerate(source) if text.rstrip().endswith("# here"))
     fault = check_step(make_step, params, BATCH, **settings).faults[0]
-    assert fault.cause is (Cause.PRECISION if name == "narrow" else Cause.MEAN_OF_MEANS)
+    assert fault.cause is CAUSES.get(name, Cause.MEAN_OF_MEANS)
     assert fault.line == f"{Path(__file__).relative_to(Path.cwd())}:{here}"
     assert fault.line in str(fault)
 
