@@ -263,8 +263,9 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
       GradCombineError: as `left_chain`, and for another dtype.
 
     Bits: those of MultiSteps with its default settings, given the gradients as arguments: where a gradient is computed
-    in the same program, XLA may fuse its last product into the subtraction. Numbers beyond 2**115 or below 2**-100 are
-    excepted: the fused multiply-add is computed from float32 operations, so that it is the same on every backend.
+    in the same program, XLA may fuse its last product into the subtraction. Excepted are numbers beyond 2**115 or below
+    2**-100, as the fused multiply-add consists of float32 operations, the same on every backend; and float16 in a
+    float16 accumulator on CPUs with AVX512-FP16, where XLA fuses these products too.
 
     References: optax.MultiSteps, transforms/_accumulation.py; Welford, "Note on a method for calculating corrected sums
     of squares and products", 1962.
