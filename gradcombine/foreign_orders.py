@@ -262,10 +262,9 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
     Raises:
       GradCombineError: as `left_chain`, and for another dtype.
 
-    Bits: those of MultiSteps with its default settings, given the gradients as arguments: where a gradient is computed
-    in the same program, XLA may fuse its last product into the subtraction. Excepted are numbers beyond 2**115 or below
-    2**-100, as the fused multiply-add consists of float32 operations, the same on every backend; and float16 in a
-    float16 accumulator on CPUs with AVX512-FP16, where XLA fuses these products too.
+    Bits: those of MultiSteps with its default settings, given gradients as arguments: where one is computed in the same
+    program, its last product may be fused, too. Excepted are numbers beyond 2**115 or below 2**-100, as float32
+    operations make the multiply-add; and CPUs with AVX512-FP16, where XLA fuses float16 in a float16 accumulator.
 
     References: optax.MultiSteps, transforms/_accumulation.py; Welford, "Note on a method for calculating corrected sums
     of squares and products", 1962.
