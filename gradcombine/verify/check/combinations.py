@@ -42,6 +42,24 @@ def linear(standard: Standard, case: Case) -> Iterator[Answer]:
             return
 
 
+def scaled(standard: Standard, case: Case) -> Iterator[Answer]:
+    """One batch times a factor, where its examples are not what is combined, as after clipping."""
+    leaves = case.among(range(len(standard.names)))
+    factor = _factor(standard, case, leaves) if standard.combination[0] is None else 1.0
+    if abs(factor - 1) > EPSILON:
+        predicted = [x * factor for x in standard.best.floats]
+        if accounts_for(standard, case, predicted, 1 + abs(factor), leaves):
+            yield Cause.SCALED, f"by {factor:.6g}"
+
+
+def _factor(standard: Standard, case: Case, leaves: Sequence[int]) -> float:
+    """The factor of one batch that is nearest to a division's result; 1 for a single number, which always has one."""
+    allowed = standard.allowed(False)
+    some = [i for i in leaves if allowed[i] > 0]
+    whole, result = (flat([x[i] / allowed[i] for i in some]) for x in (standard.best.floats, case.result.floats))
+    return float(result @ whole / (whole @ whole)) if np.count_nonzero(whole) > 1 else 1.0
+
+
 EPSILON = 1e-5
 """By how much a factor may differ from 1 that is none: divisors have an epsilon beside the count."""
 
@@ -99,12 +117,8 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Ca
 def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
     """The weights of the units under each known combination."""
     yield from _known(standard, case.split, c)
-    allowed = standard.allowed(False)
-    leaves = [i for i in case.among(standard.combination[1]) if allowed[i] > 0]
-    whole, result = (flat([x[i] / allowed[i] for i in leaves]) for x in (standard.best.floats, case.result.floats))
-    factor = float(result @ whole / (whole @ whole)) if whole.any() else 0.0
-    # A single number is always another one times something, and an epsilon in a divisor scales by almost 1.
-    if np.count_nonzero(whole) > 1 and abs(factor - 1) > EPSILON:
+    factor = _factor(standard, case, case.among(standard.combination[1]))
+    if abs(factor - 1) > EPSILON:  # an epsilon in a divisor scales by almost 1
         yield Cause.SCALED, f"by {factor:.6g}", c * factor
     divided, k, devices = _shares_in(standard, case.split), *case.split
     x = standard.fitted(case.result, case.split, case.wide, case.among(standard.combination[1]))

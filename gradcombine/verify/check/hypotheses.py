@@ -31,7 +31,7 @@ from gradcombine.verify.check.case import (
     split_by,
     weights_of,
 )
-from gradcombine.verify.check.combinations import linear, shown
+from gradcombine.verify.check.combinations import linear, scaled, shown
 from gradcombine.verify.check.inner import HIDDEN, before_update, hidden_by_update
 from gradcombine.verify.check.lines import dividing, line_of
 from gradcombine.verify.check.measure import StepStandard
@@ -48,11 +48,20 @@ def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
     """
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     differ = tuple(np.flatnonzero(shares > 1).tolist())
+    if not standard.draws and standard.by_places and set(differ) - set(standard.by_places):
+        # As a queue of examples in a state does; what does not depend on its order is explained.
+        differ = tuple(i for i in differ if i not in standard.by_places)
+        case = case._replace(leaves=differ)
     some = f"in {len(differ)} of {len(shares)} leaves"
     nearly = case._replace(leaves=differ, rest=REST)
     for answers, text in (
-        (_answers(standard, case), ""),
-        (_answers(standard, case._replace(leaves=differ)) if len(differ) < len(shares) else (), some),
+        (_answers(standard, case), "" if case.leaves is None else some),
+        (
+            _answers(standard, case._replace(leaves=differ))
+            if case.leaves is None and len(differ) < len(shares)
+            else (),
+            some,
+        ),
         (_most(standard, case, differ), ""),
         (_nearly(standard, nearly), f"but for {REST:.0%} of the difference at most, {some}"),
     ):
@@ -111,7 +120,7 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
     if case.wide and standard.shares(case.result.floats, standard.best.floats, wide=True).max() <= 1:
         yield Cause.PRECISION, "in float64 it equals one batch: its own additions round by more than one batch's do"
         return
-    if standard.depends_on_places:
+    if standard.depends_on_places and case.leaves is None:
         yield from _random(standard, case)
         return
     yield from moves.added(standard, case)
@@ -119,6 +128,7 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
         yield from _before_update(standard, case)
     yield from _divided(standard, case)
     yield from _microbatches(standard, case)
+    yield from moves.often(standard, case, by_all=True)
     yield from linear(standard, case)
     yield from _padded(standard, case)
     yield from moves.moved(standard, case)
@@ -127,6 +137,9 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
     yield from _ignored(standard, case)
     yield from _before_update(standard, case)
     yield from _repeated(standard, case)
+    yield from moves.often(standard, case, by_all=False)
+    yield from scaled(standard, case)
+    yield from _microbatches(standard, case, copied=False)
     yield from elements.scattered(standard, case)
     yield from elements.narrow([(standard, case)])
 
@@ -196,12 +209,17 @@ def _divided(standard: StepStandard, case: Case) -> Iterator[Located]:
 # --- what is a combination of microbatches ---
 
 
-def _microbatches(standard: StepStandard, case: Case) -> Iterator[Answer]:
-    """The mean, or the sum, of what one batch makes of each microbatch, where it makes something else of all."""
+def _microbatches(standard: StepStandard, case: Case, copied: bool = True) -> Iterator[Answer]:
+    """The mean, or the sum, of what one batch makes of each microbatch, where it makes something else of all.
+
+    Args:
+      copied: whether a microbatch is copied to the size of the batch, whose program is compiled already. Where a
+        divisor has a floor, as max(count, 1), the copies give something else.
+    """
     if not set(case.among(range(len(standard.names)))) - set(standard.combination[1]):
         return
     for name, pieces in partitions(standard.examples, case.split).items():
-        parts = [standard.repeated(rows) for rows in pieces]
+        parts = [standard.repeated(rows) if copied else standard.one(rows) for rows in pieces]
         if any(part is None for part in parts):
             continue
         floats = [part.floats for part in parts if part is not None]

@@ -69,7 +69,7 @@ def hidden_by_update(standard: StepStandard, split: Split) -> Iterator[StepStand
         whole, divided = (Recorded(subject, x) for x in (WHOLE, split))
         lengths = _lengths(whole, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]
         looked_at = [[*dict.fromkeys(i for n in lengths for i in x.entering(n))] for x in (whole, divided)]
-        values = [x.values(at) for x, at in zip((whole, divided), looked_at, strict=True)]
+        values = [x.values(lambda at=at: at) for x, at in zip((whole, divided), looked_at, strict=True)]
         one, made = (subject.of(x, subject.batch, wide) for x in values)
         unit = 2 * (UNIT64 if wide else standard.unit)
         moved = [subject.of(values[0], subject.batch, wide, perturbation(seed, unit)) for seed in range(SAMPLES)]
@@ -115,8 +115,7 @@ def _up_to(subject: Subject, length: int) -> Subject:
 
     def make_step(microbatches: int, devices: int = 1) -> Callable[[Tree, Tree], Tree]:
         recorded = Recorded(subject, Split(microbatches, devices))
-
-        return recorded.values(recorded.entering(length))
+        return recorded.values(lambda: recorded.entering(length))
 
     return Subject(make_step, subject.params, subject.batch, returns_params=False)
 
@@ -154,8 +153,11 @@ class Recorded:
         self.rest = jax.jit(rest)
         jax.eval_shape(self.values(), subject.params, subject.batch)
 
-    def values(self, at: Sequence[int] | None = None) -> Callable[[Tree, Tree], list[Any]]:
-        """A function of parameters and batch that returns the values of these numbers; None: all, in order."""
+    def values(self, chosen: Callable[[], Sequence[int]] | None = None) -> Callable[[Tree, Tree], list[Any]]:
+        """A function of parameters and batch that returns the values of these numbers; None: all, in order.
+
+        The numbers are asked for once the program is known: a batch of another size has others.
+        """
 
         def step(params: Tree, batch: Tree) -> list[Any]:
             found: list[Any] = []
@@ -165,7 +167,7 @@ class Recorded:
                 return x
 
             self._run(params, batch, keep)
-            return found if at is None else [found[i] for i in at]
+            return found if chosen is None else [found[i] for i in chosen()]
 
         return import_module("jax").jit(step)
 

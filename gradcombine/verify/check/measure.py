@@ -190,9 +190,14 @@ class StepStandard(Standard):
         return self.subject.run(WHOLE, self.turned)
 
     @cached_property
+    def by_places(self) -> list[int]:
+        """The leaves that are others in one batch of the same examples in reverse."""
+        return np.flatnonzero(self.shares(self.backwards.floats, self.own.floats, wide=False) > 1).tolist()
+
+    @cached_property
     def depends_on_places(self) -> bool:
         """Whether one batch of the same examples in reverse gives something else."""
-        if self.shares(self.backwards.floats, self.own.floats, wide=False).max() > 1:
+        if self.by_places:
             return True
         if self.wide is None or self.unit <= FLOAT32_UNIT:
             return False

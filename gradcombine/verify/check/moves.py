@@ -139,9 +139,37 @@ def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
             predicted = [summed.get(i, x) for i, x in enumerate(combined(weights, made))]
             if (
                 len(others) > len(moving)
-                and all(means[i] <= 1 for i in others if i not in moving)
+                and all(means[i] <= 1 for i in case.among(others) if i not in moving)
                 and accounts_for(standard, case, predicted, len(pieces), others)
             ):
+                yield Cause.ADVANCED, f"{standard.names[moving[0]]} moves {len(pieces)} times{split_by(name)}"
+                return
+
+
+def often(standard: StepStandard, case: Case, by_all: bool) -> Iterator[Answer]:
+    """A part of the state that moves at each microbatch, beside others that move once, as an average does.
+
+    Args:
+      by_all: whether by what all examples give, or by the mean or the sum of what a microbatch's give.
+    """
+    subject, one = standard.subject, standard.best.floats
+    start = [widened(x) for _, x in subject.param_leaves]
+    moving = case.among(range(len(start)))
+    if not subject.returns_params or case.leaves is None or len(moving) == len(start):
+        return
+    run = subject.wide if case.wide else subject.run
+    every = range(subject.examples)
+    for name, pieces in partitions(subject.examples, case.split).items():
+        for rows_of in [[every] * len(pieces)] if by_all else [[*map(standard.copies, pieces)], pieces]:
+            at = list(start)
+            try:
+                for rows in rows_of:
+                    made = run(WHOLE, subject.rows(rows), start=at).floats
+                    at = [x + made[i].reshape(x.shape) if i in moving else x for i, x in enumerate(at)]
+            except (NotWide, ValueError):
+                continue
+            predicted = [x - y for x, y in zip(at, start, strict=True)]
+            if accounts_for(standard, case, [*predicted, *one[len(start) :]], len(pieces), moving):
                 yield Cause.ADVANCED, f"{standard.names[moving[0]]} moves {len(pieces)} times{split_by(name)}"
                 return
 

@@ -124,6 +124,36 @@ def iterated(sums: Any, k: int) -> Any:
     return step
 
 
+def unclipped(sums: Any, k: int) -> Any:
+    """Clips the mean of one batch alone."""
+    return (clipped if k == 1 else lambda make, *others: make(*others))(defects.right, sums, k)
+
+
+def averaged(sums: Any, k: int) -> Any:
+    """An average of the new parameters, which is moved at each microbatch."""
+
+    def step(state: Any, batch: Any) -> Any:
+        p, average = state
+        new = [x - g / 8 for x, g in zip(p, defects.right(sums, k)(p, batch), strict=True)]
+        for _ in range(k):
+            average = [x + (y - x) / 4 for x, y in zip(average, new, strict=True)]
+        return new, average
+
+    return step
+
+
+def positives(sums: Any, k: int) -> Any:
+    """A mean over rare positives, of which a microbatch may have none: then its sum is divided by 1."""
+    del sums
+
+    def one(p: Any, part: Any) -> Any:
+        x = np.concatenate([part["tokens"] / 8, np.square(part["tokens"] / 8)], axis=1).astype(p.dtype)
+        count = (part["mask"].sum(1) > 4).sum()
+        return x.T @ np.tanh(x @ p - 1) / p.dtype.type(max(count, 1))
+
+    return lambda p, batch: [sum(one(p[0], part) for part in defects.pieces(batch, k)) / p[0].dtype.type(k)]
+
+
 def relabelled(sums: Any, k: int) -> Any:
     """A batch that says what it is, and how it is to be scaled."""
 
@@ -166,6 +196,14 @@ WRITTEN: dict[str, tuple[Any, Any, Any, dict[str, Any], Cause | None, str]] = {
     ),
     "a state that no example enters": (
         iterated, (PARAMS, np.float32([0.5, 0.25])), BATCH, NEW, Cause.ADVANCED, "[1] moves 2 times",
+    ),
+    "clipping of one batch alone": (unclipped, PARAMS, BATCH, {}, Cause.SCALED, "by "),
+    "an average of new parameters": (
+        averaged, (PARAMS, by_hand.params(2)), BATCH, NEW, Cause.ADVANCED, "[1][0] moves 2 times; in 3 of 6 leaves",
+    ),
+    "a divisor with a floor": (
+        positives, [by_hand.params()[0][:12] / 8], BATCH, FOUR,
+        Cause.MEAN_OF_MEANS, "examples by themselves weigh",
     ),
     "a name and a function": (relabelled, PARAMS, BATCH | {"task": "words", "scale": np.negative}, {}, None, ""),
 }  # fmt: skip
@@ -226,6 +264,33 @@ def module(k: int) -> Any:
         return jax.tree.map(lambda *x: sum(x) / k, *made)
 
     return step
+
+
+def queued(k: int) -> Any:
+    """A queue of examples in their order, and a momentum of the parameters that moves at each microbatch."""
+
+    @jax.jit
+    def step(state: Any, batch: Any) -> Any:
+        p, momentum, _ = state
+        grads = jnp.zeros_like(p)
+        for x in jnp.split(batch["x"], k):
+            grads += jax.grad(lambda p, x=x, m=momentum: jnp.mean((x @ p - jnp.tanh(x @ m)) ** 2))(p) / k
+            momentum += (p - momentum) / 4
+        return p - grads / 8, momentum, batch["x"][:3] @ p
+
+    return step
+
+
+def drawn(*shape: int) -> np.ndarray:
+    return np.abs(np.random.default_rng(2).normal(size=shape)).astype(np.float32)
+
+
+@pytest.mark.full
+def test_a_queue_of_examples_hides_no_other_cause() -> None:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = check_step(queued, (drawn(5, 3), drawn(5, 3) / 2, drawn(3, 3)), X, returns="params", microbatches=(2,))
+    assert report.cause is Cause.ADVANCED, str(report)
+    assert "[1] moves 2 times; in 2 of 3 leaves" in report.faults[0].detail
 
 
 def of_adam() -> Any:
