@@ -48,22 +48,15 @@ def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
     """
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     differ = tuple(np.flatnonzero(shares > 1).tolist())
-    if not standard.draws and standard.by_places and set(differ) - set(standard.by_places):
-        # As a queue of examples in a state does; what does not depend on its order is explained.
-        differ = tuple(i for i in differ if i not in standard.by_places)
-        case = case._replace(leaves=differ)
-    some = f"in {len(differ)} of {len(shares)} leaves"
-    nearly = case._replace(leaves=differ, rest=REST)
+    # Beside a queue of examples in a state, for instance, what does not depend on their order is explained.
+    by_order = () if standard.draws else standard.by_places
+    rest = tuple(i for i in differ if i not in by_order) or differ
+    some, parts = f"in {len(rest)} of {len(shares)} leaves", case._replace(leaves=rest)
     for answers, text in (
-        (_answers(standard, case), "" if case.leaves is None else some),
-        (
-            _answers(standard, case._replace(leaves=differ))
-            if case.leaves is None and len(differ) < len(shares)
-            else (),
-            some,
-        ),
-        (_most(standard, case, differ), ""),
-        (_nearly(standard, nearly), f"but for {REST:.0%} of the difference at most, {some}"),
+        (_answers(standard, case) if rest == differ else (), ""),
+        (_answers(standard, parts) if len(rest) < len(shares) else (), some),
+        (_most(standard, case, rest), ""),
+        (_nearly(standard, parts._replace(rest=REST)), f"but for {REST:.0%} of the difference at most, {some}"),
     ):
         for cause, detail, *located in answers:
             line = located[0] if located else line_of(cause, detail, standard.subject, case.split)
