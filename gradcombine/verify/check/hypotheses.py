@@ -53,7 +53,7 @@ def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
     rest = tuple(i for i in differ if i not in by_order) or differ
     some, parts = f"in {len(rest)} of {len(shares)} leaves", case._replace(leaves=rest)
     for answers, text in (
-        (_answers(standard, case) if rest == differ else (), ""),
+        (() if by_order and set(rest) - set(by_order) else _answers(standard, case), ""),
         (_answers(standard, parts) if len(rest) < len(shares) else (), some),
         (_most(standard, case, rest), ""),
         (_nearly(standard, parts._replace(rest=REST)), f"but for {REST:.0%} of the difference at most, {some}"),
