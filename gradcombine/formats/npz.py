@@ -7,8 +7,10 @@ References: `numpy.lib.format <https://numpy.org/doc/stable/reference/generated/
 from __future__ import annotations
 
 import math
+import weakref
 import zipfile
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tokenize import TokenError
@@ -54,7 +56,11 @@ def read(path: Path, compressed: bool = True) -> dict[str, Entry]:
       Exception: of many classes, for other damage.
     """
     size = path.stat().st_size
-    archive = zipfile.ZipFile(path)
+    with ExitStack() as opened:
+        file = opened.enter_context(path.open("rb"))
+        archive = zipfile.ZipFile(file)
+        opened.pop_all()
+    weakref.finalize(archive, file.close)  # also where both end in a cycle, of a traceback for instance
     members = [member for member in archive.infolist() if not member.is_dir()]
     if sum(member.compress_size for member in members) > size:
         raise invalid("entries that do not overlap", path.name)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import tracemalloc
+import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from gradcombine import GradCombineError
+from gradcombine.formats.npz import read
 from gradcombine.verify.diff.dumps import open_dump
 
 ARRAYS = {
@@ -195,3 +198,17 @@ def test_lengths_of_headers_that_do_not_fit_are_refused(length: int, tmp_path: P
     (tmp_path / "a.safetensors").write_bytes(length.to_bytes(8, "little") + b"{}")
     with pytest.raises(GradCombineError, match="a header of up to 2 bytes"):
         open_dump(tmp_path / "a.safetensors")
+
+
+def test_a_file_that_ends_in_a_cycle_is_closed(tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            entries = read(stored(tmp_path))
+            pieces = entries["kernel"].pieces()
+            cycle: list[Any] = [next(pieces), pieces, entries]
+            cycle.append(cycle)
+            del entries, pieces
+            del cycle
+            gc.collect()
+    assert not [x for x in caught if x.category is ResourceWarning]
