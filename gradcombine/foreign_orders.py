@@ -263,8 +263,8 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
       GradCombineError: as `left_chain`, and for another dtype.
 
     Bits: those of MultiSteps with its default settings, given gradients as arguments: where one is computed in the same
-    program, its last product may be fused, too. Excepted are numbers beyond 2**115 or below 2**-100, as float32
-    operations make the multiply-add; and CPUs with AVX512-FP16, where XLA fuses float16 in a float16 accumulator.
+    program, its last product may be fused, too. Excepted are numbers beyond 2**115 or below 2**-100, as the fused
+    multiply-add is made of float32 operations; and float16 in a float16 accumulator where the CPU has AVX512-FP16.
 
     References: optax.MultiSteps, transforms/_accumulation.py; Welford, "Note on a method for calculating corrected sums
     of squares and products", 1962.

@@ -60,7 +60,8 @@ def read(path: Path, compressed: bool = True) -> dict[str, Entry]:
         file = opened.enter_context(path.open("rb"))
         archive = zipfile.ZipFile(file)
         opened.pop_all()
-    weakref.finalize(archive, file.close)  # also where both end in a cycle, of a traceback for instance
+    # Before the file's own finalizer, which warns: in a cycle, as of a traceback, their order is not fixed.
+    weakref.finalize(archive, file.close)
     members = [member for member in archive.infolist() if not member.is_dir()]
     if sum(member.compress_size for member in members) > size:
         raise invalid("entries that do not overlap", path.name)

@@ -208,7 +208,6 @@ def test_a_file_that_ends_in_a_cycle_is_closed(tmp_path: Path) -> None:
             pieces = entries["kernel"].pieces()
             cycle: list[Any] = [next(pieces), pieces, entries]
             cycle.append(cycle)
-            del entries, pieces
-            del cycle
+            del entries, pieces, cycle
             gc.collect()
     assert not [x for x in caught if x.category is ResourceWarning]

@@ -43,7 +43,7 @@ def linear(standard: Standard, case: Case) -> Iterator[Answer]:
 
 
 def scaled(standard: Standard, case: Case) -> Iterator[Answer]:
-    """One batch times a factor, where its examples are not what is combined, as after clipping."""
+    """One batch times a factor where it is no mean of its examples, as a clipped gradient is none."""
     leaves = case.among(range(len(standard.names)))
     factor = _factor(standard, case, leaves) if standard.combination[0] is None else 1.0
     if abs(factor - 1) > EPSILON:

@@ -48,12 +48,14 @@ def explain(standard: StepStandard, case: Case) -> tuple[Cause, str, str]:
     """
     shares = standard.shares(case.result.floats, standard.best.floats, case.wide)
     differ = tuple(np.flatnonzero(shares > 1).tolist())
-    # Beside a queue of examples in a state, for instance, what does not depend on their order is explained.
     by_order = () if standard.draws else standard.by_places
-    rest = tuple(i for i in differ if i not in by_order) or differ
+    steady = tuple(i for i in differ if i not in by_order)
+    # Leaves that depend on the order of the examples, as a queue in the state does, are no cause where others differ.
+    apart = bool(by_order and steady)
+    rest = steady or differ
     some, parts = f"in {len(rest)} of {len(shares)} leaves", case._replace(leaves=rest)
     for answers, text in (
-        (() if by_order and set(rest) - set(by_order) else _answers(standard, case), ""),
+        (() if apart else _answers(standard, case), ""),
         (_answers(standard, parts) if len(rest) < len(shares) else (), some),
         (_most(standard, case, rest), ""),
         (_nearly(standard, parts._replace(rest=REST)), f"but for {REST:.0%} of the difference at most, {some}"),
@@ -121,7 +123,7 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
         yield from _before_update(standard, case)
     yield from _divided(standard, case)
     yield from _microbatches(standard, case)
-    yield from moves.often(standard, case, by_all=True)
+    yield from moves.averaged(standard, case, by_all=True)
     yield from linear(standard, case)
     yield from _padded(standard, case)
     yield from moves.moved(standard, case)
@@ -130,7 +132,7 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
     yield from _ignored(standard, case)
     yield from _before_update(standard, case)
     yield from _repeated(standard, case)
-    yield from moves.often(standard, case, by_all=False)
+    yield from moves.averaged(standard, case, by_all=False)
     yield from scaled(standard, case)
     yield from _microbatches(standard, case, copied=False)
     yield from elements.scattered(standard, case)

@@ -68,8 +68,8 @@ def hidden_by_update(standard: StepStandard, split: Split) -> Iterator[StepStand
     try:
         whole, divided = (Recorded(subject, x) for x in (WHOLE, split))
         lengths = _lengths(whole, divided, [x.shape for _, x in subject.param_leaves])[:CUTS]
-        looked_at = [[*dict.fromkeys(i for n in lengths for i in x.entering(n))] for x in (whole, divided)]
-        values = [x.values(lambda at=at: at) for x, at in zip((whole, divided), looked_at, strict=True)]
+        looked_at = [x.entering(*lengths) for x in (whole, divided)]
+        values = [x.values(*lengths) for x in (whole, divided)]
         one, made = (subject.of(x, subject.batch, wide) for x in values)
         unit = 2 * (UNIT64 if wide else standard.unit)
         moved = [subject.of(values[0], subject.batch, wide, perturbation(seed, unit)) for seed in range(SAMPLES)]
@@ -114,8 +114,7 @@ def _up_to(subject: Subject, length: int) -> Subject:
     """The step that returns what so many operations at its end begin with."""
 
     def make_step(microbatches: int, devices: int = 1) -> Callable[[Tree, Tree], Tree]:
-        recorded = Recorded(subject, Split(microbatches, devices))
-        return recorded.values(lambda: recorded.entering(length))
+        return Recorded(subject, Split(microbatches, devices)).values(length)
 
     return Subject(make_step, subject.params, subject.batch, returns_params=False)
 
@@ -153,11 +152,8 @@ class Recorded:
         self.rest = jax.jit(rest)
         jax.eval_shape(self.values(), subject.params, subject.batch)
 
-    def values(self, chosen: Callable[[], Sequence[int]] | None = None) -> Callable[[Tree, Tree], list[Any]]:
-        """A function of parameters and batch that returns the values of these numbers; None: all, in order.
-
-        The numbers are asked for once the program is known: a batch of another size has others.
-        """
+    def values(self, *lengths: int) -> Callable[[Tree, Tree], list[Any]]:
+        """A function of parameters and batch that returns what `entering` counts; without lengths, all values."""
 
         def step(params: Tree, batch: Tree) -> list[Any]:
             found: list[Any] = []
@@ -167,14 +163,16 @@ class Recorded:
                 return x
 
             self._run(params, batch, keep)
-            return found if chosen is None else [found[i] for i in chosen()]
+            # Counted for this batch: in one of another size other values may have the parameters' shapes.
+            return [found[i] for i in self.entering(*lengths)] if lengths else found
 
         return import_module("jax").jit(step)
 
-    def entering(self, length: int) -> tuple[int, ...]:
-        """The inputs of the last ``length`` operations, in the order in which they are used."""
-        start = len(self.kinds) - length
-        return tuple(dict.fromkeys(i for after in self.after[start:] for i in after or () if i < start))
+    def entering(self, *lengths: int) -> tuple[int, ...]:
+        """The numbers of the inputs of the last ``length`` operations, in the order of their use, for each length."""
+        starts = [len(self.kinds) - length for length in lengths]
+        used = (i for start in starts for after in self.after[start:] for i in after or () if i < start)
+        return tuple(dict.fromkeys(used))
 
     def shapes(self, at: Sequence[int]) -> list[tuple[int, ...]]:
         return [self.kinds[i][1] for i in at]

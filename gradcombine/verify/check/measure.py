@@ -191,7 +191,7 @@ class StepStandard(Standard):
 
     @cached_property
     def by_places(self) -> list[int]:
-        """The leaves that are others in one batch of the same examples in reverse."""
+        """Leaves that change when one batch has the same examples in reverse order."""
         return np.flatnonzero(self.shares(self.backwards.floats, self.own.floats, wide=False) > 1).tolist()
 
     @cached_property

@@ -115,22 +115,18 @@ def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
     subject, one = standard.subject, standard.best.floats
     if not subject.returns_params:
         return
-    start = [widened(x) for _, x in subject.param_leaves]
-    run = subject.wide if case.wide else subject.run
-    rest = range(len(start), len(one))  # of PyTorch's optimizers, the gradients that reach them
+    count = len(subject.param_leaves)
+    rest = range(count, len(one))  # of PyTorch's optimizers, the gradients that reach them
     for name, pieces in partitions(subject.examples, case.split).items():
         still = [part.floats for rows in pieces if (part := standard.repeated(rows)) is not None]
         if len(still) < len(pieces):
             continue
         shares = standard.shares(still[0], one, case.wide)
-        moving = [i for i in range(len(start)) if shares[i] <= 1 and np.any(one[i])]
+        moving = [i for i in range(count) if shares[i] <= 1 and np.any(one[i])]
         if not moving:
             return
-        at, made = list(start), list[Floats]()
         try:
-            for rows in pieces:
-                made.append(run(WHOLE, subject.rows(standard.copies(rows)), start=at).floats)
-                at = [x + made[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(at)]
+            made = _one_by_one(standard, case, moving, [standard.copies(rows) for rows in pieces])
         except (NotWide, ValueError):
             continue
         summed = {i: np.sum([x[i] for x in made], axis=0) for i in moving}
@@ -146,32 +142,42 @@ def advanced(standard: StepStandard, case: Case) -> Iterator[Answer]:
                 return
 
 
-def often(standard: StepStandard, case: Case, by_all: bool) -> Iterator[Answer]:
-    """A part of the state that moves at each microbatch, beside others that move once, as an average does.
+def averaged(standard: StepStandard, case: Case, by_all: bool) -> Iterator[Answer]:
+    """Leaves of the state that move at each microbatch beside others that move once, as moving averages do.
 
     Args:
-      by_all: whether by what all examples give, or by the mean or the sum of what a microbatch's give.
+      by_all: whether by what the whole batch gives, or by what each microbatch gives: copies that fill a batch, or it
+        alone.
     """
     subject, one = standard.subject, standard.best.floats
-    start = [widened(x) for _, x in subject.param_leaves]
-    moving = case.among(range(len(start)))
-    if not subject.returns_params or case.leaves is None or len(moving) == len(start):
+    count = len(subject.param_leaves)
+    moving = case.among(range(count))
+    if not subject.returns_params or len(moving) == count:
         return
-    run = subject.wide if case.wide else subject.run
-    every = range(subject.examples)
+    whole = range(subject.examples)
     for name, pieces in partitions(subject.examples, case.split).items():
-        for rows_of in [[every] * len(pieces)] if by_all else [[*map(standard.copies, pieces)], pieces]:
-            at = list(start)
+        for batches in [[whole] * len(pieces)] if by_all else [[*map(standard.copies, pieces)], pieces]:
             try:
-                for rows in rows_of:
-                    made = run(WHOLE, subject.rows(rows), start=at).floats
-                    at = [x + made[i].reshape(x.shape) if i in moving else x for i, x in enumerate(at)]
+                made = _one_by_one(standard, case, moving, batches)
             except (NotWide, ValueError):
                 continue
-            predicted = [x - y for x, y in zip(at, start, strict=True)]
-            if accounts_for(standard, case, [*predicted, *one[len(start) :]], len(pieces), moving):
+            predicted = [np.sum([x[i] for x in made], axis=0) if i in moving else x for i, x in enumerate(one)]
+            if accounts_for(standard, case, predicted, len(pieces), moving):
                 yield Cause.ADVANCED, f"{standard.names[moving[0]]} moves {len(pieces)} times{split_by(name)}"
                 return
+
+
+def _one_by_one(
+    standard: StepStandard, case: Case, moving: Sequence[int], batches: Sequence[Sequence[int]]
+) -> list[Floats]:
+    """Results of one batch of each of these rows, each with these leaves of the state as the one before leaves them."""
+    subject = standard.subject
+    run = subject.wide if case.wide else subject.run
+    at, made = [widened(x) for _, x in subject.param_leaves], list[Floats]()
+    for rows in batches:
+        made.append(run(WHOLE, subject.rows(rows), start=at).floats)
+        at = [x + made[-1][i].reshape(x.shape) if i in moving else x for i, x in enumerate(at)]
+    return made
 
 
 def decayed(standard: StepStandard, case: Case) -> Iterator[Answer]:

@@ -163,6 +163,8 @@ class Standard(ABC):
 
     def _distances_from(self, weights: np.ndarray) -> np.ndarray:
         used = [(a, x.floats) for a, x in zip(weights, self.columns(), strict=True) if x is not None]
+        if not used:  # a variance of one example is 0, and the derivative of its root is not finite
+            return np.full(len(self.best.floats), np.inf)
         made = [np.tensordot([a for a, _ in used], np.stack(x), 1) for x in zip(*(x for _, x in used), strict=True)]
         return self.shares(self.best.floats, made, self.wide is not None, 2 + float(np.abs(weights).sum()))
 

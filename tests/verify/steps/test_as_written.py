@@ -293,6 +293,32 @@ def test_a_queue_of_examples_hides_no_other_cause() -> None:
     assert "[1] moves 2 times; in 2 of 3 leaves" in report.faults[0].detail
 
 
+def normalised(k: int) -> Any:
+    """Adam on a batch-normalised net that loses the last microbatch; what one example gives is not finite."""
+    tx = optax.adam(0.1)
+
+    def loss(p: Any, x: Any) -> Any:
+        h = x @ p[0]
+        return jnp.mean(jnp.tanh((h - h.mean(0)) / (h.std(0) + 0.1) @ p[1]) ** 2)
+
+    @jax.jit
+    def step(p: Any, batch: Any) -> Any:
+        x = batch["x"]
+        updates, _ = tx.update(jax.grad(loss)(p, x if k == 1 else x[: len(x) - len(x) // k]), tx.init(p))
+        return optax.apply_updates(p, updates)
+
+    return step
+
+
+def test_rows_of_another_batch_may_have_the_shape_of_a_parameter() -> None:
+    """Six rows of hidden values are as large as the second matrix: a gradient is not counted by its shape alone."""
+    rng = np.random.default_rng(1)
+    p = [rng.normal(size=shape).astype(np.float32) for shape in ((5, 6), (6, 6))]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        report = check_step(normalised, p, X, returns="params", microbatches=(4,))
+    assert report.cause is Cause.LOST and "rows 6, 7" in report.faults[0].detail, str(report)
+
+
 def of_adam() -> Any:
     p = {"w": np.random.default_rng(1).normal(size=(5, 3)).astype(np.float32)}
     return p, optax.adam(0.1).init(p)
