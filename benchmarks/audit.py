@@ -26,8 +26,7 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
-from gradcombine.audit import find_target
-from gradcombine.verify import audit
+from gradcombine.audit import audit, find_target
 
 ADAM = optax.adam(1e-3)
 WIDTH, HEADS, ROWS, LENGTH = 2048, 16, 16, 128

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.verify import equal_bits
+from gradcombine.verify import compare
 
 
 def recorded() -> tuple[list[dict[str, np.ndarray]], list[int]]:
@@ -36,7 +36,7 @@ def main() -> None:
         state = acc.update({"kernel": jnp.asarray(gradient["kernel"]), "bias": None}, state, weight=count)
     new = acc.value(state)
 
-    print("same bits:", equal_bits(new["kernel"], old["kernel"]))
+    print("same bits:", compare(new["kernel"], old["kernel"]).equal_bits)
     forgotten = gc.mean(gradients)  # a port that forgot the token counts
     print(f"without token counts: off by up to {np.abs(forgotten['kernel'] - old['kernel']).max():.2f}")
     # quickstart: end

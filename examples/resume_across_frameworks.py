@@ -13,7 +13,7 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
-from gradcombine.verify.compare.ulp import equal_bits
+from gradcombine.verify import compare
 
 REPLICAS, EVERY, SAVED = 4, 8, 3
 """A window of eight microbatches on each of four replicas; the run stops after the third."""
@@ -68,7 +68,7 @@ def main() -> None:
     unbroken = gc.combine(
         reductions.mean(precision="exact"), [g for g, _ in everything], weights=[tokens for _, tokens in everything]
     )
-    print("equal bits:", equal_bits(resumed, unbroken))
+    print("equal bits:", compare(resumed, unbroken).equal_bits)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from gradcombine.errors import invalid, operation, within
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, Tree
 
+__all__ = ["noise_scale", "squared_norm"]
+
 _FLOATING = ("float", "complex")
 
 
@@ -91,10 +93,12 @@ def noise_scale(mean_square: Array, square_of_mean: Array, weight: Array, count:
       count: scalar, the number of contributions of nonzero weight.
 
     Returns:
-      A `NoiseScale` of float32 scalars, float64 where ``mean_square`` is that wide. With fewer than two contributions
-      there is no estimate: NaN. The estimates are noisy, and that of ``|G|**2`` may be negative: average ``trace`` and
-      ``squared_norm`` over many windows, and divide then. `gradcombine.reductions.moments` has the same trace element
-      by element: its variance times ``weight / (count - 1)``.
+      Scalars of float32, float64 where ``mean_square`` is that wide: ``scale``, which is ``trace / squared_norm``, in
+      examples (in what the weights count), the batch size at which the noise in the mean gradient is as large as the
+      gradient; ``trace``, of the covariance of one example's gradient; ``squared_norm``, of the true gradient. With
+      fewer than two contributions there is no estimate: NaN. The estimates are noisy, and that of ``|G|**2`` may be
+      negative: average ``trace`` and ``squared_norm`` over many windows, and divide then. The trace element by element
+      is the variance of `gradcombine.reductions.moments` times ``weight / (count - 1)``.
 
     Raises:
       GradCombineError: for what is not a real scalar.

@@ -36,7 +36,7 @@ def check_step() -> Callable[..., StepReport]:
 
 @pytest.fixture
 def audit() -> Callable[..., Audit]:
-    """`gradcombine.verify.audit`, which fails the test if a defect can be neither found nor excluded.
+    """`gradcombine.audit.audit`, which fails the test if a defect can be neither found nor excluded.
 
     ``allow`` names defects that may stay undecided, as `gradcombine.audit.Audit.undecided` does.
 
@@ -45,7 +45,7 @@ def audit() -> Callable[..., Audit]:
         def test_compiled(audit):
             assert not audit(step, *args, target="h100:8").findings
     """
-    from gradcombine.verify import audit as function
+    from gradcombine.audit import audit as function
 
     def audited(*args: Any, allow: Sequence[str] = (), **settings: Any) -> Audit:
         report = function(*args, **settings)

@@ -138,6 +138,9 @@ EXPECTED_LENGTH = "a window length that is an integer of 1 or more, or a functio
 LENGTH = integer(EXPECTED_LENGTH)
 """The length of a window."""
 
+UNTIL_FLUSH = MOST
+"""The ``every`` of a window that a flush alone ends."""
+
 _FLAGS = (
     "average_aggregated_gradients",
     "compat",

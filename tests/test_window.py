@@ -11,7 +11,8 @@ import pytest
 import gradcombine as gc
 from gradcombine import GradCombineError
 from gradcombine.backends.protocol import Collective
-from gradcombine.places.window import UNTIL_FLUSH, Window, require_flag, widened
+from gradcombine.places.window import Window, require_flag, widened
+from gradcombine.settings import UNTIL_FLUSH
 
 
 def numbers(*values: float) -> Any:

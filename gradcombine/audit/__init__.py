@@ -1,18 +1,9 @@
 """Audit of a compiled step for the machine that it will run on."""
 
-from gradcombine.audit.auditing import Audit, audit, audit_file, audit_named
+from gradcombine.audit.auditing import Audit as Audit
+from gradcombine.audit.auditing import audit, audit_file
 from gradcombine.audit.compiling import OutOfMemoryError
-from gradcombine.audit.rules import RULES, Finding
-from gradcombine.audit.target import Target, find_target
+from gradcombine.audit.target import Target as Target
+from gradcombine.audit.target import find_target
 
-__all__ = [
-    "RULES",
-    "Audit",
-    "Finding",
-    "OutOfMemoryError",
-    "Target",
-    "audit",
-    "audit_file",
-    "audit_named",
-    "find_target",
-]
+__all__ = ["OutOfMemoryError", "audit", "audit_file", "find_target"]

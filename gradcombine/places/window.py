@@ -25,11 +25,8 @@ from gradcombine.reductions import dtypes, weights
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.feedback import require_none, residuals
 from gradcombine.reductions.numbered import PLACEHOLDER, Numbered, one_at
-from gradcombine.settings import Settings
+from gradcombine.settings import UNTIL_FLUSH, Settings
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, Order, Scalar, State, Tree, no_autograph
-
-UNTIL_FLUSH = MOST
-"""The ``every`` of a window that a flush alone ends."""
 
 OVER = np.int32(MOST)
 """The step of a window that has ended, whatever its length: its contributions were applied, or all left out."""
@@ -58,8 +55,8 @@ class Window(Settings):
 
     Attributes:
       reduction: from `gradcombine.reductions`.
-      every, order, max_every: as for `gradcombine.accumulate`. `UNTIL_FLUSH`: a flush alone ends windows; order
-        ``"tree"`` then needs ``max_every``.
+      every, order, max_every: as for `gradcombine.accumulate`. `gradcombine.UNTIL_FLUSH`: a flush alone ends windows;
+        order ``"tree"`` then needs ``max_every``.
       over: the replicas. The state's levels are each replica's own, all else in it is the same on all.
     """
 

@@ -5,17 +5,8 @@ The model of tf.VariableAggregation x tf.VariableSynchronization.
 
 from __future__ import annotations
 
-from gradcombine.replicated.layouts import Stacked, stacked
-from gradcombine.replicated.policy import Aggregation, Synchronization
-from gradcombine.replicated.variable import CrossReplica, ReplicatedState, ReplicatedVariable, variable
+from gradcombine.replicated.layouts import stacked
+from gradcombine.replicated.variable import ReplicatedState, variable
+from gradcombine.replicated.variable import ReplicatedVariable as ReplicatedVariable
 
-__all__ = [
-    "Aggregation",
-    "CrossReplica",
-    "ReplicatedState",
-    "ReplicatedVariable",
-    "Stacked",
-    "Synchronization",
-    "stacked",
-    "variable",
-]
+__all__ = ["ReplicatedState", "stacked", "variable"]

@@ -72,16 +72,20 @@ def variable(
     """A variable, or a tree of variables, of which every replica has a component.
 
     Args:
-      aggregation: how the replicas' values become one: `Aggregation`, its name, or a tf.VariableAggregation.
-      synchronization: when they become one: `Synchronization`, its name, or a tf.VariableSynchronization. AUTO is
-        ON_WRITE. NONE is for one copy, over `LOCAL`.
+      aggregation: how the replicas' values become one: ``"none"``, ``"sum"``, ``"mean"``, ``"only_first_replica"``, or
+        a tf.VariableAggregation.
+      synchronization: when they become one: ``"auto"``, ``"none"``, ``"on_write"``, ``"on_read"``, or a
+        tf.VariableSynchronization. AUTO is ON_WRITE. NONE is for one copy, over `LOCAL`.
       over: the replicas. A collective: the functions run on each replica, on its own component. `stacked`: one program
         holds all components, along a first axis.
       order: of the aggregation, as for `gradcombine.all_reduce`.
 
     Returns:
-      Pure functions. Values have the variables' structure, shapes and dtypes; nothing is cast or broadcast but a Python
-      number.
+      Pure functions of a `ReplicatedState`. In replica context, where each replica gives a value of its own (over
+      `stacked` along the first axis): ``init(value)``, ``assign(state, value)``, ``assign_add``, ``assign_sub`` and
+      ``read(state)``, this replica's component. In cross-replica context, on all components at once: ``cross.assign``,
+      ``cross.assign_add``, ``cross.assign_sub`` and ``cross.read``, the variable's one value. Values
+      have the variables' structure, shapes and dtypes; nothing is cast or broadcast but a Python number.
 
     Raises:
       GradCombineError: for unknown names and for NONE over several copies. The functions raise it for a value of

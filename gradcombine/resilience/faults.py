@@ -37,6 +37,8 @@ from gradcombine.resilience.ledger import ledgers_in
 from gradcombine.settings import check
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, State, Tree
 
+__all__ = ["drop", "find", "require_none"]
+
 KINDS = ("structure", "nan", "infinity", "stale", "doubled", "differs")
 """The columns of a table of faults."""
 
@@ -83,8 +85,12 @@ def find(over: Collective, values: Tree = None, *, window: AccumulateState | Non
         from those of more than half of the replicas has silently become another.
 
     Returns:
-      `Faults`. What has another structure than those of more than half of the replicas has that fault; arrays are not
-      exchanged, so nothing waits for ever.
+      The same on all replicas but for ``own``: ``table``, int32 of shape (replicas, 6), by rank and fault (another
+      structure than more than half of the replicas, NaN, an infinity, a window that is behind, a microbatch that was
+      counted already, a copy unlike that of most replicas): 0 where there is no such fault, else 1, and of NaN and
+      infinities 1 + the number of the first leaf that holds one; ``found`` and ``own``, boolean scalars, whether any
+      replica or this one has a fault; ``index`` and ``step``, int32, the position of the window that is furthest, 0
+      without one. Arrays are not exchanged, so nothing waits for ever.
 
     Raises:
       GradCombineError: for an axis that is not bound, a ``window`` that is none, and leaves that are no arrays.

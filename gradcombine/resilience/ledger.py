@@ -29,6 +29,8 @@ from gradcombine.reductions.numbered import NumberedState, ranges
 from gradcombine.settings import check, valid
 from gradcombine.types import AccumulateState, Array, BinaryCounter, Order, State, Tree
 
+__all__ = ["deal", "merge_held", "read", "require_once"]
+
 Assignment = Sequence[Sequence[int]]
 """For each replica that runs, by rank, the logical replicas of which it holds the windows, from 0."""
 
@@ -59,6 +61,10 @@ def read(*states: State) -> Ledger:
       states: windows of `gradcombine.accumulate`, states of the reduction, or whatever holds them (the state of an
         optimizer or of a step); of one window of training. Outside of compiled code. States stacked over replicas count
         as those of all.
+
+    Returns:
+      The numbers of microbatches, in ascending order: ``held``, counted once or more often; ``missing``, not counted;
+      ``doubled``, counted more than once. Prints as text.
 
     Raises:
       GradCombineError: where there is no ledger, for ledgers of several lengths, and for values that are traced or

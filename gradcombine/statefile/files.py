@@ -145,6 +145,11 @@ def inspect(path: str | os.PathLike[str]) -> Header:
     Args:
       path: of the file.
 
+    Returns:
+      The ``reduction``'s name and its ``settings``, the number of ``replicas``, the ``levels`` of windows, the
+      ``kinds`` of containers by path, and for each of the ``leaves`` its ``path``, ``dtype``, ``shape`` (None for no
+      gradient) and ``sha256``, one per replica.
+
     Raises:
       GradCombineError: for a file that is damaged there, of another format or a newer version.
       OSError: where the file cannot be read.

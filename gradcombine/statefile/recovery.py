@@ -121,6 +121,10 @@ def recover(folder: str | os.PathLike[str], reduction: Reduction, like: Tree, st
       like: the tree of the gradients, as for `load`.
       start: what the first window begins with, the same in every start of the run; other beginnings are read like it.
 
+    Returns:
+      ``window``, its index, from 0; ``begun``, the tree that it began with; ``parts``, by holder, states of this
+      window, no two of which hold the same microbatch; ``left_out``, by file, why it was not used.
+
     Raises:
       GradCombineError: where windows after the first have begun, and the beginnings of all of them are damaged; for a
         part of another reduction, or of the same one with other settings.

@@ -11,7 +11,8 @@ import typer
 from rich.console import Console
 
 import gradcombine
-from gradcombine.audit import audit_named, audit_report
+from gradcombine.audit import audit_report
+from gradcombine.audit.auditing import audit_named
 from gradcombine.errors import invalid, require_installed
 from gradcombine.reporting.sections import Cells, Section, show
 from gradcombine.verify.check_command import check_command

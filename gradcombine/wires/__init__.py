@@ -5,6 +5,7 @@ narrow all-reduce rounds at each of its N - 1 hops; here every sum is rounded tw
 """
 
 from gradcombine.wires.exchange import bytes_sent
-from gradcombine.wires.wire import Wire, blocks, cast, is_sensitive
+from gradcombine.wires.wire import Wire as Wire
+from gradcombine.wires.wire import blocks, cast
 
-__all__ = ["Wire", "blocks", "bytes_sent", "cast", "is_sensitive"]
+__all__ = ["blocks", "bytes_sent", "cast"]

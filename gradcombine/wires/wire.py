@@ -81,8 +81,9 @@ def cast(dtype: CastDtype, rounding: Rounding = "nearest", *, wide: Wide = None,
       rounding: ``"nearest"``, ties to even; ``"stochastic"``: up with the probability that makes the expectation exact.
         The random bits are a hash of the element's bits, its place, the replica's rank and ``seed``: the same data
         rounds to the same bits again, in every framework.
-      wide: leaves that are sent as they are: a function of path and shape, True for `is_sensitive`, False for none.
-        None: True for types of 8 bits, False for others.
+      wide: leaves that are sent as they are: a function of path and shape, False for none, True for those that few bits
+        harm most, and that cost few bytes: scalars and vectors, and by a word of their path norms, biases, scales,
+        routers and gates. None: True for types of 8 bits, False for others.
       seed: an integer of 32 bits, of stochastic rounding.
 
     Returns:

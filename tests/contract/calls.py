@@ -29,7 +29,6 @@ from tests.contract.kinds import (
     DTYPE,
     FUNCTION,
     KINDS,
-    LEAF,
     MAYBE_POSITIVE,
     MAYBE_REDUCTION,
     NAME,
@@ -107,17 +106,11 @@ def _is_record(x: Any) -> bool:
     """Whether functions return it: of those, users make none."""
     if not isinstance(x, type):
         return not inspect.isroutine(x)
-    return hasattr(x, "_fields") or issubclass(x, enum.Enum | BaseException) or x.__name__ in _RECORDS
+    return hasattr(x, "_fields") or issubclass(x, enum.Enum | BaseException)
 
 
-_RECORDS = {"Stacked", "TrainStep", "RequestStep", "Recorder", "Wire"}
-_INNER = {"audit_file", "ledgers_in", "digested", "read", "require_once", "shard", "gather", "is_sensitive", "Loss"}
+_INNER = {"audit_file", "read", "require_once", "shard", "gather", "Loss"}
 """Called by other modules, which name their errors; or where only a method below can."""
-
-
-def compiled_step() -> Any:
-    """For `audit_named`, by name."""
-    return jax.jit(lambda x: x + 1), [ONE]
 
 
 def only(valid: Any, **mistakes: Any) -> Kind:
@@ -270,11 +263,7 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "like": TREES.without("2**31", *BOOLS),
         "twins": only((), a_number=3, unknown=["v"]),
     },
-    "verify.assert_within_ulp": {
-        **dict.fromkeys("ab", TREES.without(*COMPARED)),
-        "ulp": only(1, text="1", negative=-1, none=None),
-    },
-    "verify.audit": {"step": FUNCTION.but(jax.jit(lambda: jnp.ones(2))), "target": TARGET},
+    "audit.audit": {"step": FUNCTION.but(jax.jit(lambda: jnp.ones(2))), "target": TARGET},
     "verify.check_microbatches": {
         "params": TREES,
         "windows": only([[BATCH, BATCH]], none=None, nothing=[], a_number=1, text=[["a"]]),
@@ -316,17 +305,6 @@ SPECIAL: dict[str, dict[str, Kind]] = {
         "weight": WEIGHT_OF,
     },
     "verify.first_divergence": dict.fromkeys("ab", TRACED),
-    "verify.equal_bits": dict.fromkeys("ab", LEAF),
-    "verify.ulp_distance": dict.fromkeys("ab", LEAF),
-    "audit.audit_named": {
-        "what": only(
-            "tests.contract.calls:compiled_step",
-            none=None,
-            no_module="not.there:step",
-            no_name="json:none",
-            text="json",
-        )
-    },
     "integrations.jax.detect_lost_peers": {"operation": only("mean")},
     "integrations.jax.grads_by_denominator": {
         "terms": only({"value": "tokens"}, none=None, a_list=["value"], numbers={1: 2})
@@ -358,12 +336,6 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "integrations.optax.accumulate_and_apply": {"inner": OPTIMIZER, "reduction": MAYBE_REDUCTION, "over": MAYBE_OVER},
     "integrations.optax.all_reduce": {"over": OF_JAX, "reduction": MAYBE_REDUCTION},
     "integrations.optax.map_replicas": {"over": OF_JAX, "batch_argnums": ARGNUMS.but((), "twice")},
-    "integrations.optax.skip_large_updates": {
-        "updates": TREES,
-        "gradient_step": only(0),
-        "params": only(TREE),
-        "max_squared_norm": only(25.0),
-    },
     "integrations.tensorflow.AccumulatedStep": {
         "variables": only([tf.Variable([0.0, 0.0])], none=None, numbers=[1.0], text="w"),
         "apply": FUNCTION.but(keras.optimizers.SGD(0.1)),

@@ -18,12 +18,13 @@ import tensorflow as tf
 
 import gradcombine as gc
 from gradcombine import reductions, statefile
+from gradcombine.audit import audit
 from gradcombine.integrations import horovod
 from gradcombine.integrations import keras as for_keras
 from gradcombine.integrations import optax as for_optax
 from gradcombine.integrations.jax import grads_by_denominator, train_step, value_and_grad, zero
 from gradcombine.places.window import Window
-from gradcombine.verify import audit, plan
+from gradcombine.verify import plan
 
 SGD = optax.sgd(0.1)
 

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from gradcombine.audit import audit
 from gradcombine.audit.target import find_target
-from gradcombine.verify import audit
 from tests.field.run import MICROBATCHES
 
 

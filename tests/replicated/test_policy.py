@@ -9,7 +9,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import replicated
-from gradcombine.replicated import Aggregation, Synchronization
+from gradcombine.replicated.policy import Aggregation, Synchronization
 
 TWO = replicated.stacked(2)
 

@@ -15,7 +15,8 @@ import gradcombine as gc
 from gradcombine import reductions, statefile
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places.time import whole_window
-from gradcombine.places.window import UNTIL_FLUSH, Window
+from gradcombine.places.window import Window
+from gradcombine.settings import UNTIL_FLUSH
 from tests.statefile.states import contents
 
 EVERY = 8

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gradcombine as gc
 from gradcombine import AccumulateState
 from gradcombine.integrations.jax import Loss, TrainState, train_step, value_and_grad
-from gradcombine.integrations.optax import UNTIL_FLUSH, MultiSteps, accumulate, accumulate_and_apply
+from gradcombine.integrations.optax import MultiSteps, accumulate, accumulate_and_apply
 from tests.targets.compile_for import compile_for, h100, mesh, spread, tpu
 
 pytestmark = pytest.mark.targets
@@ -85,7 +85,7 @@ def test_bytes_of_a_call(name: str) -> None:
 
 
 def test_where_the_host_knows_the_end_no_program_has_a_branch() -> None:
-    tx, moved = accumulate_and_apply(ADAM, UNTIL_FLUSH), []
+    tx, moved = accumulate_and_apply(ADAM, gc.UNTIL_FLUSH), []
     for flush in (False, True):
 
         def call(params: Any, state: Any, grads: Any, flush: bool = flush) -> Any:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradcombine import GradCombineError
-from gradcombine.verify import NAN_DISTANCE, compare, equal_bits, ulp_distance
+from gradcombine.verify import compare
+from gradcombine.verify.compare.ulp import NAN_DISTANCE, equal_bits, ulp_distance
 
 DTYPES = (np.float16, np.float32, np.float64, ml_dtypes.bfloat16)
 
@@ -52,18 +52,7 @@ def test_the_widest_distance_fits() -> None:
 @pytest.mark.parametrize(("a", "b", "equal"), [(0.0, 0.0, True), (0.0, -0.0, False), (np.nan, np.nan, True)])
 def test_equal_bits_sees_the_sign_of_a_zero(a: float, b: float, equal: bool) -> None:
     assert equal_bits(np.float32([1, a]), np.float32([1, b])) is equal
-
-
-@pytest.mark.parametrize("other", [np.zeros(3, np.float32), np.zeros(2, np.float64)])
-def test_refuses_what_cannot_be_compared(other: np.ndarray) -> None:
-    with pytest.raises(GradCombineError, match=r"expected two arrays of shape \(2,\) and dtype float32"):
-        ulp_distance(np.zeros(2, np.float32), other)
-
-
-@pytest.mark.parametrize("dtype", [np.complex64, np.complex128, np.int32])
-def test_distances_are_those_of_floats(dtype: type) -> None:
-    with pytest.raises(GradCombineError, match="expected arrays of floats, received"):
-        ulp_distance(np.ones(2, dtype), np.ones(2, dtype))
+    assert not equal_bits(np.float32([1, a]), np.float32([[1, a]])) and not equal_bits(np.float32(0), np.int32(0))
 
 
 def test_narrow_floats_that_no_cast_joins_are_compared() -> None:

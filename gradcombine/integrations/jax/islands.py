@@ -83,11 +83,13 @@ def outer(
       order: of the sum over the islands, as for `gradcombine.all_reduce`.
 
     Returns:
-      An `Outer`, for use inside shard_map, pmap or vmap over the islands. Parameters are an island's own there, and so
-      is the state's ``weight``; its ``params``, ``inner`` and ``step`` are the same on all. ``weight`` of an update is
-      what the island saw in the step, tokens for instance. An island that has seen nothing since the last exchange, as
-      a lost one whose weights are 0, changes nothing, whatever its parameters hold. One that joins, or comes back,
-      begins from the outer parameters by ``join``.
+      ``init(params)``, which makes the state; ``update(params, state, weight=1.0)`` after each step of an island, and
+      ``join(params, state, begins)``, which return both: for use inside shard_map, pmap or vmap over the islands.
+      Parameters are an island's own there, and so is the state's ``weight``, what it has seen since each fragment's
+      last exchange; ``params``, the outer parameters, ``inner``, the states of the transformation by fragment, and
+      ``step`` are the same on all. ``weight`` of an update is what the island saw in the step, tokens for instance. An
+      island that has seen nothing since the last exchange, as a lost one whose weights are 0, changes nothing, whatever
+      its parameters hold. One that joins, or comes back, begins from the outer parameters by ``join``.
 
     Raises:
       GradCombineError: for settings of another kind, and parameters that are no floats.

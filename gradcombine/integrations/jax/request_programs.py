@@ -18,7 +18,7 @@ from gradcombine.integrations.jax.on_replicas import on_replicas
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.step_functions import StepMetrics, holds_aux, keep_dtypes, microbatch, optimize
 from gradcombine.integrations.jax.training_step import compile_step
-from gradcombine.places.window import UNTIL_FLUSH
+from gradcombine.settings import UNTIL_FLUSH
 from gradcombine.types import AccumulateState, Array, State, Tree
 
 if TYPE_CHECKING:

@@ -140,14 +140,15 @@ def train_step(
         may be split over it as the parameters may. It is given the combined loss as ``value=``, for those that ask for
         it.
       every: the calls of a window: an integer of 1 or more, or a function of the window's index, as for
-        `gradcombine.accumulate`. None: 1. `UNTIL_FLUSH`: windows end by ``flush`` alone. Where a loop knows when that
-        is, the two compiled programs have no branch, which a GPU has the host decide on every call.
+        `gradcombine.accumulate`. None: 1. `gradcombine.UNTIL_FLUSH`: windows end by ``flush`` alone. Where a loop knows
+        when that is, the two compiled programs have no branch, which a GPU has the host decide on every call.
       microbatches: as for `value_and_grad`, with ``interleaved``. None: a call is one microbatch.
       max_every: as for `gradcombine.accumulate`.
 
     Returns:
-      A `TrainStep`: ``state = step.init(params)``, then ``params, state, metrics = step(params, state, *batch)``, with
-      the state a `TrainState` and the metrics `StepMetrics`; at the end of the data ``step.flush(params, state)``.
+      A `TrainStep`: ``state = step.init(params)``, then ``params, state, metrics = step(params, state, *batch)``;
+      at the end of the data ``step.flush(params, state)``. The state is a `TrainState`; the metrics, of the window that
+      the call has applied, are `StepMetrics`.
 
     Raises:
       GradCombineError: as `value_and_grad` and `gradcombine.accumulate`; for both ``every`` and ``microbatches``; for

@@ -26,6 +26,8 @@ from gradcombine.types import Array, Order, State, Tree
 from gradcombine.wires import exchange
 from gradcombine.wires.wire import Wire, require_wire
 
+__all__ = ["exchange_costs", "gather", "scattered", "shard"]
+
 
 @operation("scattered")
 def scattered(reduction: Reduction, over: Collective) -> Reduction:
@@ -254,6 +256,7 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
       replicas: their number N.
 
     Returns:
+      For each way ``sent``, the bytes that a replica sends in a window, and ``accumulators``, the bytes that it holds.
       ``"all_reduce"``: whole accumulators, and one all-reduce at the end of the window, 2 (N - 1) / N of their bytes.
       ``"reduce_scatter"``: `scattered`; (N - 1) / N of the bytes in each microbatch, and once more for the `gather` of
       the updated parameters, counted in the gradients' dtypes.

@@ -39,7 +39,9 @@ class AccumulateUpdatesState(NamedTuple):
         its arrays over.
       inner: the state of the inner transformation.
       applied: boolean scalar, whether the inner transformation ran in the last update.
-      skip: a `SkipState` with a skip function, else (). Its ``detail`` is each replica's own too.
+      skip: with a skip function ``skipped``, int32, the microbatches left out since the state was made; ``in_a_row``,
+        how many of these were the last ones without a good one in between; ``detail``, what the function returned last
+        beside its decision, each replica's own. Else ().
     """
 
     window: AccumulateState
@@ -68,8 +70,8 @@ def accumulate(
 
     Args:
       inner: the transformation to run, an optimizer for instance.
-      every, order, max_every: as for `gradcombine.accumulate`. `UNTIL_FLUSH`: only ``flush`` ends windows. If that is a
-        Python bool (a static argument under jit), there are two programs, and neither has a branch.
+      every, order, max_every: as for `gradcombine.accumulate`. `gradcombine.UNTIL_FLUSH`: only ``flush`` ends windows.
+        If that is a Python bool (a static argument under jit), there are two programs, and neither has a branch.
       reduction: from `gradcombine.reductions`; None: their mean.
       over: the replicas that share the parameters: `gradcombine.jax_axis`, or `gradcombine.LOCAL`; None: the latter.
       skip: which microbatches to leave out: `skip_not_finite()`, `skip_large(max_norm)` or any function
@@ -171,9 +173,10 @@ def accumulate_and_apply(
       inner, every, reduction, over, skip, order, max_every, denominators: as for `accumulate`.
 
     Returns:
-      An `ApplyingTransformation`. Where a window ends, its ``apply`` returns ``optax.apply_updates(params, updates)``,
-      with the updates of ``inner``; else the parameters as they are. Its state is that of `accumulate`: either can
-      continue with the other's.
+      ``init(params)``, and ``apply(updates, state, params, *, weight=1.0, flush=False, number=None, **extra_args)``,
+      which returns parameters and state: where a window ends, ``optax.apply_updates(params, updates)``, with the
+      updates of ``inner``; else the parameters as they are. The state is that of `accumulate`: either can continue with
+      the other's.
 
     Raises:
       GradCombineError: as `accumulate`.

@@ -34,9 +34,6 @@ from gradcombine.types import AccumulateState, Array, State, Tree
 
 _MATCHING = "gradients that match the state"
 
-MultiStepsState = optax.MultiStepsState
-"""optax's class: states and checkpoints of either can be used by the other."""
-
 
 class MultiSteps:
     """Accumulates gradients over windows of k microbatches, with the interface and the states of optax.MultiSteps.
@@ -136,7 +133,7 @@ class MultiSteps:
         if self._skip is not None:
             detail = self._kept(jnp.asarray(False), first_detail(self._skip, like))
         inner, window = self._opt.init(params), self._rule.init(like)
-        return place_beside(like, MultiStepsState(jnp.int32(0), jnp.int32(0), inner, window, detail))
+        return place_beside(like, optax.MultiStepsState(jnp.int32(0), jnp.int32(0), inner, window, detail))
 
     @operation("MultiSteps")
     def update(
@@ -184,7 +181,8 @@ class MultiSteps:
         if skip is not None:
             kept = jax.tree.map(lambda old, new: jnp.where(skip, old, new), state.acc_grads, kept)
             counted = jnp.where(skip, mini_step, counted)
-        return result, MultiStepsState(counted, jnp.where(emit, gradient_step + 1, gradient_step), inner, kept, detail)
+        window = jnp.where(emit, gradient_step + 1, gradient_step)
+        return result, optax.MultiStepsState(counted, window, inner, kept, detail)
 
     @operation("MultiSteps")
     def has_updated(self, state: optax.MultiStepsState) -> Array:
@@ -233,7 +231,7 @@ _OF_ACCUMULATE = {"weight", "flush", "number"}
 
 def _require_state(state: Any) -> None:
     """Refuses what is no state of optax.MultiSteps."""
-    if not isinstance(state, MultiStepsState):
+    if not isinstance(state, optax.MultiStepsState):
         raise invalid("an optax.MultiStepsState", type(state).__name__)
     for name in ("mini_step", "gradient_step"):
         require_scalar("an integer scalar", getattr(state, name), "iu", f".{name}")

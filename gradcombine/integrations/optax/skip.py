@@ -76,6 +76,9 @@ def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, param
 def skip_large(max_norm: Any) -> Skip:
     """Leaves out a microbatch whose gradients' Euclidean norm, over all leaves, is above a bound or NaN.
 
+    Also in the place of ``optax.skip_large_updates``, whose bound is that of the squared norm; squares of narrow floats
+    do not overflow here.
+
     Args:
       max_norm: a number above 0, or a function of the window's number (an int32 scalar) that returns one.
 
@@ -108,35 +111,6 @@ def skip_large(max_norm: Any) -> Skip:
         return left_out, {"should_skip": left_out, "norm": norm}
 
     return skip
-
-
-@operation("skip_large_updates")
-def skip_large_updates(
-    updates: Tree, gradient_step: Any, params: Tree, max_squared_norm: Any
-) -> tuple[Array, dict[str, Array]]:
-    """Leaves out gradients whose squared norm is not below a bound: ``optax.skip_large_updates``, for `MultiSteps`.
-
-    Args:
-      updates: gradients, of any float or complex dtype.
-      gradient_step, params: not looked at.
-      max_squared_norm: the bound, a number; bound by ``functools.partial``.
-
-    Returns:
-      A boolean scalar, true also where the norm is NaN, and a dict of ``should_skip`` and ``norm_squared``, which is
-      formed in at least float32: squares of narrower floats do not overflow.
-
-    References: `optax.skip_large_updates
-    <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html#optax.skip_large_updates>`_.
-
-    >>> import functools, jax.numpy as jnp
-    >>> skip = functools.partial(skip_large_updates, max_squared_norm=25.0)
-    >>> bool(skip({"w": jnp.float32([3, 4])}, 0, None)[0])
-    True
-    """
-    del gradient_step, params
-    squared = _norm_squared(updates)
-    left_out = ~(squared < _bound(max_squared_norm, squared.dtype))
-    return left_out, {"should_skip": left_out, "norm_squared": squared}
 
 
 def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tuple[Array, Any]:

@@ -184,7 +184,9 @@ class AccumulatedStep(WithSeen):
 
         Returns:
           Whether the window was full and has been applied, a boolean scalar; and the ``outputs`` of ``gradients``, per
-          replica under a strategy (None where there are none). With ``terms``, `WindowMetrics` as a third.
+          replica under a strategy (None where there are none). With ``terms``, metrics of the window that was applied,
+          zeros where none was, as a third: ``value``, by term its sum over its denominator's total, and ``weight``, by
+          denominator the total.
         """
         return self._step(tf.__internal__.autograph.control_status_ctx(), batch, totals, number)
 
@@ -193,7 +195,7 @@ class AccumulatedStep(WithSeen):
 
         Returns:
           Whether there was one, a boolean scalar. A window that is empty or has been applied changes nothing. With
-          ``terms``, a pair of that and `WindowMetrics`.
+          ``terms``, a pair of that and the metrics.
         """
         return self._flush(tf.__internal__.autograph.control_status_ctx())
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
-from gradcombine.errors import invalid, operation, require_number
+from gradcombine.errors import invalid, operation
 from gradcombine.reporting.words import listed
 from gradcombine.statefile.header import value_of
 from gradcombine.types import Tree
@@ -73,7 +72,9 @@ def compare(a: Tree, b: Tree, *, reference: Tree | None = None, roundings: float
       roundings: how many in a row the noise is that of; None to estimate.
 
     Returns:
-      A `Comparison`, which prints as a report of the leaves that differ.
+      Whether they have ``equal_bits``, the largest distance ``max_ulp``, and ``leaves``: for each leaf that both have
+      its ``name``, ``max_ulp``, ``relative``, ``equal_bits`` and more, the worst first. Prints as a report of the
+      leaves that differ.
 
     Raises:
       GradCombineError: for a leaf that is not an array, or that the reference lacks, or has in another shape or in a
@@ -143,42 +144,6 @@ def assert_equal_bits(a: Tree, b: Tree) -> None:
     comparison = compare(a, b)
     if not comparison.equal_bits:
         raise AssertionError(str(comparison))
-
-
-@operation("assert_within_ulp")
-def assert_within_ulp(a: Tree, b: Tree, ulp: int | Mapping[str, int] | Callable[[str], int]) -> None:
-    """Asserts that two trees have the same leaves, and that no element is further apart than allowed.
-
-    Args:
-      a, b: as for `compare`.
-      ulp: the allowed distance in units in the last place, of the narrower dtype of a pair: one number; or one for
-        each leaf's path, as a mapping or a function.
-
-    Raises:
-      AssertionError: with a report of the leaves that are too far apart.
-      GradCombineError: for a mapping that lacks a leaf.
-
-    >>> import numpy as np
-    >>> assert_within_ulp(np.float32([1]), np.float32([1.0000001]), 1)
-    """
-    __tracebackhide__ = True
-    comparison = compare(a, b)
-
-    def known(distance: object) -> float:
-        return require_number("an allowed distance of 0 or more", distance, 0)
-
-    def allowed(name: str) -> float:
-        if callable(ulp):
-            return known(ulp(name))
-        if isinstance(ulp, Mapping):
-            if name not in ulp:
-                raise invalid("an allowed distance for every leaf", "none", name)
-            return known(ulp[name])
-        return known(ulp)
-
-    far = [leaf for leaf in comparison.leaves if leaf.max_ulp > allowed(leaf.name)]
-    if far or not comparison.matched:
-        raise AssertionError("\n".join(_lines(comparison, far)))
 
 
 def _named(value: Tree) -> dict[str, np.ndarray]:

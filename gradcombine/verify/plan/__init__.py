@@ -42,7 +42,7 @@ def plan(
       batch: the arguments of the loss behind the parameters, as a tuple, or the only one: arrays or specs of the
         examples of a whole window of all replicas.
       microbatches: of a window, k.
-      target: as for `gradcombine.verify.audit`.
+      target: as for `gradcombine.audit.audit`.
       mesh: a mapping of axes to sizes, in the order of the devices, or a mesh of as many devices. None: that of the
         parameters' and the batch's shardings; without any, all devices along ``axis``.
       axis: along which the replicas are.

@@ -190,7 +190,7 @@ IMPORTS = {
     "": "jax, optax, gradcombine as gc",
     "jax.sharding": "Mesh, NamedSharding, PartitionSpec as P",
     "gradcombine.backends.protocol": "Collective",
-    "gradcombine.integrations.jax": "UNTIL_FLUSH, LossOutput, TrainState, train_step, value_and_grad, zero",
+    "gradcombine.integrations.jax": "LossOutput, TrainState, train_step, value_and_grad, zero",
     "gradcombine.integrations.optax": "accumulate_and_apply, map_replicas",
     "gradcombine.types": "AccumulateState, Array, Tree",
 }
@@ -294,13 +294,14 @@ def recipe(problem: Problem, way: Way) -> Recipe:
 def _settings(way: Way, k: int) -> str:
     """Keyword arguments of the way's step, its replicas and weight aside."""
     made = f"gc.reductions.mean({', '.join(map(_argument, way.mean.items()))})"
-    found = [f"microbatches={k}" if way.calls == "window" else f"every={k if way.calls == 'every' else 'UNTIL_FLUSH'}"]
+    every = k if way.calls == "every" else "gc.UNTIL_FLUSH"
+    found = [f"microbatches={k}" if way.calls == "window" else f"every={every}"]
     if way.place == "zero2":
         found.append(f"reduction=zero.scattered({made}, over)")
     elif way.mean:
         found.append(f"reduction={made}")
     if "tree" in way.numbers:
-        found.append("order='tree'" + f", max_every={k}" * (found[0] == "every=UNTIL_FLUSH"))
+        found.append("order='tree'" + f", max_every={k}" * (found[0] == "every=gc.UNTIL_FLUSH"))
     return ", ".join(found)
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import UNTIL_FLUSH, Loss, LossOutput, on_replicas, train_step, value_and_grad
+from gradcombine.integrations.jax import Loss, LossOutput, on_replicas, train_step, value_and_grad
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases
 
@@ -141,7 +141,7 @@ def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: p
 
 
 @pytest.mark.parametrize("over", [gc.LOCAL, OVER], ids=["local", "data"])
-@pytest.mark.parametrize("every", [2, UNTIL_FLUSH], ids=["two", "until flush"])
+@pytest.mark.parametrize("every", [2, gc.UNTIL_FLUSH], ids=["two", "until flush"])
 def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None:
     """They begin as zeros that are made outside of any program, and of jax.set_mesh."""
     on = mesh(EXPLICIT, 4, 1)
@@ -155,7 +155,7 @@ def test_metrics_of_a_window_lie_on_explicit_axes(over: Any, every: Any) -> None
     state = step.init(w, put(on, P("data"), X))
     for _ in range(2):
         w, state, metrics = step(w, state, put(on, P("data"), X))
-    if every == UNTIL_FLUSH:
+    if every == gc.UNTIL_FLUSH:
         w, state, metrics = step.flush(w, state)
     expected = np.tanh(X.astype(np.float64) @ W).mean(0)
     np.testing.assert_allclose(metrics.aux["column"], expected, atol=1e-6)
@@ -296,4 +296,4 @@ def test_a_batch_that_is_not_on_the_mesh_is_put_there(batch: Any, in_scope: bool
 
 def test_order_tree_of_windows_that_a_flush_ends_asks_for_the_longest() -> None:
     with pytest.raises(gc.GradCombineError, match="train_step: expected max_every, the longest window, for windows"):
-        train_step(jnp.sum, optax.sgd(1.0), every=UNTIL_FLUSH, order="tree")
+        train_step(jnp.sum, optax.sgd(1.0), every=gc.UNTIL_FLUSH, order="tree")

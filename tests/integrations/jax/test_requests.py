@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import UNTIL_FLUSH, Loss, LossOutput, RequestStep, request_step, train_step
+from gradcombine.integrations.jax import Loss, LossOutput, RequestStep, request_step, train_step
 from tests.integrations.jax import request_histories as histories
 
 pytestmark = pytest.mark.needs("jax")
@@ -199,7 +199,7 @@ def test_replicas_exchange_in_optim_step_alone(kind: AxisType) -> None:
     settings: dict[str, Any] = {"over": gc.jax_axis("data"), "reduction": reductions.mean("exact")}
     step, whole = (
         request_step(loss, TAKEN, microbatches=8, **settings),
-        train_step(loss, TAKEN, every=UNTIL_FLUSH, **settings),
+        train_step(loss, TAKEN, every=gc.UNTIL_FLUSH, **settings),
     )
     (w, v), batches = on_mesh(kind, W, W, spec=P()), on_mesh(kind, *BATCHES)
     state, expected = step.init({"a": w}), whole.init(v)

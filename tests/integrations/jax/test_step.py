@@ -10,7 +10,7 @@ import pytest
 
 import gradcombine as gc
 from gradcombine import reductions
-from gradcombine.integrations.jax import UNTIL_FLUSH, Loss, LossOutput, train_step
+from gradcombine.integrations.jax import Loss, LossOutput, train_step
 from gradcombine.places.window import OVER
 from gradcombine.verify.compare.ulp import equal_bits
 from tests.spec.selection import FULL, cases
@@ -140,7 +140,7 @@ def test_a_flush_of_nothing_changes_nothing() -> None:
 
 def test_a_host_that_knows_where_windows_end_needs_no_branch() -> None:
     optimizer = optax.sgd(0.5)
-    step, expected = train_step(linear, optimizer, every=UNTIL_FLUSH), train_step(linear, optimizer, every=4)
+    step, expected = train_step(linear, optimizer, every=gc.UNTIL_FLUSH), train_step(linear, optimizer, every=4)
     params, state = start(), step.init(start())
     for i, x in enumerate(X):
         params, state, metrics = step(params, state, x)
@@ -161,7 +161,7 @@ def test_keys_of_a_window_without_a_length_differ() -> None:
         return w * jax.random.uniform(key) * x.sum()
 
     step = train_step(
-        Loss(drawn, rng_argnum=1), optax.sgd(1.0), every=UNTIL_FLUSH, over=gc.jax_axis("d"), weight=lambda x: 1
+        Loss(drawn, rng_argnum=1), optax.sgd(1.0), every=gc.UNTIL_FLUSH, over=gc.jax_axis("d"), weight=lambda x: 1
     )
 
     def calls(x: Any) -> Any:

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gradcombine as gc
-from gradcombine.integrations.optax import UNTIL_FLUSH, accumulate, accumulate_and_apply, skip_large
+from gradcombine.integrations.optax import accumulate, accumulate_and_apply, skip_large
 
 pytestmark = pytest.mark.needs("jax")
 
@@ -62,7 +62,7 @@ def test_the_parameters_of_the_transformation(name: str, flush: list[bool], jit:
 
 
 def test_a_host_that_knows_the_end_needs_no_branch() -> None:
-    applying = accumulate_and_apply(SGD, UNTIL_FLUSH)
+    applying = accumulate_and_apply(SGD, gc.UNTIL_FLUSH)
     step = jax.jit(applying.apply, static_argnames="flush")
     params, state, seen = PARAMS, applying.init(PARAMS), []
     for i, (grads, weight) in enumerate(zip(GRADS, WEIGHTS, strict=True)):

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import gradcombine as gc
-from gradcombine.integrations.tensorflow import UNTIL_FLUSH, AccumulatedStep
+from gradcombine.integrations.tensorflow import AccumulatedStep
 from tests.integrations.tensorflow.strategies import (
     FULL,
     STRATEGIES,
@@ -254,7 +254,7 @@ def test_a_number_that_comes_again_counts_once(strategy: Any, run: Any, order: A
     """In windows that a flush ends; and it counts in the next one."""
     w, size = tf.Variable(tf.zeros(3)), strategy.num_replicas_in_sync
     settings = {"reduction": gc.reductions.numbered(gc.reductions.mean(), 2 * size), "order": order, "max_every": 8}
-    module = AccumulatedStep(given, [w], subtract, every=UNTIL_FLUSH, **settings)
+    module = AccumulatedStep(given, [w], subtract, every=gc.UNTIL_FLUSH, **settings)
     step, expected = run(module), np.zeros(3, np.float32)
     for _ in range(2):
         for k in (1, 0, 1, 1, 0):

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from gradcombine.audit import RULES, OutOfMemoryError, audit, find_target
+from gradcombine.audit import OutOfMemoryError, audit, find_target
 from gradcombine.audit import audit_report as report
 from gradcombine.audit import auditing as step_module
 from gradcombine.audit.auditing import audit_file, audit_named
+from gradcombine.audit.rules import RULES
 from gradcombine.audit.target import Published, Target
 from gradcombine.errors import GradCombineError
 from gradcombine.verify.command import app

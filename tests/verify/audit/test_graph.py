@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from gradcombine.audit import RULES, audit, audit_file
+from gradcombine.audit import audit, audit_file
 from gradcombine.audit import audit_report as report
+from gradcombine.audit.rules import RULES
 from gradcombine.errors import GradCombineError
 
 ROWS, WIDTH = 8, 64

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradcombine import GradCombineError
-from gradcombine.verify import NAN_DISTANCE, LeafDifference, ulp_distance
-from gradcombine.verify.compare.meter import Element, Meter
+from gradcombine.verify.compare.meter import Element, LeafDifference, Meter
+from gradcombine.verify.compare.ulp import NAN_DISTANCE, ulp_distance
 from gradcombine.verify.diff.comparing import Allowed
 
 FLOATS = st.floats(width=32)
