@@ -5,8 +5,8 @@ What is counted, so that a count cannot be met by hiding what it counts:
 - A function, class body or comprehension frame counts once for each call, whatever file the interpreter says that it
   stands in: a frame belongs to the package if its globals do. So the generated methods of dataclasses and NamedTuples
   count as well.
-- Every cache of `functools` in the package is emptied before a walk, and so are the registries of types. Imports and
-  backends that a process loads once are warm.
+- Every cache of `functools` in the package is emptied before a walk, and so are the registry of types that were
+  met. Imports and backends that a process loads once are warm.
 - A docstring begins with a pronoun, `Any` and the construction of an error are found in the syntax tree, not by text.
 
 With --walks, the walks alone; with --check, the exit status is 1 while an aim is missed.
@@ -103,7 +103,9 @@ def empty_caches() -> None:
         own = isinstance(each, _lru_cache_wrapper) and (each.__module__ or "").startswith("gradcombine")
         if own and each.__name__ != "load":
             each.cache_clear()
-    importlib.import_module("gradcombine.backends.registry").LEAF_TYPES.clear()
+    types = importlib.import_module("gradcombine.backends.registry").LEAF_TYPES
+    for met in [each for each, backend in types.items() if backend is not None]:
+        del types[met]
 
 
 def walks(leaves: int = 1) -> dict[str, Walk]:

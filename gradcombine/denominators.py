@@ -158,7 +158,7 @@ class Terms:
         def share(term: str, value: Any) -> Array:
             name, dtype = self.over[term], dtypes.working(backend.dtype(value))
             whole = parse(backend, totals[name])
-            absent = parse(backend, weights[name]).is_zero(backend) | whole.is_zero(backend)
+            absent = parse(backend, weights[name]).zero | whole.zero
             total = whole.cast(backend, dtype)
             zero, one = (backend.full((), x, dtype) for x in (0, 1))
             # Divided by no 0, of which the derivative would be NaN.

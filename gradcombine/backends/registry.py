@@ -52,18 +52,19 @@ def _imported(name: str) -> bool:
     return spec is not None and not getattr(spec, "_initializing", False)
 
 
-LEAF_TYPES: dict[type, Backend] = {}
-"""The backends of types whose every instance is a leaf."""
+LEAF_TYPES: dict[type, Backend | None] = dict.fromkeys(
+    {np.ndarray, bool, int, float, complex, *np.sctypeDict.values()} - {np.void}
+)
+"""Types whose every instance is a leaf: None for those of NumPy and Python; a framework's, as they are met."""
 
 
 def owner(leaf: Leaf) -> Backend | None:
     """The backend of one leaf; None for what belongs to no framework."""
-    known = LEAF_TYPES.get(type(leaf))
-    if known is not None and known.name != "numpy":
+    if (known := LEAF_TYPES.get(type(leaf))) is not None:
         return known
-    if is_numpy(leaf):
-        LEAF_TYPES[type(leaf)] = numpy = load("numpy")
-        return numpy
+    # JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
+    if isinstance(leaf, NUMPY_TYPES) and not getattr(leaf, "dtype", _PLAIN).names:
+        return load("numpy")
     for backend in loaded():
         if backend.owns(leaf):
             if not isinstance(leaf, NUMPY_TYPES):
@@ -71,14 +72,6 @@ def owner(leaf: Leaf) -> Backend | None:
             return backend
     numpy = load("numpy")
     return numpy if numpy.owns(leaf) else None
-
-
-def is_numpy(leaf: Leaf) -> bool:
-    """Whether a leaf is NumPy's or Python's, and no framework's.
-
-    JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
-    """
-    return isinstance(leaf, NUMPY_TYPES) and not getattr(leaf, "dtype", _PLAIN).names
 
 
 def is_absent(leaf: Leaf) -> bool:
@@ -96,8 +89,8 @@ def resolve(leaves: Iterable[Any]) -> Backend:
     found = load("numpy")
     for leaf in leaves:
         backend = LEAF_TYPES.get(type(leaf))
-        if backend is None or backend.name == "numpy":
-            # As `is_numpy`, which would be half of the calls of a small update.
+        if backend is None:
+            # As in `owner`, which would be half of the calls of a small update.
             if leaf is None or (isinstance(leaf, NUMPY_TYPES) and not getattr(leaf, "dtype", _PLAIN).names):
                 continue
             backend = owner(leaf)
@@ -119,12 +112,12 @@ def described(leaf: Leaf) -> Backend:
 
 def dtype_of(array: Any) -> np.dtype:
     """The NumPy dtype of an array of any framework."""
-    return (LEAF_TYPES.get(type(array)) or described(array)).dtype(array)
+    return described(array).dtype(array)
 
 
 def shape_of(array: Any) -> tuple[int, ...]:
     """The shape of an array of any framework."""
-    return (LEAF_TYPES.get(type(array)) or described(array)).shape(array)
+    return described(array).shape(array)
 
 
 def placeholder(leaf: Leaf) -> Any:

@@ -55,16 +55,7 @@ def combine(
     {'w': array([2.5, 3.5], dtype=float32)}
     """
     check(reduction=reduction, order=order)
-    return _combine(reduction, values, weights, order)
-
-
-def _combine(reduction: Reduction, values: Any, weights: Any = None, order: Order = "sequential") -> Tree:
-    trees = _list("trees", values)
-    scales = [1] * len(trees) if weights is None else _weights(weights)
-    if not trees:
-        raise invalid("one tree or more", "an empty list")
-    if len(scales) != len(trees):
-        raise invalid(f"{len(trees)} weights", str(len(scales)))
+    trees, scales = _entered(values, weights)
     if reduction.derivative is None:
         return reduction.combine(trees, scales, order)
 
@@ -103,7 +94,7 @@ def add_n(values: Iterable[Tree], method: str | int = "add_n") -> Tree:
         name = _TF_AGGREGATION_METHODS[method]
     if not isinstance(name, str) or name not in METHODS:
         raise invalid(f"a method of {list(METHODS)} or a tf.AggregationMethod value", shown(method))
-    return _combine(_SUM, values, order=METHODS[name])
+    return _SUM.combine(*_entered(values), METHODS[name])
 
 
 @operation("tree_sum", renames=True)
@@ -114,7 +105,7 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
     >>> gc.tree_sum([np.float32([1, 2]), np.float32([3, 4]), np.float32([5, 6])])
     array([ 9., 12.], dtype=float32)
     """
-    return _combine(_SUM, values, order="tree")
+    return _SUM.combine(*_entered(values), "tree")
 
 
 @operation("mean", renames=True)
@@ -127,7 +118,18 @@ def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -
     >>> gc.mean([np.float32([1, 2]), np.float32([4, 5])], weights=[3, 1])
     array([1.75, 2.75], dtype=float32)
     """
-    return _combine(_MEAN, values, weights)
+    return _MEAN.combine(*_entered(values, weights), "sequential")
+
+
+def _entered(values: Any, weights: Any = None) -> tuple[list[Tree], list[Any]]:
+    """The trees and as many weights."""
+    trees = _list("trees", values)
+    if not trees:
+        raise invalid("one tree or more", "an empty list")
+    scales = [1] * len(trees) if weights is None else _weights(weights)
+    if len(scales) != len(trees):
+        raise invalid(f"{len(trees)} weights", str(len(scales)))
+    return trees, scales
 
 
 def _list(what: str, values: Any) -> list[Any]:

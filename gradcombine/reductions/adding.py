@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from gradcombine.backends.registry import load, shape_of
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Cell, Totals
-from gradcombine.reductions.weights import Weight, factor, scaled, weighted
+from gradcombine.reductions.weights import Weight, factor, rounded, scaled, weighted
 from gradcombine.types import Array, Leaf, Order
 
 _BLOCK = 32
@@ -30,13 +30,13 @@ class Added(Cell):
     """The cell of plain sums and means: one running value.
 
     Attributes:
-      result: ``result(backend, a, totals)``: the accumulator as it leaves, before it is cast.
+      divides: whether the result is the accumulator over the sum of weights.
       settings: of accumulator and result.
     """
 
     name: str
     kinds: tuple[str, ...]
-    result: Callable[[Backend, Array, Totals], Array]
+    divides: bool
     settings: dtypes.Settings
     additive: bool = True
     adds_terms: bool = True
@@ -59,45 +59,35 @@ class Added(Cell):
         return backend.add(a, b)
 
     def finish(self, backend: Backend, a: Array, totals: Totals, output: np.dtype) -> Array:
-        return backend.cast(self.result(backend, a, totals), output)
-
-    def takes_many(self, weights: Sequence[Weight]) -> bool:
-        """Whether all weights are known: one that is traced may be 0, and then it must leave no trace, not even +0."""
-        return None not in [weight.known for weight in weights]
+        return backend.cast(finished(backend, a, totals, self.divides), output)
 
     def update_many(
-        self,
-        backend: Backend,
-        a: Array,
-        xs: Sequence[Array | None],
-        weights: Sequence[Weight],
-        totals: Totals,
-        order: Order,
+        self, backend: Backend, a: Array, xs: Sequence[Array | None], weights: Sequence[Weight], order: Order
     ) -> Array:
-        running = backend.dtype(a)
-        if backend.prefers_rows(shape_of(a), len(xs)):
+        running, shape = backend.dtype(a), backend.shape(a)
+        if backend.prefers_rows(shape, len(xs)):
             rows = self._rows(backend, running, xs, weights)
             return backend.traced_once(_added_rows, (order,), [a, rows])[0]
-        factors = [None if w.known == 1 else factor(backend, w, running) for w in weights]
-        pairs = list(zip(xs, factors, strict=True))
-
-        def added(total: Array, part: Sequence[tuple[Array | None, Array | None]]) -> Array:
-            plan: tuple[bool | None, ...] = ()
-            arrays: list[Array] = []
-            scalars: list[Array] = []
-            for x, f in part:
-                plan += (None if x is None else f is not None,)
-                if x is not None:
-                    arrays.append(x)
-                    scalars += [] if f is None else [f]
-            return backend.fused(_added, (running, order, plan), [total, *arrays, *scalars])[0] if arrays else total
-
-        blocks = [pairs[i : i + _BLOCK] for i in range(0, len(pairs), _BLOCK)]
-        if order == "sequential" or len(blocks) == 1:
-            return reduce(added, blocks, a)
-        # Each is a node of the tree. An accumulator of nothing adds nothing to it.
-        nodes = [added(self.empty(backend, shape_of(a), running, a), block) for block in blocks]
-        return backend.add(a, fold_pairwise(backend.add, nodes))
+        # Each block is a node of the tree. An accumulator of nothing adds nothing to it.
+        splits, nodes = order == "tree" and len(xs) > _BLOCK, list[Array]()
+        for start in range(0, len(xs), _BLOCK):
+            node = self.empty(backend, shape, running, a) if splits else a
+            plan, arrays, factors = list[bool | None](), [node], list[Array]()
+            for x, weight in zip(xs[start : start + _BLOCK], weights[start : start + _BLOCK], strict=True):
+                if x is None:
+                    plan.append(None)
+                    continue
+                arrays.append(x)
+                plan.append(weight.known != 1)
+                if weight.known != 1:
+                    factors.append(factor(backend, weight, running))
+            if len(arrays) > 1:
+                (node,) = backend.fused(_added, (running, order, tuple(plan)), [*arrays, *factors])
+            if splits:
+                nodes.append(node)
+            else:
+                a = node
+        return backend.add(a, fold_pairwise(backend.add, nodes)) if splits else a
 
     def _rows(
         self, backend: Backend, running: np.dtype, xs: Sequence[Array | None], weights: Sequence[Weight]
@@ -107,25 +97,21 @@ class Added(Cell):
         dtype = backend.dtype(first)
         nothing = backend.full(shape_of(first), neutral(dtype), dtype, [first])
         rows = backend.stack([nothing if x is None else x for x in xs])
-        if not all(weight.is_one for weight, x in zip(weights, xs, strict=True) if x is not None):
+        if not all(weight.known == 1 for weight, x in zip(weights, xs, strict=True) if x is not None):
             factors = [factor(load("numpy"), weight, running) for weight in weights]
-            column = np.asarray([1 if f is None else f for f in factors], dtypes.part(dtypes.working(running)))
+            column = np.asarray(factors, dtypes.part(dtypes.working(running)))
             column = np.reshape(column, (-1, *(1 for _ in shape_of(first))))
             rows = scaled(backend, rows, backend.asarray(column), running)
         return backend.cast(rows, running)
 
-    def add_weights(self, backend: Backend, total: Array, weights: Sequence[Weight], order: Order) -> Array:
-        dtype, known = backend.dtype(total), backend.concrete(total)
-        if known is None:
-            return _summed(backend.add, total, [weight.cast(backend, dtype) for weight in weights], order)
-        # A total that is known stays known: compiled code need not add up numbers.
+    def total_weight(
+        self, backend: Backend, dtype: np.dtype, like: Sequence[Any], weights: Sequence[Weight], order: Order
+    ) -> Array:
+        # Known, as compiled code need not add up numbers.
+        values = [rounded(weight.known, dtype) for weight in weights]
         with np.errstate(over="ignore"):
-            summed = _summed(np.add, np.asarray(known), [weight.number(dtype) for weight in weights], order)
-        return backend.full((), summed, dtype, [total])
-
-
-def _summed(add: Callable[[Array, Array], Array], start: Array, values: list[Array], order: Order) -> Array:
-    return reduce(add, [fold_pairwise(add, values)] if order == "tree" else values, start)
+            total = reduce(np.add, [fold_pairwise(np.add, values)] if order == "tree" else values, dtype.type(0))
+        return backend.full((), total, dtype, like)
 
 
 def _added(
@@ -186,45 +172,14 @@ def neutral(dtype: np.dtype) -> Any:
     return 0 if dtype.kind in "iu" else -0.0
 
 
-def over_weight(backend: Backend, total: Array, totals: Totals) -> Array:
-    """``total / weight`` in at least float32, correctly rounded; +0 where nothing was added.
-
-    NaN where the sum of weights has overflowed: the quotient by infinity would be 0, a wrong number.
-    """
-    running = backend.dtype(total)
-    working = dtypes.working(running)
-    part = dtypes.part(working)
-
-    def divisor() -> Array:
-        weight = backend.cast(totals.weight, part)
-        # No array: JAX looks for NaN where one is made, if it is asked to.
-        weight = backend.where(weight == backend.full((), np.inf, part), part.type(np.nan), weight)
-        if _has_some(backend, totals):
-            return weight
-        return backend.where(_empty(totals), backend.full((), 1, part), weight)
-
-    quotient = backend.divide(backend.cast(total, working), totals.once(("divisor", part), divisor))
-    return zero_if_empty(backend, backend.cast(quotient, running), totals)
-
-
-def zero_if_empty(backend: Backend, x: Array, totals: Totals) -> Array:
-    """+0 where nothing was added."""
-    if _has_some(backend, totals):
-        return x
-    dtype = backend.dtype(x)
-    zero = totals.once(("zero", dtype), lambda: backend.full((), 0, dtype))
-    return backend.where(_empty(totals), zero, x)
-
-
-def _has_some(backend: Backend, totals: Totals) -> bool:
-    """Whether something was added, as far as that is known."""
-    count = backend.concrete(totals.count)
-    return count is not None and bool(count != 0)
-
-
-def _empty(totals: Totals) -> Array:
-    # No ==, by which a graph of TensorFlow 1 compares objects: Horovod's aggregation runs there.
-    return totals.once("empty", lambda: totals.count < 1)
+def finished(backend: Backend, total: Array, totals: Totals, divides: bool) -> Array:
+    """The total, or ``total / weight`` in at least float32, correctly rounded; +0 where nothing was added."""
+    if divides:
+        running = backend.dtype(total)
+        working = dtypes.working(running)
+        quotient = backend.divide(backend.cast(total, working), totals.divisor(backend, dtypes.part(working)))
+        total = backend.cast(quotient, running)
+    return totals.unless_empty(backend, total)
 
 
 class Pair(NamedTuple):
@@ -268,7 +223,7 @@ class Compensated(Cell):
         # What an infinite value has "lost" is NaN, and means nothing.
         finite = backend.add(a.high, -a.high) == backend.full((), 0, backend.dtype(a.high))
         total = backend.where(finite, backend.add(a.high, a.low), a.high)
-        return backend.cast(over_weight(backend, total, totals) if self.divides else total, output)
+        return backend.cast(finished(backend, total, totals, True) if self.divides else total, output)
 
 
 def two_sum(backend: Backend, a: Array, b: Array) -> tuple[Array, Array]:

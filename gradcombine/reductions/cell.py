@@ -27,10 +27,12 @@ class Totals:
     Attributes:
       weight: the sum of weights.
       count: the number of contributions.
+      has_some: whether it is certain that the count is not 0.
     """
 
     weight: Accumulator
     count: Array
+    has_some: bool = False
     _made: dict[Any, Array] = field(default_factory=dict, repr=False, compare=False)
 
     def once(self, key: Any, make: Callable[[], Array]) -> Array:
@@ -38,6 +40,28 @@ class Totals:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def divisor(self, backend: Backend, dtype: np.dtype) -> Array:
+        """The sum of weights, a scalar: 1 where nothing was added, NaN where it has overflowed.
+
+        The quotient by infinity would be 0, a wrong number.
+        """
+        if dtype not in self._made:
+            weight = backend.cast(self.weight, dtype)
+            # No array: JAX looks for NaN where one is made, if it is asked to.
+            weight = backend.where(weight == backend.full((), np.inf, dtype), dtype.type(np.nan), weight)
+            self._made[dtype] = weight if self.has_some else self.unless_empty(backend, weight, 1)
+        return self._made[dtype]
+
+    def unless_empty(self, backend: Backend, x: Array, otherwise: int = 0) -> Array:
+        """``x``, or a constant where nothing was added."""
+        if self.has_some:
+            return x
+        dtype = backend.dtype(x)
+        # No ==, by which a graph of TensorFlow 1 compares objects: Horovod's aggregation runs there.
+        empty = self.once("empty", lambda: self.count < 1)
+        constant = self.once((otherwise, dtype), lambda: backend.full((), otherwise, dtype))
+        return backend.where(empty, constant, x)
 
 
 class Cell(ABC):
@@ -54,6 +78,7 @@ class Cell(ABC):
       additive: whether ``merge`` adds arrays elementwise, so that replicas may use an all-reduce.
       adds_terms: whether ``update`` adds one array, `term`, to an accumulator that is one.
       takes_lists: whether it takes several contributions at once, by `update_many`.
+      takes_traced: whether it does where weights are not known.
       joins: whether all but `idle` is elementwise, so that small leaves may be handled as one.
       most_replicas: how many may merge their states by `all_merge`, without gathering them.
     """
@@ -65,6 +90,7 @@ class Cell(ABC):
     additive: bool = False
     adds_terms: bool = False
     takes_lists: bool = False
+    takes_traced: bool = False
     joins: bool = False
     most_replicas: int = 0
 
@@ -111,7 +137,7 @@ class Cell(ABC):
     def require_dtype(self, made_for: np.dtype, dtype: np.dtype) -> None:
         """Raises for a dtype that does not enter and leave the accumulator as the one that it was made for."""
         running, received = self.running(made_for), self.running(dtype)
-        if (received, self.output(dtype)) != (running, self.output(made_for)):
+        if (received, self.settings.output(dtype)) != (running, self.settings.output(made_for)):
             expected = f"dtype {made_for}, accumulated in {running}"
             raise invalid(expected, f"{dtype}, accumulated in {received}")
 
@@ -119,17 +145,13 @@ class Cell(ABC):
         """The accumulator that `update` returned, or the old one where the weight turns out to be 0."""
         return where(backend, zero, old, new)
 
-    def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Accumulator:
-        """The accumulator after contributions of these weights that have no gradient for this leaf."""
+    def idle(self, backend: Backend, a: Accumulator, weight: Weight, totals: Totals) -> Accumulator:
+        """The accumulator after a contribution of this weight that has no gradient for this leaf."""
         return a
 
     def running(self, dtype: np.dtype) -> np.dtype:
         """The dtype of the accumulator's arrays for contributions of ``dtype``."""
         return self.settings.running(dtype)
-
-    def output(self, dtype: np.dtype) -> np.dtype:
-        """The dtype of the result for contributions of ``dtype``."""
-        return self.settings.output(dtype)
 
     def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Accumulator:
         """The sum of no weights: a scalar, or a NamedTuple of scalars."""
@@ -151,27 +173,19 @@ class Cell(ABC):
         """The addend of a contribution, unspecified for a weight of 0. See ``adds_terms``."""
         raise NotImplementedError
 
-    def takes_many(self, weights: Sequence[Weight]) -> bool:
-        """Whether `update_many` knows what to do with these weights. See ``takes_lists``."""
-        raise NotImplementedError
-
     def update_many(
-        self,
-        backend: Backend,
-        a: Accumulator,
-        xs: Sequence[Array | None],
-        weights: Sequence[Weight],
-        totals: Totals,
-        order: Order,
+        self, backend: Backend, a: Accumulator, xs: Sequence[Array | None], weights: Sequence[Weight], order: Order
     ) -> Accumulator:
-        """The accumulator merged with the contributions, combined in this order, to the bit.
+        """The accumulator merged with the contributions, combined in this order, to the bit. See ``takes_lists``.
 
-        None stands where there is no contribution. One whose weight turns out to be 0 is 0 itself.
+        None stands where there is no contribution. A weight may turn out to be 0 if the cell takes traced ones.
         """
         raise NotImplementedError
 
-    def add_weights(self, backend: Backend, total: Accumulator, weights: Sequence[Weight], order: Order) -> Accumulator:
-        """The sum of weights merged with that of more, which are known, added in this order. See ``takes_lists``."""
+    def total_weight(
+        self, backend: Backend, dtype: np.dtype, like: Sequence[Any], weights: Sequence[Weight], order: Order
+    ) -> Accumulator:
+        """`empty_weight` with weights that are known, added in this order. See ``takes_lists``."""
         raise NotImplementedError
 
     def all_merge(

@@ -6,7 +6,7 @@ exchange it, and the *output* dtype of the result.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -21,8 +21,6 @@ INT32 = np.dtype(np.int32)
 NUMERIC = ("float", "complex", "integer")
 """The kinds of numbers."""
 
-FLOAT_OF_BITS = "float of at most 64 bits"
-
 
 @cache
 def kind(dtype: np.dtype) -> str:
@@ -33,11 +31,6 @@ def kind(dtype: np.dtype) -> str:
         if dtype.kind == "V" and dtype.names is None and _knows(info, dtype):
             return name
     return "complex" if dtype.kind == "c" else str(dtype)
-
-
-def is_of(dtype: np.dtype, kinds: Sequence[str]) -> bool:
-    """Whether a dtype is of one of these kinds; `FLOAT_OF_BITS` are the floats whose bits an integer can hold."""
-    return kind(dtype) in kinds or (FLOAT_OF_BITS in kinds and kind(dtype) == "float" and dtype.itemsize <= 8)
 
 
 def _knows(info: Any, dtype: np.dtype) -> bool:

@@ -78,7 +78,7 @@ class Written(Reduction):
         leaves = self._matching(state, value)
         backend = resolve([state.count, *leaves, *tree.flatten(state.value)[0], weight])
         parsed = parse(backend, weight)
-        zero = parsed.is_zero(backend)
+        zero = parsed.zero
         if zero is True:
             return state
         wide = any(dtypes.part(backend.dtype(x)) == np.float64 for x in leaves if not is_absent(x))

@@ -10,7 +10,7 @@ import numpy as np
 from gradcombine.backends.protocol import Backend
 from gradcombine.errors import operation
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.adding import neutral, over_weight
+from gradcombine.reductions.adding import finished, neutral
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.treewise import Treewise, TreewiseState
@@ -119,7 +119,7 @@ class _Spreading(Cell):
         zeros = backend.full(backend.shape(a.total), 0, backend.dtype(a.total))
         without = Spread(zeros, zeros, weight, totals.count - a.count)
         squares = _joined(backend, a, without).squares
-        return Moments(*(backend.cast(over_weight(backend, x, totals), output) for x in (a.total, squares)))
+        return Moments(*(backend.cast(finished(backend, x, totals, True), output) for x in (a.total, squares)))
 
 
 def _joined(backend: Backend, a: Spread, b: Spread) -> Spread:

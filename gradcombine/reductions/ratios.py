@@ -93,7 +93,7 @@ class RatioReduction(Wrapper):
         backend = resolve([*tree.flatten(numerator)[0], denominator, weight])
         with within(".denominator"):
             parse(backend, denominator)
-        absent = parse(backend, weight).is_zero(backend)
+        absent = parse(backend, weight).zero
         if absent is True:
             denominator = 0
         elif absent is not False:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.errors import invalid, operation, shown
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.adding import over_weight, zero_if_empty
+from gradcombine.reductions.adding import finished
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.dtypes import INT32
@@ -85,7 +84,7 @@ def single(backend: Backend, table: RowTable, slices: RowSlices, weight: Weight)
     """
     rows, size = table.extent.rows, backend.shape(table.indices)[0]
     slices = require_rows(backend, slices)
-    n, zero = backend.shape(slices.indices)[0], weight.is_zero(backend)
+    n, zero = backend.shape(slices.indices)[0], weight.zero
     if n == 0 or zero is True:
         return None
     inside = slices.indices
@@ -143,14 +142,14 @@ class Rows(Settings, Cell):
     """An accumulator that is a `RowTable`.
 
     Attributes:
-      finished: ``finished(backend, sums, totals)``: the values as they leave, before they are cast.
+      divides: whether the values leave as they are over the sum of weights.
       capacity: how many different rows a table holds.
       overflow: what happens to one row too many.
       settings: the dtypes of accumulator and result.
     """
 
     name: str
-    finished: Callable[[Backend, Array, Totals], Array]
+    divides: bool
     capacity: int
     overflow: Overflow
     settings: dtypes.Settings
@@ -210,7 +209,7 @@ class Rows(Settings, Cell):
         return table
 
     def finish(self, backend: Backend, a: RowTable, totals: Totals, output: np.dtype) -> Any:
-        return result(backend, a, backend.cast(self.finished(backend, a.values, totals), output))
+        return result(backend, a, backend.cast(finished(backend, a.values, totals, self.divides), output))
 
 
 class RowSumState(TreewiseState):
@@ -266,7 +265,7 @@ def row_sum(
     ([2, 7, 1000], [52.0, 4.0, 0.0])
     """
     settings = dtypes.Settings(dtype, output_dtype)
-    cell = Rows("row_sum", zero_if_empty, capacity, overflow, settings)
+    cell = Rows("row_sum", False, capacity, overflow, settings)
     return Treewise(cell, RowSumState, wire=wire, capacity=cell.capacity, overflow=overflow)
 
 
@@ -304,6 +303,6 @@ def row_mean(
     ([2, 7], [1.0, 6.0])
     """
     settings = dtypes.Settings(dtype, output_dtype)
-    cell = Rows("row_mean", over_weight, capacity, overflow, settings)
+    cell = Rows("row_mean", True, capacity, overflow, settings)
     own = {"capacity": cell.capacity, "overflow": overflow}
     return Treewise(cell, RowMeanState, wire=wire, scales_by_weight=True, divides=True, **own)

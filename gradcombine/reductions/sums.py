@@ -6,7 +6,7 @@ from typing import Any
 
 from gradcombine.errors import invalid, operation, require_integer, shown
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.adding import Added, Compensated, over_weight, zero_if_empty
+from gradcombine.reductions.adding import Added, Compensated
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY
@@ -86,7 +86,7 @@ def sum(
         cell = Exact("sum", settings, divides=False, many=_needs_room(max_terms))
         derivative = sum(output_dtype=output_dtype)
         return Treewise(cell, ExactSumState, derivative=derivative, precision=precision, max_terms=cell.room)
-    cell = Added("sum", ("float", "complex", "integer"), zero_if_empty, settings)
+    cell = Added("sum", ("float", "complex", "integer"), False, settings)
     return Treewise(cell, SumState, wire=wire)
 
 
@@ -130,7 +130,7 @@ def mean(
         derivative = mean(output_dtype=output_dtype)
         own = {"precision": precision, "max_terms": cell.room}
         return Treewise(cell, ExactMeanState, scales_by_weight=True, derivative=derivative, divides=True, **own)
-    cell = Added("mean", ("float", "complex"), over_weight, settings)
+    cell = Added("mean", ("float", "complex"), True, settings)
     return Treewise(cell, MeanState, wire=wire, scales_by_weight=True, divides=True)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,29 +76,32 @@ class Treewise(Reduction):
 
     @operation()
     def init(self, like: Tree) -> State:
-        leaves, structure = tree.flatten(like, self.cell.is_leaf)
-        first = [self.cell.arrays(leaf)[0] for leaf in leaves]
+        cell = self.cell
+        leaves, structure = tree.flatten(like, cell.is_leaf)
+        first = [cell.arrays(leaf)[0] for leaf in leaves]
         backend = resolve(first)
-        made_for = [tree.static_of(x) for x in first]
-
-        def empty(leaf: Any, like: Any, kind: Any) -> Any:
-            return None if kind.dtype is None else self._empty(backend, leaf, like, kind.dtype)
-
-        values = self._each(structure, empty, leaves, first, made_for)
+        made_for, values = [tree.static_of(x) for x in first], list[Any]()
+        try:
+            for leaf, x, kind in zip(leaves, first, made_for, strict=True):
+                absent = kind.dtype is None
+                values.append(None if absent else self._empty(backend, kind.dtype, cell.shape(leaf), x))
+        except GradCombineError as error:
+            error.within(structure.path(len(values)))
+            raise
         present = [x for x, kind in zip(first, made_for, strict=True) if kind.dtype is not None]
         widest = dtypes.of_weights([kind.dtype for kind in made_for if kind.dtype is not None])
-        weight = self.cell.empty_weight(backend, widest, present)
+        weight = cell.empty_weight(backend, widest, present)
         count = backend.full((), 0, dtypes.INT32, present)
         opened = Opened(structure, values, made_for)
         if self.wire is not None:
-            require_sendable(self.wire, opened, self.cell.shape, leaves)
+            require_sendable(self.wire, opened, cell.shape, leaves)
         return self.state(opened.value(values), weight, count, tree.unflatten(structure, made_for))
 
-    def _empty(self, backend: Backend, leaf: Any, like: Any, dtype: np.dtype) -> Accumulator:
-        """The accumulator of a leaf of this dtype, placed like the array ``like``."""
-        if not dtypes.is_of(dtype, self.cell.kinds):
+    def _empty(self, backend: Backend, dtype: np.dtype, shape: tuple[int, ...], like: Any) -> Accumulator:
+        """The accumulator of a leaf of this dtype and shape, placed like the array ``like``."""
+        if dtypes.kind(dtype) not in self.cell.kinds:
             raise invalid(f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
-        return self.cell.empty(backend, self.cell.shape(leaf), self.cell.running(dtype), like)
+        return self.cell.empty(backend, shape, self.cell.running(dtype), like)
 
     @operation()
     def update(self, state: State, value: Tree, weight: Any = 1) -> State:
@@ -108,49 +113,55 @@ class Treewise(Reduction):
 
     def _updated(self, state: State, value: Tree, weight: Any, multiplies: bool) -> State:
         flat, leaves, backend, w = self._entered(state, value, weight)
-        zero, totals = w.is_zero(backend), Totals(state.weight, state.count)
-        factor, cell = w if multiplies else parse(backend, 1), self.cell
+        cell, zero, totals = self.cell, w.zero, Totals(state.weight, state.count)
+        factor = w if multiplies else parse(backend, 1)
+        is_known = isinstance(zero, bool)
 
         def added(_: None, a: Any, x: Any) -> Any:
             new = cell.update(backend, a, x, factor, totals)
             # Masked by where: a contribution of weight 0 may hold NaN.
-            return new if isinstance(zero, bool) else cell.masked(backend, zero, a, new)
+            return new if is_known else cell.masked(backend, zero, a, new)
 
-        apply = self._elementwise(backend, added)
-
-        def update(a: Any, kind: Any, leaf: Any) -> Any:
-            if leaf is not None and not backend.absent(leaf):
-                return apply(None, a, _entering(cell, backend, a, kind, leaf))
-            new = None if a is None else cell.idle(backend, a, [w], totals)
-            return new if new is a or isinstance(zero, bool) else cell.masked(backend, zero, a, new)
-
-        updated = self._each(flat.structure, update, flat.values, flat.made_for, leaves, small=apply)
+        apply, updated = Small(backend, added) if cell.joins else added, list[Any]()
+        try:
+            for a, kind, leaf in zip(flat.values, flat.made_for, leaves, strict=True):
+                if leaf is not None and not backend.absent(leaf):
+                    updated.append(apply(None, a, _entering(cell, backend, a, kind, leaf)))
+                    continue
+                new = None if a is None else cell.idle(backend, a, w, totals)
+                updated.append(new if is_known or new is a else cell.masked(backend, zero, a, new))
+        except GradCombineError as error:
+            error.within(flat.structure.path(len(updated)))
+            raise
         if zero is True:
             return state
-        total = self.cell.link(backend, self.cell.add_weight(backend, state.weight, w), leaves)
-        count = state.count + 1
-        if zero is not False:
+        if isinstance(apply, Small):
+            updated = apply.results(updated)
+        total, count = cell.link(backend, cell.add_weight(backend, state.weight, w), leaves), state.count + 1
+        if not is_known:
             total = where(backend, zero, state.weight, total)
             count = backend.where(zero, state.count, count)
         return flat.closed(state, updated, total, count)
 
     @operation()
     def contribution(self, state: State, value: Tree, weight: Any) -> State:
-        cell = self.cell
         flat, leaves, backend, w = self._entered(state, value, weight)
-        zero, empty = w.is_zero(backend), self._empty_totals(backend, flat, state)
-
-        def term(a: Any, kind: Any, leaf: Any) -> Array | None:
-            if leaf is None or backend.absent(leaf):
-                return None
-            added = cell.term(backend, a, _entering(cell, backend, a, kind, leaf), w)
-            if isinstance(zero, bool):
-                return None if zero else added
-            dtype = backend.dtype(added)
-            return backend.where(zero, empty.once(dtype, lambda: cell.empty(backend, (), dtype, added)), added)
-
-        terms = self._each(flat.structure, term, flat.values, flat.made_for, leaves)
-
+        cell, zero, empty = self.cell, w.zero, self._empty_totals(backend, flat, state)
+        terms = list[Any]()
+        try:
+            for a, kind, leaf in zip(flat.values, flat.made_for, leaves, strict=True):
+                if leaf is None or backend.absent(leaf):
+                    terms.append(None)
+                    continue
+                term = cell.term(backend, a, _entering(cell, backend, a, kind, leaf), w)
+                if not isinstance(zero, bool):
+                    dtype = backend.dtype(term)
+                    nothing = empty.once(dtype, partial(cell.empty, backend, (), dtype, term))
+                    term = backend.where(zero, nothing, term)
+                terms.append(None if zero is True else term)
+        except GradCombineError as error:
+            error.within(flat.structure.path(len(terms)))
+            raise
         total, count = cell.add_weight(backend, empty.weight, w), empty.count + 1
         if zero is not False:
             total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
@@ -163,23 +174,6 @@ class Treewise(Reduction):
         backend = resolve([*flat.arrays(), *arrays, state.count, weight])
         return flat, leaves, backend, parse(backend, weight)
 
-    def _elementwise(self, backend: Backend, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, or where it takes small leaves together, its calls, for `_each`."""
-        return Small(backend, function) if self.cell.joins else function
-
-    def _each(
-        self, structure: tree.Structure, function: Callable[..., Any], *columns: Iterable[Any], small: Any = None
-    ) -> list[Any]:
-        """Applies a function leaf by leaf, with what it has put off in ``small``; errors name the leaf."""
-        results: list[Any] = []
-        for row in zip(*columns, strict=True):
-            try:
-                results.append(function(*row))
-            except GradCombineError as error:
-                error.within(structure.path(len(results)))
-                raise
-        return small.results(results) if isinstance(small, Small) else results
-
     @operation()
     def combine(self, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
         cell = self.cell
@@ -187,112 +181,110 @@ class Treewise(Reduction):
             return super().combine(values, weights, order)
         leaves, structure = tree.flatten(values[0])
         rows = [leaves, *[tree.flatten_as(structure, value) for value in values[1:]]]
-        columns, entered = list(zip(*rows, strict=True)), [x for row in rows for x in row]
+        entered = list(chain.from_iterable(rows))
         backend = resolve([*entered, *weights])
         parsed = [parse(backend, weight) for weight in weights]
-        if not cell.takes_many(parsed):
+        known = [w for w in parsed if w.known is not None]
+        if len(known) < len(parsed) and not cell.takes_traced:
             return super().combine(values, weights, order)
-        zeros = [w.known == 0 if w.known is not None else w.is_zero(backend) for w in parsed]
-        # A leaf that is None in some trees has a gradient if another tree has one.
-        likes = [next((x for x in column if x is not None), None) for column in columns]
-        made_for = [None if x is None or backend.absent(x) else backend.dtype(x) for x in likes]
-
-        def begun(like: Any, dtype: np.dtype | None) -> Any:
-            return None if dtype is None else self._empty(backend, like, like, dtype)
-
-        # First, as it raises for dtypes that no sum of weights has.
-        accumulators = self._each(structure, begun, likes, made_for)
-        present = [x for x, dtype in zip(likes, made_for, strict=True) if dtype is not None]
+        columns = list(zip(*rows, strict=True))
+        likes, present, made_for, begun = list[Any](), list[Any](), list[np.dtype | None](), list[Any]()
+        try:
+            # First, as it raises for dtypes that no sum of weights has.
+            for column in columns:
+                # A leaf that is None in some trees has a gradient if another tree has one.
+                like = next((x for x in column if x is not None), None)
+                likes.append(like)
+                if like is None or backend.absent(like):
+                    made_for.append(None)
+                    begun.append(None)
+                    continue
+                present.append(like)
+                made_for.append(dtype := backend.dtype(like))
+                begun.append(self._empty(backend, dtype, backend.shape(like), like))
+        except GradCombineError as error:
+            error.within(structure.path(len(begun)))
+            raise
         widest = dtypes.of_weights([dtype for dtype in made_for if dtype is not None])
-        empty = Totals(cell.empty_weight(backend, widest, present), backend.full((), 0, dtypes.INT32, present))
-        totals = self._totals(backend, empty, parsed, zeros, order)
-        totals = Totals(cell.link(backend, totals.weight, entered), totals.count)
+        total = cell.total_weight(backend, widest, present, known, order)
+        counted = len([w for w in known if w.zero is False])
+        count = backend.full((), counted, dtypes.INT32, present)
+        for w in parsed:
+            if w.known is None:
+                total = where(backend, w.zero, total, cell.add_weight(backend, total, w))
+                count = backend.where(w.zero, count, count + 1)
+        totals = Totals(cell.link(backend, total, entered), count, has_some=counted > 0)
 
         def combined(output: np.dtype, a: Any, *xs: Any) -> Any:
-            pairs = zip(xs, zeros, strict=True)
-            masked = [x if x is None or zero is False else _masked(backend, zero, x) for x, zero in pairs]
-            total = cell.update_many(backend, a, masked, parsed, empty, order)
-            return cell.finish(backend, total, totals, output)
+            return cell.finish(backend, cell.update_many(backend, a, xs, parsed, order), totals, output)
 
-        apply = self._elementwise(backend, combined)
-
-        def combine(a: Any, like: Any, dtype: np.dtype | None, column: Sequence[Any]) -> Any:
-            if dtype is None:
-                return None if like is None else backend.make_absent(backend.shape(like))
-            output = cell.output(dtype)
-            entering: list[Any] = []
-            counts = False
-            for x, zero in zip(column, zeros, strict=True):
-                if x is None or backend.absent(x):
-                    entering.append(None)
+        apply, results = Small(backend, combined) if cell.joins else combined, list[Any]()
+        try:
+            for a, like, dtype, column in zip(begun, likes, made_for, columns, strict=True):
+                if dtype is None:
+                    results.append(None if like is None else backend.make_absent(backend.shape(like)))
                     continue
-                checked = cell.entering(backend, a, dtype, x)
-                entering.append(None if zero is True else checked)
-                counts |= zero is not True
-            if counts:
-                return apply(output, a, *entering)
-            return cell.finish(backend, cell.idle(backend, a, parsed, empty), totals, output)
-
-        results = self._each(structure, combine, accumulators, likes, made_for, columns, small=apply)
-        return tree.unflatten(structure, results)
-
-    def _totals(
-        self, backend: Backend, empty: Totals, weights: Sequence[Weight], zeros: Sequence[Array | bool], order: Order
-    ) -> Totals:
-        """The totals of contributions of these weights, in this order."""
-        known = [w for w in weights if w.known is not None]
-        total, count = empty.weight, empty.count
-        if known:
-            total = self.cell.add_weights(backend, total, known, order)
-            count = _plus(backend, count, len([w for w in known if w.known != 0]))
-        for w, zero in zip(weights, zeros, strict=True):
-            if w.known is None:
-                total = where(backend, zero, total, self.cell.add_weight(backend, total, w))
-                count = backend.where(zero, count, count + 1)
-        return Totals(total, count)
+                xs, counts = list[Any](), False
+                for x, w in zip(column, parsed, strict=True):
+                    absent = x is None or backend.absent(x)
+                    checked = None if absent else cell.entering(backend, a, dtype, x)
+                    xs.append(None if w.zero is True else checked)
+                    counts = counts or xs[-1] is not None
+                output = cell.settings.output(dtype)
+                results.append(apply(output, a, *xs) if counts else cell.finish(backend, a, totals, output))
+        except GradCombineError as error:
+            error.within(structure.path(len(results)))
+            raise
+        return tree.unflatten(structure, apply.results(results) if isinstance(apply, Small) else results)
 
     @operation()
     def merge(self, a: State, b: State) -> State:
         left, right = self._open(a), self._open(b)
         if left.structure != right.structure:
             raise tree.difference(left.structure, right.structure)
-        backend = resolve([*left.arrays(), *right.arrays(), a.count, b.count])
+        cell, backend = self.cell, resolve([*left.arrays(), *right.arrays(), a.count, b.count])
         totals = Totals(a.weight, a.count), Totals(b.weight, b.count)
 
         def merged(_: None, x: Any, y: Any) -> Any:
-            return self.cell.merge(backend, x, y, *totals)
+            return cell.merge(backend, x, y, *totals)
 
-        apply = self._elementwise(backend, merged)
-
-        def merge(x: Any, y: Any) -> Any:
-            expected, received = summary(x), summary(y)
-            if expected != received:
-                raise invalid(f"a state of {expected}", received)
-            return None if x is None else apply(None, x, y)
-
-        values = self._each(left.structure, merge, left.values, right.values, small=apply)
-        return left.closed(a, values, self.cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
+        apply, values = Small(backend, merged) if cell.joins else merged, list[Any]()
+        try:
+            for x, y in zip(left.values, right.values, strict=True):
+                expected, received = summary(x), summary(y)
+                if expected != received:
+                    raise invalid(f"a state of {expected}", received)
+                values.append(None if x is None else apply(None, x, y))
+        except GradCombineError as error:
+            error.within(left.structure.path(len(values)))
+            raise
+        if isinstance(apply, Small):
+            values = apply.results(values)
+        return left.closed(a, values, cell.merge_weights(backend, a.weight, b.weight), a.count + b.count)
 
     @operation()
     def finalize(self, state: State) -> Tree:
         flat = self._open(state)
-        backend = resolve([*flat.arrays(), state.count])
-        totals = Totals(state.weight, state.count)
+        cell, backend = self.cell, resolve([*flat.arrays(), state.count])
+        count = backend.concrete(state.count)
+        totals = Totals(state.weight, state.count, count is not None and bool(count != 0))
 
-        def finished(output: np.dtype, a: Any) -> Any:
-            return self.cell.finish(backend, a, totals, output)
+        def finish(output: np.dtype, a: Any) -> Any:
+            return cell.finish(backend, a, totals, output)
 
-        apply = self._elementwise(backend, finished)
-
-        def finish(a: Any, kind: Any) -> Any:
-            if kind.dtype is None:
-                return _absent(backend, kind)
-            if a is None:
-                raise invalid(f"an accumulator for contributions of {kind}", "none")
-            return apply(self.cell.output(kind.dtype), a)
-
-        results = self._each(flat.structure, finish, flat.values, flat.made_for, small=apply)
-        return tree.unflatten(flat.structure, results)
+        apply, results = Small(backend, finish) if cell.joins else finish, list[Any]()
+        try:
+            for a, kind in zip(flat.values, flat.made_for, strict=True):
+                if kind.dtype is None:
+                    results.append(_absent(backend, kind))
+                    continue
+                if a is None:
+                    raise invalid(f"an accumulator for contributions of {kind}", "none")
+                results.append(apply(cell.settings.output(kind.dtype), a))
+        except GradCombineError as error:
+            error.within(flat.structure.path(len(results)))
+            raise
+        return tree.unflatten(flat.structure, apply.results(results) if isinstance(apply, Small) else results)
 
     @operation()
     def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
@@ -301,7 +293,7 @@ class Treewise(Reduction):
             return self.finalize(self.all_merge(state, collective, order))
         flat = self._open(state)
         backend = resolve([*flat.arrays(), state.count, weight])
-        outputs = [cell.output(kind.dtype) for kind in flat.made_for if kind.dtype is not None]
+        outputs = [cell.settings.output(kind.dtype) for kind in flat.made_for if kind.dtype is not None]
         totals, w = Totals(state.weight, state.count), parse(backend, weight)
         if (results := cell.all_finish(backend, collective, flat.present(), outputs, totals, w)) is None:
             return self.finalize(self.all_merge(state, collective, "sequential"))
@@ -312,13 +304,15 @@ class Treewise(Reduction):
     @operation()
     def clear(self, state: State) -> State:
         flat = self._open(state)
-        backend = resolve([*flat.arrays(), state.count])
-
-        def empty(a: Any, kind: Any) -> Any:
-            return None if a is None else self._empty(backend, a, parts(a)[0], kind.dtype)
-
+        backend, values = resolve([*flat.arrays(), state.count]), list[Any]()
+        try:
+            for a, kind in zip(flat.values, flat.made_for, strict=True):
+                empty = None if a is None else self._empty(backend, kind.dtype, self.cell.shape(a), parts(a)[0])
+                values.append(empty)
+        except GradCombineError as error:
+            error.within(flat.structure.path(len(values)))
+            raise
         totals = self._empty_totals(backend, flat, state)
-        values = self._each(flat.structure, empty, flat.values, flat.made_for)
         return flat.closed(state, values, totals.weight, totals.count)
 
     def _empty_totals(self, backend: Backend, flat: Opened, state: State) -> Totals:
@@ -381,16 +375,6 @@ def _entering(cell: Cell, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any
     if a is None:
         raise invalid("no gradient, as where the state was made", "an array")
     return cell.entering(backend, a, kind.dtype, leaf)
-
-
-def _masked(backend: Backend, zero: Array, x: Array) -> Array:
-    return backend.where(zero, backend.full((), 0, backend.dtype(x)), x)
-
-
-def _plus(backend: Backend, count: Array, more: int) -> Array:
-    """The sum, still known where the count was."""
-    known = backend.concrete(count)
-    return count + more if known is None else backend.full((), int(known) + more, dtypes.INT32, [count])
 
 
 def _absent(backend: Backend, kind: Any) -> Any:

@@ -29,30 +29,16 @@ class Weight:
       known: its value, where it is a Python or NumPy number.
       array: the scalar array, where it is not.
       whole: whether its type is an integer one, known or not.
+      zero: whether it is 0: a Python bool where that is known, else a boolean scalar.
       refused: of a traced weight, whether it would have been refused; None where it was not, or cannot be.
     """
 
     known: int | float | None
     array: Array
     whole: bool
+    zero: Array | bool
     refused: Array | None = None
     _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-
-    @property
-    def is_one(self) -> bool:
-        return self.known == 1
-
-    def is_zero(self, backend: Backend) -> Array | bool:
-        """A Python bool where the weight is known, else a boolean scalar."""
-        if self.known is not None:
-            return self.known == 0
-        value = backend.concrete(self.array)
-        if value is not None:
-            return bool(value == 0)
-        if self.whole:
-            return self.array == backend.full((), 0, backend.dtype(self.array))
-        # XLA and TensorFlow take subnormal floats for zeros.
-        return _magnitude(backend, self.array)[1] == 0
 
     @property
     def is_integral(self) -> bool:
@@ -63,10 +49,14 @@ class Weight:
         """Rounded to a float dtype, infinite above its range; modulo the width of an integer dtype."""
         key = backend.name, dtype
         if key not in self._made:
-            if self.known is None:
-                self._made[key] = self._traced(backend, dtype)
+            if self.known is not None:
+                array = backend.full((), rounded(self.known, dtype).item(), dtype)
             else:
-                self._made[key] = backend.full((), _rounded(self.known, dtype).item(), dtype)
+                array = backend.cast(self.array, dtype)
+                if self.refused is not None and dtypes.kind(dtype) != "integer":
+                    # No array: JAX looks for NaN where one is made, if it is asked to.
+                    array = backend.where(self.refused, dtype.type(np.nan), array)
+            self._made[key] = array
         return self._made[key]
 
     def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
@@ -74,18 +64,6 @@ class Weight:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
-
-    def number(self, dtype: np.dtype) -> np.generic:
-        """A known weight as `cast` rounds it, which belongs to no framework."""
-        assert self.known is not None
-        return _rounded(self.known, dtype)
-
-    def _traced(self, backend: Backend, dtype: np.dtype) -> Array:
-        array = backend.cast(self.array, dtype)
-        if self.refused is None or dtypes.kind(dtype) == "integer":
-            return array
-        # No array: JAX looks for NaN where one is made, if it is asked to.
-        return backend.where(self.refused, dtype.type(np.nan), array)
 
 
 def _refused(value: Any) -> GradCombineError:
@@ -106,7 +84,7 @@ def parse(backend: Backend, weight: Scalar) -> Weight:
         known = int(weight) if isinstance(weight, numbers.Integral) else _float(weight)
         if not known >= 0 or known == math.inf:
             raise _refused(weight)
-        return Weight(known, None, whole)
+        return Weight(known, None, whole, known == 0)
     if owner(weight) is None:
         raise invalid(EXPECTED, type(weight).__name__)
     array = backend.asarray(weight)
@@ -119,27 +97,18 @@ def parse(backend: Backend, weight: Scalar) -> Weight:
     if value is not None:
         if not (np.isfinite(value) and value >= 0):
             raise _refused(value)
-        return Weight(None, array, whole)
+        return Weight(None, array, whole, bool(value == 0))
     if whole:
-        signed = dtype.kind != "u"
-        return Weight(None, array, whole, array < backend.full((), 0, dtype) if signed else None)
-    bits, magnitude = _magnitude(backend, array)
-    wide = _wide(dtype)
-    infinity = np.array(np.inf).astype(wide).view(f"i{wide.itemsize}").item()
-    return Weight(None, array, whole, (magnitude >= infinity) | ((bits < 0) & (magnitude != 0)))
-
-
-def _magnitude(backend: Backend, array: Array) -> tuple[Array, Array]:
-    """The bits of a float, in `_wide`, with its sign and without."""
-    wide = _wide(backend.dtype(array))
+        zero = backend.full((), 0, dtype)
+        return Weight(None, array, whole, array == zero, array < zero if dtype.kind != "u" else None)
+    # By its bits, as XLA and TensorFlow take subnormal floats for zeros. Floats of a byte have zeros, signs and
+    # infinities of several kinds or none; float32 holds them.
+    wide = dtypes.FLOAT32 if dtype.itemsize == 1 else dtype
     integer = np.dtype(f"i{wide.itemsize}")
     bits = backend.bitcast(backend.cast(array, wide), integer)
-    return bits, bits & np.iinfo(integer).max
-
-
-def _wide(dtype: np.dtype) -> np.dtype:
-    """For floats of a byte, which have zeros, signs and infinities of several kinds or none, one that holds them."""
-    return np.dtype(np.float32) if dtype.itemsize == 1 else dtype
+    magnitude = bits & np.iinfo(integer).max
+    infinity = np.array(np.inf).astype(wide).view(integer).item()
+    return Weight(None, array, whole, magnitude == 0, (magnitude >= infinity) | ((bits < 0) & (magnitude != 0)))
 
 
 def _float(x: Any) -> float:
@@ -152,17 +121,12 @@ def _float(x: Any) -> float:
 
 @lru_cache(256)
 @np.errstate(over="ignore")  # infinite above the range of the dtype
-def _rounded(known: float, dtype: np.dtype) -> np.generic:
-    """A weight in a dtype; most are few numbers, for each leaf and step."""
+def rounded(known: float, dtype: np.dtype) -> np.generic:
+    """A known weight in a dtype, as `Weight.cast` rounds it; most are few numbers, for each leaf and step."""
     if dtypes.kind(dtype) == "integer":
-        return dtype.type(_modulo(known, dtype))
+        info = ml_dtypes.iinfo(dtype)
+        return dtype.type((int(known) - int(info.min)) % (1 << info.bits) + int(info.min))
     return np.float64(known if isinstance(known, float) else _float(known)).astype(dtype)
-
-
-def _modulo(x: float, dtype: np.dtype) -> int:
-    """The integer of this dtype that equals x modulo its width."""
-    info = ml_dtypes.iinfo(dtype)
-    return (int(x) - int(info.min)) % (1 << info.bits) + int(info.min)
 
 
 def presence(backend: Backend, weight: Scalar) -> Any:
@@ -171,7 +135,7 @@ def presence(backend: Backend, weight: Scalar) -> Any:
     if parsed.known is not None:
         return int(parsed.known != 0)
     one, zero = (backend.full((), value, np.dtype(np.int32)) for value in (1, 0))
-    return backend.where(parsed.is_zero(backend), zero, one)
+    return backend.where(parsed.zero, zero, one)
 
 
 def weighted(backend: Backend, x: Array, weight: Weight, running: np.dtype) -> Array:
@@ -180,25 +144,23 @@ def weighted(backend: Backend, x: Array, weight: Weight, running: np.dtype) -> A
     Raises:
       GradCombineError: for an integer leaf and a weight that is not known to be a whole number.
     """
-    return scaled(backend, x, factor(backend, weight, running), running)
+    return x if weight.known == 1 else scaled(backend, x, factor(backend, weight, running), running)
 
 
-def factor(backend: Backend, weight: Weight, running: np.dtype) -> Array | None:
-    """The factor of contributions; None for a weight that is known to be 1.
+def factor(backend: Backend, weight: Weight, running: np.dtype) -> Array:
+    """The factor of contributions to an accumulator of this dtype.
 
     Raises:
       GradCombineError: as `weighted`.
     """
-    if weight.known == 1:
-        return None
     if dtypes.kind(running) == "integer" and not weight.is_integral:
         raise invalid(f"an integer weight for a leaf of {running}", "another one")
     return weight.cast(backend, dtypes.part(dtypes.working(running)))
 
 
-def scaled(backend: Backend, x: Array, factor: Array | None, running: np.dtype) -> Array:
+def scaled(backend: Backend, x: Array, factor: Array, running: np.dtype) -> Array:
     """``factor * x``, rounded once in at least float32."""
-    return x if factor is None else backend.scale(backend.cast(x, dtypes.working(running)), factor)
+    return backend.scale(backend.cast(x, dtypes.working(running)), factor)
 
 
 def _holding(weight: Weight, wide: bool) -> np.dtype:
@@ -211,7 +173,7 @@ def _holding(weight: Weight, wide: bool) -> np.dtype:
             if known <= np.iinfo(dtype).max:
                 return dtype
     dtype = np.dtype(np.float64 if wide else np.float32)
-    if weight.whole and weight.number(dtype).item() != known:
+    if weight.whole and rounded(known, dtype).item() != known:
         expected = f"an integer weight below 2**32, or one that {dtype} holds, where a contribution may be left out"
         raise invalid(expected, known)
     return dtype

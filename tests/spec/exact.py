@@ -118,12 +118,14 @@ def at_once(reduction: Any, state: Any, trees: Sequence[Any], weights: Sequence[
     parsed, totals = [parse(backend, weight) for weight in weights], Totals(state.weight, state.count)
 
     def added(a: Any, xs: Sequence[Any]) -> Any:
-        present = [None if w.known == 0 else x for w, x in zip(parsed, xs, strict=True)]
-        if all(x is None for x in present):
-            return None if a is None else cell.idle(backend, a, parsed, totals)
-        return cell.update_many(backend, a, present, parsed, totals, "sequential")
+        present = [(x, w) for x, w in zip(xs, parsed, strict=True) if x is not None and w.known != 0]
+        if len(present) == 1:
+            return cell.update(backend, a, *present[0], totals)
+        return cell.update_many(backend, a, *zip(*present, strict=True), "sequential") if present else a
 
     values = [added(a, xs) for a, xs in zip(flat.values, zip(*rows, strict=True), strict=True)]
-    total = cell.add_weights(backend, state.weight, parsed, "sequential")
+    total = state.weight
+    for w in parsed:
+        total = cell.add_weight(backend, total, w)
     count = state.count + np.int32(len([w for w in parsed if w.known != 0]))
     return flat.closed(state, values, total, count)

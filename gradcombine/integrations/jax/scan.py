@@ -117,7 +117,7 @@ def weighed_turns(weigh: Callable[[tuple[Tree, Array]], Any], examples: Tree, nu
 
     def weighed(x: tuple[Tree, Array]) -> tuple[Array, Array]:
         weight = jnp.asarray(weigh(x))
-        return weight, jnp.asarray(parse(backend, weight).is_zero(backend))
+        return weight, jnp.asarray(parse(backend, weight).zero)
 
     weights, zeros = jax.lax.map(weighed, (examples, numbers))
     return Turn(jnp.where(zeros, jnp.argmin(zeros).astype(numbers.dtype), numbers), weights), zeros.all()

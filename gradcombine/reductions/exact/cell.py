@@ -53,8 +53,9 @@ class Exact(Cell):
     settings: dtypes.Settings
     divides: bool
     many: bool
-    kinds: tuple[str, ...] = (dtypes.FLOAT_OF_BITS,)
+    kinds: tuple[str, ...] = ("float",)
     takes_lists: bool = True
+    takes_traced: bool = True
     joins: bool = True
     most_replicas: int = exchange.MOST_REPLICAS
 
@@ -62,42 +63,37 @@ class Exact(Cell):
         # No state has the words of a wider float.
         return grid_for(dtype).word if dtype.itemsize <= 8 else dtype
 
-    def output(self, dtype: np.dtype) -> np.dtype:
-        return self.settings.output(dtype)
-
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Digits:
+        if running.itemsize > 8:
+            raise invalid("a dtype that is float of at most 64 bits", running)
         return Digits.of([backend.full(shape, 0, running, [like]) for _ in range(self._words(running))])
 
     def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Any:
-        return self.update_many(backend, a, [x], [weight], totals, "sequential")
-
-    def takes_many(self, weights: Sequence[Weight]) -> bool:
-        return True
+        return self.idle(backend, self._deposited(backend, a, [x], [weight]), weight, totals)
 
     def update_many(
-        self,
-        backend: Backend,
-        a: Accumulator,
-        xs: Sequence[Array | None],
-        weights: Sequence[Weight],
-        totals: Totals,
-        order: Order,
+        self, backend: Backend, a: Accumulator, xs: Sequence[Array | None], weights: Sequence[Weight], order: Order
     ) -> Any:
         # No order changes the digits.
-        every = weights
-        xs, weights = zip(*((x, w) for x, w in zip(xs, weights, strict=True) if x is not None), strict=True)
+        present = [(x, w) for x, w in zip(xs, weights, strict=True) if x is not None]
+        masked = [
+            x if isinstance(w.zero, bool) else backend.where(w.zero, backend.full((), 0, backend.dtype(x)), x)
+            for x, w in present
+        ]
+        return self._deposited(backend, a, masked, [w for _, w in present])
+
+    def _deposited(self, backend: Backend, a: Digits, xs: Sequence[Array], weights: Sequence[Weight]) -> Digits:
+        """The digits with these terms; several are settled in the same pass."""
         grid = digits.grid_of(backend, a)
-        parts = [[] if w.is_one else _parts(backend, grid, w) for w in weights]
+        parts = [[] if w.known == 1 else _parts(backend, grid, w) for w in weights]
         plan = tuple((w.whole, len(part)) for w, part in zip(weights, parts, strict=True))
         scalars = (array for several in parts for part in several for array in part)
-        total = Digits.of(backend.fused(_deposit, (grid, len(a.words), plan), [*a.words, *xs, *scalars]))
-        # A list is settled in the same pass.
-        return total if len(plan) > 1 else self.idle(backend, total, every, totals)
+        return Digits.of(backend.fused(_deposit, (grid, len(a.words), plan), [*a.words, *xs, *scalars]))
 
-    def idle(self, backend: Backend, a: Accumulator, weights: Sequence[Weight], totals: Totals) -> Any:
+    def idle(self, backend: Backend, a: Accumulator, weight: Weight, totals: Totals) -> Any:
         if not a.spills:
             return a
-        added = sum(deposits(backend, w) for w in weights)
+        added = deposits(backend, weight)
 
         def is_due() -> Array:
             before = totals.weight.deposits
@@ -125,10 +121,15 @@ class Exact(Cell):
         return ExactWeight(Digits.of(words), *counts)
 
     def add_weight(self, backend: Backend, total: Accumulator, weight: Weight) -> Any:
-        return self.add_weights(backend, total, [weight], "sequential")
+        return self._with_weights(backend, total, [weight])
+
+    def total_weight(
+        self, backend: Backend, dtype: np.dtype, like: Sequence[Any], weights: Sequence[Weight], order: Order
+    ) -> Any:
+        return self._with_weights(backend, self.empty_weight(backend, dtype, like), weights)
 
     @np.errstate(all="ignore")
-    def add_weights(self, backend: Backend, total: Accumulator, weights: Sequence[Weight], order: Order) -> Any:
+    def _with_weights(self, backend: Backend, total: ExactWeight, weights: Sequence[Weight]) -> ExactWeight:
         """The sum of weights with several more, which no order changes."""
         summed, known = self._digits(backend, total), [w for w in weights if w.known]
         grid = digits.grid_of(backend, summed)
@@ -228,7 +229,7 @@ def _weights(backend: Backend, grid: Grid, weights: Sequence[Weight]) -> list[De
 @lru_cache(256)
 def _of_known(grid: Grid, size: int, weights: tuple[tuple[float | None, bool], ...]) -> list[int]:
     """The words, so many of them, of the sum of known weights: of most steps the same ones."""
-    values = _weights(NUMPY, grid, [Weight(known, None, whole) for known, whole in weights])
+    values = _weights(NUMPY, grid, [Weight(known, None, whole, known == 0) for known, whole in weights])
     zeros = Digits.of([NUMPY.full((), 0, grid.word) for _ in range(size)])
     return [int(word) for word in _deposit_all(NUMPY, grid, zeros, values).words]
 
