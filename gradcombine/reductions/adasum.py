@@ -63,12 +63,14 @@ def adasum(dtype: Any = None, *, output_dtype: Any = None, wire: Wire | None = N
     """
     settings = dtypes.Settings(dtype, output_dtype)
     if settings.running(dtypes.FLOAT32).itemsize > 8:
-        raise invalid(f"an accumulator that is a {dtypes.FLOAT_OF_BITS}", dtype)
-    cell = Plain("adasum", (dtypes.FLOAT_OF_BITS,), _zero, _adaptive, settings=settings)
+        raise invalid("an accumulator that is a float of at most 64 bits", dtype)
+    cell = Plain("adasum", ("float",), _zero, _adaptive, settings=settings)
     return Treewise(cell, AdasumState, wire=wire)
 
 
 def _zero(dtype: np.dtype) -> int:
+    if dtype.itemsize > 8:
+        raise invalid("a dtype that is float of at most 64 bits", dtype)
     return 0
 
 
