@@ -1,7 +1,6 @@
 """Numerical verification across frameworks, and the ``gradcombine`` command. Imports no framework by itself."""
 
 from gradcombine.verify.check import Cause, Verdict, check_microbatches, check_step
-from gradcombine.verify.check import MicrobatchReport as MicrobatchReport
 from gradcombine.verify.check import StepReport as StepReport
 from gradcombine.verify.check.law_search import BrokenLaw, check_reduction
 from gradcombine.verify.compare.comparison import Comparison as Comparison

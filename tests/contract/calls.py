@@ -266,10 +266,11 @@ SPECIAL: dict[str, dict[str, Kind]] = {
     "audit.audit": {"step": FUNCTION.but(jax.jit(lambda: jnp.ones(2))), "target": TARGET},
     "verify.check_microbatches": {
         "params": TREES,
-        "windows": only([[BATCH, BATCH]], none=None, nothing=[], a_number=1, text=[["a"]]),
+        "batch": JAX_BATCH,
         "loss": FUNCTION.but(loss),
         "inner": OPTIMIZER,
-        "accumulating": FUNCTION.but(lambda inner: for_optax.accumulate(inner, 2)),
+        "accumulating": FUNCTION.but(for_optax.accumulate),
+        "microbatches": STEPS,
     },
     "verify.check_step": {
         "make_step": FUNCTION.but(lambda k: jax.jit(jax.grad(loss))),

@@ -122,7 +122,7 @@ def checked(
     """
     given = DEFAULTS | dict(settings)
     microbatches, devices, returns = given["microbatches"], given["devices"], given["returns"]
-    splits = _splits(microbatches, devices)
+    splits = splits_of(microbatches, devices)
     require_one_of("returns to be 'gradients' or 'params'", returns, ("gradients", "params"))
     if not callable(make_step):
         raise GradCombineError(OPERATION, "make_step(microbatches) that returns a step", shown(make_step))
@@ -130,7 +130,7 @@ def checked(
         from gradcombine.verify.check.torch_steps import as_arrays  # imports torch
 
         make_step, params, batch, given = as_arrays(make_step, params, batch, given)
-    subject = Subject(make_step, params, batch, returns == "params")
+    subject = Subject(make_step, params, batch, returns == "params", given.get("turns", True))
     pad, terms, reference, unit = (given.get(name) for name in ("pad", "terms", "reference", "unit"))
     n = subject.examples
     for split in splits:
@@ -220,7 +220,7 @@ def checked(
         right = any(run.accuracy is not None and run.accuracy <= 1 for run in runs)
         faults = [inaccurate, *faults] if right else [*faults, inaccurate]
     progress(parts[-1], len(parts) - 1, len(parts))
-    if not faults:
+    if not faults and subject.turns:
         backwards, split = subject.on(standard.turned), splits[-1]
         own, name = backwards.divided(split, backwards.batch), f"{split} in reverse order"
         if distance(name, split, backwards.batch, own, backwards=True) > 1:
@@ -276,7 +276,7 @@ def _differ(a: Result, b: Result) -> bool:
     return any(x.shape != y.shape or np.any(x != y) for x, y in zip(a.integers, b.integers, strict=True))
 
 
-def _splits(microbatches: Sequence[int], devices: Sequence[int]) -> list[Split]:
+def splits_of(microbatches: Sequence[int], devices: Sequence[int]) -> list[Split]:
     numbers: list[list[int]] = []
     for name, values in (("microbatches", microbatches), ("devices", devices)):
         items = [] if isinstance(values, (str, bytes)) else require_items(f"numbers of {name}", values)

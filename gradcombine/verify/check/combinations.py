@@ -17,12 +17,13 @@ from gradcombine.verify.check.case import (
     share_in,
     split_by,
 )
+from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import Split
-from gradcombine.verify.check.standard import SAME, Standard, flat
+from gradcombine.verify.check.standard import SAME, flat
 from gradcombine.verify.check.step_report import Cause
 
 
-def linear(standard: Standard, case: Case) -> Iterator[Answer]:
+def linear(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Examples that weigh something else than they should."""
     c, leaves = standard.combination
     leaves = case.among(leaves)
@@ -42,7 +43,7 @@ def linear(standard: Standard, case: Case) -> Iterator[Answer]:
             return
 
 
-def scaled(standard: Standard, case: Case) -> Iterator[Answer]:
+def scaled(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """One batch times a factor where it is no mean of its examples, as a clipped gradient is none."""
     leaves = case.among(range(len(standard.names)))
     factor = _factor(standard, case, leaves) if standard.combination[0] is None else 1.0
@@ -52,7 +53,7 @@ def scaled(standard: Standard, case: Case) -> Iterator[Answer]:
             yield Cause.SCALED, f"by {factor:.6g}"
 
 
-def _factor(standard: Standard, case: Case, leaves: Sequence[int]) -> float:
+def _factor(standard: StepStandard, case: Case, leaves: Sequence[int]) -> float:
     """The factor of one batch that is nearest to a division's result; 1 for a single number, which always has one."""
     allowed = standard.allowed(False)
     some = [i for i in leaves if allowed[i] > 0]
@@ -64,7 +65,7 @@ EPSILON = 1e-5
 """By how much a factor may differ from 1 that is none: divisors have an epsilon beside the count."""
 
 
-def _shares_in(standard: Standard, split: Split) -> dict[str, list[np.ndarray]]:
+def _shares_in(standard: StepStandard, split: Split) -> dict[str, list[np.ndarray]]:
     """The part of each unit that is in each piece, for the ways to divide the examples."""
     units = standard.units()
     divided = {
@@ -74,12 +75,12 @@ def _shares_in(standard: Standard, split: Split) -> dict[str, list[np.ndarray]]:
     return {name: [p for p in pieces if p.any()] for name, pieces in divided.items()}
 
 
-def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
+def _known(standard: StepStandard, split: Split, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
     """The weights of the units where microbatches are combined as known defects do."""
     k, devices = split
     n = standard.examples
     counts = [(k, "microbatches"), (devices, "devices"), (k * devices, "microbatches of all devices")]
-    counts += [(n, f"{standard.what}s"), *((total, "tokens") for total in standard.totals)]
+    counts += [(n, "examples"), *((total, "tokens") for total in standard.totals)]
     for count, name in counts:
         if count > 1:
             yield Cause.SUM, f"{count:g} times the mean: the number of {name}", c * count
@@ -97,7 +98,7 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Ca
     for rows in on_devices(n, split):
         kept = share_in(standard.units(), rows)
         if 0 < c @ kept < c.sum():
-            text = f"it is what {standard.what}s {shown(rows)} give"
+            text = f"it is what examples {shown(rows)} give"
             yield Cause.NOT_EXCHANGED, f"{text}, divided by their weight", c * kept / (c @ kept)
             yield Cause.NOT_EXCHANGED, f"{text}, divided by the weight of all", c * kept
             yield Cause.NOT_EXCHANGED, f"{text}, divided by the number of devices", c * kept / (c @ kept) / devices
@@ -114,7 +115,7 @@ def _known(standard: Standard, split: Split, c: np.ndarray) -> Iterator[tuple[Ca
             yield Cause.DOUBLED, _named(standard, piece > 0), c * more / (c @ more)
 
 
-def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
+def _combinations(standard: StepStandard, case: Case, c: np.ndarray) -> Iterator[tuple[Cause, str, np.ndarray]]:
     """The weights of the units under each known combination."""
     yield from _known(standard, case.split, c)
     factor = _factor(standard, case, case.among(standard.combination[1]))
@@ -134,7 +135,7 @@ def _combinations(standard: Standard, case: Case, c: np.ndarray) -> Iterator[tup
 
 
 def _levels(
-    standard: Standard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
+    standard: StepStandard, case: Case, c: np.ndarray, x: np.ndarray, divided: dict[str, list[np.ndarray]]
 ) -> Iterator[tuple[Cause, str, np.ndarray]]:
     """Causes that the fitted coefficients show, with the weights that they predict."""
     real = np.abs(c) > 1e-6 * np.abs(c).max()
@@ -184,7 +185,7 @@ def _levels(
 
 
 def _turned(
-    standard: Standard, case: Case, c: np.ndarray, by_place: Sequence[float], pieces: Sequence[np.ndarray]
+    standard: StepStandard, case: Case, c: np.ndarray, by_place: Sequence[float], pieces: Sequence[np.ndarray]
 ) -> bool:
     """Whether the examples in reverse order have the same factors, place by place."""
     result = standard.division(case.split, case.wide, backwards=True) if len(c) == standard.examples else None
@@ -206,9 +207,9 @@ def _weights(values: Sequence[float]) -> str:
     return f"they weigh from {min(values):.4g} to {max(values):.4g} in one batch"
 
 
-def _named(standard: Standard, chosen: np.ndarray) -> str:
+def _named(standard: StepStandard, chosen: np.ndarray) -> str:
     rows = [row for unit, yes in zip(standard.units(), chosen, strict=True) if yes for row in unit]
-    return f"{standard.what}{'s' if len(rows) > 1 else ''} {shown(rows)}" if rows else ""
+    return f"example{'s' if len(rows) > 1 else ''} {shown(rows)}" if rows else ""
 
 
 def shown(rows: Sequence[int]) -> str:

@@ -11,14 +11,15 @@ import numpy as np
 
 from gradcombine.foreign_orders import welford
 from gradcombine.verify.check.case import Answer, Case, combined, partitions, share_in, split_by
+from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import Rows, Split
-from gradcombine.verify.check.standard import Floats, Standard, flat, gamma, rms
+from gradcombine.verify.check.standard import Floats, flat, gamma, rms
 from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import rounding_unit
 from gradcombine.verify.explain.candidates import Order, orders
 
 
-def scattered(standard: Standard, case: Case) -> Iterator[Answer]:
+def scattered(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Rows of a leaf that keep one contribution of several."""
     units = len(standard.units())
     c = np.full(units, 1 / units) if standard.weights is None else standard.weights
@@ -76,25 +77,18 @@ LOOKED_AT = 1024
 """How many elements of a leaf are looked at, at most."""
 
 
-def narrow(samples: Sequence[tuple[Standard, Case]]) -> Iterator[Answer]:
-    """Additions in a narrow accumulator, by the bits that they leave: in 99 of 100 elements those of the result.
-
-    Args:
-      samples: of one division, with the same weights.
-    """
-    standard, case = samples[0]
+def narrow(standard: StepStandard, case: Case) -> Iterator[Answer]:
+    """Additions in a narrow accumulator, by the bits that they leave: in 99 of 100 elements those of the result."""
     for name, pieces in partitions(standard.examples, case.split).items():
-        found = [_Sample.of(sample, other, pieces) for sample, other in samples]
-        if any(x is None for x in found):
+        sample = _Sample.of(standard, case, pieces)
+        if sample is None:
             continue
-        looked_at = [x for x in found if x is not None]
         for text, combine in _ways(standard, pieces):
             with np.errstate(over="ignore"):
-                predicted = [combine(x.parts) for x in looked_at]
-            pairs = [x.agreeing(y) for x, y in zip(looked_at, predicted, strict=True)]
-            hits, telling = sum(x for x, _ in pairs), sum(x for _, x in pairs)
+                predicted = combine(sample.parts)
+            hits, telling = sample.agreeing(predicted)
             if telling >= TELLING and hits >= 0.99 * telling:
-                cause = looked_at[0].combination(predicted[0])
+                cause = sample.combination(predicted)
                 yield cause, f"additions in {text}, give it{split_by(name)}"
                 return
     yield from _on_the_grid(standard, case)
@@ -119,7 +113,7 @@ class _Sample(NamedTuple):
     dtypes: Sequence[np.dtype]
 
     @classmethod
-    def of(cls, standard: Standard, case: Case, pieces: Sequence[Rows]) -> _Sample | None:
+    def of(cls, standard: StepStandard, case: Case, pieces: Sequence[Rows]) -> _Sample | None:
         results = [standard.narrow(rows) for rows in pieces]
         parts = [x for x in results if x is not None]
         if len(parts) < len(results):
@@ -164,7 +158,7 @@ class _Sample(NamedTuple):
         return Cause.MEAN_OF_MEANS if nearer else Cause.PRECISION
 
 
-def _on_the_grid(standard: Standard, case: Case) -> Iterator[Answer]:
+def _on_the_grid(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Results that a narrow accumulator can hold, where one batch's are others."""
     made, whole = case.own.floats, standard.own.floats
     far = [i for i, x in enumerate(standard.shares(made, standard.best.floats, wide=False)) if x > 1]
@@ -178,7 +172,7 @@ def _on_the_grid(standard: Standard, case: Case) -> Iterator[Answer]:
                 return
 
 
-def _growing(standard: Standard, case: Case) -> Iterator[Answer]:
+def _growing(standard: StepStandard, case: Case) -> Iterator[Answer]:
     """Errors of the size of a narrow accumulator's in each element, and others with another number of microbatches.
 
     What is added, as decay is, does not shrink with an element's gradients; what is added or scaled at each microbatch
@@ -217,7 +211,7 @@ Combine: TypeAlias = Callable[[Sequence[Floats]], list[np.ndarray]]
 """From what each microbatch gives to their combination, in float64."""
 
 
-def _ways(standard: Standard, pieces: Sequence[Rows]) -> Iterator[tuple[str, Combine]]:
+def _ways(standard: StepStandard, pieces: Sequence[Rows]) -> Iterator[tuple[str, Combine]]:
     """Additions in narrow accumulators."""
     n, sizes = len(pieces), np.array([len(x) for x in pieces], np.float64)
     scales = [(np.ones(n), float(n)), (sizes / sizes.sum(), 1.0), (sizes, sizes.sum())]

@@ -136,7 +136,7 @@ def _answers(standard: StepStandard, case: Case) -> Iterator[Located]:
     yield from scaled(standard, case)
     yield from _microbatches(standard, case, copied=False)
     yield from elements.scattered(standard, case)
-    yield from elements.narrow([(standard, case)])
+    yield from elements.narrow(standard, case)
 
 
 def _far(standard: StepStandard, case: Case) -> str:
@@ -230,7 +230,7 @@ def _microbatches(standard: StepStandard, case: Case, copied: bool = True) -> It
             if lost:
                 kept = tuple(row for row in range(standard.examples) if row not in lost)
                 cause = Cause.NOT_EXCHANGED if kept in on_devices(standard.examples, case.split) else Cause.LOST
-                yield cause, f"{standard.what}s {shown(lost)} are missing{split_by(name)}"
+                yield cause, f"examples {shown(lost)} are missing{split_by(name)}"
                 return
             norm = _one_norm([standard.best.floats, *floats, *(x.floats for x in standard.columns() if x is not None)])
             if norm is not None:

@@ -9,7 +9,7 @@ accumulation.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -17,10 +17,10 @@ import numpy as np
 import tensorflow as tf
 
 from gradcombine import tree
-from gradcombine.errors import GradCombineError
-from gradcombine.verify.check.windows import OPERATION, Leaves, Outcome
+from gradcombine.errors import invalid
+from gradcombine.verify.check.windows import Leaves, Outcome
 
-Wrap = Callable[[Any], Any]
+Wrap = Callable[[Any, int], Any]
 
 
 class KerasTraining:
@@ -28,24 +28,21 @@ class KerasTraining:
 
     def __init__(self, loss: Callable[[Any, Any], Any], inner: Any, wrap: Wrap) -> None:
         if keras.backend.backend() != "tensorflow":
-            raise GradCombineError(OPERATION, "the TensorFlow backend of Keras", keras.backend.backend())
+            raise invalid("the TensorFlow backend of Keras", keras.backend.backend())
         self._loss, self._inner, self._wrap = loss, inner, wrap
         self._gradient = tf.function(self._differentiated, reduce_retracing=True)
 
     def gradient(self, params: Any, microbatch: Any) -> list[tf.Tensor | None]:
         return self._gradient(_tensors(params), _tensors(microbatch))
 
-    def narrow(self, params: Any, microbatch: Any) -> str:
-        try:
-            program = self._gradient.get_concrete_function(_tensors(params, True), _tensors(microbatch, True))
-        except (TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
-            return f"it cannot be traced in float64: {str(error).strip().splitlines()[0]}"
-        dtypes = {x.dtype for op in program.graph.get_operations() for x in op.outputs}
-        found = [x.name for x in dtypes if x.is_floating and x != tf.float64]
-        return f"the loss computes in {found[0]} whatever its inputs" if found else ""
+    def times(self, x: Any, factor: Any) -> Any:
+        if factor is None:
+            return None
+        wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
+        return wide * factor.astype(wide.dtype.as_numpy_dtype)
 
-    def start(self, params: Any, alone: bool) -> KerasRun:
-        return KerasRun(self._wrap, None if alone else self._inner, params)
+    def start(self, microbatches: int, params: Any, alone: bool) -> KerasRun:
+        return KerasRun(lambda inner: self._wrap(inner, microbatches), None if alone else self._inner, params)
 
     def _differentiated(self, params: Any, microbatch: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -58,9 +55,8 @@ class KerasTraining:
 class KerasRun:
     """One training, with the optimizer under test, the plain one and the copy side by side."""
 
-    def __init__(self, wrap: Wrap, inner: Any | None, params: Any) -> None:
-        values, self._structure = tree.flatten(params)
-        self._shapes = [np.asarray(x) for x in values]
+    def __init__(self, wrap: Callable[[Any], Any], inner: Any | None, params: Any) -> None:
+        self._shapes = [np.asarray(x) for x in tree.flatten(params)[0]]
         self._plain, self._arrived = _wrapped(wrap, keras.optimizers.SGD(1.0)), self._variables(np.zeros_like)
         self._real, self._values, self._copy, self._copied = None, [], None, []
         if inner is not None:
@@ -69,12 +65,8 @@ class KerasRun:
             self._copy.build(self._copied)
         self._since = 0
 
-    @property
-    def params(self) -> Any:
-        return tree.unflatten(self._structure, [tf.convert_to_tensor(x) for x in self._values])
-
-    def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
-        del weight, last  # Keras takes neither
+    def step(self, gradient: Leaves, extra: Mapping[str, Any]) -> Outcome:
+        del extra  # Keras takes none
         self._since += 1
         tensors = [None if x is None else tf.convert_to_tensor(x) for x in gradient]
         self._plain.apply(tensors, self._arrived)
@@ -116,14 +108,13 @@ def _fresh(optimizer: Any) -> Any:
     return type(optimizer).from_config(optimizer.get_config())
 
 
-def _wrapped(wrap: Wrap, inner: Any) -> Any:
+def _wrapped(wrap: Callable[[Any], Any], inner: Any) -> Any:
     made = wrap(inner)
     if not hasattr(made, "apply"):
-        raise GradCombineError(OPERATION, "accumulating to return a Keras optimizer", type(made).__name__)
+        raise invalid("accumulating to return a Keras optimizer", type(made).__name__)
     return made
 
 
-def _tensors(value: Any, wide: bool = False) -> Any:
+def _tensors(value: Any) -> Any:
     arrays, structure = tree.flatten(value)
-    tensors = [tf.convert_to_tensor(x) for x in arrays]
-    return tree.unflatten(structure, [tf.cast(x, tf.float64) if wide and x.dtype.is_floating else x for x in tensors])
+    return tree.unflatten(structure, [tf.convert_to_tensor(x) for x in arrays])

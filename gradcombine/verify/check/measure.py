@@ -133,7 +133,6 @@ class StepStandard(Standard):
         return self._rows[key]
 
     def repeated(self, rows: Sequence[int]) -> Result | None:
-        """Result of copies of these examples in a batch of the full size, whose program is compiled already."""
         return self.one(self.copies(rows))
 
     def copies(self, rows: Sequence[int]) -> Sequence[int]:
@@ -141,12 +140,16 @@ class StepStandard(Standard):
         return [*rows] * (n // len(rows)) if n % len(rows) == 0 else rows
 
     def narrow(self, rows: Sequence[int]) -> Result | None:
+        """`one` in the step's own precision."""
         try:
             return self.subject.run(WHOLE, self.subject.rows(rows))
         except ValueError:  # a mean over nothing
             return None
 
     def division(self, split: Split, wide: bool, backwards: bool = False) -> Result | None:
+        """Result of another division, or of the examples in reverse order; None where it cannot be known."""
+        if backwards and not self.subject.turns:
+            return None
         batch = self.subject.rows(range(self.examples)[:: -1 if backwards else 1])
         try:
             return self.in_float64(split, batch) if wide else self.subject.divided(split, batch)
@@ -155,7 +158,7 @@ class StepStandard(Standard):
 
     def counts(self) -> Iterator[np.ndarray]:
         """All the same; or what a leaf of the batch holds, as a mask or a number of tokens does; each once."""
-        found = [*super().counts()]
+        found = [np.ones(self.examples)]
         for leaf in self.subject.arrays():
             each = leaf.reshape(self.examples, -1)
             # The first word of a sequence is not predicted, and the last predicts nothing.

@@ -14,10 +14,10 @@ import numpy as np
 import optax
 
 from gradcombine import tree
-from gradcombine.errors import GradCombineError
-from gradcombine.verify.check.windows import OPERATION, Leaves, Outcome, leaves
+from gradcombine.errors import invalid
+from gradcombine.verify.check.windows import Leaves, Outcome, leaves
 
-Arguments = Callable[[float, bool], Mapping[str, Any]]
+Wrap = Callable[[Any, int], Any]
 
 
 class ProbeState(NamedTuple):
@@ -64,41 +64,40 @@ def _as(x: jax.Array, like: jax.Array) -> jax.Array:
 class OptaxTraining:
     """A loss in JAX, an optax transformation, and the accumulation around it."""
 
-    def __init__(self, loss: Any, inner: optax.GradientTransformation, wrap: Any, arguments: Arguments) -> None:
-        self._inner, self._wrap, self._arguments = inner, wrap, arguments
+    def __init__(self, loss: Any, inner: optax.GradientTransformation, wrap: Wrap) -> None:
+        self._inner, self._wrap = inner, wrap
         self.gradient = _differentiated(loss)
-        self._made: dict[bool, tuple[Any, Any]] = {}
+        self._made: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
-    def narrow(self, params: Any, microbatch: Any) -> str:
-        self.gradient(params, microbatch)  # raises whatever kept JAX from tracing it
-        return "it cannot be traced"
+    def times(self, x: Any, factor: Any) -> Any:
+        if factor is None:
+            return None
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return x.astype(wide) * factor.astype(wide)
 
-    def start(self, params: Any, alone: bool) -> OptaxRun:
+    def start(self, microbatches: int, params: Any, alone: bool) -> OptaxRun:
         # Compiled once, for all runs.
-        if alone not in self._made:
-            made = self._wrap(probe(optax.identity() if alone else self._inner))
+        if (microbatches, alone) not in self._made:
+            made = self._wrap(probe(optax.identity() if alone else self._inner), microbatches)
             if not (hasattr(made, "init") and hasattr(made, "update")):
-                raise GradCombineError(OPERATION, "accumulating to return a transformation", type(made).__name__)
-            self._made[alone] = made.init, jax.jit(made.update)
-        return OptaxRun(*self._made[alone], params, self._arguments, fixed=alone)
+                raise invalid("accumulating to return a transformation", type(made).__name__)
+            self._made[microbatches, alone] = made.init, jax.jit(made.update)
+        return OptaxRun(*self._made[microbatches, alone], params)
 
 
 class OptaxRun:
     """One training."""
 
-    def __init__(self, init: Any, update: Any, params: Any, arguments: Arguments, fixed: bool) -> None:
-        self.params = jax.tree.map(jnp.asarray, params)
-        self._update, self._arguments, self._fixed = update, arguments, fixed
-        self._structure = tree.flatten(self.params)[1]
-        self._state = init(self.params)
+    def __init__(self, init: Any, update: Any, params: Any) -> None:
+        self._params, self._update = jax.tree.map(jnp.asarray, params), update
+        self._structure = tree.flatten(self._params)[1]
+        self._state = init(self._params)
         self._calls = int(_seen(self._state).calls)
 
-    def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome:
+    def step(self, gradient: Leaves, extra: Mapping[str, Any]) -> Outcome:
         gradients = tree.unflatten(self._structure, [None if x is None else jnp.asarray(x) for x in gradient])
-        updates, self._state = self._update(gradients, self._state, self.params, **self._arguments(weight, last))
+        updates, self._state = self._update(gradients, self._state, self._params, **extra)
         seen, made = _seen(self._state), leaves(updates)
-        if not self._fixed:
-            self.params = optax.apply_updates(self.params, updates)
         calls, self._calls = int(seen.calls) - self._calls, int(seen.calls)
         moved = any(np.any(x != 0) for x in made if x is not None)
         changed = calls > 0 and any(
@@ -119,5 +118,5 @@ def _seen(state: Any) -> ProbeState:
     nodes = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, ProbeState))
     probes = [x for x in nodes if isinstance(x, ProbeState)]
     if len(probes) != 1:
-        raise GradCombineError(OPERATION, "accumulating to use the inner transformation once", f"{len(probes)} times")
+        raise invalid("accumulating to use the inner transformation once", f"{len(probes)} times")
     return probes[0]

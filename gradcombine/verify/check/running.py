@@ -82,10 +82,13 @@ class Subject:
       params: a tree of arrays.
       batch: a tree of arrays with a first axis of examples; scalars belong to all of them.
       returns_params: whether the step returns new parameters.
+      turns: whether divisions take the examples in reverse order, too.
     """
 
-    def __init__(self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns_params: bool) -> None:
-        self.make_step, self.returns_params = make_step, returns_params
+    def __init__(
+        self, make_step: Callable[..., Step], params: Tree, batch: Tree, returns_params: bool, turns: bool = True
+    ) -> None:
+        self.make_step, self.returns_params, self.turns = make_step, returns_params, turns
         self._params, self._params_structure = flattened(params)
         self.batch = batch
         self.names: tuple[str, ...] = ()

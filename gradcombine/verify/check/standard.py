@@ -19,6 +19,9 @@ SAME = 0.01
 POINTS = 48
 """At how many other parameters, at most, examples are looked at where a result has few elements."""
 
+OVERDETERMINED = 2
+"""How many elements have to agree, at least, for each coefficient that is fitted to them."""
+
 CERTAIN = 1e3
 """By how many times rounding an example has to show in the gradient for its coefficient to be fitted."""
 
@@ -29,18 +32,12 @@ class Standard(ABC):
     """The right result of a step, the results of single examples, and the rounding allowed to results.
 
     Attributes:
-      what: what is combined, in one word.
-      overdetermined: how many elements have to agree, at least, for each coefficient that is fitted to them.
-      given: the weight of each, where it is known; they add up to 1.
       examples: how many.
       names: of the leaves.
       own: the right result, in its own precision.
       wide: the same in float64; None where there is none.
     """
 
-    what: str = "example"
-    overdetermined: float = 2
-    given: np.ndarray | None = None
     examples: int
     names: Sequence[str]
     own: Result
@@ -59,27 +56,21 @@ class Standard(ABC):
     def one(self, rows: Sequence[int]) -> Result | None:
         """Result of these examples, in the best precision; None where it is not finite, as a mean of nothing is."""
 
-    def narrow(self, rows: Sequence[int]) -> Result | None:
-        """`one` in the step's own precision."""
-        return self.one(rows)
-
-    def division(self, split: Split, wide: bool, backwards: bool = False) -> Result | None:
-        """Result of another division, or of the examples in reverse order; None where it cannot be known."""
-        del split, wide, backwards
-        return None
-
+    @abstractmethod
     def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
         """Result of a division, or of one batch of some examples, at other parameters; None where it is not known."""
-        del seed, split, rows, wide
-        return None
+
+    @abstractmethod
+    def counts(self) -> Iterator[np.ndarray]:
+        """Possible weights of the examples in one batch."""
+
+    @abstractmethod
+    def repeated(self, rows: Sequence[int]) -> Result | None:
+        """Result of copies of these examples in a batch of the full size, whose program is compiled already."""
 
     def resolution(self, floats: Floats) -> list[np.ndarray]:
         """How far from a result, elementwise, another one may be that is called the same."""
         return [np.full(x.shape, 2 * one) for x, one in zip(floats, self.allowed(False), strict=True)]
-
-    def repeated(self, rows: Sequence[int]) -> Result | None:
-        """Result of copies of these examples, which equals theirs."""
-        return self.one(rows)
 
     def shares(self, a: Floats, b: Floats, wide: bool, sides: float = 2) -> np.ndarray:
         """The distance of each leaf over what is allowed to so many results."""
@@ -101,8 +92,6 @@ class Standard(ABC):
         The weights are None where no leaf is one, and where its elements do not determine them.
         """
         every = list(range(len(self.best.floats)))
-        if self.given is not None:
-            return np.array([self.given[list(rows)].sum() for rows in self.units()]), every
         for c, leaves in self._proposed(every):
             near = self._distances_from(c)
             means = [i for i in every if near[i] <= 1]
@@ -124,10 +113,6 @@ class Standard(ABC):
         c = self._solved(whole, every, wide, elsewhere=True)
         if c is not None and abs(c.sum() - 1) <= SAME:
             yield c, every
-
-    def counts(self) -> Iterator[np.ndarray]:
-        """Possible weights of the examples in one batch."""
-        yield np.ones(self.examples)
 
     @cached_property
     def excluded(self) -> bool:
@@ -209,7 +194,7 @@ class Standard(ABC):
         columns = dict(enumerate(self.columns()))
         shown = {i: x.floats for i, x in columns.items() if x is not None and any(np.any(x.floats[j]) for j in leaves)}
         points: list[tuple[Floats, list[Floats]]] = [(floats, list(shown.values()))]
-        needed = self.overdetermined * len(shown) / max(sum(floats[j].size for j in leaves), 1)
+        needed = OVERDETERMINED * len(shown) / max(sum(floats[j].size for j in leaves), 1)
         for seed in range(min(int(np.ceil(needed)), POINTS) if elsewhere and needed > 1 else 0):
             made = self.elsewhere(seed, split, None, wide)
             parts = [self.elsewhere(seed, WHOLE, self.units()[i], self.wide is not None) for i in shown]
@@ -231,7 +216,7 @@ class Standard(ABC):
         leaves = range(len(floats)) if leaves is None else leaves
         matrix, target = self._scaled(floats, terms, leaves, wide)
         equations = int(np.count_nonzero(np.any(matrix != 0, axis=0)))
-        if not matrix.size or equations < self.overdetermined * len(terms):
+        if not matrix.size or equations < OVERDETERMINED * len(terms):
             return None
         if np.linalg.svd(matrix, compute_uv=False)[-1] < certain * np.sqrt(len(leaves)):
             return None

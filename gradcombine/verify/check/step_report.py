@@ -1,8 +1,8 @@
-"""Results of `check_step`, as a value and as sentences."""
+"""Results of `check_step` and `check_microbatches`, as a value and as sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
 from types import MappingProxyType
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from gradcombine.errors import operation, require_one_of
 class Cause(StrEnum):
     """Why microbatches do not equal one batch."""
 
-    LOSS = "the loss of a window is not the weighted mean of its microbatches' losses"
     MEAN_OF_MEANS = "mean of means: the microbatches' weights are ignored"
     SUM = "a sum in place of the mean"
     SCALED = "the mean is scaled"
@@ -27,7 +26,7 @@ class Cause(StrEnum):
     PRECISION = "the accumulator is too narrow"
     WINDOW = "the optimizer does not run at the end of a window"
     PARTIAL_DROPPED = "a partial window is dropped"
-    PARTIAL_LEAKS = "a partial window leaks into the next one"
+    LEAKS = "a window leaks into the next one"
     PARTIAL_SCALED = "a partial window is divided by the length of a full one"
     NAN_LEAKS = "a NaN of one window reaches later ones"
     LOST = "examples are lost, as by a reshape"
@@ -48,7 +47,6 @@ class Cause(StrEnum):
     NOT_FINITE = "a result that is not finite, though one batch's is, as a mean over no tokens of a microbatch"
     INACCURATE = "one batch itself is further from float64 than its rounding noise explains"
     UNEXPLAINED = "no known cause accounts for the difference"
-    UNKNOWN = "a gradient that is not the mean reaches the inner optimizer"
 
 
 BY_DESIGN = {"statistics": Cause.STATISTICS, "state": Cause.ADVANCED}
@@ -62,29 +60,20 @@ class Verdict(StrEnum):
     FAILS = "fails"
     CANNOT_TELL = "cannot tell"
 
-    @classmethod
-    def of(cls, faults: Sequence[object], not_checked: Sequence[str] | str) -> Verdict:
-        """The verdict of what was found, and of what could not be compared."""
-        if faults:
-            return cls.FAILS
-        return cls.CANNOT_TELL if not_checked else cls.PASSES
-
 
 class Fault(NamedTuple):
     """One cause, and where it shows.
 
     Attributes:
       cause: a `Cause`.
-      run: the first division, or the first window, that shows it, in words.
+      run: the first division that shows it, and its window, in words.
       detail: figures; may be empty.
-      window: the number of the window, counted from 0; None for a division.
       line: the line of source that it comes from, as "step.py:12"; empty where that is not known.
     """
 
     cause: Cause
     run: str
     detail: str = ""
-    window: int | None = None
     line: str = ""
 
     def __str__(self) -> str:
@@ -121,7 +110,7 @@ class StepRun(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """The result of `check_step`; prints as sentences.
+    """The result of `check_step` or `check_microbatches`; prints as sentences.
 
     Attributes:
       faults: each cause once, in the order of the runs.
@@ -163,7 +152,9 @@ class StepReport(NamedTuple):
     @property
     def verdict(self) -> Verdict:
         """A step that is not repeatable on one batch has no runs: nothing can be compared."""
-        return Verdict.of(self.faults, self.not_checked) if self.runs else Verdict.CANNOT_TELL
+        if self.faults and self.runs:
+            return Verdict.FAILS
+        return Verdict.PASSES if self.runs and not self.not_checked else Verdict.CANNOT_TELL
 
     @property
     def passes(self) -> bool:

@@ -1,23 +1,18 @@
-"""Windows of microbatches: the exact mean of their gradients, what an accumulation makes of them, and why it differs.
+"""Windows of gradients in an optimizer that accumulates, and what its responses to them show.
 
-The exact mean is ``sum(c_i g_i)``, computed in float64. A float32 accumulator of unit roundoff u = 2**-24, in whatever
-order and form (sums divided at the end, terms scaled first, Welford's running mean), is within
-``gamma(2 n + 5) * max|g_i|`` of it, elementwise, with ``gamma(m) = m u / (1 - m u)``:
-
-- a sum takes n - 1 additions and a product a term, n - 1 additions of weights, and a division: 2 n roundings;
-- Welford's step ``m + (g - m) / i`` adds at most ``(4 / i + 1) u max|g|``, of which later steps leave the part i / n:
-  all of them ``((n + 1) / 2 + 4) u max|g|``.
-
-One rounding to the gradients' dtype is added if that is narrower, and 2 n + 1 times the smallest normal number for
-results that are flushed to zero.
+An accumulation is linear: the gradient that reaches the optimizer behind it is ``sum_i c_i g_i``. Its coefficients are
+its response to a small gradient in one microbatch and zeros in the others. In a float32 accumulator of unit roundoff
+u = 2**-24, whatever its order and form (sums divided at the end, terms scaled first, Welford's running mean), responses
+and gradients agree elementwise within ``gamma(5 n + 10) sum_i |c_i g_i|``, with ``gamma(m) = m u / (1 - m u)``. One
+rounding to the gradients' dtype is added if that is narrower.
 
 References: N. J. Higham, *Accuracy and Stability of Numerical Algorithms*, 2nd ed., 2002, sections 3.1 and 4.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -25,27 +20,17 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent
 from gradcombine.types import Tree
-from gradcombine.verify.check import elements
-from gradcombine.verify.check.case import Answer, Case, accounts_for, combined
-from gradcombine.verify.check.combinations import linear
-from gradcombine.verify.check.running import Result, Split
-from gradcombine.verify.check.standard import Floats, Standard, gamma, rms
-from gradcombine.verify.check.step_report import Cause, Fault
+from gradcombine.verify.check.elements import NARROW
+from gradcombine.verify.check.step_report import Cause
 from gradcombine.verify.compare.ulp import finfo, rounding_unit
 
-OPERATION = "check_microbatches"
 FLOAT32 = np.dtype(np.float32)
 
 Leaves: TypeAlias = list[np.ndarray | None]
 """The leaves of a tree, None for no gradient."""
 
-
-def leaves(value: Tree) -> Leaves:
-    """The leaves as NumPy arrays."""
-    return [None if is_absent(x) else np.asarray(x) for x in tree.flatten(value)[0]]
-
-
-# --- a training, step by step ---
+Answer: TypeAlias = tuple[Cause, int, str]
+"""A cause, the window that shows it, and figures."""
 
 
 class Outcome(NamedTuple):
@@ -64,281 +49,242 @@ class Outcome(NamedTuple):
     changed: bool
 
 
-class Step(NamedTuple):
-    """A microbatch: its weight, its gradient, and its outcome."""
-
-    weight: float
-    gradient: Leaves
-    outcome: Outcome
-
-
-Trace: TypeAlias = list[list[Step]]
-"""The steps of every window."""
-
-
 class Run(Protocol):
     """One training."""
 
-    @property
-    def params(self) -> Any: ...
-
-    def step(self, gradient: Leaves, weight: float, last: bool) -> Outcome: ...
+    def step(self, gradient: Leaves, extra: Mapping[str, Any]) -> Outcome: ...
 
 
-def trained(run: Run, weights: Sequence[Sequence[float]], gradient: Callable[[int, int], Leaves]) -> Trace:
-    """Trains over windows, on the gradient of each number of a window and of a microbatch in it."""
-    trace: Trace = []
-    for w, scales in enumerate(weights):
-        trace.append([])
-        for i, weight in enumerate(scales):
-            given = gradient(w, i)
-            trace[-1].append(Step(weight, given, run.step(given, weight, i + 1 == len(scales))))
-    return trace
+class Training(Protocol):
+    """A loss with an optimizer that accumulates."""
+
+    def gradient(self, params: Tree, microbatch: Tree) -> Tree:
+        """A tree of arrays of the framework."""
+        ...
+
+    def times(self, x: Any, factor: np.ndarray | None) -> Any:
+        """An array of the framework times others, in float32 at least; None for no factor."""
+        ...
+
+    def start(self, microbatches: int, params: Tree, alone: bool) -> Run:
+        """A new run; alone: of the accumulation without an optimizer."""
+        ...
 
 
-Change: TypeAlias = Callable[[int, int, int, np.ndarray], np.ndarray]
-"""From the numbers of window, microbatch and leaf, and the leaf, to another one of the same shape and dtype."""
-
-Replay: TypeAlias = Callable[[Change], Trace]
-"""Accumulates the trace's gradients again, changed."""
+def leaves(value: Tree) -> Leaves:
+    """The leaves as NumPy arrays."""
+    return [None if is_absent(x) else np.asarray(x) for x in tree.flatten(value)[0]]
 
 
-# --- the mean of a window, as a standard ---
-
-
-class Window(Standard):
-    """A window's gradients, and what came of them.
-
-    Args:
-      weights: of the microbatches.
-      gradients: of each; a leaf that is None in some counts as zero there, one that is None in all is left out.
-      made: what came of them.
-      bound: of all elements; None: that of the module's docstring.
-    """
-
-    what, wide, overdetermined = "microbatch", None, 1.2
-
-    def __init__(
-        self, weights: Sequence[float], gradients: Sequence[Leaves], made: Leaves, bound: float | None = None
-    ) -> None:
-        columns: list[tuple[np.dtype, list[np.ndarray], np.ndarray]] = []
-        for column, result in zip(zip(*gradients, strict=True), made, strict=True):
-            like = next((x for x in column if x is not None), None)
-            if like is not None and result is not None:
-                rows = [np.zeros(like.shape) if x is None else x.astype(np.float64) for x in column]
-                columns.append((like.dtype, rows, result.astype(np.float64)))
-        dtypes = tuple(dtype for dtype, _, _ in columns)
-        self.sizes = np.array(weights, np.float64)
-        self.mean = self.given = self.sizes / self.sizes.sum()
-        self.examples, self.names = len(gradients), [str(i) for i in range(len(columns))]
-        self._terms = [Result(tuple(rows[i] for _, rows, _ in columns), (), dtypes) for i in range(len(gradients))]
-        self.own, self.made = self._mean(range(self.examples)), Result(tuple(x for *_, x in columns), (), dtypes)
-        self._bounds = [np.full(x.shape, bound) if bound else self._bound(i) for i, x in enumerate(self.made.floats)]
-
-    @property
-    def case(self) -> Case:
-        return Case(Split(self.examples), self.made, self.made, wide=False)
-
-    @property
-    def share(self) -> float:
-        """The largest distance of what was made from the mean, over its bound; infinite if it is not finite."""
-        return float(self.shares(self.made.floats, self.own.floats, wide=False, sides=1).max(initial=0))
-
-    def allowed(self, wide: bool) -> np.ndarray:
-        del wide
-        return np.array([rms(x) for x in self._bounds])
-
-    def shares(self, a: Floats, b: Floats, wide: bool, sides: float = 2) -> np.ndarray:
-        """Elementwise, in place of the root of the mean square."""
-        del wide
-        with np.errstate(all="ignore"):
-            far = [np.abs(x - y) for x, y in zip(a, b, strict=True)]
-            pairs = zip(far, self._bounds, strict=True)
-            shares = [np.where(x == 0, 0, x / (sides * y)).max(initial=0) for x, y in pairs]
-        return np.array([x if np.isfinite(x) else np.inf for x in shares])
-
-    def resolution(self, floats: Floats) -> list[np.ndarray]:
-        return [2.0**-22 * np.abs(x) for x in floats]
-
-    def one(self, rows: Sequence[int]) -> Result:
-        return self._terms[rows[0]] if len(rows) == 1 else self._mean(rows)
-
-    def combined(self, coefficients: np.ndarray) -> list[np.ndarray]:
-        return combined(coefficients, [x.floats for x in self._terms])
-
-    def is_sum_of(self, parts: Sequence[Window | None]) -> bool:
-        """Whether what came of the parts adds up to what came of this window, up to the rounding of each."""
-        made = [part.made.floats for part in parts if part is not None]
-        if len(made) < len(parts):
-            return False
-        total = combined(np.ones(len(made)), made)
-        return bool((self.shares(self.made.floats, total, wide=False, sides=1 + len(parts)) <= 1).all())
-
-    def _mean(self, rows: Sequence[int]) -> Result:
-        weights = np.zeros(self.examples)
-        weights[list(rows)] = self.sizes[list(rows)]
-        return self._terms[0]._replace(floats=tuple(self.combined(weights / weights.sum())))
-
-    def _bound(self, leaf: int) -> np.ndarray:
-        output = self._terms[0].dtypes[leaf]
-        # A gradient that is wider than float32 has an accumulator of its own dtype.
-        used = min(FLOAT32, output, key=rounding_unit)
-        roundings = 2 * self.examples + 5
-        bound = gamma(roundings, rounding_unit(used)) * np.max([np.abs(x.floats[leaf]) for x in self._terms], axis=0)
-        if rounding_unit(output) > rounding_unit(used):
-            bound = bound * (1 + rounding_unit(output)) + rounding_unit(output) * np.abs(self.own.floats[leaf])
-        return bound + roundings * max(float(finfo(x).smallest_normal) for x in (output, used))
-
-
-def arrived(trace: Trace, w: int) -> Window | None:
-    """A window with what reached the optimizer at its end, if anything did."""
-    steps, reached = trace[w], trace[w][-1].outcome.reached
-    return None if reached is None else Window([x.weight for x in steps], [x.gradient for x in steps], reached)
-
-
-# --- causes, and what tells one from another in a trace ---
-
-EVIDENCE = 64
-"""How many elements are looked at before an accumulator is blamed."""
-
-REPLAYS = 16
-"""How many further gradients are made for that, at most, if a model has few parameters."""
-
-TINY = 2.0**-20
+SMALL = 2.0**-20
 """Gradients scaled by this are too small to be clipped; the scaling is exact."""
 
 
-def fault(cause: Cause, window: int, detail: str = "") -> Fault:
-    return Fault(cause, f"window {window}", detail, window)
+class Windows:
+    """Two windows of gradients, and perhaps a partial one and a full one after them.
 
+    All leaves of a gradient are one vector here.
 
-def faults(trace: Trace, replay: Replay) -> Iterator[Fault]:
-    """The first fault of each window; windows after a partial one that was not applied are not checked."""
-    every = max(len(steps) for steps in trace)
-    for w, steps in enumerate(trace):
-        if len(steps) < every and not any(step.outcome.calls for step in steps):
-            yield fault(*_left_over(trace, w, replay))
+    Args:
+      training: of the optimizer.
+      params: a tree of arrays.
+      gradients: of the microbatches of the first window; in the others they are scaled, element by element.
+      extra: from the number of a microbatch, and whether it is its window's last, to keyword arguments.
+      partial: whether there is a partial window.
+
+    Attributes:
+      share: the largest distance of the gradient that reached the optimizer from what its responses make of the
+        microbatches' gradients, over what rounding allows.
+    """
+
+    share = 0.0
+
+    def __init__(
+        self,
+        training: Training,
+        params: Tree,
+        gradients: Sequence[Leaves],
+        extra: Callable[[int, bool], Mapping[str, Any]],
+        partial: bool,
+    ) -> None:
+        self._training, self._params, self._extra, self._like = training, params, extra, gradients[0]
+        # A gradient that is wider than float32 has an accumulator of its own dtype.
+        used = [None if x is None else min(FLOAT32, x.dtype, key=rounding_unit) for x in self._like]
+        self._dtypes = [x.dtype if x is not None else None for x in self._like], used
+        self._output, self._used = [self._of_each(rounding_unit, x) for x in self._dtypes]
+        self._tiny = np.max([self._of_each(lambda x: float(finfo(x).smallest_normal), x) for x in self._dtypes], axis=0)
+        n, rng, first = len(gradients), np.random.default_rng(0), np.stack([flat(x) for x in gradients])
+        lengths = (n, n - 1, n) if partial else (n,)
+        scaled = [first[:length] * rng.uniform(0.5, 1, (length, first.shape[1])) for length in lengths]
+        self._rows = [first, *(np.stack([flat(self._leaves(x)) for x in window]) for window in scaled)]
+
+    def first(self) -> Iterator[Answer]:
+        """Causes in a window, apart from its coefficients."""
+        for w, outcomes in enumerate(self._outcomes[:2]):
+            yield from _of_times(w, outcomes)
+        largest = float(np.abs(self._reached([0 * x for x in self._rows])).max(initial=0))
+        if 0 < largest < np.inf:
+            yield Cause.ADDED, 0, f"up to {largest:.3g} reaches the inner optimizer when all gradients are 0"
             return
-        answers = chain(_of_times(steps), _of_gradient(w, trace, every, replay), _of_updates(steps))
-        for cause, detail in answers:
-            yield fault(cause, w, detail)
-            if cause is Cause.WINDOW:
-                return
-            break
-    yield from _nan(trace, replay)
+        made = self._reached(self._rows)
+        shares = [self._share(w, made[w], self._combined(w)) for w in range(2)]
+        self.share = max(shares)
+        if self.share > 1:
+            yield self._nonlinear(int(np.argmax(shares)), made)
+
+    def then(self) -> Iterator[Answer]:
+        """Causes that show from one window to the next."""
+        for w, outcomes in enumerate(self._outcomes[:2]):
+            if outcomes[-1].changed:
+                yield Cause.CHANGED_AFTER, w, ""
+        if self._leaks(0, 1):
+            yield Cause.LEAKS, 0, "the next update depends on it"
+        elif not _alike(self._own(1), self._own(0)):
+            yield Cause.COEFFICIENTS, 1, "they count otherwise than in the window before"
+        if len(self._rows) > 2:
+            yield from self._partial()
+        poisoned = [x.copy() for x in self._rows]
+        poisoned[0][0] = np.nan
+        for w, window in enumerate(self._reached(poisoned)[1:], 1):
+            if not np.isfinite(window).all():
+                yield Cause.NAN_LEAKS, w, "one was put into the first microbatch of window 0"
+
+    @property
+    def coefficients(self) -> list[Leaves]:
+        """Of the microbatches in the gradient at the end of their window, element by element."""
+        return [self._leaves(x, wide=True) for x in self._own(0)]
+
+    def _own(self, w: int) -> np.ndarray:
+        """The coefficients of a window's microbatches at its end, as rows."""
+        return self._responses[w][:, w]
+
+    @cached_property
+    def _outcomes(self) -> list[list[Outcome]]:
+        """Outcomes with the optimizer itself."""
+        return self._run(self._rows, alone=False)
+
+    @cached_property
+    def _responses(self) -> list[np.ndarray]:
+        """For each window, by microbatch: what reaches the optimizer at the ends of all, over what was put in."""
+        # Small, so that nothing is clipped; a power of 2, so that dividing by it is exact.
+        unit = 2.0 ** -(10 + np.ceil(np.log2(max(self._rows[0].shape[1], 1)) / 2))
+
+        def response(w: int, i: int) -> np.ndarray:
+            rows = [0 * x for x in self._rows]
+            rows[w][i] = unit
+            return self._reached(rows, wide=True) / unit
+
+        return [np.stack([response(w, i) for i in range(len(rows))]) for w, rows in enumerate(self._rows)]
+
+    def _run(self, rows: Sequence[np.ndarray], alone: bool, wide: bool = False) -> list[list[Outcome]]:
+        """Outcomes for other gradients; wide: with parameters and gradients in float32 at least."""
+        params = self._params
+        if wide and np.any(self._output != self._used):
+            arrays, structure = tree.flatten(params)
+            pairs = zip(arrays, self._dtypes[1], strict=True)
+            params = tree.unflatten(structure, [x if to is None else np.asarray(x).astype(to) for x, to in pairs])
+        run = self._training.start(len(self._rows[0]), params, alone)
+        return [
+            [run.step(self._leaves(x, wide), self._extra(i, i + 1 == len(window))) for i, x in enumerate(window)]
+            for window in rows
+        ]
+
+    def _reached(self, rows: Sequence[np.ndarray], wide: bool = False) -> np.ndarray:
+        """The gradient that reaches the optimizer at the end of each window, zeros where none does."""
+        made = [window[-1].reached for window in self._run(rows, alone=True, wide=wide)]
+        nothing = [None if x is None else np.zeros(x.shape) for x in self._like]
+        pairs = [zip(nothing if x is None else x, self._like, strict=True) for x in made]
+        return np.stack([flat([None if like is None else x for x, like in window]) for window in pairs])
+
+    def _leaves(self, vector: np.ndarray, wide: bool = False) -> Leaves:
+        sizes = [0 if x is None else x.size for x in self._like]
+        pieces = zip(self._like, np.split(vector, np.cumsum(sizes)[:-1]), self._dtypes[wide], strict=True)
+        return [None if like is None else x.reshape(like.shape).astype(dtype) for like, x, dtype in pieces]
+
+    def _of_each(self, figure: Callable[[np.dtype], float], dtypes: Sequence[np.dtype | None]) -> np.ndarray:
+        """A figure of the dtype of each element."""
+        pairs = zip(self._like, dtypes, strict=True)
+        return flat([None if x is None or dtype is None else np.full(x.shape, figure(dtype)) for x, dtype in pairs])
+
+    def _terms(self, w: int) -> np.ndarray:
+        """The part of each microbatch, up to a window's end, in the gradient that reaches the optimizer there."""
+        pairs = zip(self._responses[: w + 1], self._rows, strict=False)
+        return np.concatenate([responses[:, w] * rows for responses, rows in pairs])
+
+    def _combined(self, w: int) -> np.ndarray:
+        return self._terms(w).sum(axis=0)
+
+    def _share(self, w: int, made: np.ndarray, other: np.ndarray, unit: float | None = None) -> float:
+        """The distance of a window's result from another one, over what is allowed; infinite if it is not finite."""
+        roundings, sizes = 5 * len(self._rows[0]) + 10, np.abs(self._terms(w)).sum(axis=0)
+        times = roundings * (unit or self._used)
+        bound = roundings * self._tiny + sizes * times / (1 - times)
+        bound = bound + np.where(self._output > self._used, self._output * (bound + np.abs(other)), 0)
+        return float(np.nan_to_num(np.abs(made - other) / bound, nan=np.inf).max(initial=0))
+
+    def _nonlinear(self, w: int, made: np.ndarray) -> Answer:
+        """Something acts on each microbatch, or on their mean; or the additions round."""
+        # What acts on each microbatch gives the sum of what it makes of each. What acts on the mean does not see which
+        # microbatches it comes from.
+        n, rows, c = len(self._rows[w]), self._rows[w], self._own(w)
+
+        def instead(other: np.ndarray) -> np.ndarray:
+            return self._reached([other if v == w else x for v, x in enumerate(self._rows)])[w]
+
+        total = sum(instead(np.where(np.arange(n)[:, None] == i, rows, 0)) for i in range(n))
+        alike = instead(np.tile(self._combined(w) / c.sum(axis=0), (n, 1)))
+        each, mean = self._share(w, made[w], np.asarray(total)) <= 1 + n, self._share(w, made[w], alike) <= 2
+        small = instead(rows * SMALL) / SMALL
+        # One rounding to a narrow dtype is told from what clips by the sizes, which rounding does not depend on.
+        by_size = self._share(w, small, self._combined(w)) <= 1 or not np.any(self._output > self._used)
+        if each != mean and by_size:
+            text = "small gradients are added up otherwise than these"
+            return Cause.CHANGED_BEFORE if each else Cause.CHANGED_MEAN, w, text
+        if all(self._share(v, made[v], self._combined(v), rounding_unit(NARROW[0])) <= 1 for v in range(2)):
+            return Cause.PRECISION, w, f"off by what 16 bits round, {self.share:.3g} times what float32 may be"
+        return Cause.UNEXPLAINED, w, f"{self.share:.3g} times what float32 may be off by, of no linear combination"
+
+    def _leaks(self, w: int, later: int) -> bool:
+        return bool(np.any(self._responses[w][:, later] != 0))
+
+    def _partial(self) -> Iterator[Answer]:
+        """The partial window: is it applied, does the next one depend on it, what is it divided by?"""
+        *_, outcomes, after = self._outcomes
+        n, ends = len(outcomes), [i for i, x in enumerate(after, 1) if x.calls]
+        if not outcomes[-1].calls:
+            leaks = self._leaks(2, 3) or (ends and ends[0] < len(after))
+            where = f"; the next update came after microbatch {ends[0]}" if ends else ""
+            yield Cause.LEAKS if leaks else Cause.PARTIAL_DROPPED, 2, f"of {n} microbatches" + where
+            return
+        yield from _of_times(3, after)
+        full, part = self._own(0), self._own(2)
+        kept, total = full[:-1], full.sum(axis=0)
+        if not _alike(total, 1 + 0 * total) or _alike(part, kept * total / kept.sum(axis=0)):
+            return
+        if _alike(part, kept) or _alike(part.sum(axis=0), n / len(full) + 0 * total):
+            yield Cause.PARTIAL_SCALED, 2, f"{n} microbatches, divided as if they were {len(full)}"
+        else:
+            yield Cause.COEFFICIENTS, 2, f"of {n} microbatches, which count otherwise than in a full one"
 
 
-def _of_times(steps: Sequence[Step]) -> Iterator[Answer]:
+def flat(leaves: Leaves) -> np.ndarray:
+    """All elements in one float64 array."""
+    return np.concatenate([np.zeros(0), *(x.ravel().astype(np.float64) for x in leaves if x is not None)])
+
+
+def _alike(a: np.ndarray, b: np.ndarray) -> bool:
+    return np.allclose(a, b, rtol=2.0**-16, atol=0)
+
+
+def _of_times(w: int, outcomes: Sequence[Outcome]) -> Iterator[Answer]:
     """Did the inner optimizer run, and did the parameters move, only at the window's end?"""
-    ran = [step.outcome.calls for step in steps]
-    early, moved = sum(ran[:-1]), [i for i, step in enumerate(steps[:-1], 1) if step.outcome.moved]
+    ran, n = [x.calls for x in outcomes], len(outcomes)
+    early, moved = sum(ran[:-1]), [i for i, x in enumerate(outcomes[:-1], 1) if x.moved]
     if ran[-1] == 0 or (early and moved):
         times = [i for i, calls in enumerate(ran, 1) if calls]
         where = f"ran after microbatch {times[0]}" if times else "did not run"
-        yield Cause.WINDOW, f"of {len(steps)} microbatches: it {where}"
+        yield Cause.WINDOW, w, f"of {n} microbatches: it {where}"
     elif moved:
-        yield Cause.MOVED, f"at microbatch {moved[0]} of {len(steps)}, where the inner optimizer did not run"
+        yield Cause.MOVED, w, f"at microbatch {moved[0]} of {n}, where the inner optimizer did not run"
     elif early or ran[-1] > 1:
-        yield Cause.COUNTED, f"its count grew by {sum(ran)} in a window of {len(steps)} microbatches"
-
-
-def _of_updates(steps: Sequence[Step]) -> Iterator[Answer]:
-    if steps[-1].outcome.changed:
-        yield Cause.CHANGED_AFTER, ""
-
-
-def _of_gradient(w: int, trace: Trace, every: int, replay: Replay) -> Iterator[Answer]:
-    """Is the gradient that reached the inner optimizer the mean?"""
-    window = arrived(trace, w)
-    if window is None or window.share <= 1:
-        return
-    yield from _changed(w, window, trace, replay)
-    yield from _added(w, replay)
-    yield from _partial(window, every)
-    yield from linear(window, window.case)
-    yield from _narrow(w, window, replay)
-    yield Cause.UNKNOWN, f"{window.share:.3g} times the bound of float32 away from the mean"
-
-
-def _changed(w: int, window: Window, trace: Trace, replay: Replay) -> Iterator[Answer]:
-    """Something acts on large gradients only, as clipping does: on each microbatch, or on their mean?"""
-    small = arrived(replay(lambda i, j, _, x: (x * x.dtype.type(TINY)).astype(x.dtype)), w)
-    if small is None or small.share > 1:
-        return
-    sizes = "gradients of a millionth of the size are averaged correctly"
-    if window.examples > 1:
-        # What acts on each microbatch gives the sum of what it makes of the first and of the others. What acts on the
-        # mean does not see which microbatches it comes from.
-        first = arrived(replay(lambda i, j, _, x: x if j == 0 else np.zeros_like(x)), w)
-        others = arrived(replay(lambda i, j, _, x: np.zeros_like(x) if j == 0 else x), w)
-        alike = arrived(replay(lambda i, j, leaf, x: _mean(trace[w], leaf, x) if i == w else x), w)
-        each, mean = window.is_sum_of([first, others]), window.is_sum_of([alike])
-        if each != mean:
-            yield Cause.CHANGED_BEFORE if each else Cause.CHANGED_MEAN, sizes
-    yield Cause.UNKNOWN, f"{sizes}, but not these"
-
-
-def _mean(steps: Sequence[Step], leaf: int, like: np.ndarray) -> np.ndarray:
-    total = sum(step.weight for step in steps)
-    terms = ((step.weight / total, step.gradient[leaf]) for step in steps)
-    return np.asarray(sum(c * x.astype(np.float64) for c, x in terms if x is not None)).astype(like.dtype)
-
-
-def _added(w: int, replay: Replay) -> Iterator[Answer]:
-    nothing = arrived(replay(lambda i, j, _, x: np.zeros_like(x)), w)
-    largest = max((float(np.abs(x).max(initial=0)) for x in nothing.made.floats), default=0.0) if nothing else 0.0
-    if 0 < largest < float("inf"):
-        yield Cause.ADDED, f"up to {largest:.3g} reaches the inner optimizer when all gradients are 0"
-
-
-def _partial(window: Window, every: int) -> Iterator[Answer]:
-    """A partial window that is divided by the length of a full one."""
-    n = window.examples
-    for c in (window.mean * n / every, np.full(n, 1 / every)) if n < every else ():
-        if accounts_for(window, window.case, window.combined(c), float(c.sum())):
-            yield Cause.PARTIAL_SCALED, f"{n} microbatches, divided as if they were {every}"
-
-
-def _narrow(w: int, window: Window, replay: Replay) -> Iterator[Answer]:
-    """A narrow accumulator, by the bits of as many elements as it takes to tell."""
-    rng = np.random.default_rng(0)
-    samples = [window]
-    for _ in range(REPLAYS):
-        if sum(x.size for sample in samples for x in sample.made.floats) >= EVIDENCE:
-            break
-        other = arrived(replay(lambda i, j, _, x: (x * rng.uniform(0.5, 1, x.shape)).astype(x.dtype)), w)
-        samples += [other] if other is not None else []
-    yield from elements.narrow([(x, x.case) for x in samples])
-
-
-def _left_over(trace: Trace, w: int, replay: Replay) -> tuple[Cause, int, str]:
-    """A partial window was not applied: does the next update depend on it?"""
-    left = f"of {len(trace[w])} microbatches"
-    for v in range(w + 1, len(trace)):
-        ends = [i for i, step in enumerate(trace[v], 1) if step.outcome.calls]
-        if not ends:
-            continue
-        with_it, without = (replay(lambda i, j, _, x, n=n: x * n if i == w else x)[v] for n in (1, 0))
-        if ends[0] < len(trace[v]) or _differ(with_it[ends[0] - 1], without[ends[0] - 1]):
-            return Cause.PARTIAL_LEAKS, w, f"{left}; the next update came after microbatch {ends[0]}"
-        break
-    return Cause.PARTIAL_DROPPED, w, left
-
-
-def _differ(a: Step, b: Step) -> bool:
-    """Whether different gradients reached the optimizer."""
-    pairs = zip(a.outcome.reached or [], b.outcome.reached or [], strict=True)
-    return any(x is not None and y is not None and not np.array_equal(x, y) for x, y in pairs)
-
-
-def _nan(trace: Trace, replay: Replay) -> Iterator[Fault]:
-    """Whether a NaN in the very first microbatch is still there after its window."""
-    poisoned = replay(lambda w, i, _, x: np.full_like(x, np.nan) if (w, i) == (0, 0) else x)
-    for w, (before, steps) in enumerate(zip(trace, poisoned, strict=True)):
-        if w > 0 and _finite(before) and not _finite(steps):
-            yield fault(Cause.NAN_LEAKS, w, "one was put into the first microbatch of window 0")
-            return
-
-
-def _finite(steps: Sequence[Step]) -> bool:
-    return all(np.isfinite(x).all() for step in steps for x in step.outcome.reached or [] if x is not None)
+        yield Cause.COUNTED, w, f"its count grew by {sum(ran)} in a window of {n} microbatches"

@@ -10,30 +10,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradcombine.integrations.optax import accumulate
-from gradcombine.verify import MicrobatchReport, check_microbatches
+from gradcombine.verify import StepReport, check_microbatches
 
-Batch = dict[str, np.ndarray]
 EVERY = 4
-SIZES = (2, 5, 5, 2)
 PARAMS = {"b": np.full(1, 0.5, np.float32), "w": np.linspace(-1, 1, 6, dtype=np.float32)}
-
-
-def batches(rng: np.random.Generator, sizes: tuple[int, ...]) -> list[Batch]:
-    return [
-        {"x": rng.normal(size=(n, 6)).astype(np.float32), "y": rng.normal(size=n).astype(np.float32)} for n in sizes
-    ]
-
-
 RNG = np.random.default_rng(0)
-FULL = [batches(RNG, SIZES) for _ in range(3)]
-"""Three full windows."""
-PARTIAL = [FULL[0], FULL[1], FULL[2][:2]]
-"""Two, and a partial one."""
-ALIKE = [batches(RNG, (4,) * EVERY) for _ in range(3)]
-"""Three windows of microbatches of one size."""
-ALIKE_PARTIAL = [ALIKE[0], ALIKE[1], ALIKE[2][:2]]
-"""Two, and a partial one."""
+
+
+def examples(n: int) -> dict[str, np.ndarray]:
+    return {"x": RNG.normal(size=(n, 6)).astype(np.float32), "y": RNG.normal(size=n).astype(np.float32)}
+
+
+FULL = examples(14)
+"""Microbatches of four and three examples."""
+ALIKE = examples(16)
+"""Microbatches of one size."""
 
 
 def loss(params: Any, batch: Any) -> Any:
@@ -55,20 +46,21 @@ def optimizer() -> optax.GradientTransformation:
     )
 
 
-def weighted(weight: float, last: bool) -> Mapping[str, Any]:
-    return {"weight": np.float32(weight), "flush": last}
+def weighted(microbatch: Any, last: bool) -> Mapping[str, Any]:
+    return {"weight": np.float32(len(microbatch["y"])), "flush": last}
 
 
-def check(windows: Any, inner: Any, accumulating: Any, **options: Any) -> MicrobatchReport:
+def check(batch: Any, inner: Any, accumulating: Any, **options: Any) -> StepReport:
     # optax.MultiSteps divides by an integer, which strict promotion refuses.
     with jax.numpy_dtype_promotion("standard"):
         return check_microbatches(
-            options.pop("loss", loss), options.pop("params", PARAMS), windows, inner, accumulating, **options
+            options.pop("loss", loss),
+            options.pop("params", PARAMS),
+            batch,
+            inner,
+            accumulating,
+            **{"microbatches": [EVERY], **options},
         )
-
-
-def right(inner: Any) -> Any:
-    return accumulate(inner, EVERY)
 
 
 class ByHandState(NamedTuple):
@@ -78,7 +70,14 @@ class ByHandState(NamedTuple):
 
 
 def by_hand(
-    inner: Any, *, kept: bool = False, dropped: bool = False, stale: bool = False, divisor: int | None = None
+    inner: Any,
+    every: int,
+    *,
+    kept: bool = False,
+    dropped: bool = False,
+    stale: bool = False,
+    cleared: bool = True,
+    divisor: int | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """An accumulation as people write it, with the faults that they make.
 
@@ -86,6 +85,7 @@ def by_hand(
       kept: the inner state is kept at every microbatch.
       dropped: a partial window is cleared at its end, and not applied.
       stale: a partial window is not applied, and its sum is left in the accumulator.
+      cleared: whether the sum is cleared at the end of a window.
       divisor: of the sum; None: the number of microbatches.
     """
 
@@ -94,12 +94,12 @@ def by_hand(
 
     def update(updates: Any, state: Any, params: Any = None, *, last: Any, **extra_args: Any) -> Any:
         acc, step = jax.tree.map(jnp.add, state.acc, updates), state.step + 1
-        full = step == EVERY
+        full = step == every
         applied = full if dropped or stale else last
         by = jnp.float32(divisor) if divisor else step.astype(jnp.float32)
         result, after = inner.update(jax.tree.map(lambda x: x / by, acc), state.inner, params)
         behind = after if kept else jax.tree.map(lambda new, old: jnp.where(applied, new, old), after, state.inner)
-        over = full if stale else last
+        over = (full if stale else last) & cleared
         acc = jax.tree.map(lambda x: jnp.where(over, jnp.zeros_like(x), x), acc)
         return jax.tree.map(lambda x: jnp.where(applied, x, jnp.zeros_like(x)), result), ByHandState(
             acc, jnp.where(last, 0, step), behind
@@ -108,6 +108,6 @@ def by_hand(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def last_only(weight: float, last: bool) -> Mapping[str, Any]:
-    del weight
+def last_only(microbatch: Any, last: bool) -> Mapping[str, Any]:
+    del microbatch
     return {"last": last}

@@ -9,25 +9,30 @@ import optax
 import pytest
 
 from gradcombine.errors import GradCombineError
-from tests.verify.microbatches.problem import ALIKE, check, right
+from gradcombine.integrations.optax import accumulate
+from tests.verify.microbatches.problem import ALIKE, check
 
 SGD = optax.sgd(0.1)
 
 
 @pytest.mark.parametrize(
-    ("windows", "inner", "accumulating", "options", "message"),
+    ("batch", "inner", "accumulating", "options", "message"),
     [
-        ([], SGD, right, {}, "at least one window"),
-        ([[]], SGD, right, {}, "at least one window"),
-        (ALIKE, SGD, lambda inner: right(SGD), {}, "inner transformation once, received 0 times"),
-        (ALIKE, SGD, lambda inner: optax.chain(right(inner), right(inner)), {}, "once, received 2 times"),
-        (ALIKE, SGD, lambda inner: 3, {}, "accumulating to return a transformation, received int"),
-        (ALIKE, "sgd", right, {}, "an optax transformation or a Keras optimizer, received str"),
-        (ALIKE, SGD, right, {"weights": lambda batch: 0}, "positive weights, received 0.0"),
-        (ALIKE, SGD, right, {"weights": lambda batch: np.nan}, "positive weights, received nan"),
-        (ALIKE, SGD, right, {"loss": lambda params, batch: params["w"][0] * np.float32("nan")}, "finite gradients"),
+        ({}, SGD, accumulate, {}, "a batch of two examples or more, received none"),
+        (ALIKE, SGD, accumulate, {"microbatches": [32]}, "at least as many examples as microbatches, received 16"),
+        (ALIKE, SGD, lambda inner, k: accumulate(SGD, k), {}, "inner transformation once, received 0 times"),
+        (ALIKE, SGD, lambda inner, k: optax.chain(accumulate(inner, k), accumulate(inner, k)), {}, "received 2 times"),
+        (ALIKE, SGD, lambda inner, k: 3, {}, "accumulating to return a transformation, received int"),
+        (ALIKE, "sgd", accumulate, {}, "an optax transformation or a Keras optimizer, received str"),
+        (
+            ALIKE,
+            SGD,
+            accumulate,
+            {"loss": lambda params, batch: params["w"][0] * np.float32("nan")},
+            "finite gradients",
+        ),
     ],
 )
-def test_is_refused(windows: Any, inner: Any, accumulating: Any, options: Any, message: str) -> None:
-    with pytest.raises(GradCombineError, match=message):
-        check(windows, inner, accumulating, **options)
+def test_is_refused(batch: Any, inner: Any, accumulating: Any, options: Any, message: str) -> None:
+    with pytest.raises(GradCombineError, match=f"^check_microbatches: .*{message}"):
+        check(batch, inner, accumulating, **options)
