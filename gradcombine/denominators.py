@@ -15,7 +15,7 @@ from gradcombine.reductions.per_leaf import per_leaf
 from gradcombine.reductions.ratios import Ratio, ratio, ratios_of
 from gradcombine.reductions.sums import sum as sum_
 from gradcombine.reductions.weights import parse, presence
-from gradcombine.types import Array, Tree, no_autograph
+from gradcombine.types import Array, Scalar, Tree, no_autograph
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ class Terms:
         """Contributions of such gradients, for `reduction`."""
         return gradients if self.known else {name: Ratio(gradients, 1) for name in self.denominators}
 
-    def contribution(self, gradients: Mapping[str, Tree], weights: Mapping[str, Any]) -> dict[str, Ratio]:
+    def contribution(self, gradients: Mapping[str, Tree], weights: Mapping[str, Scalar]) -> dict[str, Ratio]:
         """One microbatch for `reduction`, of its gradients by denominator."""
         return {name: Ratio(gradients[name], weights[name]) for name in self.denominators}
 
     @no_autograph
-    def parts(self, values: Mapping[str, Any], weights: Mapping[str, Any], totals: Any = None) -> dict[str, Any]:
+    def parts(self, values: Mapping[str, Any], weights: Mapping[str, Scalar], totals: Any = None) -> dict[str, Any]:
         """By term, one microbatch for `reduction_of_values`.
 
         Raises:
@@ -147,7 +147,7 @@ class Terms:
         return {term: Ratio(value, weights[self.over[term]]) for term, value in values.items()}
 
     def _shares(
-        self, values: Mapping[str, Any], weights: Mapping[str, Any], totals: Mapping[str, Any]
+        self, values: Mapping[str, Any], weights: Mapping[str, Scalar], totals: Mapping[str, Scalar]
     ) -> dict[str, Array]:
         """By term, what one microbatch adds to a window's ``sum / total``; in float32 at least.
 
@@ -174,7 +174,7 @@ class Terms:
         return reduce(backend.add, (values[term] for term in self.over))
 
     @no_autograph
-    def present(self, weights: Mapping[str, Any]) -> Any:
+    def present(self, weights: Mapping[str, Scalar]) -> Any:
         """1 for a microbatch that has a weight other than 0, else 0; known where it can be."""
         backend = resolve(weights.values())
         found = [presence(backend, weight) for weight in weights.values()]

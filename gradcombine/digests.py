@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -74,7 +74,7 @@ class Part(NamedTuple):
 
     leaf: int
     suffix: str
-    array: Any
+    array: Array
 
 
 def digested(value: Tree) -> tuple[list[Part], Structure]:

@@ -257,7 +257,7 @@ def _count(count: Any) -> Any:
     return count
 
 
-def _dimensions(array: Any) -> tuple[int | None, ...]:
+def _dimensions(array: Array) -> tuple[int | None, ...]:
     """The shape, None for what TensorFlow does not know of it."""
     try:
         return tuple(array.shape)
@@ -265,7 +265,7 @@ def _dimensions(array: Any) -> tuple[int | None, ...]:
         raise invalid("an array of a known number of dimensions", shown(array)) from None
 
 
-def _compatible(array: Any, shape: tuple[int | None, ...]) -> bool:
+def _compatible(array: Array, shape: tuple[int | None, ...]) -> bool:
     own = _dimensions(array)
     return len(own) == len(shape) and all(a is None or b is None or a == b for a, b in zip(own, shape, strict=True))
 

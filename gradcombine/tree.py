@@ -40,7 +40,7 @@ from gradcombine.static import (  # noqa: F401 (states that were pickled name th
     static_of,
     static_rows,
 )
-from gradcombine.types import Array, Tree
+from gradcombine.types import Array, Leaf, Tree
 
 
 class Structure:
@@ -64,7 +64,7 @@ class Structure:
         form: str = "{}",
         children: tuple[Structure, ...] = (),
         static: Any = None,
-        rebuild: Callable[[Sequence[Any]], Any] | None = None,
+        rebuild: Callable[[Sequence[Tree]], Tree] | None = None,
     ) -> None:
         self.kind, self.names, self.form = kind, names, form
         self.children, self.static, self.rebuild = children, static, rebuild
@@ -108,18 +108,18 @@ _DIFFERENCES_NAMED = 3
 _NUMPY_LEAVES = (np.ndarray, np.generic, bool, int, float, complex)
 
 
-def flatten(tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+def flatten(tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> tuple[list[Leaf], Structure]:
     """The leaves of a tree, None among them, and its structure.
 
     Raises:
       GradCombineError: for an object that is neither a container nor a leaf, for keys of a dict that cannot be sorted,
         and for more than `MOST_LEVELS` of containers, as in a tree that contains itself.
     """
-    leaves: list[Any] = []
+    leaves: list[Leaf] = []
     return leaves, _visit(tree, leaves, is_leaf, 0)
 
 
-def _visit(node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, level: int) -> Structure:
+def _visit(node: Tree, leaves: list[Leaf], is_leaf: Callable[[Tree], bool] | None, level: int) -> Structure:
     """Appends the leaves of a node, and returns its structure."""
     if node is None or type(node) in LEAF_TYPES or (is_leaf is not None and is_leaf(node)):
         leaves.append(node)
@@ -147,30 +147,30 @@ def _visit(node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None, 
     return Structure(_kind(node), split.names, split.form, tuple(children), split.static, split.rebuild)
 
 
-def unflatten(structure: Structure, leaves: Iterable[Any]) -> Tree:
+def unflatten(structure: Structure, leaves: Iterable[Leaf]) -> Tree:
     """The tree of this structure with these leaves."""
     remaining = iter(leaves)
     return next(remaining) if structure.rebuild is None else _build(structure, remaining)
 
 
-def _build(node: Structure, remaining: Iterator[Any]) -> Any:
+def _build(node: Structure, remaining: Iterator[Leaf]) -> Tree:
     assert node.rebuild is not None
     return node.rebuild([next(remaining) if x.rebuild is None else _build(x, remaining) for x in node.children])
 
 
-def flatten_as(structure: Structure, tree: Tree, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+def flatten_as(structure: Structure, tree: Tree, is_leaf: Callable[[Tree], bool] | None = None) -> list[Leaf]:
     """The leaves of a tree that must have this structure.
 
     Raises:
       GradCombineError: where the structures part, with the path.
     """
-    leaves: list[Any] = []
+    leaves: list[Leaf] = []
     if not _fill(structure, tree, leaves, is_leaf):
         raise difference(structure, flatten(tree, is_leaf)[1])
     return leaves
 
 
-def _fill(expected: Structure, node: Any, leaves: list[Any], is_leaf: Callable[[Any], bool] | None) -> bool:
+def _fill(expected: Structure, node: Tree, leaves: list[Leaf], is_leaf: Callable[[Tree], bool] | None) -> bool:
     """Appends the leaves of a node; whether it has this structure."""
     known = node is None or type(node) in LEAF_TYPES or (is_leaf is not None and is_leaf(node))
     split = None if known else _split(node)
@@ -198,7 +198,7 @@ def split_as(prefix: Structure, tree: Tree) -> list[Tree]:
     return subtrees
 
 
-def _take(expected: Structure, node: Any, subtrees: list[Tree]) -> None:
+def _take(expected: Structure, node: Tree, subtrees: list[Tree]) -> None:
     if expected.rebuild is None:
         subtrees.append(node)
         return
@@ -273,7 +273,7 @@ def _level(kind: type | None, names: tuple[Any, ...], form: str, static: Any) ->
     return Structure(kind, names, form, (LEAF,) * len(names), static)
 
 
-def _kind(node: Any) -> type:
+def _kind(node: Tree) -> type:
     kind = type(node)
     if kind in (dict, list, tuple):
         return kind
@@ -285,7 +285,7 @@ def _kind(node: Any) -> type:
     return list if isinstance(node, list) else kind
 
 
-def _split(node: Any) -> Split | None:
+def _split(node: Tree) -> Split | None:
     if isinstance(node, dict):
         return _split_dict(node)
     if isinstance(node, (tuple, list)):
@@ -321,14 +321,14 @@ def _split_dict(node: dict[Any, Any]) -> Split:
     return Split(names, tuple(map(node.__getitem__, names)), rebuild, form="[{!r}]")
 
 
-def _dict_of(kind: type, names: tuple[Any, ...], order: tuple[Any, ...], children: Sequence[Any]) -> Any:
+def _dict_of(kind: type, names: tuple[Any, ...], order: tuple[Any, ...], children: Sequence[Tree]) -> Tree:
     by_name = dict(zip(names, children, strict=True))
     return (
         by_name if kind is dict and names == order else kind(zip(order, map(by_name.__getitem__, order), strict=True))
     )
 
 
-def _sorted(names: Iterable[Any]) -> list[Any]:
+def _sorted(names: Iterable[Any]) -> list[Leaf]:
     try:
         return sorted(names)
     except TypeError:  # keys of several types, which JAX refuses in its own trees

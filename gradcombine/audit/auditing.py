@@ -30,6 +30,7 @@ from gradcombine.audit.target import Bound, Target, bounds, find_target
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.audit.tensorflow.read import is_function, read_function, read_saved
 from gradcombine.errors import attribute, invalid, operation, require_path, shown
+from gradcombine.types import Tree
 
 
 class Audit(NamedTuple):
@@ -286,7 +287,7 @@ def _devices(make: Callable[..., Any], target: Target) -> tuple[Any, ...]:
     return arguments
 
 
-def _of_tensorflow(step: Any, args: Sequence[Any], target: str | Target | None) -> Audit:
+def _of_tensorflow(step: Any, args: Sequence[Tree], target: str | Target | None) -> Audit:
     """A graph, which needs no compiler, or what XLA makes of it: TensorFlow's own here, the target's there."""
     machine = find_target(target, compiles=target is None)
     expected = "a tf.function that is traced, and compiled where it asks for that, for its arguments"

@@ -17,6 +17,7 @@ from gradcombine.audit.parsing import hlo_parser, parse, parse_apart
 from gradcombine.audit.program import Lines, Program, no_lines
 from gradcombine.audit.target import Target
 from gradcombine.errors import GradCombineError, attribute, invalid, require_file, require_installed, shown
+from gradcombine.types import Tree
 
 T = TypeVar("T")
 
@@ -65,7 +66,7 @@ class Built(NamedTuple):
     donated: Sequence[int] = ()
 
 
-def compile_step(step: Any, args: Sequence[Any], target: Target) -> Built:
+def compile_step(step: Any, args: Sequence[Tree], target: Target) -> Built:
     """A jitted function for its arguments, what ``lower`` gave of it, or what ``compile`` gave of that."""
     if attribute(step, "lower") is not None:
         from gradcombine.integrations.jax.arrays import require_levels  # only such a step needs JAX
@@ -145,7 +146,7 @@ def _plain(stage: Any) -> Any:
     return next((x for x in wrapped if x is not None), stage)
 
 
-def _lowered(step: Any, args: Sequence[Any], target: Target) -> Any:
+def _lowered(step: Any, args: Sequence[Tree], target: Target) -> Any:
     """The step for these arguments on the target's devices: on those of its meshes, or on the first one."""
     import jax
 

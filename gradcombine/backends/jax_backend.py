@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.numpy_backend import BACKEND as NUMPY
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices, Split
 from gradcombine.errors import GradCombineError, invalid
-from gradcombine.types import Array, Leaf
+from gradcombine.types import Array, Leaf, Tree
 
 
 class JaxBackend(Backend):
@@ -31,7 +31,7 @@ class JaxBackend(Backend):
     def owns(self, leaf: Leaf) -> bool:
         return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or self.absent(leaf)
 
-    def split(self, node: Any) -> Split | None:
+    def split(self, node: Tree) -> Split | None:
         one_level = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
         entries, definition = one_level
         # A node without children, as a module of static fields is, counts as one node too.
@@ -68,10 +68,10 @@ class JaxBackend(Backend):
         # A random key has no gradient; where jax.grad is asked for one (allow_int), it returns float0.
         return leaf.dtype == jax.dtypes.float0 or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
-    def make_absent(self, shape: tuple[int, ...]) -> Any:
+    def make_absent(self, shape: tuple[int, ...]) -> Leaf:
         return np.zeros(shape, jax.dtypes.float0)
 
-    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Leaf] = ()) -> Array:
         narrow = _canonical(dtype)
         if len(like) == 1 and isinstance(like[0], (jax.Array, jax.ShapeDtypeStruct)) and like[0].shape == shape:
             return _exactly(_full_like(like[0], fill, narrow), dtype)
@@ -133,15 +133,15 @@ class JaxBackend(Backend):
     def shift_right(self, a: Array, amount: Array | int) -> Array:
         return jnp.right_shift(a, amount)
 
-    def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def fused_totals(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         return _totals(kernel, static, tuple(arrays))
 
-    def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def traced_once(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         # Inside of another program too: leaves of one shape are traced and lowered once.
         return _compiled(kernel, static, tuple(arrays))
 
     def apply_if_rare(
-        self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
+        self, condition: Array, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         known = self.concrete(condition)
         if known is not None and not any(isinstance(array, Tracer) for array in arrays):
@@ -158,7 +158,7 @@ class JaxBackend(Backend):
         self,
         function: Callable[..., Sequence[Array]],
         surrogate: Callable[..., Sequence[Array]],
-        leaves: Sequence[Any],
+        leaves: Sequence[Leaf],
     ) -> list[Array]:
         traced = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tracer)]
         if not traced:
@@ -168,7 +168,7 @@ class JaxBackend(Backend):
         def call(*arrays: Array) -> list[Array]:
             return list(function(*_replaced(leaves, traced, arrays)))
 
-        def rule(primals: Sequence[Array], tangents: Sequence[Any]) -> tuple[list[Array], list[Array]]:
+        def rule(primals: Sequence[Array], tangents: Sequence[Leaf]) -> tuple[list[Array], list[Array]]:
             moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
             def of(*arrays: Array) -> list[Array]:
@@ -203,7 +203,9 @@ class JaxBackend(Backend):
     def search_sorted(self, ordered: Array, keys: Array) -> Array:
         return jnp.searchsorted(ordered, keys).astype(jnp.int32)
 
-    def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
+    def loop(
+        self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array
+    ) -> tuple[Array, ...]:
         if isinstance(condition(*carry), Tracer):
             return lax.while_loop(lambda carry: condition(*carry), lambda carry: body(*carry), carry)
         return super().loop(condition, body, *carry)
@@ -265,12 +267,12 @@ class JaxBackend(Backend):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _compiled(kernel: Kernel, static: tuple[Any, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+def _compiled(kernel: Kernel, static: tuple[Hashable, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     return tuple(kernel(BACKEND, *static, *arrays))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _totals(kernel: Kernel, static: tuple[Any, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+def _totals(kernel: Kernel, static: tuple[Hashable, ...], arrays: tuple[Array, ...]) -> tuple[Array, ...]:
     def of_rows(*arrays: Array) -> tuple[Array, ...]:
         terms = kernel(BACKEND, *static, *arrays)
         rows = _rows(terms[0].shape)

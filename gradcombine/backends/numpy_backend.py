@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -79,7 +79,7 @@ class NumpyBackend(Backend):
     def concrete(self, array: Array) -> np.ndarray | None:
         return np.asarray(array)
 
-    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Leaf] = ()) -> Array:
         if shape == ():
             return np.array(fill, dtype)
         try:
@@ -146,7 +146,7 @@ class NumpyBackend(Backend):
             return np.maximum(a, b)
         return np.where(a != a, a, np.where(a > b, a, b))
 
-    def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def fused(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         # In blocks, whose intermediate results stay in the processor's cache.
         shape = np.broadcast_shapes(*map(np.shape, arrays))
         if (size := math.prod(shape)) <= _BLOCK:
@@ -164,7 +164,7 @@ class NumpyBackend(Backend):
     def prefers_joined(self, array: Array) -> bool:
         return np.size(array) <= _WORTH_JOINING
 
-    def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def fused_totals(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         flat = [np.reshape(array, -1) for array in arrays]
         starts = range(0, max(flat[0].size, 1), _BLOCK)
         blocks = (kernel(self, *static, *(array[i : i + _BLOCK] for array in flat)) for i in starts)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from gradcombine.errors import GradCombineError
-from gradcombine.types import Array, Leaf
+from gradcombine.types import Array, Leaf, Tree
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 """A function of module level: ``kernel(backend, *static, *arrays)``."""
@@ -26,8 +26,8 @@ class Split(NamedTuple):
 
     names: tuple[Any, ...]
     """The keys of a dict, the positions of a list, the fields of a NamedTuple."""
-    children: tuple[Any, ...]
-    rebuild: Callable[[Sequence[Any]], Any]
+    children: tuple[Tree, ...]
+    rebuild: Callable[[Sequence[Tree]], Tree]
     static: Any = None
     """Static data that must be equal as well for two containers to match."""
     form: str = "{}"
@@ -56,7 +56,7 @@ class Backend(ABC):
     def owns(self, leaf: Leaf) -> bool:
         """Whether ``leaf`` is an array, variable, traced value or shape/dtype spec of this framework."""
 
-    def split(self, node: Any) -> Split | None:
+    def split(self, node: Tree) -> Split | None:
         """Takes apart a container type that is registered with this framework; None for anything else."""
         return None
 
@@ -80,12 +80,12 @@ class Backend(ABC):
         """Whether a leaf of this framework stands for "no gradient", as None does everywhere."""
         return False
 
-    def make_absent(self, shape: tuple[int, ...]) -> Any:
+    def make_absent(self, shape: tuple[int, ...]) -> Leaf:
         """The leaf that `absent` recognises, for a parameter of this shape."""
         return None
 
     @abstractmethod
-    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Leaf] = ()) -> Array:
         """A filled array. It varies over the axes that all of ``like`` do; placed as the one of its shape, if alone."""
 
     @abstractmethod
@@ -143,7 +143,7 @@ class Backend(ABC):
         """The larger one. NaN where either is NaN; ``b`` where both are equal."""
         return self.where(a != a, a, self.where(b != b, b, self.where(a > b, a, b)))
 
-    def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def fused(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         """``kernel(self, *static, *arrays)`` in one pass over memory, as far as the framework can.
 
         Args:
@@ -154,7 +154,7 @@ class Backend(ABC):
         return self.traced_once(kernel, static, arrays)
 
     @abstractmethod
-    def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def fused_totals(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         """The sums modulo 2**32 of all elements of each of ``kernel(self, *static, *arrays)``, as scalars.
 
         In one pass over memory, as far as the framework can, without an array of the results' size.
@@ -165,7 +165,7 @@ class Backend(ABC):
           arrays: of one shape.
         """
 
-    def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def traced_once(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         """``kernel(self, *static, *arrays)``, of any kernel; traced once for all arrays of these shapes and dtypes."""
         return tuple(kernel(self, *static, *arrays))
 
@@ -177,12 +177,12 @@ class Backend(ABC):
         """Whether so small an array is better a part of one with others: where operations cost more than elements."""
         return False
 
-    def joined(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def joined(self, function: Callable[..., Tree], *arguments: Tree) -> Tree:
         """``function(*arguments)``, elementwise, of arrays that were joined and whose results are unpacked."""
         return function(*arguments)
 
     def apply_if_rare(
-        self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
+        self, condition: Array, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         """``kernel(self, *static, *arrays)`` where the scalar condition holds, else the arrays, which are not copied.
 
@@ -198,7 +198,7 @@ class Backend(ABC):
         self,
         function: Callable[..., Sequence[Array]],
         surrogate: Callable[..., Sequence[Array]],
-        leaves: Sequence[Any],
+        leaves: Sequence[Leaf],
     ) -> list[Array]:
         """``function(*leaves)``, whose derivative of every order, in forward and reverse mode, is the surrogate's.
 
@@ -237,7 +237,9 @@ class Backend(ABC):
     def search_sorted(self, ordered: Array, keys: Array) -> Array:
         """For each of the int32 keys, how many of an ascending int32 vector are smaller, as int32."""
 
-    def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
+    def loop(
+        self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array
+    ) -> tuple[Array, ...]:
         """The arrays ``carry = body(*carry)`` after all the times that the boolean ``condition(*carry)`` held."""
         while condition(*carry):
             carry = body(*carry)

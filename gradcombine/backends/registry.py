@@ -7,13 +7,12 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import importing, invalid, shown
-from gradcombine.types import Leaf
+from gradcombine.types import Array, Leaf
 
 FRAMEWORKS = ("jax", "tensorflow")
 NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
@@ -80,7 +79,7 @@ def is_absent(leaf: Leaf) -> bool:
     return leaf is None or (backend is not None and backend.absent(leaf))
 
 
-def resolve(leaves: Iterable[Any]) -> Backend:
+def resolve(leaves: Iterable[Leaf]) -> Backend:
     """The one backend of all leaves; NumPy arrays and Python numbers go along with either framework.
 
     Raises:
@@ -110,17 +109,17 @@ def described(leaf: Leaf) -> Backend:
     return backend
 
 
-def dtype_of(array: Any) -> np.dtype:
+def dtype_of(array: Array) -> np.dtype:
     """The NumPy dtype of an array of any framework."""
     return described(array).dtype(array)
 
 
-def shape_of(array: Any) -> tuple[int, ...]:
+def shape_of(array: Array) -> tuple[int, ...]:
     """The shape of an array of any framework."""
     return described(array).shape(array)
 
 
-def placeholder(leaf: Leaf) -> Any:
+def placeholder(leaf: Leaf) -> Leaf:
     """A leaf as `init` may be given it: of zeros that take no memory, in the leaf's shape and dtype."""
     if is_absent(leaf):
         return leaf

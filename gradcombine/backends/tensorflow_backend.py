@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,7 @@ from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.protocol import Backend, Kernel, RowSlices
 from gradcombine.backends.tensorflow_functions import compiles, function, in_loop, totals
 from gradcombine.errors import GradCombineError, invalid
-from gradcombine.types import Array, DType, Leaf
+from gradcombine.types import Array, DType, Leaf, Tree
 
 
 class TensorflowBackend(Backend):
@@ -75,7 +75,7 @@ class TensorflowBackend(Backend):
             return tf.get_static_value(array) if isinstance(array, tf.Tensor) and array.shape.rank == 0 else None
         return np.asarray(array)
 
-    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Any] = ()) -> Array:
+    def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Leaf] = ()) -> Array:
         if dtype not in _COMPUTED:
             raise _no_kernels(dtype)
         filling = tf.constant(np.asarray(fill, dtype))
@@ -148,7 +148,7 @@ class TensorflowBackend(Backend):
             return larger
         return tf.where(tf.math.is_nan(a), a, tf.where(tf.math.is_nan(b), b, larger))
 
-    def fused(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def fused(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         if _LOOPED.now:
             return in_loop(function(self, kernel, static, False), arrays)
         shape = max((tuple(array.shape) for array in arrays), key=len)
@@ -160,14 +160,14 @@ class TensorflowBackend(Backend):
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
         return tuple(tf.reshape(result, shape) for result in function(self, kernel, static, True)(*flat))
 
-    def fused_totals(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def fused_totals(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         size = arrays[0].shape.num_elements()
         sharded = tf.executing_eagerly() and "CUSTOM" in arrays[0].device  # by DTensor
         if size is None or size < _WORTH_COMPILING or sharded or not compiles():
             return tuple(map(tf.reduce_sum, kernel(self, *static, *arrays)))
         return tuple(totals(self, kernel, static)(*(tf.reshape(array, [-1]) for array in arrays)))
 
-    def traced_once(self, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
+    def traced_once(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
         return tuple(function(self, kernel, static, False)(*arrays))
 
     def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
@@ -178,7 +178,7 @@ class TensorflowBackend(Backend):
             return False
         return not (tf.executing_eagerly() and "CUSTOM" in array.device)  # DTensor would gather what is sharded
 
-    def joined(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def joined(self, function: Callable[..., Tree], *arguments: Tree) -> Tree:
         before, _LOOPED.now = _LOOPED.now, not (tf.executing_eagerly() or in_plain_graph())
         try:
             return function(*arguments)
@@ -186,7 +186,7 @@ class TensorflowBackend(Backend):
             _LOOPED.now = before
 
     def apply_if_rare(
-        self, condition: Array, kernel: Kernel, static: tuple[Any, ...], arrays: Sequence[Array]
+        self, condition: Array, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
         known = self.concrete(condition)
         if known is not None:
@@ -199,7 +199,10 @@ class TensorflowBackend(Backend):
         return tf.while_loop(lambda due, *_: due, turn, (condition, *arrays))[1:]
 
     def custom_derivative(
-        self, function: Callable[..., Sequence[Array]], surrogate: Callable[..., Sequence[Array]], leaves: Sequence[Any]
+        self,
+        function: Callable[..., Sequence[Array]],
+        surrogate: Callable[..., Sequence[Array]],
+        leaves: Sequence[Leaf],
     ) -> list[Array]:
         moving = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (tf.Tensor, tf.Variable)) and _smooth(leaf)]
         if not moving:
@@ -245,7 +248,9 @@ class TensorflowBackend(Backend):
     def row_numbers(self, array: Array) -> Array:
         return tf.range(tf.size(array)) // tf.shape(array)[-1]
 
-    def loop(self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array) -> Any:
+    def loop(
+        self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array
+    ) -> tuple[Array, ...]:
         return tf.while_loop(condition, body, carry)
 
     def repeat(

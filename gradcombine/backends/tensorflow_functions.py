@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -16,7 +16,7 @@ from gradcombine.types import Array
 
 
 @cache
-def function(backend: Backend, kernel: Kernel, static: tuple[Any, ...], xla: bool) -> Any:
+def function(backend: Backend, kernel: Kernel, static: tuple[Hashable, ...], xla: bool) -> Any:
     """``kernel(backend, *static, *arrays)`` of the arrays, traced once for all of their shapes and dtypes."""
 
     def call(*arrays: Array) -> tuple[Array, ...]:
@@ -44,7 +44,7 @@ def in_loop(function: Any, arrays: Sequence[Array]) -> tuple[Array, ...]:
 
 
 @cache
-def totals(backend: Backend, kernel: Kernel, static: tuple[Any, ...]) -> Any:
+def totals(backend: Backend, kernel: Kernel, static: tuple[Hashable, ...]) -> Any:
     """The sums of the results of the kernel's function, compiled."""
     together: Any = None
     with suppress(ImportError):  # it has no public name

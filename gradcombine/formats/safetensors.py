@@ -19,6 +19,7 @@ import numpy as np
 from gradcombine.errors import GradCombineError, invalid
 from gradcombine.formats import entry
 from gradcombine.formats.entry import Entry
+from gradcombine.types import Array
 
 DTYPES = {
     "BOOL": np.dtype(np.bool_),
@@ -107,7 +108,7 @@ def _pieces(path: Path, start: int, nbytes: int, dtype: np.dtype) -> Iterator[np
             yield np.frombuffer(data, dtype)
 
 
-def _described(name: str, array: Any) -> tuple[int, int, tuple[int, ...], str]:
+def _described(name: str, array: Array) -> tuple[int, int, tuple[int, ...], str]:
     """Where an array begins and ends, its shape and its dtype's name, as the header has them."""
     try:
         begin, after = map(_natural, array["data_offsets"])

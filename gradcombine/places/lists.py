@@ -11,7 +11,7 @@ from gradcombine.backends.registry import owner
 from gradcombine.errors import invalid, operation, shown
 from gradcombine.reductions.algebra import Reduction, derived
 from gradcombine.settings import check
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Order, Scalar, Tree
 
 METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
 """The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,
@@ -59,7 +59,7 @@ def combine(
     if reduction.derivative is None:
         return reduction.combine(trees, scales, order)
 
-    def run(reduction: Reduction, trees: list[Tree], scales: list[Any]) -> Tree:
+    def run(reduction: Reduction, trees: list[Tree], scales: list[Scalar]) -> Tree:
         return reduction.combine(trees, scales, order)
 
     return derived(reduction, run, trees, scales)

@@ -165,7 +165,7 @@ def depth_of(state: AccumulateState) -> int:
     return binary_counter.depth_of(state.levels) if isinstance(state.levels, BinaryCounter) else len(state.levels)
 
 
-def require_state(state: Any) -> None:
+def require_state(state: State) -> None:
     """Raises for what is not an `AccumulateState`."""
     require_type("an AccumulateState", state, AccumulateState)
 

@@ -154,7 +154,7 @@ class Window(Settings):
         return self.accumulator.update(gradients, self.own(self._going_on(state)), weight)
 
     @no_autograph
-    def once(self, state: AccumulateState, weight: Any, number: Array) -> tuple[Any, Array]:
+    def once(self, state: AccumulateState, weight: Scalar, number: Array) -> tuple[Any, Array]:
         """The weight and the number of a contribution; 0 and a placeholder where the window holds the number already.
 
         Args:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from gradcombine.backends.protocol import Backend
@@ -12,7 +10,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.plain import Plain
 from gradcombine.reductions.treewise import Treewise, TreewiseState
-from gradcombine.types import Array
+from gradcombine.types import Array, DType
 from gradcombine.wires.wire import Wire
 
 _EXPONENT = {4: (np.dtype(np.int32), 0x7F800000), 8: (np.dtype(np.int64), 0x7FF0000000000000)}
@@ -24,7 +22,7 @@ class AdasumState(TreewiseState):
 
 
 @operation("adasum")
-def adasum(dtype: Any = None, *, output_dtype: Any = None, wire: Wire | None = None) -> Reduction:
+def adasum(dtype: DType = None, *, output_dtype: DType = None, wire: Wire | None = None) -> Reduction:
     """The adaptive sum: of two gradients, each leaf without half of its projection on the other's ::
 
         adasum(a, b) = (1 - a.b / (2 |a|**2)) a + (1 - a.b / (2 |b|**2)) b

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.weights import Weight, factor, rounded, scaled, weighted
-from gradcombine.types import Array, Leaf, Order
+from gradcombine.types import Array, Leaf, Order, Scalar
 
 _BLOCK = 32
 """So many terms are added by one kernel, which compiled code may share between blocks: a power of two."""
@@ -105,7 +105,7 @@ class Added(Cell):
         return backend.cast(rows, running)
 
     def total_weight(
-        self, backend: Backend, dtype: np.dtype, like: Sequence[Any], weights: Sequence[Weight], order: Order
+        self, backend: Backend, dtype: np.dtype, like: Sequence[Leaf], weights: Sequence[Weight], order: Order
     ) -> Array:
         # Known, as compiled code need not add up numbers.
         values = [rounded(weight.known, dtype) for weight in weights]
@@ -167,7 +167,7 @@ def _added_rows(backend: Backend, order: Order, total: Array, rows: Array) -> tu
     return (reduce(backend.add, [rows[i] for i in range(whole, count)], total),)
 
 
-def neutral(dtype: np.dtype) -> Any:
+def neutral(dtype: np.dtype) -> Scalar:
     """-0, which leaves every addend as it is: 0 + -0 would lose the sign."""
     return 0 if dtype.kind in "iu" else -0.0
 

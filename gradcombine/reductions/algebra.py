@@ -15,7 +15,7 @@ from gradcombine.errors import GradCombineError, operation
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
-from gradcombine.types import Array, Order, State, Tree, no_autograph
+from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree, no_autograph
 from gradcombine.wires.wire import Wire
 
 
@@ -80,7 +80,7 @@ class Reduction(ABC):
         """The empty state for trees shaped like ``like``."""
 
     @abstractmethod
-    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         """The state with one more contribution."""
 
     @abstractmethod
@@ -131,7 +131,7 @@ class Reduction(ABC):
         """Whether the result is a sum of ``w * g`` over that of ``w``, so that `add_weighted` has a meaning."""
         return False
 
-    def combine(self, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
+    def combine(self, values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
         """The value of one contribution or more, added to an empty state in this order.
 
         Subclasses override it where they know a faster way to the same bits.
@@ -151,18 +151,18 @@ class Reduction(ABC):
         return fold_pairwise(self.merge, (tree.unflatten(structure, arrays) for arrays in ranks))
 
     @operation()
-    def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
+    def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
         """``finalize`` of ``all_merge``, of states that have each had one contribution, of this weight."""
         return self.finalize(self.all_merge(state, collective, order))
 
-    def contribution(self, state: State, value: Tree, weight: Any) -> State:
+    def contribution(self, state: State, value: Tree, weight: Scalar) -> State:
         """One contribution by itself, for the leaves of the given state. See `adds`.
 
         Accumulators are constants where there is nothing to add.
         """
         raise NotImplementedError
 
-    def add_weighted(self, state: State, value: Tree, weight: Any) -> State:
+    def add_weighted(self, state: State, value: Tree, weight: Scalar) -> State:
         """``update`` with a value that has been multiplied by its weight already. See `divides`."""
         raise NotImplementedError
 
@@ -194,7 +194,7 @@ class Wrapper(Reduction):
         return self.of.init(like)
 
     @no_autograph
-    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         return self.of.update(state, value, weight)
 
     @no_autograph
@@ -236,7 +236,7 @@ class Wrapper(Reduction):
 class OnContributions(Wrapper):
     """A wrapper that changes contributions or their weights, and nothing else."""
 
-    def changed(self, value: Tree, weight: Any) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         """The contribution and its weight as the other reduction gets them."""
         return value, weight
 
@@ -249,20 +249,20 @@ class OnContributions(Wrapper):
         return self.of.divides
 
     @operation()
-    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         return self.of.update(state, *self.changed(value, weight))
 
     @operation()
-    def combine(self, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
+    def combine(self, values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
         changed, weighing = zip(*map(self.changed, values, weights), strict=True)
         return self.of.combine(changed, weighing, order)
 
     @operation()
-    def contribution(self, state: State, value: Tree, weight: Any) -> State:
+    def contribution(self, state: State, value: Tree, weight: Scalar) -> State:
         return self.of.contribution(state, *self.changed(value, weight))
 
     @operation()
-    def add_weighted(self, state: State, value: Tree, weight: Any) -> State:
+    def add_weighted(self, state: State, value: Tree, weight: Scalar) -> State:
         return self.of.add_weighted(state, *self.changed(value, weight))
 
 
@@ -316,7 +316,7 @@ def derived(reduction: Reduction, run: Callable[..., Tree], *arguments: Tree) ->
     form: list[Any] = []
 
     def arrays_of(one: Reduction) -> Callable[..., Sequence[Array]]:
-        def call(*leaves: Any) -> list[Array]:
+        def call(*leaves: Leaf) -> list[Array]:
             result, outer = tree.flatten(run(one, *tree.unflatten(structure, leaves)))
             missing = [(i, x) for i, x in enumerate(result) if is_absent(x)]
             form[:] = [outer, missing]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -14,7 +14,7 @@ from gradcombine.backends.registry import shape_of
 from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array, Leaf, Order
+from gradcombine.types import Array, Leaf, Order, Tree
 
 Accumulator = Any
 """An array, or a NamedTuple of arrays, tuples of them and constants; the first has as many axes as contributions."""
@@ -33,9 +33,9 @@ class Totals:
     weight: Accumulator
     count: Array
     has_some: bool = False
-    _made: dict[Any, Array] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[Hashable, Array] = field(default_factory=dict, repr=False, compare=False)
 
-    def once(self, key: Any, make: Callable[[], Array]) -> Array:
+    def once(self, key: Hashable, make: Callable[[], Array]) -> Array:
         """A value derived from the totals, once for all leaves: traced for each leaf it would be most of a program."""
         if key not in self._made:
             self._made[key] = make()
@@ -86,7 +86,7 @@ class Cell(ABC):
     name: str
     kinds: tuple[str, ...]
     settings: dtypes.Settings
-    is_leaf: Callable[[Any], bool] | None = None
+    is_leaf: Callable[[Tree], bool] | None = None
     additive: bool = False
     adds_terms: bool = False
     takes_lists: bool = False
@@ -99,7 +99,7 @@ class Cell(ABC):
         """The neutral accumulator, placed like ``like``."""
 
     @abstractmethod
-    def update(self, backend: Backend, a: Accumulator, x: Any, weight: Weight, totals: Totals) -> Accumulator:
+    def update(self, backend: Backend, a: Accumulator, x: Leaf, weight: Weight, totals: Totals) -> Accumulator:
         """One more contribution to an accumulator that has had ``totals`` so far. Its weight may be 0: see `masked`."""
 
     @abstractmethod
@@ -109,7 +109,7 @@ class Cell(ABC):
         """Two accumulators become one; the totals are what each has had."""
 
     @abstractmethod
-    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Any:
+    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Leaf:
         """The result, of dtype ``output``."""
 
     def arrays(self, leaf: Leaf) -> tuple[Array, ...]:
@@ -120,7 +120,7 @@ class Cell(ABC):
         """The shape of a leaf, or of those that an accumulator is for."""
         return shape_of(parts(leaf)[0])
 
-    def entering(self, backend: Backend, a: Accumulator, made_for: np.dtype, leaf: Leaf) -> Any:
+    def entering(self, backend: Backend, a: Accumulator, made_for: np.dtype, leaf: Leaf) -> Leaf:
         """A contribution as `update` takes it.
 
         Raises:
@@ -153,7 +153,7 @@ class Cell(ABC):
         """The dtype of the accumulator's arrays for contributions of ``dtype``."""
         return self.settings.running(dtype)
 
-    def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Accumulator:
+    def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Leaf]) -> Accumulator:
         """The sum of no weights: a scalar, or a NamedTuple of scalars."""
         return backend.full((), 0, dtype, like)
 
@@ -165,11 +165,11 @@ class Cell(ABC):
         """Two sums of weights become one."""
         return backend.add(a, b)
 
-    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Accumulator:
+    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Leaf]) -> Accumulator:
         """The sum of weights, made a function of these contributions for the frameworks' derivatives."""
         return total
 
-    def term(self, backend: Backend, a: Accumulator, x: Any, weight: Weight) -> Array:
+    def term(self, backend: Backend, a: Accumulator, x: Leaf, weight: Weight) -> Array:
         """The addend of a contribution, unspecified for a weight of 0. See ``adds_terms``."""
         raise NotImplementedError
 
@@ -183,7 +183,7 @@ class Cell(ABC):
         raise NotImplementedError
 
     def total_weight(
-        self, backend: Backend, dtype: np.dtype, like: Sequence[Any], weights: Sequence[Weight], order: Order
+        self, backend: Backend, dtype: np.dtype, like: Sequence[Leaf], weights: Sequence[Weight], order: Order
     ) -> Accumulator:
         """`empty_weight` with weights that are known, added in this order. See ``takes_lists``."""
         raise NotImplementedError

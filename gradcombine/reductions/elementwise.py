@@ -35,7 +35,7 @@ def elementwise(
     empty: Any,
     update: Callable[[Backend, Accumulator, Array, Array], Accumulator],
     merge: Callable[[Backend, Accumulator, Accumulator], Accumulator],
-    finalize: Callable[[Backend, Accumulator, Totals], Any] | None = None,
+    finalize: Callable[[Backend, Accumulator, Totals], Leaf] | None = None,
     kinds: Sequence[str] = ("float",),
     dtype: DType = None,
     output_dtype: DType = None,
@@ -127,7 +127,7 @@ def _rebuilt(name: str, *fields: Any) -> ElementwiseState:
     return _state_of(name)(*fields)
 
 
-def _as_it_is(xp: Backend, a: Accumulator, totals: Totals) -> Any:
+def _as_it_is(xp: Backend, a: Accumulator, totals: Totals) -> Leaf:
     return a
 
 
@@ -139,7 +139,7 @@ class _Defined(Cell):
     identity: Any
     own_update: Callable[[Backend, Accumulator, Array, Array], Accumulator]
     own_merge: Callable[[Backend, Accumulator, Accumulator], Accumulator]
-    own_finalize: Callable[[Backend, Accumulator, Totals], Any]
+    own_finalize: Callable[[Backend, Accumulator, Totals], Leaf]
 
     def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Accumulator:
         identity = self.identity(running) if callable(self.identity) else self.identity
@@ -161,7 +161,7 @@ class _Defined(Cell):
     ) -> Accumulator:
         return self._alike("merge", backend, a, self.own_merge(backend, a, b))
 
-    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Any:
+    def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Leaf:
         running = dtypes.part(backend.dtype(parts(a)[0]))
         if dtypes.kind(running) != "integer":
             totals = Totals(backend.cast(totals.weight, running), totals.count)
@@ -178,7 +178,7 @@ class _Defined(Cell):
         return received
 
 
-def _kind(backend: Backend, a: Any) -> str:
+def _kind(backend: Backend, a: Accumulator) -> str:
     """The structure and dtypes of an accumulator, in words."""
     if not isinstance(a, tuple):
         return f"{backend.dtype(a)} of shape {backend.shape(a)}" if backend.owns(a) else shown(a)

@@ -12,7 +12,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.settings import check
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Order, Scalar, State, Tree
 
 
 class FedBackState(NamedTuple):
@@ -99,7 +99,7 @@ class FedBack(Wrapper):
         return self.of.wire
 
     @operation()
-    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         return state._replace(state=self.of.update(state.state, value, weight))
 
     @operation()
@@ -142,7 +142,7 @@ class FedBack(Wrapper):
         return FedBackState(merged, tree.unflatten(structure, [None if x is None else next(back) for x in leaves]))
 
     @operation()
-    def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
+    def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
         raise invalid("a window, whose state keeps the residual", "all_reduce")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.weights import parse
 from gradcombine.settings import check, valid
-from gradcombine.types import Array, Order, Scalar, State, Tree
+from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree
 
 
 class GuardedState(NamedTuple):
@@ -128,10 +128,10 @@ class Written(Reduction):
 
         return fold_pairwise(self.merge, map(rebuild, collective.of_each_rank(arrays)))
 
-    def _require(self, state: Any) -> None:
+    def _require(self, state: State) -> None:
         require_type("a GuardedState", state, GuardedState)
 
-    def _matching(self, state: GuardedState, value: Tree) -> list[Any]:
+    def _matching(self, state: GuardedState, value: Tree) -> list[Leaf]:
         """The leaves of a contribution, after a check that it is one for this state."""
         made_for, structure = tree.flatten(state.made_for, tree.is_static)
         leaves = tree.flatten_as(structure, value)
@@ -171,10 +171,10 @@ class Written(Reduction):
         return tree.unflatten(structure, [None if _is_nothing(x) else x for x in leaves])
 
 
-def _kept(structure: tree.Structure, leaves: Iterable[Any]) -> State:
+def _kept(structure: tree.Structure, leaves: Iterable[Leaf]) -> State:
     """A state of arrays alone: loops of TensorFlow and the counter of order "tree" know no None."""
     return tree.unflatten(structure, [Nothing() if x is None else x for x in leaves])
 
 
-def _is_nothing(node: Any) -> bool:
+def _is_nothing(node: Tree) -> bool:
     return isinstance(node, Nothing)

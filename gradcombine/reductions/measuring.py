@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
@@ -54,9 +54,9 @@ class MeasuredState(NamedTuple):
 class _Entry(NamedTuple):
     """A contribution to the metrics: its norm twice, and 1 twice."""
 
-    norm: Any
-    largest: Any
-    count: Any
+    norm: Array
+    largest: Array
+    count: Array
     weight: Scalar
 
 

@@ -178,7 +178,7 @@ def without_numbers(reduction: Reduction) -> Reduction:
     return reduction.around(without_numbers(reduction.of))
 
 
-def one_at(backend: Backend, number: Any, count: int) -> Array:
+def one_at(backend: Backend, number: Scalar, count: int) -> Array:
     """int32 zeros with a 1 at the number of a microbatch; without it for a placeholder, or a traced number beyond.
 
     Compared in the number's own dtype: a cast to fewer bits would wrap a number around.

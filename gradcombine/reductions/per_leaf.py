@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
@@ -113,25 +113,25 @@ class PerLeaf(Reduction):
     def clear(self, state: State) -> PerLeafState:
         return PerLeafState(self._each(_call("clear"), self._parts(state)))
 
-    def _each(self, function: Callable[..., Any], *columns: Sequence[Any]) -> tuple[Any, ...]:
+    def _each(self, function: Callable[..., Tree], *columns: Sequence[Tree]) -> tuple[Tree, ...]:
         """Applies a function to each member and its parts; errors name the member's place."""
-        results: list[Any] = []
+        results: list[Tree] = []
         for path, member, *row in zip(self.prefix.paths(), self.members, *columns, strict=True):
             with within(path):
                 results.append(function(member, *row))
         return tuple(results)
 
-    def _parts(self, state: Any) -> tuple[State, ...]:
+    def _parts(self, state: State) -> tuple[State, ...]:
         parts = require_type("a PerLeafState", state, PerLeafState).parts
         if len(parts) != len(self.members):
             raise invalid(f"a state of {len(self.members)} parts", len(parts))
         return parts
 
 
-def _call(name: str) -> Callable[..., Any]:
+def _call(name: str) -> Callable[..., Tree]:
     """Calls the method of this name of a member."""
 
-    def call(member: Reduction, *row: Any) -> Any:
+    def call(member: Reduction, *row: Tree) -> Tree:
         return getattr(member, name)(*row)
 
     return call

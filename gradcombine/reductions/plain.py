@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +16,7 @@ from gradcombine.reductions.cell import Cell, Totals
 from gradcombine.reductions.exact.digits import grid_for
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array
+from gradcombine.types import Array, DType, Leaf, Scalar
 from gradcombine.wires.wire import Wire
 
 
@@ -32,11 +31,11 @@ class Plain(Cell):
 
     name: str
     kinds: tuple[str, ...]
-    identity: Callable[[np.dtype], Any]
+    identity: Callable[[np.dtype], Scalar]
     combine: Callable[[Backend, Array, Array, Array, Array], Array]
     settings: dtypes.Settings = dtypes.Settings()  # noqa: RUF009 (never changed)
 
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> Array:
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> Array:
         return backend.full(shape, self.identity(running), running, [like])
 
     def update(self, backend: Backend, a: Array, x: Array, weight: Weight, totals: Totals) -> Array:
@@ -55,7 +54,7 @@ class ProductState(TreewiseState):
 
 
 @operation("product")
-def product(dtype: Any = None, *, output_dtype: Any = None, wire: Wire | None = None) -> Reduction:
+def product(dtype: DType = None, *, output_dtype: DType = None, wire: Wire | None = None) -> Reduction:
     """The product of all contributions of nonzero weight; the weight's size does not matter.
 
     Args:
@@ -92,7 +91,7 @@ class MinState(TreewiseState):
 
 
 @operation("max")
-def max(*, output_dtype: Any = None) -> Reduction:
+def max(*, output_dtype: DType = None) -> Reduction:
     """The elementwise maximum of all contributions of nonzero weight, as for a history of FP8 amax values.
 
     Args:
@@ -116,7 +115,7 @@ def max(*, output_dtype: Any = None) -> Reduction:
 
 
 @operation("min")
-def min(*, output_dtype: Any = None) -> Reduction:
+def min(*, output_dtype: DType = None) -> Reduction:
     """The elementwise minimum; otherwise as `max`. No contribution: +inf, or the largest integer.
 
     >>> import numpy as np, gradcombine as gc
@@ -128,11 +127,11 @@ def min(*, output_dtype: Any = None) -> Reduction:
     return Treewise(cell, MinState)
 
 
-def _lowest(dtype: np.dtype) -> Any:
+def _lowest(dtype: np.dtype) -> Scalar:
     return -np.inf if dtypes.kind(dtype) == "float" else ml_dtypes.iinfo(dtype).min
 
 
-def _highest(dtype: np.dtype) -> Any:
+def _highest(dtype: np.dtype) -> Scalar:
     return np.inf if dtypes.kind(dtype) == "float" else ml_dtypes.iinfo(dtype).max
 
 
@@ -219,7 +218,7 @@ def last() -> Reduction:
     return Treewise(Plain("last", _KINDS, _zero, _later), LastState)
 
 
-def _zero(dtype: np.dtype) -> Any:
+def _zero(dtype: np.dtype) -> Scalar:
     return 0
 
 

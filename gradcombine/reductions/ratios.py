@@ -17,7 +17,7 @@ from gradcombine.reductions.sums import mean as mean_
 from gradcombine.reductions.weights import parse, where
 from gradcombine.settings import check
 from gradcombine.sparse import is_row_sparse
-from gradcombine.types import Scalar, State, Tree
+from gradcombine.types import Leaf, Scalar, State, Tree
 
 
 class Ratio(NamedTuple):
@@ -33,7 +33,7 @@ class Ratio(NamedTuple):
     """
 
     numerator: Tree
-    denominator: Any
+    denominator: Scalar
 
 
 @operation("ratio")
@@ -180,11 +180,11 @@ def _added(values: tuple[Any, ...], path: str) -> Any:
     return backend.cast(reduce(backend.add, (backend.cast(x, dtypes.working(dtype)) for x in present)), dtype)
 
 
-def _leaves(value: Tree) -> list[Any]:
+def _leaves(value: Tree) -> list[Leaf]:
     return tree.flatten(value)[0]
 
 
-def _opened(value: Any) -> Ratio:
+def _opened(value: Tree) -> Ratio:
     return require_type("a Ratio(numerator, denominator)", value, Ratio)
 
 

@@ -31,7 +31,7 @@ from gradcombine.sparse import (
     row_slices,
     union,
 )
-from gradcombine.types import Array, Overflow
+from gradcombine.types import Array, DType, Leaf, Overflow
 from gradcombine.wires.wire import Wire
 
 
@@ -65,7 +65,7 @@ class RowTable(NamedTuple):
         return f"rows of an array of shape {self.shape}, with capacity {self.values.shape[0]}"
 
 
-def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np.dtype, like: Any) -> RowTable:
+def empty_table(backend: Backend, size: int, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> RowTable:
     """The table of no rows, of an array of this shape."""
     rows, *rest = shape
     return RowTable(
@@ -157,11 +157,11 @@ class Rows(Settings, Cell):
 
     is_leaf = staticmethod(is_row_sparse)
 
-    def arrays(self, leaf: Any) -> tuple[Array, ...]:
+    def arrays(self, leaf: Leaf) -> tuple[Array, ...]:
         slices = row_slices(leaf)
         return (leaf,) if slices is None else (slices.values, slices.indices)
 
-    def shape(self, leaf: Any) -> tuple[int, ...]:
+    def shape(self, leaf: Leaf) -> tuple[int, ...]:
         slices = row_slices(leaf)
         if isinstance(leaf, RowTable):
             return leaf.shape
@@ -170,12 +170,12 @@ class Rows(Settings, Cell):
             raise invalid("a leaf with a known number of rows", f"shape {shape}")
         return shape if slices is None or slices.rows is None else (slices.rows, *shape[1:])
 
-    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Any) -> RowTable:
+    def empty(self, backend: Backend, shape: tuple[int, ...], running: np.dtype, like: Leaf) -> RowTable:
         if not 1 <= shape[0] <= MOST_ROWS:
             raise invalid(f"from 1 to {MOST_ROWS} rows", shape[0])
         return empty_table(backend, min(self.capacity, shape[0]), shape, running, like)
 
-    def entering(self, backend: Backend, a: RowTable, made_for: np.dtype, leaf: Any) -> RowSlices:
+    def entering(self, backend: Backend, a: RowTable, made_for: np.dtype, leaf: Leaf) -> RowSlices:
         slices = row_slices(leaf)
         if slices is None:
             expected = "a RowSparse, tf.IndexedSlices or BCOO (for dense ones as well: sparse_as_dense)"
@@ -208,7 +208,7 @@ class Rows(Settings, Cell):
             backend.check(table.lost == 0, self.name, expected, "more, or an index out of range")
         return table
 
-    def finish(self, backend: Backend, a: RowTable, totals: Totals, output: np.dtype) -> Any:
+    def finish(self, backend: Backend, a: RowTable, totals: Totals, output: np.dtype) -> RowSparse:
         return result(backend, a, backend.cast(finished(backend, a.values, totals, self.divides), output))
 
 
@@ -225,8 +225,8 @@ def row_sum(
     capacity: int,
     *,
     overflow: Overflow = "error",
-    dtype: Any = None,
-    output_dtype: Any = None,
+    dtype: DType = None,
+    output_dtype: DType = None,
     wire: Wire | None = None,
 ) -> Reduction:
     """The weighted sum of row-sparse gradients, held as rows: never a dense array, in a window or between replicas.
@@ -274,8 +274,8 @@ def row_mean(
     capacity: int,
     *,
     overflow: Overflow = "error",
-    dtype: Any = None,
-    output_dtype: Any = None,
+    dtype: DType = None,
+    output_dtype: DType = None,
     wire: Wire | None = None,
 ) -> Reduction:
     """The weighted mean of row-sparse gradients, held as rows, and divided once, after all merging.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
 
 from gradcombine.backends.protocol import Backend
 from gradcombine.reductions.cell import Accumulator, parts, refilled
@@ -20,11 +19,11 @@ class Small:
       function: ``function(static, *leaves)``, of accumulators, arrays and None.
     """
 
-    def __init__(self, backend: Backend, function: Callable[..., Any]) -> None:
+    def __init__(self, backend: Backend, function: Callable[..., Accumulator]) -> None:
         self.backend, self.function = backend, function
         self._calls: dict[tuple[Hashable, Hashable], list[_Call]] = {}
 
-    def __call__(self, static: Hashable, *leaves: Accumulator | None) -> Any:
+    def __call__(self, static: Hashable, *leaves: Accumulator | None) -> Accumulator:
         """The result, or what `results` replaces by it."""
         if not self.backend.prefers_joined(parts(leaves[0])[0]):
             return self.function(static, *leaves)
@@ -34,14 +33,14 @@ class Small:
         self._calls.setdefault((static, kinds), []).append(call)
         return call
 
-    def results(self, values: Sequence[Any]) -> list[Any]:
+    def results(self, values: Sequence[Accumulator]) -> list[Accumulator]:
         """The values, with the results of the calls that were put off."""
-        done: dict[_Call, Any] = {}
+        done: dict[_Call, Accumulator] = {}
         for (static, _), calls in self._calls.items():
             done.update(zip(calls, self._joined(static, calls), strict=True))
         return [done[value] if isinstance(value, _Call) else value for value in values]
 
-    def _joined(self, static: Hashable, calls: Sequence[_Call]) -> list[Any]:
+    def _joined(self, static: Hashable, calls: Sequence[_Call]) -> list[Accumulator]:
         backend, like = self.backend, calls[0].leaves
         if len(calls) == 1:
             return [self.function(static, *like)]
@@ -61,5 +60,5 @@ class Small:
 class _Call:
     """One leaf's arguments, and the arrays of each."""
 
-    def __init__(self, leaves: tuple[Any, ...], held: list[tuple[Array, ...]]) -> None:
+    def __init__(self, leaves: tuple[Accumulator | None, ...], held: list[tuple[Array, ...]]) -> None:
         self.leaves, self.held = leaves, held

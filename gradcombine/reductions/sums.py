@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from gradcombine.errors import invalid, operation, require_integer, shown
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.adding import Added, Compensated
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.reductions.exact.cell import Exact
 from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY
+from gradcombine.reductions.exact.exact_cell import Exact
 from gradcombine.reductions.treewise import Treewise, TreewiseState
 from gradcombine.settings import check
-from gradcombine.types import Precision
+from gradcombine.types import DType, Precision
 from gradcombine.wires.wire import Wire
 
 
@@ -43,9 +41,9 @@ class ExactMeanState(TreewiseState):
 @operation("sum")
 def sum(
     precision: Precision = "fast",
-    dtype: Any = None,
+    dtype: DType = None,
     *,
-    output_dtype: Any = None,
+    output_dtype: DType = None,
     wire: Wire | None = None,
     max_terms: int = 4096,
 ) -> Reduction:
@@ -93,9 +91,9 @@ def sum(
 @operation("mean")
 def mean(
     precision: Precision = "fast",
-    dtype: Any = None,
+    dtype: DType = None,
     *,
-    output_dtype: Any = None,
+    output_dtype: DType = None,
     wire: Wire | None = None,
     max_terms: int = 4096,
 ) -> Reduction:
@@ -144,7 +142,7 @@ def _needs_room(max_terms: int) -> bool:
     return require_integer(expected, max_terms, highest=SPILLED_CAPACITY) > FLOAT32.capacity
 
 
-def _require_exact_exchange(dtype: Any, wire: Wire | None) -> None:
+def _require_exact_exchange(dtype: DType, wire: Wire | None) -> None:
     """Refuses settings that precision "exact" has no use for: its accumulators are integers."""
     if dtype is not None or wire is not None:
         received = wire if dtype is None else dtype

@@ -20,7 +20,7 @@ from gradcombine.reductions.cell import Accumulator, Cell, Totals, parts, refill
 from gradcombine.reductions.small import Small
 from gradcombine.reductions.treewise_state import Opened, TreewiseState, require_sendable, summary
 from gradcombine.reductions.weights import Weight, parse
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree
 from gradcombine.wires import exchange
 from gradcombine.wires.wire import Wire, require_wire
 
@@ -80,7 +80,7 @@ class Treewise(Reduction):
         leaves, structure = tree.flatten(like, cell.is_leaf)
         first = [cell.arrays(leaf)[0] for leaf in leaves]
         backend = resolve(first)
-        made_for, values = [tree.static_of(x) for x in first], list[Any]()
+        made_for, values = [tree.static_of(x) for x in first], list[Accumulator]()
         try:
             for leaf, x, kind in zip(leaves, first, made_for, strict=True):
                 absent = kind.dtype is None
@@ -97,32 +97,32 @@ class Treewise(Reduction):
             require_sendable(self.wire, opened, cell.shape, leaves)
         return self.state(opened.value(values), weight, count, tree.unflatten(structure, made_for))
 
-    def _empty(self, backend: Backend, dtype: np.dtype, shape: tuple[int, ...], like: Any) -> Accumulator:
+    def _empty(self, backend: Backend, dtype: np.dtype, shape: tuple[int, ...], like: Leaf) -> Accumulator:
         """The accumulator of a leaf of this dtype and shape, placed like the array ``like``."""
         if dtypes.kind(dtype) not in self.cell.kinds:
             raise invalid(f"a dtype that is {' or '.join(self.cell.kinds)}", dtype)
         return self.cell.empty(backend, shape, self.cell.running(dtype), like)
 
     @operation()
-    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         return self._updated(state, value, weight, multiplies=True)
 
     @operation()
-    def add_weighted(self, state: State, value: Tree, weight: Any) -> State:
+    def add_weighted(self, state: State, value: Tree, weight: Scalar) -> State:
         return self._updated(state, value, weight, multiplies=False)
 
-    def _updated(self, state: State, value: Tree, weight: Any, multiplies: bool) -> State:
+    def _updated(self, state: State, value: Tree, weight: Scalar, multiplies: bool) -> State:
         flat, leaves, backend, w = self._entered(state, value, weight)
         cell, zero, totals = self.cell, w.zero, Totals(state.weight, state.count)
         factor = w if multiplies else parse(backend, 1)
         is_known = isinstance(zero, bool)
 
-        def added(_: None, a: Any, x: Any) -> Any:
+        def added(_: None, a: Accumulator, x: Leaf) -> Accumulator:
             new = cell.update(backend, a, x, factor, totals)
             # Masked by where: a contribution of weight 0 may hold NaN.
             return new if is_known else cell.masked(backend, zero, a, new)
 
-        apply, updated = Small(backend, added) if cell.joins else added, list[Any]()
+        apply, updated = Small(backend, added) if cell.joins else added, list[Accumulator]()
         try:
             for a, kind, leaf in zip(flat.values, flat.made_for, leaves, strict=True):
                 if leaf is not None and not backend.absent(leaf):
@@ -144,10 +144,10 @@ class Treewise(Reduction):
         return flat.closed(state, updated, total, count)
 
     @operation()
-    def contribution(self, state: State, value: Tree, weight: Any) -> State:
+    def contribution(self, state: State, value: Tree, weight: Scalar) -> State:
         flat, leaves, backend, w = self._entered(state, value, weight)
         cell, zero, empty = self.cell, w.zero, self._empty_totals(backend, flat, state)
-        terms = list[Any]()
+        terms = list[Array | None]()
         try:
             for a, kind, leaf in zip(flat.values, flat.made_for, leaves, strict=True):
                 if leaf is None or backend.absent(leaf):
@@ -167,7 +167,7 @@ class Treewise(Reduction):
             total, count = (where(backend, zero, x, y) for x, y in ((empty.weight, total), (empty.count, count)))
         return flat.closed(state, terms, total, count)
 
-    def _entered(self, state: State, value: Tree, weight: Any) -> tuple[Opened, list[Any], Backend, Weight]:
+    def _entered(self, state: State, value: Tree, weight: Scalar) -> tuple[Opened, list[Leaf], Backend, Weight]:
         flat = self._open(state)
         leaves = tree.flatten_as(flat.structure, value, self.cell.is_leaf)
         arrays = leaves if self.cell.is_leaf is None else [x for leaf in leaves for x in self.cell.arrays(leaf)]
@@ -175,7 +175,7 @@ class Treewise(Reduction):
         return flat, leaves, backend, parse(backend, weight)
 
     @operation()
-    def combine(self, values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
+    def combine(self, values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
         cell = self.cell
         if not cell.takes_lists:
             return super().combine(values, weights, order)
@@ -188,7 +188,7 @@ class Treewise(Reduction):
         if len(known) < len(parsed) and not cell.takes_traced:
             return super().combine(values, weights, order)
         columns = list(zip(*rows, strict=True))
-        likes, present, made_for, begun = list[Any](), list[Any](), list[np.dtype | None](), list[Any]()
+        likes, present, made_for, begun = list[Leaf](), list[Leaf](), list[np.dtype | None](), list[Accumulator]()
         try:
             # First, as it raises for dtypes that no sum of weights has.
             for column in columns:
@@ -215,16 +215,16 @@ class Treewise(Reduction):
                 count = backend.where(w.zero, count, count + 1)
         totals = Totals(cell.link(backend, total, entered), count, has_some=counted > 0)
 
-        def combined(output: np.dtype, a: Any, *xs: Any) -> Any:
+        def combined(output: np.dtype, a: Accumulator, *xs: Array) -> Leaf:
             return cell.finish(backend, cell.update_many(backend, a, xs, parsed, order), totals, output)
 
-        apply, results = Small(backend, combined) if cell.joins else combined, list[Any]()
+        apply, results = Small(backend, combined) if cell.joins else combined, list[Leaf]()
         try:
             for a, like, dtype, column in zip(begun, likes, made_for, columns, strict=True):
                 if dtype is None:
                     results.append(None if like is None else backend.make_absent(backend.shape(like)))
                     continue
-                xs, counts = list[Any](), False
+                xs, counts = list[Array | None](), False
                 for x, w in zip(column, parsed, strict=True):
                     absent = x is None or backend.absent(x)
                     checked = None if absent else cell.entering(backend, a, dtype, x)
@@ -245,10 +245,10 @@ class Treewise(Reduction):
         cell, backend = self.cell, resolve([*left.arrays(), *right.arrays(), a.count, b.count])
         totals = Totals(a.weight, a.count), Totals(b.weight, b.count)
 
-        def merged(_: None, x: Any, y: Any) -> Any:
+        def merged(_: None, x: Accumulator, y: Accumulator) -> Accumulator:
             return cell.merge(backend, x, y, *totals)
 
-        apply, values = Small(backend, merged) if cell.joins else merged, list[Any]()
+        apply, values = Small(backend, merged) if cell.joins else merged, list[Accumulator]()
         try:
             for x, y in zip(left.values, right.values, strict=True):
                 expected, received = summary(x), summary(y)
@@ -269,10 +269,10 @@ class Treewise(Reduction):
         count = backend.concrete(state.count)
         totals = Totals(state.weight, state.count, count is not None and bool(count != 0))
 
-        def finish(output: np.dtype, a: Any) -> Any:
+        def finish(output: np.dtype, a: Accumulator) -> Leaf:
             return cell.finish(backend, a, totals, output)
 
-        apply, results = Small(backend, finish) if cell.joins else finish, list[Any]()
+        apply, results = Small(backend, finish) if cell.joins else finish, list[Leaf]()
         try:
             for a, kind in zip(flat.values, flat.made_for, strict=True):
                 if kind.dtype is None:
@@ -287,7 +287,7 @@ class Treewise(Reduction):
         return tree.unflatten(flat.structure, apply.results(results) if isinstance(apply, Small) else results)
 
     @operation()
-    def all_finalize(self, state: State, collective: Collective, order: Order, weight: Any) -> Tree:
+    def all_finalize(self, state: State, collective: Collective, order: Order, weight: Scalar) -> Tree:
         cell = self.cell
         if not cell.most_replicas:
             return self.finalize(self.all_merge(state, collective, order))
@@ -304,7 +304,7 @@ class Treewise(Reduction):
     @operation()
     def clear(self, state: State) -> State:
         flat = self._open(state)
-        backend, values = resolve([*flat.arrays(), state.count]), list[Any]()
+        backend, values = resolve([*flat.arrays(), state.count]), list[Accumulator]()
         try:
             for a, kind in zip(flat.values, flat.made_for, strict=True):
                 empty = None if a is None else self._empty(backend, kind.dtype, self.cell.shape(a), parts(a)[0])
@@ -370,13 +370,13 @@ class Treewise(Reduction):
         return Opened(structure, values, made_for)
 
 
-def _entering(cell: Cell, backend: Backend, a: Any, kind: Any, leaf: Any) -> Any:
+def _entering(cell: Cell, backend: Backend, a: Accumulator, kind: Any, leaf: Leaf) -> Leaf:
     """The contribution as the cell takes it; raises for one that does not match the accumulator."""
     if a is None:
         raise invalid("no gradient, as where the state was made", "an array")
     return cell.entering(backend, a, kind.dtype, leaf)
 
 
-def _absent(backend: Backend, kind: Any) -> Any:
+def _absent(backend: Backend, kind: Any) -> Leaf:
     """The result where there is no gradient."""
     return None if kind.shape is None else backend.make_absent(kind.shape)

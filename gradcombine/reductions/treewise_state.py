@@ -10,8 +10,8 @@ from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, shape_of
 from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
-from gradcombine.reductions.cell import parts
-from gradcombine.types import Array, Scalar, State, Tree
+from gradcombine.reductions.cell import Accumulator, parts
+from gradcombine.types import Array, Leaf, Scalar, State, Tree
 from gradcombine.wires.wire import Wire
 
 
@@ -42,10 +42,10 @@ class Opened:
     """
 
     structure: tree.Structure
-    values: list[Any]
+    values: list[Accumulator | None]
     made_for: list[Any]
 
-    def present(self) -> list[Any]:
+    def present(self) -> list[Accumulator]:
         return [a for a in self.values if a is not None]
 
     def arrays(self) -> list[Array]:
@@ -57,11 +57,11 @@ class Opened:
                 arrays.append(a)
         return arrays
 
-    def closed(self, state: State, values: Sequence[Any], weight: Scalar, count: Array) -> State:
+    def closed(self, state: State, values: Sequence[Accumulator | None], weight: Scalar, count: Array) -> State:
         """The state with other accumulators."""
         return type(state)(self.value(values), weight, count, state.dtypes)
 
-    def value(self, values: Sequence[Any]) -> Tree:
+    def value(self, values: Sequence[Accumulator | None]) -> Tree:
         """The tree of these accumulators."""
         held = list(values)
         for i, kind in enumerate(self.made_for):
@@ -70,7 +70,7 @@ class Opened:
         return tree.unflatten(self.structure, held)
 
 
-def summary(a: Any) -> str:
+def summary(a: Accumulator | None) -> str:
     """An accumulator in words, as messages name it."""
     if a is None:
         return "no gradient"
@@ -80,7 +80,7 @@ def summary(a: Any) -> str:
 
 
 def require_sendable(
-    wire: Wire, opened: Opened, shape: Callable[[Any], tuple[int, ...]], leaves: Sequence[Any]
+    wire: Wire, opened: Opened, shape: Callable[[Leaf], tuple[int, ...]], leaves: Sequence[Leaf]
 ) -> None:
     """Raises for a leaf that is no float, unless the wire leaves it as it is."""
     for path, leaf, kind in zip(opened.structure.paths(), leaves, opened.made_for, strict=True):

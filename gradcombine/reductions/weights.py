@@ -38,7 +38,7 @@ class Weight:
     whole: bool
     zero: Array | bool
     refused: Array | None = None
-    _made: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def is_integral(self) -> bool:
@@ -66,7 +66,7 @@ class Weight:
         return self._made[key]
 
 
-def _refused(value: Any) -> GradCombineError:
+def _refused(value: Scalar) -> GradCombineError:
     return invalid(EXPECTED, f"{value}: no contribution can be taken back" if value < 0 else value)
 
 
@@ -111,7 +111,7 @@ def parse(backend: Backend, weight: Scalar) -> Weight:
     return Weight(None, array, whole, magnitude == 0, (magnitude >= infinity) | ((bits < 0) & (magnitude != 0)))
 
 
-def _float(x: Any) -> float:
+def _float(x: Scalar) -> float:
     """Infinite above the range of Python's floats."""
     try:
         return float(x)
@@ -129,7 +129,7 @@ def rounded(known: float, dtype: np.dtype) -> np.generic:
     return np.float64(known if isinstance(known, float) else _float(known)).astype(dtype)
 
 
-def presence(backend: Backend, weight: Scalar) -> Any:
+def presence(backend: Backend, weight: Scalar) -> Scalar:
     """1 for a contribution that counts, 0 for one of weight 0."""
     parsed = parse(backend, weight)
     if parsed.known is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
 
 import numpy as np
 
@@ -44,7 +43,7 @@ def checked(reduction: Reduction) -> Reduction:
 class Checked(OnContributions):
     """See `checked`."""
 
-    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         leaves, _ = tree.flatten(value)
         backend = resolve([*leaves, weight])
         parsed = parse(backend, weight)
@@ -83,12 +82,12 @@ def zeroed(reduction: Reduction) -> Reduction:
 class Zeroed(OnContributions):
     """See `zeroed`."""
 
-    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         leaves, structure = tree.flatten(value)
         backend = resolve([*leaves, weight])
         arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
 
-        def is_inexact(x: Any) -> bool:
+        def is_inexact(x: Leaf) -> bool:
             return not is_absent(x) and dtypes.kind(backend.dtype(x)) in ("float", "complex")
 
         def is_finite(x: Array) -> Array:
@@ -103,7 +102,7 @@ class Zeroed(OnContributions):
         if backend.concrete(finite) is not None and bool(finite):
             return value, weight
 
-        def kept(x: Any) -> Any:
+        def kept(x: Leaf) -> Leaf:
             # What is masked by its weight alone would make derivatives NaN. Integers stay, as a microbatch's number.
             return backend.where(finite, x, backend.full((), 0, backend.dtype(x))) if is_inexact(x) else x
 
@@ -159,7 +158,7 @@ class Clipped(OnContributions):
         return described("clipped", self.of.description, max_norm=self.max_norm)
 
     @operation("clipped")
-    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         gradients, rebuild = self.gradients(value)
         leaves, structure = tree.flatten(gradients)
         backend = resolve([*leaves, weight])
@@ -172,7 +171,7 @@ class Clipped(OnContributions):
         factor = backend.where(long, backend.divide(most, backend.where(long, norm, one)), one)
         factor = backend.where(finite, factor, dtype.type(np.nan))
 
-        def short(leaf: Leaf) -> Any:
+        def short(leaf: Leaf) -> Leaf:
             if is_absent(leaf):
                 return leaf
             x = backend.asarray(leaf)
@@ -184,7 +183,7 @@ class Clipped(OnContributions):
         return rebuild(tree.unflatten(structure, map(short, leaves))), weight
 
 
-def global_norm(backend: Backend, leaves: list[Any], structure: tree.Structure) -> Array:
+def global_norm(backend: Backend, leaves: list[Leaf], structure: tree.Structure) -> Array:
     """``sqrt(sum of x**2)`` over all leaves, in the widest of their dtypes and at least float32.
 
     Raises:
@@ -199,7 +198,7 @@ def global_norm(backend: Backend, leaves: list[Any], structure: tree.Structure) 
     return backend.where(none, zero, backend.sqrt(backend.where(none, one, squares)))
 
 
-def norm_dtype(leaves: list[Any], structure: tree.Structure) -> np.dtype:
+def norm_dtype(leaves: list[Leaf], structure: tree.Structure) -> np.dtype:
     """The dtype of `global_norm`, for leaves that may be specs."""
     dtype = dtypes.FLOAT32
     for leaf, path in zip(leaves, structure.paths(), strict=True):
@@ -254,11 +253,11 @@ class SparseAsDense(OnContributions):
         leaves, structure = tree.flatten(like, is_row_sparse)
         return self.of.init(tree.unflatten(structure, map(_whole, leaves)))
 
-    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Any]:
+    def changed(self, value: Tree, weight: Scalar) -> tuple[Tree, Scalar]:
         return densify(value), weight
 
 
-def _whole(leaf: Leaf) -> Any:
+def _whole(leaf: Leaf) -> Leaf:
     """A dense array like a row-sparse one, which may be of specs; any other leaf itself."""
     slices = row_slices(leaf)
     if slices is None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from gradcombine.audit.subject import walk
 from gradcombine.audit.tensorflow.inlined import Inlined, Operation, Turning, Value
+from gradcombine.types import Array
 
 TURNS = 1000
 """Of a loop that are followed one after another."""
@@ -173,7 +174,7 @@ def _told(x: Operation) -> Any:
     return array if array.dtype.kind in "fb" else None
 
 
-def _cast(array: Any, kind: str) -> Any:
+def _cast(array: Array, kind: str) -> Any:
     if kind == "pred":
         return array.astype(bool)
     if kind.startswith(("s", "u")):

@@ -14,6 +14,7 @@ from gradcombine.audit.program import Lines
 from gradcombine.audit.subject import LIBRARIES, Frame
 from gradcombine.audit.tensorflow.graph import Graph
 from gradcombine.errors import attribute, invalid
+from gradcombine.types import Tree
 
 NOBODYS = (*LIBRARIES, "__autograph_generated_file", "threading.py")
 """Parts of the paths of files that no reader of a report knows."""
@@ -36,7 +37,7 @@ class Compiled(NamedTuple):
     lines: Lines
 
 
-def read_function(step: Any, args: Sequence[Any], *, optimized: bool) -> Graph | Compiled:
+def read_function(step: Any, args: Sequence[Tree], *, optimized: bool) -> Graph | Compiled:
     """Traces a tf.function for its arguments, without running it.
 
     Args:

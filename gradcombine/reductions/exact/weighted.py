@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from gradcombine.reductions.exact import digits, rounding
 from gradcombine.reductions.exact.digits import FLOAT32, SPILLED_CAPACITY, Decoded, Digits, Grid, Lower
 from gradcombine.reductions.exact.rounding import Divisor
 from gradcombine.reductions.weights import Weight
-from gradcombine.types import Array
+from gradcombine.types import Array, Leaf
 
 INT32, INT64 = np.dtype(np.int32), np.dtype(np.int64)
 
@@ -185,16 +185,16 @@ class ExactWeight(NamedTuple):
     link: Array
 
 
-def linked(backend: Backend, link: Array, leaves: Sequence[Any]) -> Array:
+def linked(backend: Backend, link: Array, leaves: Sequence[Leaf]) -> Array:
     """The link, which depends on these arrays as well."""
 
-    def depending(link: Array, *leaves: Any) -> list[Array]:
+    def depending(link: Array, *leaves: Leaf) -> list[Array]:
         for x in leaves:
             if x is not None and dtypes.kind(backend.dtype(x)) == "float":
                 link = link + backend.cast(backend.total(x[None][:0]), backend.dtype(link))
         return [link]
 
-    def alone(link: Array, *_: Any) -> list[Array]:
+    def alone(link: Array, *_: Leaf) -> list[Array]:
         return [link]
 
     return backend.custom_derivative(alone, depending, [link, *leaves])[0]

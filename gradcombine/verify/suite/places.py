@@ -17,7 +17,7 @@ import numpy as np
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.types import AccumulateState, Order, Tree
+from gradcombine.types import AccumulateState, Order, Scalar, Tree
 from gradcombine.verify.compare.ulp import equal_bits, ulp_distance
 from gradcombine.verify.suite import classifier as problem
 from gradcombine.verify.suite.outcomes import BITS, BOUND, LIST, REPLICAS, TIME_AND_REPLICAS, Finding
@@ -67,12 +67,12 @@ class Case(NamedTuple):
         return Contributions(contributions.values[:count], contributions.weights[:count])
 
 
-def over_list(values: Sequence[Tree], weights: Sequence[Any], order: Order) -> Tree:
+def over_list(values: Sequence[Tree], weights: Sequence[Scalar], order: Order) -> Tree:
     return gc.combine(MEAN, values, weights, order=order)
 
 
 def over_time(
-    values: Sequence[Tree], weights: Sequence[Any], order: Order, compiled: Callable[..., Any]
+    values: Sequence[Tree], weights: Sequence[Scalar], order: Order, compiled: Callable[..., Any]
 ) -> tuple[gc.Accumulator, AccumulateState]:
     """A full window and the accumulator it belongs to; ``compiled`` is applied to the update of one contribution."""
     accumulator = gc.accumulate(MEAN, every=len(values), order=order)
@@ -82,7 +82,7 @@ def over_time(
     return accumulator, state
 
 
-def over_replicas(value: Tree, weight: Any, over: Collective, order: Order) -> Tree:
+def over_replicas(value: Tree, weight: Scalar, over: Collective, order: Order) -> Tree:
     return gc.all_reduce(MEAN, value, over=over, weight=weight, order=order)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +13,7 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.errors import invalid
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.cell import Accumulator, Cell, Totals
-from gradcombine.reductions.exact import digits, exchange, rounding
+from gradcombine.reductions.exact import digits, over_replicas, rounding
 from gradcombine.reductions.exact.digits import BETWEEN, FLOAT32, SPILLED_CAPACITY, Decoded, Digits, Grid, grid_for
 from gradcombine.reductions.exact.weighted import (
     ExactWeight,
@@ -57,7 +56,7 @@ class Exact(Cell):
     takes_lists: bool = True
     takes_traced: bool = True
     joins: bool = True
-    most_replicas: int = exchange.MOST_REPLICAS
+    most_replicas: int = over_replicas.MOST_REPLICAS
 
     def running(self, dtype: np.dtype) -> np.dtype:
         # No state has the words of a wider float.
@@ -68,12 +67,12 @@ class Exact(Cell):
             raise invalid("a dtype that is float of at most 64 bits", running)
         return Digits.of([backend.full(shape, 0, running, [like]) for _ in range(self._words(running))])
 
-    def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Any:
+    def update(self, backend: Backend, a: Accumulator, x: Array, weight: Weight, totals: Totals) -> Digits:
         return self.idle(backend, self._deposited(backend, a, [x], [weight]), weight, totals)
 
     def update_many(
         self, backend: Backend, a: Accumulator, xs: Sequence[Array | None], weights: Sequence[Weight], order: Order
-    ) -> Any:
+    ) -> Digits:
         # No order changes the digits.
         present = [(x, w) for x, w in zip(xs, weights, strict=True) if x is not None]
         masked = [
@@ -90,7 +89,7 @@ class Exact(Cell):
         scalars = (array for several in parts for part in several for array in part)
         return Digits.of(backend.fused(_deposit, (grid, len(a.words), plan), [*a.words, *xs, *scalars]))
 
-    def idle(self, backend: Backend, a: Accumulator, weight: Weight, totals: Totals) -> Any:
+    def idle(self, backend: Backend, a: Accumulator, weight: Weight, totals: Totals) -> Digits:
         if not a.spills:
             return a
         added = deposits(backend, weight)
@@ -102,7 +101,7 @@ class Exact(Cell):
         due = totals.once(("due", added), is_due)
         return Digits.of(backend.apply_if_rare(due, _settle, (FLOAT32,), a.words))
 
-    def merge(self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals) -> Any:
+    def merge(self, backend: Backend, a: Accumulator, b: Accumulator, a_totals: Totals, b_totals: Totals) -> Digits:
         return Digits.of(backend.fused(_merge, (digits.grid_of(backend, a),), [*a.words, *b.words]))
 
     def finish(self, backend: Backend, a: Accumulator, totals: Totals, output: np.dtype) -> Array:
@@ -114,18 +113,18 @@ class Exact(Cell):
         results = backend.fused(_finish, (grid, len(a.words), output), [*a.words, *scalars])
         return refusing(self.name, backend, results, totals.weight.link)[0]
 
-    def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Any]) -> Any:
+    def empty_weight(self, backend: Backend, dtype: np.dtype, like: Sequence[Leaf]) -> ExactWeight:
         word = grid_for(dtype).word
         words = [backend.full((), 0, word, like) for _ in range(self._words(word))]
         counts = (backend.full((), 0, dtype, like) for dtype in (dtypes.INT32, dtypes.FLOAT32))
         return ExactWeight(Digits.of(words), *counts)
 
-    def add_weight(self, backend: Backend, total: Accumulator, weight: Weight) -> Any:
+    def add_weight(self, backend: Backend, total: Accumulator, weight: Weight) -> ExactWeight:
         return self._with_weights(backend, total, [weight])
 
     def total_weight(
-        self, backend: Backend, dtype: np.dtype, like: Sequence[Any], weights: Sequence[Weight], order: Order
-    ) -> Any:
+        self, backend: Backend, dtype: np.dtype, like: Sequence[Leaf], weights: Sequence[Weight], order: Order
+    ) -> ExactWeight:
         return self._with_weights(backend, self.empty_weight(backend, dtype, like), weights)
 
     @np.errstate(all="ignore")
@@ -144,11 +143,11 @@ class Exact(Cell):
         link = linked(backend, total.link, arrays) if arrays else total.link
         return ExactWeight(digits.settle(backend, grid, summed), limited(backend, total.deposits + count), link)
 
-    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Any]) -> Any:
+    def link(self, backend: Backend, total: Accumulator, leaves: Sequence[Leaf]) -> ExactWeight:
         return total._replace(link=linked(backend, total.link, leaves))
 
     @np.errstate(all="ignore")
-    def merge_weights(self, backend: Backend, a: Accumulator, b: Accumulator) -> Any:
+    def merge_weights(self, backend: Backend, a: Accumulator, b: Accumulator) -> ExactWeight:
         left, right = self._digits(backend, a), self._digits(backend, b)
         merged = digits.merge(backend, digits.grid_of(backend, left), left, right)
         return ExactWeight(merged, limited(backend, a.deposits + b.deposits), a.link + b.link)
@@ -157,8 +156,8 @@ class Exact(Cell):
         self, backend: Backend, collective: Collective, accumulators: Sequence[Accumulator], totals: Totals
     ) -> tuple[list[Accumulator], Totals]:
         sums = [*accumulators, self._digits(backend, totals.weight)]
-        tops = exchange.highest(backend, collective, sums)
-        return exchange.merged(backend, collective, sums, tops, totals)
+        tops = over_replicas.highest(backend, collective, sums)
+        return over_replicas.merged(backend, collective, sums, tops, totals)
 
     def all_finish(
         self,
@@ -170,16 +169,16 @@ class Exact(Cell):
         weight: Weight,
     ) -> list[Array] | None:
         most = collective.size() * deposits(backend, weight)
-        plans = [exchange.plan(backend, a, collective.size(), most) for a in accumulators]
+        plans = [over_replicas.plan(backend, a, collective.size(), most) for a in accumulators]
         fitting = [plan for plan in plans if plan is not None]
         if len(fitting) < len(plans):
             return None
         weights = self._digits(backend, totals.weight)
-        *tops, top = exchange.highest(backend, collective, [*accumulators, weights])
-        _, merged = exchange.merged(backend, collective, [weights], [top], totals)
+        *tops, top = over_replicas.highest(backend, collective, [*accumulators, weights])
+        _, merged = over_replicas.merged(backend, collective, [weights], [top], totals)
         divisors = [rounded(backend, grid, merged.weight) if self.divides else () for grid, _ in fitting]
         leaves = list(zip(fitting, accumulators, tops, outputs, strict=True))
-        results = exchange.finish(backend, collective, leaves, divisors)
+        results = over_replicas.finish(backend, collective, leaves, divisors)
         return refusing(self.name, backend, results, totals.weight.link)
 
     def _digits(self, backend: Backend, total: ExactWeight) -> Digits:
