@@ -43,7 +43,7 @@ class Terms:
         return sorted(set(self.over.values()))
 
     @no_autograph
-    def opened(self, received: Any, weights: Any) -> tuple[Any, Any]:
+    def opened(self, received: Tree, weights: Tree) -> tuple[Tree, Tree]:
         """The terms and the weights of a loss that returns a `Ratio` of each; of another one, as they are.
 
         Raises:
@@ -65,7 +65,7 @@ class Terms:
         return {term: value.numerator for term, value in ratios.items()}, found
 
     @no_autograph
-    def values(self, received: Any) -> dict[str, Any]:
+    def values(self, received: Tree) -> dict[str, Scalar]:
         """The terms of one microbatch: each a sum, a real floating scalar.
 
         Raises:
@@ -89,7 +89,7 @@ class Terms:
         return {term: backend.cast(x, widest) for term, x in values.items()}
 
     @no_autograph
-    def weights(self, received: Any, what: str = "a weight of each denominator") -> dict[str, Any]:
+    def weights(self, received: Tree, what: str = "a weight of each denominator") -> dict[str, Scalar]:
         """The weights of one microbatch, or the totals of a window, by denominator.
 
         Raises:
@@ -102,7 +102,7 @@ class Terms:
         return weights
 
     @no_autograph
-    def summed(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def summed(self, values: Mapping[str, Scalar]) -> dict[str, Scalar]:
         """By denominator, the sum of the terms that share it."""
         backend = resolve(values.values())
         return {
@@ -136,7 +136,9 @@ class Terms:
         return {name: Ratio(gradients[name], weights[name]) for name in self.denominators}
 
     @no_autograph
-    def parts(self, values: Mapping[str, Any], weights: Mapping[str, Scalar], totals: Any = None) -> dict[str, Any]:
+    def parts(
+        self, values: Mapping[str, Scalar], weights: Mapping[str, Scalar], totals: Tree = None
+    ) -> dict[str, Scalar]:
         """By term, one microbatch for `reduction_of_values`.
 
         Raises:
@@ -147,7 +149,7 @@ class Terms:
         return {term: Ratio(value, weights[self.over[term]]) for term, value in values.items()}
 
     def _shares(
-        self, values: Mapping[str, Any], weights: Mapping[str, Scalar], totals: Mapping[str, Scalar]
+        self, values: Mapping[str, Scalar], weights: Mapping[str, Scalar], totals: Mapping[str, Scalar]
     ) -> dict[str, Array]:
         """By term, what one microbatch adds to a window's ``sum / total``; in float32 at least.
 
@@ -155,7 +157,7 @@ class Terms:
         """
         backend = resolve([*values.values(), *weights.values(), *totals.values()])
 
-        def share(term: str, value: Any) -> Array:
+        def share(term: str, value: Scalar) -> Array:
             name, dtype = self.over[term], dtypes.working(backend.dtype(value))
             whole = parse(backend, totals[name])
             absent = parse(backend, weights[name]).zero | whole.zero
@@ -168,13 +170,13 @@ class Terms:
         return {term: share(term, value) for term, value in values.items()}
 
     @no_autograph
-    def total(self, values: Mapping[str, Any]) -> Array:
+    def total(self, values: Mapping[str, Scalar]) -> Array:
         """The whole loss, of what its terms have become."""
         backend = resolve(values.values())
         return reduce(backend.add, (values[term] for term in self.over))
 
     @no_autograph
-    def present(self, weights: Mapping[str, Scalar]) -> Any:
+    def present(self, weights: Mapping[str, Scalar]) -> Scalar:
         """1 for a microbatch that has a weight other than 0, else 0; known where it can be."""
         backend = resolve(weights.values())
         found = [presence(backend, weight) for weight in weights.values()]
@@ -182,7 +184,7 @@ class Terms:
             return 1
         return reduce(backend.maximum, [x for x in found if not isinstance(x, int)] or [0])
 
-    def named(self, what: str, received: Any) -> dict[str, Any]:
+    def named(self, what: str, received: Tree) -> dict[str, Tree]:
         """Something that exists once for each denominator.
 
         Raises:
@@ -191,14 +193,14 @@ class Terms:
         return _named(what, self.denominators, received)
 
 
-def _known(number: Any) -> float | None:
+def _known(number: Scalar) -> float | None:
     """The number, None where it is traced."""
     backend = owner(number)
     value = number if backend is None else backend.concrete(number)
     return None if value is None else float(value)
 
 
-def _named(what: str, names: Iterable[str], received: Any) -> dict[str, Any]:
+def _named(what: str, names: Iterable[str], received: Tree) -> dict[str, Tree]:
     expected = f"{what}, as a dict of {list(names)}"
     if not isinstance(received, Mapping):
         raise invalid(expected, type(received).__name__)

@@ -48,7 +48,7 @@ class GradCombineError(ValueError):
     # StagingError on its way out of a tf.function.
     ag_pass_through = True
 
-    def __init__(self, operation: str, expected: str, received: Any, path: str = "") -> None:
+    def __init__(self, operation: str, expected: str, received: object, path: str = "") -> None:
         super().__init__(operation, expected, received, path)
         self.operation = operation
         self.expected = expected
@@ -72,7 +72,7 @@ class GradCombineError(ValueError):
         self.args = (*self.args[:3], self.path)
 
 
-def invalid(expected: str, received: Any, path: str = "") -> GradCombineError:
+def invalid(expected: str, received: object, path: str = "") -> GradCombineError:
     """An error that `operation` names on its way out of the public function."""
     return GradCombineError("", expected, received, path)
 
@@ -184,7 +184,7 @@ def shown(value: Any) -> str:
     return _text(value, repr, 100)
 
 
-def attribute(value: Any, name: str) -> Any:
+def attribute(value: object, name: str) -> Any:
     """An attribute of an object, None for one that it has not, or that its own code fails at."""
     try:
         return getattr(value, name, None)
@@ -192,7 +192,7 @@ def attribute(value: Any, name: str) -> Any:
         return None
 
 
-def _text(value: Any, form: Callable[[Any], str], most: int = _MOST_CHARACTERS) -> str:
+def _text(value: object, form: Callable[[object], str], most: int = _MOST_CHARACTERS) -> str:
     try:
         return _short(form(value), most)
     except Exception:  # whatever a foreign class makes of it; Python refuses integers of more than 4300 digits
@@ -242,7 +242,7 @@ def require_path(expected: str, path: Any) -> Path:
     return found
 
 
-def require_file(expected: str, path: Any) -> Path:
+def require_file(expected: str, path: object) -> Path:
     """The path of a regular file: a FIFO would be waited for without an end, and a device read without one."""
     found = require_path(expected, path)
     if not found.is_file():
@@ -251,7 +251,7 @@ def require_file(expected: str, path: Any) -> Path:
     return found
 
 
-def require_type(expected: str, value: Any, kind: type[T]) -> T:
+def require_type(expected: str, value: object, kind: type[T]) -> T:
     """The value, if it is an instance of this class."""
     if not isinstance(value, kind):
         raise invalid(expected, type(value).__name__)
@@ -280,14 +280,14 @@ def require_number(expected: str, value: Any, lowest: float) -> float:
     return number
 
 
-def require_flag(name: str, value: Any) -> bool:
+def require_flag(name: str, value: object) -> bool:
     """The truth of a bool, Python's or NumPy's; refuses what has one only by the way."""
     if value is not True and value is not False and not isinstance(value, np.bool_):
         raise invalid(f"True or False as {name}", shown(value))
     return bool(value is True or value == np.True_)
 
 
-def require_one_of(expected: str, value: Any, choices: Sequence[str]) -> None:
+def require_one_of(expected: str, value: object, choices: Sequence[str]) -> None:
     """Refuses what is not one of some names."""
     if not isinstance(value, str) or value not in choices:
         raise invalid(expected, shown(value))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from typing import Any
 
 import numpy as np
 
@@ -30,7 +29,7 @@ from gradcombine.fused import multiply_add, subtract, times
 from gradcombine.places.lists import mean
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.dtypes import FLOAT32
-from gradcombine.types import Array, DType, Tree
+from gradcombine.types import Array, DType, Leaf, Scalar, Tree
 
 __all__ = ["MEANS", "SUMS", "addn_blocks", "hierarchical_copy", "left_chain", "mean_of_means", "ring", "welford"]
 
@@ -241,7 +240,7 @@ _WELFORD_DTYPES = ("float16", "bfloat16", "float32")
 
 
 @operation("welford")
-def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT32, divided: bool = False) -> Tree:
+def welford(values: Sequence[Tree], fused: bool = True, accumulator: DType = FLOAT32, divided: bool = False) -> Tree:
     """The mean of optax.MultiSteps: ``acc = acc + (g - acc) / (n + 1)`` from ``acc = 0``, for n = 0, 1, ....
 
     XLA multiplies by ``1 / (n + 1)``, rounded, in place of the division, and contracts that product and the addition
@@ -284,7 +283,7 @@ def welford(values: Sequence[Tree], fused: bool = True, accumulator: Any = FLOAT
 
 
 @operation("mean_of_means")
-def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Any] | None = None) -> Tree:
+def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Scalar] | None = None) -> Tree:
     """Each rank's weighted mean, then their unweighted mean: what a program reports that forgets the ranks' weights.
 
     Args:
@@ -345,7 +344,7 @@ def by_leaf(values: Sequence[Tree], rule: Callable[[Backend, list[Array]], Array
     _, structure = tree.flatten(trees[0])
     columns = list(zip(*(tree.flatten_as(structure, value) for value in trees), strict=True))
     backend = resolve([leaf for column in columns for leaf in column])
-    combined: list[Any] = []
+    combined: list[Leaf] = []
     for column, path in zip(columns, structure.paths(), strict=True):
         absent = [is_absent(leaf) for leaf in column]
         if any(absent) and not all(absent):
@@ -354,7 +353,7 @@ def by_leaf(values: Sequence[Tree], rule: Callable[[Backend, list[Array]], Array
     return tree.unflatten(structure, combined)
 
 
-def _terms(column: Sequence[Any], path: str) -> list[Array]:
+def _terms(column: Sequence[Leaf], path: str) -> list[Array]:
     backend = resolve(column)
     with within(path):
         terms = [backend.asarray(leaf) for leaf in column]

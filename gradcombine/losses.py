@@ -23,7 +23,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -43,7 +42,7 @@ from gradcombine.errors import (
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
-from gradcombine.types import Array, no_autograph
+from gradcombine.types import Array, Scalar, no_autograph
 
 _MOST = np.iinfo(np.int32).max
 
@@ -154,7 +153,7 @@ class _Tokens:
     """
 
     @no_autograph
-    def __init__(self, values: Any, mask: Any, segments: Any, groups: Any = None) -> None:
+    def __init__(self, values: Array, mask: Array, segments: Array, groups: Array = None) -> None:
         given = [values, *(x for x in (mask, segments, groups) if x is not None)]
         for x in given:
             if owner(x) is None:
@@ -187,7 +186,7 @@ class _Tokens:
         ids = self._rows if self._segments is None else self._rows * (self._length() + 1) + self._segments
         return _sizes(self.backend, ids, self.present)
 
-    def of_groups(self, groups: Any) -> Array:
+    def of_groups(self, groups: Array) -> Array:
         """For each token the number of its group."""
         backend = self.backend
         if backend.dtype(backend.asarray(groups)).kind in "iu" and _compatible(groups, self._shape[:-1]):
@@ -210,7 +209,7 @@ class _Tokens:
     def _as_ids(self, x: Array) -> Array:
         return self.backend.cast(x, dtypes.INT32)
 
-    def _flat(self, x: Any, name: str, kinds: str, convert: Callable[[Array], Array]) -> Array:
+    def _flat(self, x: Array, name: str, kinds: str, convert: Callable[[Array], Array]) -> Array:
         array = self.backend.asarray(x)
         if self.backend.dtype(array).kind not in kinds or not _compatible(array, self._shape):
             expected = f"{name} of {'integers' if kinds == 'iu' else 'numbers or bools'} of shape {self._shape}"
@@ -249,7 +248,7 @@ def _counted(backend: Backend, mask: Array) -> Array:
     return mask if backend.dtype(mask) == np.bool_ else mask != 0
 
 
-def _count(count: Any) -> Any:
+def _count(count: Scalar) -> Scalar:
     """The count, a weight; known ones are from 0, traced ones become NaN where they are negative."""
     backend = resolve([] if owner(count) is None else [count])
     with within(".count"):

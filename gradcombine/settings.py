@@ -67,7 +67,7 @@ def check(**settings: Any) -> None:
         FIELDS[name](value)
 
 
-def valid(name: str, value: Any) -> Any:
+def valid(name: str, value: object) -> Any:
     """The setting of this name, converted; raises a GradCombineError unless the table allows it."""
     return FIELDS[name](value)
 
@@ -80,7 +80,7 @@ def number(expected: str, lowest: float) -> Check:
     return lambda value: require_number(expected, value, lowest)
 
 
-def one_of(expected: str, literal: Any) -> Check:
+def one_of(expected: str, literal: object) -> Check:
     """A check for the names of a Literal type, of which ``{}`` in the text stands for the list."""
     names = get_args(literal)
 

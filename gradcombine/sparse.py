@@ -236,7 +236,7 @@ def _at_most(backend: Backend, positions: Array, last: int) -> Array:
 
 
 @operation("to_dense")
-def to_dense(rows: Any) -> Array:
+def to_dense(rows: Leaf) -> Array:
     """The whole array of a `RowSparse`, tf.IndexedSlices or BCOO leaf.
 
     Returns:
@@ -282,7 +282,7 @@ def densify(values: Tree) -> Tree:
 
 
 @operation("add_rows")
-def add_rows(table: Array, rows: Any, unique: bool = False) -> Array:
+def add_rows(table: Array, rows: Leaf, unique: bool = False) -> Array:
     """``table + to_dense(rows)``, reading and writing only the rows that occur.
 
     In JAX, where the table's buffer is donated, it is written in place. A tf.Variable takes ``scatter_add`` of

@@ -133,7 +133,7 @@ def parsed(name: str, content: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise invalid(f"JSON in {name}", "another text, or one nested without end") from error
     if not isinstance(found, dict):
-        raise invalid(f"an object of JSON in {name}", type(found))
+        raise invalid(f"an object of JSON in {name}", type(cast(object, found)).__name__)
     return cast(dict[str, Any], found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -13,7 +12,7 @@ from gradcombine.backends.registry import resolve
 from gradcombine.pairwise import fold_levels
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
-from gradcombine.types import Array, BinaryCounter, State
+from gradcombine.types import Array, BinaryCounter, Leaf, State
 
 
 def empty(reduction: Reduction, state: State, depth: int) -> BinaryCounter:
@@ -134,6 +133,6 @@ def _sum(backend: Backend, scalars: list[Array]) -> Array:
     return result
 
 
-def _opened(state: State) -> tuple[list[Any], tree.Structure, Backend]:
+def _opened(state: State) -> tuple[list[Leaf], tree.Structure, Backend]:
     leaves, structure = tree.flatten(state)
     return leaves, structure, resolve(leaves)

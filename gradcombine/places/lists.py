@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
-from typing import Any
 
 from gradcombine import reductions
 from gradcombine.backends.registry import owner
@@ -13,7 +12,7 @@ from gradcombine.reductions.algebra import Reduction, derived
 from gradcombine.settings import check
 from gradcombine.types import Array, Order, Scalar, Tree
 
-METHODS: dict[Any, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
+METHODS: dict[str, Order] = {"add_n": "sequential", "accumulate_n": "sequential", "tree": "tree"}
 """The method names of `add_n`. tf.AggregationMethod's values (0: ADD_N and DEFAULT, 1: EXPERIMENTAL_TREE,
 2: EXPERIMENTAL_ACCUMULATE_N) mean the same three."""
 
@@ -26,7 +25,7 @@ _NO_LISTS = (dict, str, bytes, bytearray, Set)
 def combine(
     reduction: Reduction,
     values: Iterable[Tree],
-    weights: Iterable[Any] | Array | None = None,
+    weights: Iterable[Scalar] | Array | None = None,
     order: Order = "sequential",
 ) -> Tree:
     """Combines a list of trees: ``finalize(update(... update(init, v_1, w_1) ..., v_n, w_n))``.
@@ -109,7 +108,7 @@ def tree_sum(values: Iterable[Tree]) -> Tree:
 
 
 @operation("mean", renames=True)
-def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -> Tree:
+def mean(values: Iterable[Tree], weights: Iterable[Scalar] | Array | None = None) -> Tree:
     """The weighted mean of a list of trees: ``sum(w * g) / sum(w)``, divided once.
 
     Args and errors as for `combine`; bits as for `gradcombine.reductions.mean`.
@@ -121,7 +120,9 @@ def mean(values: Iterable[Tree], weights: Iterable[Any] | Array | None = None) -
     return _MEAN.combine(*_entered(values, weights), "sequential")
 
 
-def _entered(values: Any, weights: Any = None) -> tuple[list[Tree], list[Any]]:
+def _entered(
+    values: Iterable[Tree], weights: Iterable[Scalar] | Array | None = None
+) -> tuple[list[Tree], list[Scalar]]:
     """The trees and as many weights."""
     trees = _list("trees", values)
     if not trees:
@@ -132,7 +133,7 @@ def _entered(values: Any, weights: Any = None) -> tuple[list[Tree], list[Any]]:
     return trees, scales
 
 
-def _list(what: str, values: Any) -> list[Any]:
+def _list(what: str, values: Tree) -> list[Tree]:
     if type(values) in (list, tuple):
         return list(values)
     named = isinstance(values, tuple) and hasattr(values, "_fields")
@@ -141,7 +142,7 @@ def _list(what: str, values: Any) -> list[Any]:
     return list(iter(values))  # whose length is not what the object claims
 
 
-def _weights(weights: Any) -> list[Any]:
+def _weights(weights: Iterable[Scalar] | Array) -> list[Scalar]:
     backend = None if type(weights) in (list, tuple) else owner(weights)
     if backend is None or len(backend.shape(weights)) != 1:
         return _list("weights", weights)

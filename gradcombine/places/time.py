@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
@@ -38,7 +38,7 @@ class Accumulator(NamedTuple):
 @operation("accumulate")
 def accumulate(
     reduction: Reduction,
-    every: int | Callable[[Array], Any],
+    every: int | Callable[[Array], Scalar],
     *,
     order: Order = "sequential",
     max_every: int | None = None,
@@ -234,7 +234,7 @@ def _first_level(state: AccumulateState) -> tuple[State, str]:
     return binary_counter.level(state.levels, 0), ".levels.stacked"
 
 
-def _require_begun_here(backend: Backend, state: AccumulateState, length: int | Callable[[Array], Any]) -> None:
+def _require_begun_here(backend: Backend, state: AccumulateState, length: int | Callable[[Array], Scalar]) -> None:
     """Raises if a full window holds more microbatches than ``every``, as one that was begun under another one may."""
     step = backend.concrete(backend.asarray(state.step))
     most = backend.concrete(backend.asarray(length_at(length, state.index)))
@@ -243,7 +243,7 @@ def _require_begun_here(backend: Backend, state: AccumulateState, length: int | 
         raise invalid(expected, int(step), ".step")
 
 
-def length_at(length: int | Callable[[Array], Any], index: Array) -> Array:
+def length_at(length: int | Callable[[Array], Scalar], index: Array) -> Array:
     """The length of window number ``index``, where it is given as a number or as a function."""
     if not callable(length):
         return length

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -61,7 +61,7 @@ class Window(Settings):
     """
 
     reduction: Reduction
-    every: int | Callable[[Array], Any]
+    every: int | Callable[[Array], Scalar]
     over: Collective = LOCAL
     order: Order = "sequential"
     max_every: int | None = None
@@ -154,7 +154,7 @@ class Window(Settings):
         return self.accumulator.update(gradients, self.own(self._going_on(state)), weight)
 
     @no_autograph
-    def once(self, state: AccumulateState, weight: Scalar, number: Array) -> tuple[Any, Array]:
+    def once(self, state: AccumulateState, weight: Scalar, number: Array) -> tuple[Scalar, Array]:
         """The weight and the number of a contribution; 0 and a placeholder where the window holds the number already.
 
         Args:
@@ -317,7 +317,7 @@ class Window(Settings):
         backend = resolve([index, length])
         return backend.cast(backend.asarray(length), dtypes.INT32)
 
-    def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Scalar) -> Any:
+    def _weight_unless(self, left_out: Array | bool, gradients: Tree, weight: Scalar) -> Scalar:
         if left_out is True:
             return 0
         backend, leaves = resolve([left_out]), tree.flatten(gradients)[0]
@@ -325,7 +325,7 @@ class Window(Settings):
         return weights.where(backend, ~left_out, weight, wide)
 
 
-def widened(gradient: Any, like: Leaf) -> Any:
+def widened(gradient: Leaf, like: Leaf) -> Leaf:
     """A gradient; a narrower one, without loss, in the dtype that a window was made for.
 
     Args:
@@ -340,7 +340,7 @@ def widened(gradient: Any, like: Leaf) -> Any:
     return backend.cast(gradient, wanted) if is_narrower else gradient
 
 
-def require_flag(name: str, flag: Any) -> Array | bool:
+def require_flag(name: str, flag: Scalar) -> Array | bool:
     """Refuses what is not a boolean scalar."""
     backend = None if isinstance(flag, (bool, np.bool_)) else owner(flag)
     if isinstance(flag, (bool, np.bool_)):

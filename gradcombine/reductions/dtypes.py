@@ -49,7 +49,7 @@ class Settings:
       result: its dtype. None: the contributions' own; narrow integers stay as wide as their accumulator.
     """
 
-    def __init__(self, accumulator: Any = None, output: Any = None) -> None:
+    def __init__(self, accumulator: DType = None, output: DType = None) -> None:
         self.accumulator, self.result = parse(accumulator), parse(output)
 
     def running(self, dtype: np.dtype) -> np.dtype:
@@ -117,7 +117,7 @@ def parse(dtype: DType) -> np.dtype | None:
     return parsed
 
 
-def holds(dtype: np.dtype, number: Any) -> bool:
+def holds(dtype: np.dtype, number: object) -> bool:
     """Whether an array of a dtype takes a number: rounded, where it is not of integers."""
     try:
         with np.errstate(all="ignore"):

@@ -113,7 +113,7 @@ def _leaf(fields: Any) -> Leaf:
     )
 
 
-def _of(kind: type, value: Any) -> Any:
+def _of(kind: type, value: object) -> Any:
     if type(value) is not kind:
         raise invalid(f"a {kind.__name__}", type(value).__name__)
     return value

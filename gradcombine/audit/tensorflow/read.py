@@ -20,12 +20,12 @@ NOBODYS = (*LIBRARIES, "__autograph_generated_file", "threading.py")
 """Parts of the paths of files that no reader of a report knows."""
 
 
-def is_function(step: Any) -> bool:
+def is_function(step: object) -> bool:
     """Whether this is a tf.function, or one that is traced."""
     return attribute(step, "get_concrete_function") is not None or is_traced(step)
 
 
-def is_traced(step: Any) -> bool:
+def is_traced(step: object) -> bool:
     return all(attribute(step, name) is not None for name in ("structured_input_signature", "captured_inputs"))
 
 

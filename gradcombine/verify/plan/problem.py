@@ -88,7 +88,7 @@ def problem_of(
     loss: Callable[..., Tree] | Loss,
     params: Tree,
     batch: Tree,
-    optimizer: Any,
+    optimizer: optax.GradientTransformation,
     *,
     microbatches: int,
     target: Target,
@@ -200,6 +200,6 @@ def _crossing(jaxpr: Any) -> Iterator[str]:
             yield equation.primitive.name
 
 
-def _jaxprs(value: Any) -> Sequence[Any]:
+def _jaxprs(value: object) -> Sequence[Any]:
     values = value if isinstance(value, tuple | list) else [value]
     return [getattr(x, "jaxpr", x) for x in values if hasattr(getattr(x, "jaxpr", x), "eqns")]

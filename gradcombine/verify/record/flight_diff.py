@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -132,7 +132,7 @@ def sections(report: LogReport) -> list[Section]:
     return [part for part in parts if part.rows]
 
 
-def as_json(report: LogReport) -> dict[str, Any]:
+def as_json(report: LogReport) -> dict[str, object]:
     """The report as what json can write."""
     first = None if report.first is None else report.first._asdict()
     return {"passes": report.passes, **report._asdict(), "first": first, "problems": list(report.problems)}
