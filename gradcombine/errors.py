@@ -8,9 +8,10 @@ import math
 import operator
 import os
 import unicodedata
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -251,10 +252,93 @@ def require_file(expected: str, path: object) -> Path:
     return found
 
 
-def require_type(expected: str, value: object, kind: type[T]) -> T:
+def require_type(expected: str, value: object, kind: type[T], path: str = "") -> T:
     """The value, if it is an instance of this class."""
     if not isinstance(value, kind):
-        raise invalid(expected, type(value).__name__)
+        raise invalid(expected, type(value).__name__, path)
+    return value
+
+
+def require_given(expected: str, value: T | None) -> T:
+    """The value of what is needed; raises where it is None."""
+    if value is None:
+        raise invalid(expected, "none")
+    return value
+
+
+def require_one(expected: str, *values: object) -> None:
+    """Raises where several of what excludes each other are given, not None."""
+    if sum(value is not None for value in values) > 1:
+        raise invalid(expected, "both")
+
+
+def require_equal(expected: str, wanted: object, received: object, path: str = "") -> None:
+    """Raises unless two values are equal; ``{}`` in the text stands for the wanted one."""
+    if wanted != received:
+        raise invalid(expected.format(wanted), received, path)
+
+
+def require_once(expected: str, items: Collection[Hashable]) -> None:
+    """Raises for items of which several are the same one, and for none."""
+    if len(set(items)) < len(items) or not items:
+        raise invalid(expected, shown(items))
+
+
+def require_tuple(
+    expected: str, value: Any, *lengths: int, kinds: tuple[type, ...] = (tuple,)
+) -> tuple[Any, ...] | list[Any]:
+    """The value, if it is a tuple, or one of these kinds, of one of these lengths."""
+    if issubclass(type(value), kinds) and len(value) in lengths:
+        return value
+    raise invalid(expected, in_kind(value))
+
+
+def in_kind(value: Any) -> str:
+    """The type of a value, with the length of a list or tuple."""
+    return type(value).__name__ + (f" of {len(value)}" if issubclass(type(value), (list, tuple)) else "")
+
+
+def exclude(*combinations: tuple[object, str, object]) -> None:
+    """Raises for the first combination of settings that has no meaning.
+
+    Args:
+      *combinations: whether each is there, what is expected in its place, and what was received: a text, or a function
+        that gives it.
+    """
+    for is_there, expected, received in combinations:
+        if is_there:
+            raise invalid(expected, received() if isinstance(received, FunctionType) else received)
+
+
+@contextmanager
+def foreign(
+    expected: str, *kinds: type[Exception], received: object = None, path: str = ""
+) -> Generator[None, None, None]:
+    """Says what was expected where another library raises.
+
+    Args:
+      kinds: of errors; TypeError and ValueError without any.
+      received: a text, or a function that gives it; None: the first line of the error.
+    """
+    caught = kinds or (TypeError, ValueError)
+    try:
+        yield
+    except GradCombineError:
+        raise
+    except caught as error:
+        said = received() if isinstance(received, FunctionType) else received
+        raise invalid(expected, first_line(error) if said is None else said, path) from error
+
+
+def first_line(error: BaseException) -> str:
+    """An error of another library in one line."""
+    return next(iter(f"{type(error).__name__}: {error}".splitlines()))
+
+
+def require_function(expected: str, value: T) -> T:
+    """The value, if it can be called."""
+    if not callable(value):
+        raise invalid(expected, shown(value))
     return value
 
 

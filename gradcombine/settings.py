@@ -36,6 +36,7 @@ from gradcombine.errors import (
     MOST_REPLICAS,
     invalid,
     require_flag,
+    require_function,
     require_integer,
     require_number,
     require_one_of,
@@ -100,12 +101,7 @@ def path(expected: str) -> Check:
 
 
 def function(expected: str) -> Check:
-    def check(value: Any) -> Any:
-        if not callable(value):
-            raise invalid(expected, shown(value))
-        return value
-
-    return check
+    return lambda value: require_function(expected, value)
 
 
 def optional(check: Check) -> Check:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, invalid
+from gradcombine.errors import GradCombineError, first_line, invalid
 
 PIECE = 1 << 20
 """How many elements are read at a time."""
@@ -106,8 +106,3 @@ def unread(name: str, reason: str, shape: tuple[int, ...] = ()) -> Entry:
 def holds_numbers(dtype: np.dtype) -> bool:
     """Whether the elements are booleans, integers, floats or complex numbers, of NumPy or of ml_dtypes."""
     return dtype.kind in "biufc" or dtype.type.__module__ == "ml_dtypes"
-
-
-def first_line(error: BaseException) -> str:
-    """An error of another library in one line."""
-    return next(iter(f"{type(error).__name__}: {error}".splitlines()))

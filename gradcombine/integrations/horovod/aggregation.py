@@ -14,8 +14,11 @@ from gradcombine.backends.registry import load
 from gradcombine.errors import (
     MOST,
     GradCombineError,
-    invalid,
+    exclude,
+    foreign,
     operation,
+    require_equal,
+    require_given,
     require_integer,
     require_items,
     require_one_of,
@@ -152,14 +155,13 @@ class LocalGradientAggregation(WithSeen):
         """
         gradients = require_items("a list of gradients", grads)
         variables = require_items("a list of variables", vars)
-        if len(gradients) != len(variables):
-            raise invalid(f"{len(variables)} gradients", len(gradients))
+        require_equal("{} gradients", len(variables), len(gradients))
         for i, x in enumerate(gradients):
             if x is None or isinstance(x, tf.IndexedSlices):
                 continue
-            if not isinstance(x, (tf.Tensor, tf.Variable, np.ndarray)):
-                raise invalid("a tensor, tf.IndexedSlices or None", shown(x), f"[{i}]")
             with within(f"[{i}]"):
+                known = isinstance(x, (tf.Tensor, tf.Variable, np.ndarray))
+                exclude((not known, "a tensor, tf.IndexedSlices or None", lambda x=x: shown(x)))
                 gradients[i] = load("tensorflow").asarray(x)
         if self._sparse_as_dense:
             gradients = [sparse.dense(x) if isinstance(x, tf.IndexedSlices) else x for x in gradients]
@@ -267,9 +269,8 @@ class LocalGradientAggregation(WithSeen):
         shared = [i for i, x in enumerate(gradients) if x is not None and not local[i]]
         if shared:
             returned = converted(self._allreduce)([gradients[i] for i in shared], [variables[i] for i in shared])
-            reduced = require_items(f"{len(shared)} gradients of allreduce", returned)
-            if len(reduced) != len(shared):
-                raise invalid(f"{len(shared)} gradients of allreduce", len(reduced))
+            reduced = require_items("a list of gradients of allreduce", returned)
+            require_equal("{} gradients of allreduce", len(shared), len(reduced))
             for i, x in zip(shared, reduced, strict=True):
                 combined[i] = x
         if self._scale_local and any(local):
@@ -278,8 +279,7 @@ class LocalGradientAggregation(WithSeen):
 
     def _ranks(self) -> Any:
         size = getattr(self._allreduce, "size", None) if self._size is None else self._size
-        if size is None:
-            raise invalid("a size, for the gradients of local variables", "None")
+        size = require_given("a size, for the gradients of local variables", size)
         return size() if callable(size) else size
 
 
@@ -294,10 +294,9 @@ def _passes(k: Any) -> int:
 
 def _spec(gradient: Any, variable: Any, i: int) -> tf.TensorSpec:
     """Shape and dtype of a gradient; of the variable, where there is no gradient or its shape is not known."""
-    try:
+    # Of what has neither shape nor dtype, or others than TensorFlow's.
+    with foreign("a variable", AttributeError, TypeError, ValueError, received=lambda: shown(variable), path=f"[{i}]"):
         own = tf.TensorSpec(variable.shape, variable.dtype)
-    except Exception:  # of what has neither, or others than TensorFlow's
-        raise invalid("a variable", shown(variable), f"[{i}]") from None
     if gradient is None:
         return own
     return tf.TensorSpec(gradient.shape if gradient.shape.is_fully_defined() else own.shape, gradient.dtype)
@@ -326,8 +325,6 @@ def _done(applied: bool, results: Any) -> tf.Tensor:
 
 def _require_no_conditional_collective() -> None:
     context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1 or tf.executing_eagerly():
-        return
+    replicas = 1 if context is None or tf.executing_eagerly() else context.num_replicas_in_sync
     expected = "an eager call (or AccumulatedStep): tf.distribute allows no collective in a conditional"
-    received = f"one in a tf.function, on {context.num_replicas_in_sync} replicas"
-    raise invalid(expected, received)
+    exclude((replicas > 1, expected, f"one in a tf.function, on {replicas} replicas"))

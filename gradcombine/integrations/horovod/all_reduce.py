@@ -13,10 +13,13 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.errors import (
     GradCombineError,
+    exclude,
     invalid,
     operation,
+    require_integer,
     require_items,
     require_number,
+    require_once,
     require_one_of,
     shown,
 )
@@ -114,13 +117,12 @@ class AllReduce:
             require_number("finite factors, and no predivision by 0", factor, -math.inf)
             for factor in (prescale_factor, postscale_factor, gradient_predivide_factor)
         )
-        if gradient_predivide_factor == 0:
-            raise invalid("finite factors, and no predivision by 0", gradient_predivide_factor)
+        by_zero = gradient_predivide_factor == 0
+        exclude((by_zero, "finite factors, and no predivision by 0", gradient_predivide_factor))
         if gradient_predivide_factor != 1 and op != "average":
             text = "gradient_predivide_factor not supported with op != Average"
             raise HorovodError(text, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
-        if compression is not None and op in ("min", "max"):
-            raise invalid(f"no compression for {op!r}", shown(compression))
+        exclude((compression is not None and op in ("min", "max"), f"no compression for {op!r}", shown(compression)))
         self._over, self._op = over, op
         self._order: Order = order
         self._before = prescale_factor / gradient_predivide_factor
@@ -203,9 +205,8 @@ class AllReduce:
         """1 on the ranks of the process set and 0 on the others; None where all take part."""
         if self._process_set is None:
             return None
-        if max(self._process_set) >= self._over.size():
-            expected = f"a process set of ranks below {self._over.size()}"
-            raise invalid(expected, list(self._process_set))
+        size = self._over.size()
+        exclude((max(self._process_set) >= size, f"a process set of ranks below {size}", list(self._process_set)))
         rank, chosen = self._over.rank(), backend.full((), 0, dtypes.INT32)
         one = backend.full((), 1, dtypes.INT32)
         for member in self._process_set:
@@ -214,10 +215,9 @@ class AllReduce:
 
 
 def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
-    ranks = tuple(require_items("a process set of different ranks, one or more", process_set))
-    whole = all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in ranks)
-    if not ranks or not whole or len(set(ranks)) != len(ranks):
-        raise invalid("a process set of different ranks, one or more", shown(process_set))
+    expected = "a process set of different ranks, one or more"
+    ranks = tuple(require_integer(expected, rank, 0) for rank in require_items(expected, process_set))
+    require_once(expected, ranks)
     return ranks
 
 

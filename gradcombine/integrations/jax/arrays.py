@@ -18,8 +18,17 @@ from gradcombine import tree
 from gradcombine.backends.jax_backend import has_dtype
 from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.registry import in_words, is_absent, shape_of
-from gradcombine.errors import GradCombineError, invalid, shown, within
-from gradcombine.formats.entry import first_line
+from gradcombine.errors import (
+    GradCombineError,
+    exclude,
+    foreign,
+    invalid,
+    require_equal,
+    require_given,
+    require_type,
+    shown,
+    within,
+)
 from gradcombine.reductions import dtypes
 from gradcombine.types import Tree
 
@@ -33,19 +42,8 @@ def require_tree(*values: Tree) -> None:
 
 def _flattened(values: Tree) -> tuple[list[Any], Any]:
     require_levels(values)
-    with in_own_words("trees that JAX can flatten"):
+    with foreign("trees that JAX can flatten"):
         return jax.tree.flatten(values)
-
-
-@contextmanager
-def in_own_words(expected: str) -> Iterator[None]:
-    """Says of what JAX refuses, by whatever class of error, what had been expected."""
-    try:
-        yield
-    except GradCombineError:
-        raise
-    except (TypeError, ValueError, SystemError) as error:  # the last one of sequences whose length is not true
-        raise invalid(expected, first_line(error)) from error
 
 
 def require_levels(*values: Tree) -> None:
@@ -57,11 +55,10 @@ def require_levels(*values: Tree) -> None:
 
     def is_leaf(x: Any) -> bool:
         if type(x) in (dict, defaultdict):
-            try:
+            with foreign(
+                "dicts whose keys have an order, as JAX does", received=lambda: f"the keys {', '.join(map(shown, x))}"
+            ):
                 sorted(x)
-            except Exception as error:  # whatever a key's own code raises
-                received = f"the keys {', '.join(map(shown, x))}"
-                raise invalid("dicts whose keys have an order, as JAX does", received) from error
         return not isinstance(x, (dict, list, tuple))
 
     leaves, structure = tree.flatten(values, is_leaf)
@@ -101,7 +98,7 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
         expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
         return x if expected is None or received is None or expected == received else x.astype(expected)
 
-    with in_own_words(KEPT):
+    with foreign(KEPT):
         return jax.tree.map(keep, new, old)
 
 
@@ -109,8 +106,7 @@ def require_transformation(optimizer: Any) -> None:
     """Refuses what is not an optax.GradientTransformation, of two functions."""
     import optax  # which gradients alone do not need
 
-    if not isinstance(optimizer, optax.GradientTransformation) or not all(map(callable, optimizer)):
-        raise invalid("an optax.GradientTransformation", type(optimizer).__name__)
+    require_type("an optax.GradientTransformation", optimizer, optax.GradientTransformation)
 
 
 def place_beside(params: Tree, state: Tree) -> Tree:
@@ -197,24 +193,20 @@ def detect_lost_peers(operation: str) -> Iterator[None]:
 
 def examples(batch: Tree) -> int:
     """The length of the first axis, which all arrays of a batch share."""
-    found: dict[int, str] = {}
+    first: tuple[int, str] | None = None
     leaves, structure = tree.flatten(batch)
     for leaf, name in zip(leaves, structure.paths(), strict=True):
         if leaf is None:
             continue
         with within(name):
             shape = shape_of(leaf)
-        if getattr(leaf, "dtype", None) == jax.dtypes.float0:  # gradients of integers, which jit takes
-            raise invalid("a batch of numbers", "an array of float0", name)
-        if not shape:
-            raise invalid("a batch argument with a first axis of examples", "a scalar", name)
-        if found and shape[0] not in found:
-            (other, where), *_ = found.items()
-            raise invalid(f"{other} examples, as in {where}", shape[0], name)
-        found[shape[0]] = name
-    if not found:
-        raise invalid("a batch argument with an array", "none")
-    return next(iter(found))
+            exclude(
+                (getattr(leaf, "dtype", None) == jax.dtypes.float0, "a batch of numbers", "an array of float0"),
+                (not shape, "a batch argument with a first axis of examples", "a scalar"),
+            )
+        first = (shape[0], name) if first is None else first
+        require_equal(f"{{}} examples, as in {first[1]}", first[0], shape[0], name)
+    return require_given("a batch argument with an array", first)[0]
 
 
 def _is_number(x: Any) -> bool:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
 
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import operation, require_given, require_type
 from gradcombine.sparse import RowSparse, row_slices, row_sparse
 from gradcombine.types import Array, Tree
 
@@ -32,10 +32,8 @@ def from_bcoo(matrix: sparse.BCOO) -> RowSparse:
     >>> from_bcoo(matrix).indices.tolist(), from_bcoo(matrix).shape
     ([4], (6, 2))
     """
-    slices = row_slices(matrix)
-    if not isinstance(matrix, sparse.BCOO) or slices is None or slices.rows is None:
-        raise invalid("a BCOO", type(matrix).__name__)
-    return row_sparse(slices.indices, slices.values, slices.rows)
+    slices = require_given("a BCOO", row_slices(require_type("a BCOO", matrix, sparse.BCOO)))
+    return row_sparse(slices.indices, slices.values, matrix.shape[0])
 
 
 @operation("to_bcoo")

@@ -17,8 +17,8 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.errors import MOST, invalid
-from gradcombine.integrations.jax.arrays import examples, in_own_words
+from gradcombine.errors import MOST, exclude, foreign, in_kind, invalid, require_one, require_tuple
+from gradcombine.integrations.jax.arrays import examples
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
 from gradcombine.integrations.jax.norms import WithNorms
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own, on_replicas, require_of_jax
@@ -76,33 +76,31 @@ class Objective:
         check(reduction=self.reduction, weight=self.weight, over=self.over, order=self.order)
         require_of_jax(self.over)
         check(loss=loss.function, has_aux=loss.has_aux, differentiate=loss.differentiate, grad_norm=loss.grad_norm)
-        axis = self.reduction.summed_over
-        if axis is not None and loss.grad_norm:
-            raise invalid("a reduction of whole gradients, for grad_norm", f"{self.reduction.name}, of shards")
-        if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
-            raise invalid(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
-        if loss.argnums is None:
-            raise invalid("the positions of the parameters as argnums", None)
+        axis, of_shards = self.reduction.summed_over, f"{self.reduction.name}, of shards"
+        apart = axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis)
         roles = [*self._taken(), *_positions(loss.batch_argnums)]
-        if not all(_is_position(role) for role in roles) or len(set(roles)) != len(roles):
-            raise invalid("argument positions, integers from 0, each with one role", roles)
-        for name in ("rng_argnum", "carry_argnum"):
-            if isinstance(role := getattr(loss, name), Sequence):
-                raise invalid(f"one argument position as {name}, or None", role)
+        shared = not all(map(_is_position, roles)) or len(set(roles)) != len(roles)
+        single = {"rng_argnum": loss.rng_argnum, "carry_argnum": loss.carry_argnum}
+        exclude(
+            (axis is not None and loss.grad_norm, "a reduction of whole gradients, for grad_norm", of_shards),
+            (apart, f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over)),
+            (loss.argnums is None, "the positions of the parameters as argnums", None),
+            (shared, "argument positions, integers from 0, each with one role", roles),
+            *((isinstance(x, Sequence), f"one argument position as {name}, or None", x) for name, x in single.items()),
+        )
 
     def batch_positions(self, args: Sequence[Any]) -> list[int]:
         """Where the batch is: where it was said to be, or wherever no argument has another role."""
         taken = self._taken()
         found = _positions(self.loss.batch_argnums) or [i for i in range(len(args)) if i not in taken]
         needed = max([*found, *taken]) + 1
-        if needed > len(args):
-            raise invalid(f"{needed} positional arguments or more", len(args))
+        exclude((needed > len(args), f"{needed} positional arguments or more", len(args)))
         return found
 
     def key(self, args: Sequence[Any], *numbers: Any) -> Array:
         """The key among the arguments, folded with numbers: of a window, of a contribution."""
         (position,) = _positions(self.loss.rng_argnum)
-        with in_own_words("a key of jax.random in the place rng_argnum"):
+        with foreign("a key of jax.random in the place rng_argnum"):
             return reduce(fold_in, numbers, args[position])
 
     def params(self, args: Sequence[Any]) -> Tree:
@@ -161,8 +159,8 @@ class Objective:
         positions = self.batch_positions(args)
         self._require_whole(args)
         axis = self.reduction.summed_over
-        if isinstance(axis, JaxAxis) and not axis.is_bound():
-            raise invalid(f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none")
+        outside = isinstance(axis, JaxAxis) and not axis.is_bound()
+        exclude((outside, f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none"))
         others = [None if i in positions else x for i, x in enumerate(args)]
 
         def one(whole: Tree, rows: list[Any], own: Tree) -> tuple[Tree, Tree]:
@@ -190,10 +188,12 @@ class Objective:
         axis = self.reduction.summed_over or self.over
         called = [mark_own(axis, arg) if i in parameters else arg for i, arg in enumerate(args)]
         (value, rest, form), grads = self._differentiated(called, kwargs, scale)
-        if self.loss.carry_argnum is not None and rest.carry is None:
-            raise invalid("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
-        if self.loss.carry_argnum is None and rest.carry is not None:
-            raise invalid("carry_argnum, for a loss that returns a carry", None)
+        taken, returned = self.loss.carry_argnum is not None, rest.carry is not None
+        expected = "a loss that returns LossOutput(carry=...), for carry_argnum"
+        exclude(
+            (taken and not returned, expected, f"one in form {form.name}"),
+            (returned and not taken, "carry_argnum, for a loss that returns a carry", None),
+        )
         weight = self._weight(args, rest.weight, default_weight)
         backend = load("jax")
         parsed = parse(backend, weight)
@@ -242,14 +242,13 @@ class Objective:
                 *args, **kwargs
             )
             return (output.value, output, form), grads
-        result = self.loss.function(*args, **kwargs)
-        if not isinstance(result, tuple) or len(result) != 2:
-            raise invalid("a function that returns (value, gradients), for differentiate=False", _described(result))
-        output, form = self._opened(result[0])
-        leaves = jax.tree_util.tree_leaves_with_path(result[1])
+        expected = "a function that returns (value, gradients), for differentiate=False"
+        value, grads = require_tuple(expected, self.loss.function(*args, **kwargs), 2)
+        output, form = self._opened(value)
+        leaves = jax.tree_util.tree_leaves_with_path(grads)
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
         self.over.require_unreduced(paths, [leaf for _, leaf in leaves])
-        return (output.value, output, form), result[1]
+        return (output.value, output, form), grads
 
     def _require_whole(self, args: Sequence[Any]) -> None:
         """Refuses parameters of which each replica has others, where shard_map's types tell of it."""
@@ -269,25 +268,22 @@ class Objective:
 
     def _opened(self, output: Any) -> tuple[LossOutput, Form]:
         output, form = self._in_form(output)
-        try:
+        expected = "a loss that is a real floating scalar"
+        with foreign(expected, received=in_kind(output.value)):
             value = jnp.asarray(output.value)
-            kind, shape = value.dtype, value.shape
-        except (TypeError, ValueError):
-            raise invalid("a loss that is a real floating scalar", _described(output.value)) from None
-        if shape != () or not jnp.issubdtype(kind, jnp.floating):
-            raise invalid("a loss that is a real floating scalar", f"{kind} of shape {shape}")
+            other = value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating)
+            exclude((other, expected, f"{value.dtype} of shape {value.shape}"))
         return output, form
 
     def _in_form(self, output: Any) -> tuple[LossOutput, Form]:
         bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
         if (bare != self.loss.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
             wanted = "(value, aux)" if self.loss.has_aux else "a scalar (or (value, aux), with has_aux=True)"
-            raise invalid(f"a loss that returns {wanted} or a LossOutput", _described(output))
+            raise invalid(f"a loss that returns {wanted} or a LossOutput", in_kind(output))
         return opened(output, self.loss.has_aux)
 
     def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
-        if returned is not None and self.weight is not None:
-            raise invalid("a weight that the loss returns or one of the argument weight", "both")
+        require_one("a weight that the loss returns or one of the argument weight", returned, self.weight)
         if returned is not None:
             return returned
         if self.weight is not None:
@@ -342,7 +338,3 @@ def _require_no_mean_of_ratios(aux_reduction: Tree, aux: Tree) -> None:
 
 def _is_ratio(node: Any) -> bool:
     return isinstance(node, Ratio)
-
-
-def _described(value: Any) -> str:
-    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, tuple) else "")

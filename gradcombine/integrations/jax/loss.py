@@ -93,6 +93,11 @@ class Loss:
         return loss if isinstance(loss, Loss) else cls(loss)
 
 
+def not_of_first(loss: Loss, of: str = "parameters") -> tuple[bool, str, str]:
+    """For `gradcombine.errors.exclude`: a loss that is to be differentiated by another argument than the first one."""
+    return loss.argnums != 0, f"a loss of the {of} as its first argument", f"argnums={loss.argnums!r}"
+
+
 def opened(output: Any, has_aux: bool) -> tuple[LossOutput, Form]:
     """Converts the result of a loss to a `LossOutput`, and says which form it had.
 

@@ -18,7 +18,7 @@ from gradcombine.backends.jax_versions import vjp_by_name
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.denominators import Terms
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import exclude, operation, require_given, require_one
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput
@@ -43,12 +43,10 @@ def objective_of(
     objective = Objective(loss, weight, mean, over, order)
     check(totals=loss.totals)
     if loss.terms is None:
-        if loss.totals is not None:
-            raise invalid("terms, for totals", "none")
+        exclude((loss.totals is not None, "terms, for totals", "none"))
         return objective
     several = Terms(loss.terms, loss.totals is not None)
-    if not loss.differentiate:
-        raise invalid("a loss to differentiate, for terms", "differentiate=False")
+    exclude((not loss.differentiate, "a loss to differentiate, for terms", "differentiate=False"))
     aux = reductions.mean() if loss.aux_reduction is None else loss.aux_reduction
     parts = {"terms": several.reduction_of_values(), "weights": reductions.sum(), "aux": aux}
     of_terms = replace(loss, aux_reduction=parts, differentiate=loss.totals is not None)
@@ -129,8 +127,7 @@ class ObjectiveOfTerms(Objective):
 
     def with_totals(self, kwargs: dict[str, Any], counted: Array) -> dict[str, Any]:
         """The keyword arguments with the totals of all replicas, by one exchange of a few numbers."""
-        if "totals" in kwargs:
-            raise invalid("no totals, where they are counted", "totals")
+        exclude(("totals" in kwargs, "no totals, where they are counted", "totals"))
         (totals,) = self.over.all_sum([mark_own(self.over, counted)])
         return kwargs | {"totals": {name: totals[i] for i, name in enumerate(self.terms.denominators)}}
 
@@ -168,10 +165,9 @@ class ObjectiveOfTerms(Objective):
         return output, form, self.terms.contribution(grads, weights)
 
     def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
-        kwargs = dict(kwargs)
-        if self.loss.totals is not None and "totals" not in kwargs:
-            raise invalid("totals={...} of the window's denominators, in each call", "none")
-        given = kwargs.pop("totals") if self.loss.totals is not None else None
+        kwargs, given = dict(kwargs), None
+        if self.loss.totals is not None:
+            given = require_given("totals={...} of the window's denominators, in each call", kwargs.pop("totals", None))
         values, weights, output, form = self._terms_of(args, kwargs)
         told = self.terms.parts(values, weights, given)
         total = jnp.float32(0) if self.loss.totals is None else self.terms.total(told)
@@ -190,8 +186,7 @@ class ObjectiveOfTerms(Objective):
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], dict[str, Any], LossOutput, Form]:
         output, form = self._in_form(self.loss.function(*args, **kwargs))
-        if output.weight is not None and self.weight is not None:
-            raise invalid("weights that the loss returns or ones of the argument weight", "both")
+        require_one("weights that the loss returns or ones of the argument weight", output.weight, self.weight)
         terms, weights = self.terms.opened(output.value, output.weight)
         if self.weight is not None:
             weights = self.weight(*(args[i] for i in self.batch_positions(args)))

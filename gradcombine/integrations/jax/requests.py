@@ -14,9 +14,20 @@ import numpy as np
 import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import importing, invalid, operation, require_integer, require_items, shown
+from gradcombine.errors import (
+    exclude,
+    foreign,
+    importing,
+    invalid,
+    operation,
+    require_given,
+    require_integer,
+    require_once,
+    require_type,
+    shown,
+)
 from gradcombine.integrations.jax.arrays import examples, place_beside, require_transformation, require_tree, usable
-from gradcombine.integrations.jax.loss import Loss
+from gradcombine.integrations.jax.loss import Loss, not_of_first
 from gradcombine.integrations.jax.modules import accepting_modules, differentiated, with_differentiated
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.request_programs import RequestPrograms, window_of
@@ -30,6 +41,7 @@ from gradcombine.integrations.jax.step_functions import (
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.numbered import NumberedState, ranges
+from gradcombine.settings import valid
 from gradcombine.statefile import load_replicas, save_replicas
 from gradcombine.types import Order, State, Tree
 
@@ -94,18 +106,17 @@ class RequestStep:
 
         Parameters are a tree of arrays, or a module of flax.nnx or equinox without random streams or state.
         """
-        if not isinstance(params, Mapping):
-            raise invalid("a dict of parameters by slot", shown(params))
         slots: Slots = {}
-        for slot, tree in params.items():
+        for slot, tree in require_type("a dict of parameters by slot", params, Mapping).items():
             slots = self.add(slots, slot, tree)
         return slots
 
     @operation("request_step")
     def add(self, state: Slots, slot: Hashable, params: Tree) -> Slots:
         """One more slot. Where its parameters have the shapes of another's, nothing is compiled for it."""
-        if not _is_hashable(slot) or slot in _slots(state):
-            raise invalid("a slot that does not exist, of a hashable name", shown(slot))
+        expected = "a slot that does not exist, of a hashable name"
+        with foreign(expected, TypeError, received=shown(slot)):
+            exclude((slot in _slots(state), expected, shown(slot)))
         arrays = owned(differentiated(params)[0])
         opt_state = place_beside(arrays, owned(self.programs.optimizer.init(arrays)))
         return {**state, slot: Slot(with_differentiated(params, arrays), opt_state)}
@@ -144,10 +155,9 @@ class RequestStep:
         """
         held = _slot(state, slot)
         expected = f"numbers of microbatches, from 0 to {self.microbatches - 1}"
-        numbers = [number] if not isinstance(number, (list, tuple, range)) else require_items(expected, number)
-        numbers = [require_integer(expected, n, lowest=0, highest=self.microbatches - 1) for n in numbers]
-        if len(set(numbers)) < len(numbers) or not numbers:
-            raise invalid("each microbatch once", f"the numbers {shown(number)}")
+        several = number if isinstance(number, (list, tuple, range)) else [number]
+        numbers = [require_integer(expected, n, lowest=0, highest=self.microbatches - 1) for n in several]
+        require_once("each microbatch once", numbers)
         if not self._is_open(held, window):
             return state
         require_tree(batch, kwargs)
@@ -176,8 +186,7 @@ class RequestStep:
         held = _slot(state, slot)
         if not self._is_open(held, window):
             return state, self.programs.no_metrics()
-        if not held.nodes:
-            raise invalid("a slot that holds microbatches", f"an empty one, {shown(slot)}")
+        _require_filled(held, slot)
         whole, (params, _) = self._folded(held.nodes), differentiated(held.params)
         with usable(params, held.opt_state, whole):
             params, opt_state, _, metrics = self.programs.end(params, held.opt_state, whole, np.int32(held.window))
@@ -203,8 +212,7 @@ class RequestStep:
         Its parameters and its optimizer's state are for a checkpoint.
         """
         held = _slot(state, slot)
-        if not held.nodes:
-            raise invalid("a slot that holds microbatches", f"an empty one, {shown(slot)}")
+        _require_filled(held, slot)
         states = [self._saved(node, held.held) for node in held.nodes]
         save_replicas(path, self._numbered(holds_aux(window_of(states[0].value))), states)
 
@@ -223,8 +231,8 @@ class RequestStep:
         held = _slot(state, slot)
         params, rest = differentiated(held.params)
         loss = self.programs.objective.loss
-        if not (example or kwargs) and (loss.has_aux or loss.terms is not None):
-            raise invalid("an example of the loss's arguments, of a loss with aux or terms", "none")
+        if loss.has_aux or loss.terms is not None:
+            require_given("an example of the loss's arguments, of a loss with aux or terms", example or kwargs or None)
         like = parts_like(self.programs.objective, params, None, example, kwargs | rest if example else kwargs)
         states = load_replicas(path, self._numbered("aux" in like), like)
         nodes = [self._loaded(x, params) for x in states]
@@ -289,8 +297,8 @@ class RequestStep:
         if count == 1:
             return [rows]
         parts = divide(rows, count)
-        if parts.full != count or parts.rest is not None:
-            raise invalid(f"examples that {count} microbatches can share", examples(rows))
+        whole = parts.full == count and parts.rest is None
+        exclude((not whole, f"examples that {count} microbatches can share", examples(rows)))
         return [jax.tree.map(lambda x, i=i: x[i], parts.stacked) for i in range(count)]
 
     def _is_open(self, held: Slot, window: int | None) -> bool:
@@ -300,25 +308,19 @@ class RequestStep:
         return require_integer(expected, window, lowest=0, highest=held.window) == held.window
 
 
-def _slots(state: Any) -> Slots:
-    if not isinstance(state, Mapping):
-        raise invalid("the slots, from init", shown(state))
-    return state
+def _slots(state: object) -> Slots:
+    return require_type("the slots, from init", state, Mapping)
 
 
-def _is_hashable(slot: Any) -> bool:
-    try:
-        hash(slot)
-    except TypeError:
-        return False
-    return True
-
-
-def _slot(state: Any, slot: Hashable) -> Slot:
+def _slot(state: object, slot: Hashable) -> Slot:
     slots = _slots(state)
-    if not _is_hashable(slot) or slot not in slots:
-        raise invalid(f"a slot of {shown(list(slots))}", shown(slot))
-    return slots[slot]
+    with foreign(f"a slot of {shown(list(slots))}", KeyError, TypeError, received=lambda: shown(slot)):
+        return slots[slot]
+
+
+def _require_filled(held: Slot, slot: Hashable) -> None:
+    if not held.nodes:
+        raise invalid("a slot that holds microbatches", f"an empty one, {shown(slot)}")
 
 
 @operation("request_step")
@@ -375,16 +377,15 @@ def request_step(
     (-3.0, 5.0)
     """
     objective = objective_of(accepting_modules(Loss.of(loss)), weight, reduction, over, order)
-    if objective.loss.argnums != 0:
-        raise invalid("a loss of the parameters as its first argument", f"argnums={objective.loss.argnums!r}")
-    if objective.loss.carry_argnum is not None:
-        raise invalid("a loss without a carry, as requests come in any order", "carry_argnum")
-    if objective.counts:
-        raise invalid("totals that are given or not known before", "counted ones")
-    if objective.reduction.microbatches is not None:
-        raise invalid("a reduction without a ledger: the step keeps one", repr(objective.reduction))
+    carried, numbered = objective.loss.carry_argnum is not None, objective.reduction.microbatches is not None
+    exclude(
+        not_of_first(objective.loss),
+        (carried, "a loss without a carry, as requests come in any order", "carry_argnum"),
+        (objective.counts, "totals that are given or not known before", "counted ones"),
+        (numbered, "a reduction without a ledger: the step keeps one", repr(objective.reduction)),
+    )
     with importing("request_step"):
         import optax  # which gradients alone do not need
     require_transformation(optimizer)
-    most = require_integer("from 1 to 2**24 microbatches", microbatches, highest=1 << 24)
-    return RequestStep(RequestPrograms(objective, optax.with_extra_args_support(optimizer)), most)
+    programs = RequestPrograms(objective, optax.with_extra_args_support(optimizer))
+    return RequestStep(programs, valid("microbatches", microbatches))

@@ -16,12 +16,11 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
-from gradcombine.errors import invalid, operation, require_integer, shown
-from gradcombine.formats.entry import first_line
+from gradcombine.errors import foreign, invalid, operation, require_equal, require_type
 from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.sums import MeanState, SumState
-from gradcombine.settings import check
+from gradcombine.settings import check, valid
 from gradcombine.types import Array, Order, State, Tree
 from gradcombine.wires import exchange
 from gradcombine.wires.wire import Wire, require_wire
@@ -206,8 +205,7 @@ def gather(shards: Tree, like: Tree, over: Collective, wire: Wire | None = None)
     for path, spec, part in zip(structure.paths(), specs, parts, strict=True):
         expected = None if is_absent(spec) else (_length(axis.size(), spec),)
         received = None if is_absent(part) else shape_of(part)
-        if expected != received:
-            raise invalid(f"a shard of shape {expected}", received, path)
+        require_equal("a shard of shape {}", expected, received, path)
     present = [i for i, part in enumerate(parts) if not is_absent(part)]
     narrow = dict.fromkeys(present, False)
     if wire is not None and require_wire(wire) and axis.size() > 1:
@@ -268,14 +266,11 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     ExchangeCost(sent=17500, accumulators=500)
     """
     check(reduction=reduction)
-    every = require_integer("1 microbatch or more", every)
-    replicas = require_integer("1 replica or more", replicas)
+    every, replicas = valid("microbatches", every), valid("replicas", replicas)
     leaves, _ = tree.flatten(like)
     present = [leaf for leaf in leaves if not is_absent(leaf)]
-    try:
+    with foreign("arrays or specs of JAX", TypeError):  # of what JAX has no dtype for
         states = [jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value for leaf in present]
-    except TypeError as error:  # of what JAX has no dtype for
-        raise invalid("arrays or specs of JAX", first_line(error)) from error
     for state in states:
         if owner(state) is None:
             raise invalid("a reduction of one array a leaf", type(state).__name__)
@@ -300,10 +295,8 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     }
 
 
-def _axis(over: Any) -> JaxAxis:
-    if not isinstance(over, JaxAxis):
-        raise invalid("a collective of gradcombine.jax_axis", shown(over))
-    return over
+def _axis(over: object) -> JaxAxis:
+    return require_type("a collective of gradcombine.jax_axis", over, JaxAxis)
 
 
 def _length(replicas: int, leaf: Any) -> int:

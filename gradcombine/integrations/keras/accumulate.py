@@ -10,7 +10,17 @@ from typing import Any
 
 import keras
 
-from gradcombine.errors import GradCombineError, invalid, operation, require_items, shown
+from gradcombine.errors import (
+    GradCombineError,
+    exclude,
+    foreign,
+    operation,
+    require_equal,
+    require_given,
+    require_items,
+    require_tuple,
+    within,
+)
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.losses import Unweighed
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, reduction_of
@@ -125,8 +135,8 @@ class Accumulate(WindowWrapper):
     @operation("Accumulate")
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
-            if settings.scales_loss(self.inner_optimizer):
-                raise settings.one_loss_scale()
+            both = settings.scales_loss(self.inner_optimizer)
+            exclude((both, settings.ONE_LOSS_SCALE, "both"))
             # So a LossScaleOptimizer around this one says that the gradients are unscaled already.
             self._scaled_outside = value is None
         super().__setattr__(name, value)
@@ -179,8 +189,7 @@ class Accumulate(WindowWrapper):
             self.build(trainable_variables)
         window = self._built_window()
         gradients = self._aligned(gradients, trainable_variables)
-        if all(gradient is None for gradient in gradients):
-            raise invalid("a gradient for one variable or more", "none")
+        require_given("a gradient for one variable or more", next((x for x in gradients if x is not None), None))
         weight = self._weights.current() if weight is None else weight
         if weight is None:
             self._unweighed.add(window)
@@ -193,8 +202,8 @@ class Accumulate(WindowWrapper):
         expected = "pairs of a gradient and its variable"
         pairs = require_items(expected, grads_and_vars)
         for i, pair in enumerate(pairs):
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                raise invalid(expected, shown(pair), f"[{i}]")
+            with within(f"[{i}]"):
+                require_tuple(expected, pair, 2, kinds=(tuple, list))
         self.apply([gradient for gradient, _ in pairs], [variable for _, variable in pairs], weight)
         return self._iterations
 
@@ -281,7 +290,7 @@ class Accumulate(WindowWrapper):
     @operation("Accumulate")
     def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Accumulate:
         """The optimizer of a config."""
-        try:
+        with foreign("a config, as get_config returns it", Exception):  # Keras has a class of error for each part
             copied = copy.deepcopy(config)  # Keras takes names out of what it reads
             made = {
                 name: keras.saving.deserialize_keras_object(copied[name], custom_objects=custom_objects)
@@ -289,16 +298,11 @@ class Accumulate(WindowWrapper):
             }
             made["wire"] = named(copied["wire"]) if copied.get("wire") is not None else None
             return cls(**{**copied, **made})
-        except GradCombineError:
-            raise
-        except Exception as failed:  # Keras has a class of error for each part of a config
-            raise invalid("a config, as get_config returns it", f"{type(failed).__name__}: {failed}") from failed
 
     def _aligned(self, gradients: list[Any], variables: Sequence[Any] | None) -> list[Any]:
         """One gradient for each variable that the optimizer was built with."""
         targets = list[Any](self._trainable_variables if variables is None else variables)
-        if len(gradients) != len(targets):
-            raise invalid(f"{len(targets)} gradients, one per variable", len(gradients))
+        require_equal("{} gradients, one per variable", len(targets), len(gradients))
         if variables is None:
             return gradients
         self._check_variables_are_known(targets)

@@ -7,10 +7,9 @@ from typing import Any
 
 import keras
 
-from gradcombine.errors import operation
-from gradcombine.integrations.keras.accumulate import accumulating
+from gradcombine.errors import operation, require_type
+from gradcombine.integrations.keras.accumulate import Accumulate, accumulating
 from gradcombine.integrations.keras.losses import require_weighable, weight_of
-from gradcombine.integrations.keras.settings import invalid
 
 
 class WeightedTrainStep:
@@ -105,10 +104,8 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False
         model: Any = self.model
-        optimizer = accumulating(model.optimizer)
-        if optimizer is None:
-            raise invalid("a model compiled with Accumulate", type(model.optimizer).__name__)
-        self._optimizer = optimizer
+        found = accumulating(model.optimizer) or model.optimizer
+        self._optimizer = optimizer = require_type("a model compiled with Accumulate", found, Accumulate)
         if optimizer.reduction == "mean" and not isinstance(model, WeightedTrainStep):
             require_weighable(model, optimizer.reduction)
             self._weigh(model, optimizer)

@@ -16,8 +16,8 @@ from typing import Any
 
 import keras
 
+from gradcombine.errors import exclude, within
 from gradcombine.integrations.keras import settings
-from gradcombine.integrations.keras.settings import invalid
 from gradcombine.integrations.keras.window_variables import KerasWindow
 
 _BY_SAMPLE_WEIGHT = "mean_with_sample_weight"
@@ -54,12 +54,13 @@ def require_weighable(model: Any, reduction: str) -> None:
     if not summed:
         return
     received = f"losses with reduction {', '.join(sorted(map(repr, reductions)))}"
-    if summed != reductions:
-        expected = "losses that are all means over the examples or all sums, or a microbatch_weight of your own"
-        raise invalid(expected, received, "loss")
-    if reduction == "mean":
-        expected = "Accumulate(..., reduction='sum') for losses that are sums over the examples"
-        raise invalid(expected, f"reduction='mean' and {received}", "loss")
+    of_one_kind = "losses that are all means over the examples or all sums, or a microbatch_weight of your own"
+    of_sums = "Accumulate(..., reduction='sum') for losses that are sums over the examples"
+    with within("loss"):
+        exclude(
+            (summed != reductions, of_one_kind, received),
+            (reduction == "mean", of_sums, f"reduction='mean' and {received}"),
+        )
 
 
 def weight_of(model: Any, reduction: str, x: Any, sample_weight: Any) -> Any:
@@ -81,9 +82,10 @@ def weight_of(model: Any, reduction: str, x: Any, sample_weight: Any) -> Any:
     if sample_weight is None or _BY_SAMPLE_WEIGHT not in reductions:
         return examples(x)
     leaves = keras.tree.flatten(sample_weight)
-    if len(reductions) > 1 or len(leaves) > 1:
-        expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
-        raise invalid(expected, f"{len(leaves)}, and {sorted(map(repr, reductions))}", "loss")
+    several = len(reductions) > 1 or len(leaves) > 1
+    expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
+    with within("loss"):
+        exclude((several, expected, f"{len(leaves)}, and {sorted(map(repr, reductions))}"))
     return keras.ops.sum(keras.ops.cast(leaves[0], "float32"))
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcombine.errors import invalid
+from gradcombine.errors import exclude
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
-from gradcombine.integrations.tensorflow.accumulated_step import dense_gradient, require_synchronous
 from gradcombine.integrations.tensorflow.boundary import Update, overwrites
+from gradcombine.integrations.tensorflow.inputs import dense_gradient, require_context, require_synchronous
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
@@ -34,8 +34,8 @@ class TensorflowWindow(KerasWindow):
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
         self._strategy = tf.distribute.get_strategy()
         require_synchronous(self._strategy)
-        if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
-            raise invalid("a strategy with variables on every replica", type(self._strategy).__name__)
+        central = isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy)
+        exclude((central, "a strategy with variables on every replica", type(self._strategy).__name__))
         super().__init__(rules, parts, optimizer, variables)
         self.replicas = self._strategy.num_replicas_in_sync
         # Shapes are known as a step runs; a variable takes them out of compiled ones. It is no part of the state.
@@ -49,7 +49,7 @@ class TensorflowWindow(KerasWindow):
 
     @tf.autograph.experimental.do_not_convert
     def contribute(self, gradients: list[Any], weight: Any) -> None:
-        self._require_strategy()
+        require_context(self._strategy, of_replicas=True)
         pairs = zip(gradients, self._targets, strict=True)
         true = [self._unscaled(dense_gradient(x, target), target) for x, target in pairs]
         pending, full = self._windows.contributed(self.parts.split(true), weight)
@@ -138,12 +138,6 @@ class TensorflowWindow(KerasWindow):
         if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
-
-    def _require_strategy(self) -> None:
-        if tf.distribute.get_strategy() is not self._strategy:
-            raise invalid("a call under the strategy that it was built under", "a call under another one")
-        if tf.distribute.in_cross_replica_context():
-            raise invalid("a call in replica context, inside strategy.run", "a call in cross-replica context")
 
 
 def _in_cross_replica(function: Callable[..., None], *args: Any) -> None:

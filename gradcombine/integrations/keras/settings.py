@@ -11,7 +11,16 @@ from typing import Any, Literal, get_args
 import keras
 
 from gradcombine import reductions
-from gradcombine.errors import GradCombineError, invalid, require_items, shown
+from gradcombine.errors import (
+    exclude,
+    foreign,
+    require_equal,
+    require_items,
+    require_one_of,
+    require_type,
+    shown,
+    within,
+)
 from gradcombine.integrations.keras_optimizers import with_inner
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import Precision
@@ -20,16 +29,16 @@ from gradcombine.wires import Wire
 
 def require_jax(method: str) -> None:
     """Refuses a method that is pure on Keras' JAX backend alone: TensorFlow's variables are written all the same."""
-    if keras.backend.backend() != "jax":
-        raise invalid(f"Keras' JAX backend, for {method}", keras.backend.backend())
+    require_equal(f"Keras' JAX backend, for {method}", "jax", keras.backend.backend())
 
 
 def require_variables(variables: Any) -> list[Any]:
     """The variables, as a list; refuses what is none."""
     found = require_items("a list of variables", variables)
     for i, x in enumerate(found):
-        if getattr(x, "assign", None) is None or getattr(x, "trainable", None) is None:
-            raise invalid("a variable", shown(x), f"[{i}]")
+        known = getattr(x, "assign", None) is not None and getattr(x, "trainable", None) is not None
+        with within(f"[{i}]"):
+            exclude((not known, "a variable", lambda x=x: shown(x)))
     return found
 
 
@@ -38,17 +47,22 @@ Name = Literal["mean", "sum"]
 
 def inner_optimizer(argument: Any) -> Any:
     """The optimizer to run at the boundary; a name or a config makes a new one."""
-    try:
+    expected = "a Keras optimizer, its name or its config"
+    with foreign(
+        expected, Exception, received=lambda: shown(argument)
+    ):  # Keras has a class of error for each part of a config
         optimizer = keras.optimizers.get(argument) if isinstance(argument, (str, dict)) else argument
-    except Exception as failed:  # Keras has a class of error for each part of a config
-        raise invalid("a Keras optimizer, its name or its config", shown(argument)) from failed
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise invalid("a Keras optimizer, its name or its config", type(argument).__name__)
-    if any(hasattr(x, "flush") for x in with_inner(optimizer)):
-        raise invalid("an optimizer that does not accumulate already", f"{type(optimizer).__name__} around another one")
-    steps = [getattr(x, "gradient_accumulation_steps", None) for x in with_inner(optimizer)]
-    if any(steps):
-        raise invalid("an inner optimizer without gradient_accumulation_steps", max(filter(None, steps)))
+    require_type(expected, optimizer, keras.optimizers.Optimizer)
+    accumulates = any(hasattr(x, "flush") for x in with_inner(optimizer))
+    steps = max(getattr(x, "gradient_accumulation_steps", None) or 0 for x in with_inner(optimizer))
+    exclude(
+        (
+            accumulates,
+            "an optimizer that does not accumulate already",
+            f"{type(optimizer).__name__} around another one",
+        ),
+        (steps, "an inner optimizer without gradient_accumulation_steps", steps),
+    )
     return optimizer
 
 
@@ -71,29 +85,27 @@ def scales_loss(optimizer: Any) -> bool:
     return any(isinstance(x, keras.optimizers.LossScaleOptimizer) for x in chain(optimizer))
 
 
-def one_loss_scale() -> GradCombineError:
-    """For a LossScaleOptimizer around an accumulating optimizer that has one inside."""
-    return invalid("one LossScaleOptimizer, around this optimizer or inside", "both")
+ONE_LOSS_SCALE = "one LossScaleOptimizer, around this optimizer or inside"
+"""Expected of a LossScaleOptimizer around an accumulating optimizer that has one inside."""
 
 
 def require_built_alike(optimizer: Any, variables: Sequence[Any]) -> None:
     """Refuses an inner optimizer that trains other variables, or the same in another order."""
     built = [id(x) for x in optimizer._trainable_variables]
-    if built != [id(x) for x in variables]:
-        raise invalid("an inner optimizer that is not built, or built with the same variables", "one built with others")
+    others = built != [id(x) for x in variables]
+    exclude((others, "an inner optimizer that is not built, or built with the same variables", "one built with others"))
 
 
 def require_agreed_scale(replicas: int) -> None:
     """Refuses a loss scale that is not decided by all replicas."""
-    if replicas > 1:
-        expected = "Accumulate(LossScaleOptimizer(...)), which sees the gradients of all replicas"
-        raise invalid(expected, "LossScaleOptimizer(Accumulate(...)), which decides by those of the first one")
+    expected = "Accumulate(LossScaleOptimizer(...)), which sees the gradients of all replicas"
+    received = "LossScaleOptimizer(Accumulate(...)), which decides by those of the first one"
+    exclude((replicas > 1, expected, received))
 
 
 def reduction_of(name: Name, precision: Precision, dtype: Any, wire: Wire | None) -> Reduction:
     """The reduction of ordinary gradients."""
-    if not isinstance(name, str) or name not in get_args(Name):
-        raise invalid(f"a reduction of {list(get_args(Name))}", shown(name))
+    require_one_of(f"a reduction of {list(get_args(Name))}", name, get_args(Name))
     return (reductions.mean if name == "mean" else reductions.sum)(precision, dtype, wire=wire)
 
 

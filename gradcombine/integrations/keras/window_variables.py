@@ -13,7 +13,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import in_words
-from gradcombine.errors import GradCombineError, invalid, shown
+from gradcombine.errors import GradCombineError, exclude, foreign, invalid, require_equal, shown
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, depth_of, replace_window, whole_window
@@ -132,8 +132,7 @@ class KerasWindow(ABC):
         """
         leaves = self.leaves[: -3 if self._is_counter else -2]
         counted = len(arrays) == len(leaves) + 1
-        if not counted and len(arrays) != len(leaves):
-            raise invalid(f"{len(leaves)} arrays, or a counter of them", len(arrays))
+        require_equal("{} arrays, or a counter of them", len(leaves) + counted, len(arrays))
         skipped = 1 if self._is_counter else 0
         filling = [_cast(x, array, int(counted), skipped) for x, array in zip(leaves, arrays, strict=False)]
         part = tree.unflatten(self.structure.children[0].children[0], filling)
@@ -177,11 +176,9 @@ def save(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> N
 
 def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> None:
     """Reads what `save` has written, under any number of replicas, as `replace` does."""
-    try:
+    with foreign("a window, as it was saved", Exception):  # a store may be of any class, and what it holds damaged
         received = np.asarray(store[KIND]).tobytes().decode()
         arrays = [as_array(store[str(i)]) for i in range(len(names_in(store)) - 1)]
-    except Exception as failed:  # a store may be of any class, and what it holds damaged
-        raise invalid("a window, as it was saved", f"{type(failed).__name__}: {failed}") from failed
     mine, held = arrays[: len(others)], arrays[len(others) :]
     values = values_of(others, mine)
     require_window(held)
@@ -192,36 +189,30 @@ def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> N
 
 def names_in(store: Any) -> list[Any]:
     """The names of the arrays in a store, which need not be a dict."""
-    try:
+    with foreign("a store of arrays by name", AttributeError, TypeError, received=lambda: shown(store)):
         return list(store.keys())
-    except Exception:
-        raise invalid("a store of arrays by name", shown(store)) from None
 
 
 def as_array(value: Any) -> np.ndarray:
     """Converts a value for a variable to a NumPy array."""
-    try:
+    with foreign("arrays of numbers", Exception, received=lambda: in_words(value)):  # the backends have several classes
         array = np.asarray(keras.ops.convert_to_numpy(value))
-    except Exception:  # the backend has several, and a foreign class may have others
-        array = None
-    if array is None or array.dtype.kind in "OSUMm":
-        raise invalid("arrays of numbers", in_words(value))
+    exclude((array.dtype.kind in "OSUMm", "arrays of numbers", lambda: in_words(value)))
     return array
 
 
 def values_of(variables: Sequence[Any], arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The arrays in the variables' dtypes; refuses what is no value of one, so that all are assigned or none."""
-    if len(arrays) != len(variables):
-        raise invalid(f"{len(variables)} arrays", len(arrays))
+    require_equal("{} arrays", len(variables), len(arrays))
     return [_cast(x, array, casting="same_kind") for x, array in zip(variables, arrays, strict=True)]
 
 
 def require_window(arrays: Sequence[np.ndarray]) -> None:
     """Refuses what is not the arrays of a saved window: the replicas along a first axis, its position at the end."""
     axes = [x.ndim for x in arrays[-3:] if x.dtype.kind in "iu"]
-    if axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size:
-        expected = "arrays that begin with an axis of replicas, the last three its integers step, index and touched"
-        raise invalid(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
+    other = axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size
+    expected = "arrays that begin with an axis of replicas, the last three its integers step, index and touched"
+    exclude((other, expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)))
 
 
 def begun(arrays: Sequence[np.ndarray]) -> bool:
@@ -256,13 +247,12 @@ def replace(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, ki
 
 def _states(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, kind: str) -> list[AccumulateState]:
     *held, step, index, touched = arrays
-    if received != kind:
-        raise invalid(f"a window of {kind}", received)
-    if touched.shape[1:] != tuple(window.touched.shape):
-        raise invalid(f"a window of {window.touched.shape[0] - 1} variables", touched.shape[1] - 1)
+    require_equal("a window of {}", kind, received)
+    require_equal("a window of {} variables", window.touched.shape[0] - 1, touched.shape[1] - 1)
     states = [_state(window, [x[rank] for x in (*held, step, index)]) for rank in range(len(step))]
-    if begun(arrays) and window.rules.is_full(states[0]):
-        raise invalid("a window of fewer microbatches, as every says", f"{int(step[0])} that have not been applied")
+    full = begun(arrays) and window.rules.is_full(states[0])
+    pending = f"{int(step[0])} that have not been applied"
+    exclude((full, "a window of fewer microbatches, as every says", pending))
     return _divided(window.rules.reduction, states, window.replicas)
 
 
@@ -324,10 +314,8 @@ def _place(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]
 def make_variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
     """Makes a variable that each replica has a value of its own of."""
     dtype = str(first.dtype)
-    try:
+    with foreign("a dtype that Keras has variables of", received=dtype):
         keras.backend.standardize_dtype(dtype)
-    except ValueError:
-        raise invalid("a dtype that Keras has variables of", dtype) from None
 
     def initializer(shape: Any, dtype: Any) -> Any:
         return keras.ops.convert_to_tensor(first, dtype=dtype)
@@ -345,6 +333,5 @@ def make_variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
         layout=layout,
     )
     held = keras.backend.standardize_dtype(made.value.dtype)
-    if held != dtype:
-        raise invalid(f"accumulators of {dtype}, which JAX has with jax_enable_x64", held, path=made.path)
+    require_equal("accumulators of {}, which JAX has with jax_enable_x64", dtype, held, made.path)
     return made

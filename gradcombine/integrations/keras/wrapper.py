@@ -11,9 +11,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from gradcombine.errors import operation, require_items, shown
+from gradcombine.errors import exclude, invalid, operation, require_equal, require_given, require_items, shown
 from gradcombine.integrations.keras import window_variables as windows
-from gradcombine.integrations.keras.settings import invalid, unscaled
+from gradcombine.integrations.keras.settings import unscaled
 from gradcombine.integrations.keras.window_variables import KerasWindow
 
 _Optimizer = keras.optimizers.Optimizer
@@ -40,8 +40,8 @@ class Wrapper(_Optimizer):
     """
 
     def __init__(self, name: str | None) -> None:
-        if name is not None and (not isinstance(name, str) or not name.isprintable() or "/" in name):
-            raise invalid("a printable name without /, or None", shown(name))
+        named = name is None or (isinstance(name, str) and name.isprintable() and "/" not in name)
+        exclude((not named, "a printable name without /, or None", shown(name)))
         # Not super(): a subclass may be a LossScaleOptimizer as well, which starts otherwise.
         _Optimizer.__init__(self, learning_rate=0.0, name=name)
         for setting in [x for x in vars(self) if not x.startswith("_") and x not in ("name", "built")]:
@@ -97,9 +97,9 @@ class Wrapper(_Optimizer):
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         if is_own or "inner_optimizer" not in vars(self) or not hasattr(self, name):
             super().__setattr__(name, value)
-        elif name == "gradient_accumulation_steps" and value:
-            raise invalid("no gradient_accumulation_steps: the window has every microbatches", value)
         else:
+            twice = name == "gradient_accumulation_steps" and value
+            exclude((twice, "no gradient_accumulation_steps: the window has every microbatches", value))
             setattr(self._holder(name), name, value)
 
     @property
@@ -111,8 +111,8 @@ class Wrapper(_Optimizer):
         return self._settings if hasattr(self._settings, name) else self.inner_optimizer
 
     def _configured(self, name: str) -> Any:
-        if hasattr(self._settings, "optimizers"):
-            raise invalid(f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them")
+        several = hasattr(self._settings, "optimizers")
+        exclude((several, f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them"))
         return self._settings
 
 
@@ -141,18 +141,15 @@ class WindowWrapper(Wrapper):
             several replicas, whose windows only files hold. Nothing is changed then.
         """
         window, (others, inner) = self._built_window(), (self._others(), self.inner_optimizer.variables)
-        expected = f"weights of shapes {[tuple(x.shape) for x in self.variables]}"
-        arrays = list(map(windows.as_array, require_items(expected, weights)))
-        received = [x.shape for x in arrays]
-        if received != [tuple(x.shape) for x in self.variables]:
-            raise invalid(expected, received)
+        arrays = list(map(windows.as_array, require_items("a list of weights", weights)))
+        require_equal("weights of shapes {}", [tuple(x.shape) for x in self.variables], [x.shape for x in arrays])
         inside = slice(len(others), len(self._variables))
         rest = [*others, *inner]
         values = windows.values_of(rest, [*arrays[: inside.start], *arrays[inside.stop :]])
         held = [x[np.newaxis] for x in arrays[inside]]
         windows.require_window(held)
-        if window.replicas > 1 and windows.begun(held):
-            raise invalid("a window of all replicas, as files have it", "the first one's")
+        of_one = window.replicas > 1 and windows.begun(held)
+        exclude((of_one, "a window of all replicas, as files have it", "the first one's"))
         windows.replace(held, window, self._kind, self._kind)
         for variable, value in zip(rest, values, strict=True):
             variable.assign(value)
@@ -183,9 +180,7 @@ class WindowWrapper(Wrapper):
         warnings.warn(f"Skipping the window of optimizer {self.name!r}: {reason}.", stacklevel=3)
 
     def _built_window(self) -> KerasWindow:
-        if self._window is None:
-            raise invalid("an optimizer that is built, or trainable_variables", "neither")
-        return self._window
+        return require_given("an optimizer that is built, or trainable_variables", self._window)
 
     def _others(self) -> list[Any]:
         """Its own variables, without the window's."""

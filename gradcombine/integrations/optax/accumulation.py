@@ -16,7 +16,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import require_count
 from gradcombine.denominators import Terms
-from gradcombine.errors import GradCombineError, invalid, operation, within
+from gradcombine.errors import GradCombineError, exclude, operation, require_given, require_type, within
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_transformation
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
@@ -260,9 +260,7 @@ class Accumulation:
     ) -> tuple[Tree, AccumulateUpdatesState]:
         """One more microbatch, and the inner transformation where it ends the window."""
         if self._applies:
-            if params is None:
-                raise invalid("the parameters to update", None)
-            params = as_arrays(params)
+            params = as_arrays(require_given("the parameters to update", params))
         added, dtypes = self._contribute(updates, state, params, weight, flush, number)
 
         def transform(kept: tuple[Any, Tree], gradients: Tree) -> tuple[tuple[Any, Tree], Tree]:
@@ -288,8 +286,7 @@ class Accumulation:
           The state after it, whose ``inner`` has yet to run where ``applied`` holds; and specs of the dtypes that the
           combined gradients are to have for it, see `cast_as`.
         """
-        self._require_state(state)
-        state, updates = as_arrays(state), as_arrays(updates)
+        state, updates = as_arrays(self._require_state(state)), as_arrays(updates)
         entering = updates
         if self._terms is not None:
             weights = self._terms.weights(weight)
@@ -311,19 +308,18 @@ class Accumulation:
     def _varying(self, skipped: Any) -> Any:
         return skipped._replace(detail=mark_own(self.window.over, skipped.detail)) if self._skip is not None else ()
 
-    def _require_state(self, state: Any) -> None:
-        """Refuses another transformation's."""
-        if not isinstance(state, AccumulateUpdatesState):
-            raise invalid("an AccumulateUpdatesState", type(state).__name__)
-        if isinstance(state.skip, SkipState) != (self._skip is not None):
-            with_or_without = "without" if self._skip is None else "with"
-            expected = f"a state made {with_or_without} a skip function"
-            raise invalid(expected, type(state.skip).__name__)
+    def _require_state(self, state: object) -> AccumulateUpdatesState:
+        """The state; raises for another transformation's."""
+        state = require_type("an AccumulateUpdatesState", state, AccumulateUpdatesState)
+        with_or_without = "without" if self._skip is None else "with"
+        other = isinstance(state.skip, SkipState) != (self._skip is not None)
+        exclude((other, f"a state made {with_or_without} a skip function", type(state.skip).__name__))
         with within(".window"):
             require_state(state.window)
         for name in ("step", "index"):
             require_count(getattr(state.window, name), f".window.{name}")
         tree.flatten(state)  # refuses what is no array
+        return state
 
 
 def _counted(state: SkipState, left_out: Any, detail: Any) -> SkipState:

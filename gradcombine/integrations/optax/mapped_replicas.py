@@ -13,11 +13,11 @@ import optax
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import (
-    invalid,
+    exclude,
     operation,
+    require_function,
     require_integer,
     require_items,
-    shown,
 )
 from gradcombine.integrations.jax.on_replicas import on_replicas, require_of_jax
 from gradcombine.integrations.optax.skip import SkipState
@@ -114,8 +114,7 @@ def map_replicas(
     """
     check(over=over)
     require_of_jax(over)
-    if not callable(function):
-        raise invalid("a function", shown(function))
+    require_function("a function", function)
     expected = "batch_argnums that are numbers of positional arguments"
     given = [batch_argnums] if isinstance(batch_argnums, int) else require_items(expected, batch_argnums)
     batch = [require_integer(expected, i, lowest=0) for i in given]
@@ -123,8 +122,7 @@ def map_replicas(
     @operation("map_replicas")
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        if any(not 0 <= i < len(args) for i in batch):
-            raise invalid(f"positional arguments at {batch}", len(args))
+        exclude((max(batch, default=-1) >= len(args), f"positional arguments at {batch}", len(args)))
 
         def one(whole: Tree, rows: list[Any], parts: list[Tree]) -> tuple[Tree, list[Tree]]:
             called, named = _joined(whole, parts)

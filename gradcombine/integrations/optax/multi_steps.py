@@ -15,11 +15,10 @@ import optax
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load, require_scalar
-from gradcombine.errors import GradCombineError, invalid, operation, shown
+from gradcombine.errors import exclude, foreign, operation, require_type, shown
 from gradcombine.integrations.jax.arrays import (
     KEPT,
     as_arrays,
-    in_own_words,
     keep_dtypes,
     place_beside,
     require_transformation,
@@ -107,10 +106,7 @@ class MultiSteps:
     ) -> None:
         check(should_skip_update_fn=should_skip_update_fn)
         require_transformation(opt)
-        try:
-            self._ready = gc.accumulate(gc.reductions.sum(), every_k_schedule).ready
-        except GradCombineError as error:
-            raise invalid(error.expected, error.received) from None
+        self._ready = gc.accumulate(gc.reductions.sum(), valid("every", every_k_schedule)).ready
         self._opt = optax.with_extra_args_support(opt)
         self._skip = should_skip_update_fn
         self._compat = compat = valid("compat", compat)
@@ -153,9 +149,9 @@ class MultiSteps:
             ``flush`` and ``number``, which mean something to `accumulate`: optax.MultiSteps would drop them.
         """
         _require_state(state)
-        if others := sorted(_OF_ACCUMULATE & extra_args.keys()):
-            expected = f"no {others[0]}, which optax.MultiSteps does not know (integrations.optax.accumulate does)"
-            raise invalid(expected, shown(extra_args[others[0]]))
+        others = sorted(_OF_ACCUMULATE & extra_args.keys())
+        unknown = "which optax.MultiSteps does not know (integrations.optax.accumulate does)"
+        exclude(*((True, f"no {name}, {unknown}", shown(extra_args[name])) for name in others))
         updates, state = as_arrays(updates), as_arrays(state)
         mini_step, gradient_step = state.mini_step, state.gradient_step
         emit = jnp.asarray(self._ready(AccumulateState(((),), mini_step + 1, gradient_step)))
@@ -216,7 +212,7 @@ class MultiSteps:
         def adopted(acc: Array) -> Array:
             return jnp.where(n == 0, jnp.zeros_like(acc), acc * n.astype(acc.dtype) if scaled else acc)
 
-        with in_own_words("accumulators of numbers"):
+        with foreign("accumulators of numbers"):
             return state._replace(acc_grads=jax.tree.map(adopted, state.acc_grads))
 
     def _kept(self, skip: Array, detail: Tree) -> Tree:
@@ -231,8 +227,7 @@ _OF_ACCUMULATE = {"weight", "flush", "number"}
 
 def _require_state(state: Any) -> None:
     """Refuses what is no state of optax.MultiSteps."""
-    if not isinstance(state, optax.MultiStepsState):
-        raise invalid("an optax.MultiStepsState", type(state).__name__)
+    require_type("an optax.MultiStepsState", state, optax.MultiStepsState)
     for name in ("mini_step", "gradient_step"):
         require_scalar("an integer scalar", getattr(state, name), "iu", f".{name}")
 
@@ -286,7 +281,7 @@ class Sums:
             # A gradient that is missing for once does not make its accumulator one of no gradient.
             return acc if g is None and not tree.is_static(acc) else g
 
-        with in_own_words(_MATCHING):
+        with foreign(_MATCHING):
             like = jax.tree.map(present, grads, accumulators, is_leaf=lambda g: g is None)
         spec = jax.eval_shape(self._reduction.init, like)
         return spec._replace(value=accumulators, weight=mini_step.astype(spec.weight.dtype), count=mini_step)
@@ -313,14 +308,14 @@ class OptaxOrder:
         return jax.tree.map(zeros, params)
 
     def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Any, Tree]:
-        with in_own_words(_MATCHING):
+        with foreign(_MATCHING):
             return (accumulators, mini_step), _kept(grads, accumulators, mini_step, emit, mean=self._mean)
 
     def boundary(self, window: Any, grads: Tree, inner: Any, emit: Array, transform: Transform) -> tuple[Tree, Any]:
         combined = _combined(grads, *window, mean=self._mean)
         updates, state = transform(optax.tree.cast_like(combined, grads))
         # True in this branch, but the compiler does not know, and fuses as it does in optax.
-        with in_own_words(KEPT):
+        with foreign(KEPT):
             state = jax.tree.map(lambda old, new: jnp.where(emit, new, old).astype(old.dtype), inner, state)
         return jax.tree.map(lambda x: emit.astype(x.dtype) * x, updates), state
 

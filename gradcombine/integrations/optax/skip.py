@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -12,10 +11,10 @@ import jax.numpy as jnp
 import optax
 
 from gradcombine import tree
-from gradcombine.backends.registry import is_absent, load
-from gradcombine.errors import invalid, operation, shown, within
+from gradcombine.backends.registry import is_absent, load, require_scalar
+from gradcombine.errors import exclude, foreign, operation, require_tuple, shown, within
 from gradcombine.reductions import dtypes
-from gradcombine.types import Array, Tree
+from gradcombine.types import Array, DType, Scalar, Tree
 
 Skip: TypeAlias = Callable[[Tree, Array, Tree], tuple[Array, Any]]
 """``skip(updates, gradient_step, params) -> (left_out, detail)``, as optax.MultiSteps has it: ``left_out`` is a boolean
@@ -95,17 +94,15 @@ def skip_large(max_norm: Any) -> Skip:
     >>> bool(left_out), float(detail["norm"])
     (True, 5.0)
     """
-    known = 0.0
+    expected = "a norm above 0, or a function of the window's number"
     if not callable(max_norm):
-        with suppress(Exception):  # of whatever is no number, or one that no float holds
-            known = 0.0 if isinstance(max_norm, (bool, str)) else float(max_norm)
-        if not known > 0:
-            raise invalid("a norm above 0, or a function of the window's number", shown(max_norm))
+        require_scalar(expected, max_norm, "iuf")
+        exclude((not max_norm > 0, expected, lambda: shown(max_norm)))
 
     @operation("skip_large")
     def skip(updates: Tree, gradient_step: Any, params: Tree = None) -> tuple[Array, Any]:
         del params
-        bound = max_norm(gradient_step) if callable(max_norm) else known
+        bound = max_norm(gradient_step) if callable(max_norm) else max_norm
         norm = jnp.sqrt(_norm_squared(updates))
         left_out = ~(norm <= _bound(bound, norm.dtype))
         return left_out, {"should_skip": left_out, "norm": norm}
@@ -122,14 +119,10 @@ def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tup
     Raises:
       GradCombineError: where it returned anything else.
     """
-    returned = skip(updates, gradient_step, params)
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        raise invalid("a skip function that returns (boolean scalar, state)", shown(returned))
-    left_out = jnp.asarray(returned[0])
-    if (left_out.dtype, left_out.shape) != (jnp.bool_, ()):
-        received = f"dtype {left_out.dtype} and shape {left_out.shape}"
-        raise invalid("a skip function that returns a boolean scalar first", received)
-    return left_out, jax.tree.map(jnp.asarray, returned[1])
+    expected = "a skip function that returns (boolean scalar, state)"
+    decision, detail = require_tuple(expected, skip(updates, gradient_step, params), 2)
+    require_scalar("a skip function that returns a boolean scalar first", decision, "b")
+    return jnp.asarray(decision), jax.tree.map(jnp.asarray, detail)
 
 
 def first_detail(skip: Skip, params: Tree) -> Any:
@@ -145,19 +138,14 @@ def _gradients(updates: Tree) -> list[Array]:
         if not is_absent(leaf):
             with within(path):
                 found.append(backend.asarray(leaf))
-            if dtypes.kind(backend.dtype(leaf)) not in dtypes.NUMERIC:
-                raise invalid("gradients of numbers", backend.dtype(leaf), path)
+                dtype = backend.dtype(leaf)
+                exclude((dtypes.kind(dtype) not in dtypes.NUMERIC, "gradients of numbers", dtype))
     return found
 
 
-def _bound(value: Any, dtype: Any) -> Array:
-    try:
-        bound = jnp.asarray(value, dtype)
-        if bound.shape != ():
-            raise TypeError
-    except Exception:  # of what is no number
-        raise invalid("a norm that is a number", shown(value)) from None
-    return bound
+def _bound(value: Scalar, dtype: DType) -> Array:
+    with foreign("a norm that is a number", received=lambda: shown(value)):
+        return jnp.asarray(value, dtype).reshape(())
 
 
 def _norm_squared(updates: Tree) -> Array:

@@ -12,7 +12,7 @@ import optax
 
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, is_absent
-from gradcombine.integrations.jax.arrays import in_own_words
+from gradcombine.errors import foreign
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.treewise import TreewiseState
@@ -26,7 +26,7 @@ def gradients_like(params: Tree) -> Tree:
 
 def _shapes(function: Callable[[Any], Any], value: Any) -> Any:
     """Abstractly evaluates ``function``; raises for PRNG keys and unregistered leaf types."""
-    with in_own_words("a tree of arrays of numbers"):
+    with foreign("a tree of arrays of numbers"):
         return jax.eval_shape(function, value)
 
 

@@ -11,15 +11,15 @@ import tensorflow as tf
 from gradcombine import reductions, tree
 from gradcombine.backends.registry import in_words, is_array_of
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.errors import invalid, operation, require_items, shown
+from gradcombine.errors import exclude, invalid, operation, require_equal, require_items, shown
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     checked_result,
     dense_gradient,
     keras_optimizer,
     local_replicas,
+    require_context,
     require_created_in_scope,
-    require_cross_replica,
     require_same_length,
     require_synchronous,
 )
@@ -136,7 +136,7 @@ class AccumulatedStep(WithSeen):
         check(gradients=gradients)
         super().__init__()
         self._strategy = tf.distribute.get_strategy()
-        require_cross_replica(self._strategy)
+        require_context(self._strategy)
         require_synchronous(self._strategy)
         # As attributes they are in checkpoints, where they can be.
         self._gradients, self._apply, self._optimizer = gradients, apply, optimizer
@@ -144,8 +144,8 @@ class AccumulatedStep(WithSeen):
         if terms is not None:
             self._terms = LossOfTerms(terms, totals, reduction)
             reduction = self._terms.reduction
-        elif totals is not None:
-            raise invalid("terms, for totals", "none")
+        else:
+            exclude((totals is not None, "terms, for totals", "none"))
         reduction = reductions.mean() if reduction is None else reduction
         self._window = Window(reduction, every, tf_replicas(), order, max_every)
         require_same_length(self._strategy, every)
@@ -207,7 +207,7 @@ class AccumulatedStep(WithSeen):
           One state of ``gradcombine.accumulate(reduction, every)`` per replica, for a list of a gradient per variable.
           They do not hold `seen`, a variable that may be saved, and assigned, beside them.
         """
-        require_cross_replica(self._strategy)
+        require_context(self._strategy)
         columns = [self._local(x) for x in self._strategy.run(self._state.flat)]
         # What is one object for all replicas comes back as one.
         count = max(map(len, columns))
@@ -225,11 +225,10 @@ class AccumulatedStep(WithSeen):
         Raises:
           GradCombineError: for another number of states, or states that do not match; nothing is written then.
         """
-        require_cross_replica(self._strategy)
+        require_context(self._strategy)
         expected = self.states()
-        given = require_items(f"{len(expected)} states, one per replica", states)
-        if len(given) != len(expected):
-            raise invalid(f"{len(expected)} states, one per replica", len(given))
+        given = require_items("a list of states, one per replica", states)
+        require_equal("{} states, one per replica", len(expected), len(given))
         for rank, (held, state) in enumerate(zip(expected, given, strict=True)):
             leaves, structure = tree.flatten(held)
             received = tree.flatten_as(structure, state)
@@ -245,9 +244,10 @@ class AccumulatedStep(WithSeen):
     @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
     def _step(self, status: Any, batch: tuple[Any, ...], totals: Any, number: Any) -> tuple[Any, ...]:
-        require_cross_replica(self._strategy)
-        if (totals is None) == (self._terms is not None and self._terms.is_given):
-            raise invalid("totals={...} in each call, with totals='given' and not else", shown(totals))
+        require_context(self._strategy)
+        wanted = self._terms is not None and self._terms.is_given
+        expected = "totals={...} in each call, with totals='given' and not else"
+        exclude(((totals is not None) != wanted, expected, lambda: shown(totals)))
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
         compute, begun = converted(self._gradients, status), graph_size()
         # Which variables have a gradient is known while tracing, and only then.
@@ -274,7 +274,7 @@ class AccumulatedStep(WithSeen):
     @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
     def _flush(self, status: Any) -> Any:
-        require_cross_replica(self._strategy)
+        require_context(self._strategy)
         is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
         applied = self._agreed(is_partial)
         told = self._apply_if(applied, (), status)

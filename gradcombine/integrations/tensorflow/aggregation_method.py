@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import tensorflow as tf
 
 from gradcombine import foreign_orders
-from gradcombine.errors import GradCombineError, invalid, operation, shown
+from gradcombine.errors import GradCombineError, exclude, operation, require_integer, require_one_of, shown
 
 Execution = Literal["function", "graph", "xla"]
 
@@ -81,16 +81,13 @@ def aggregate(
 
 def _number(method: Any) -> int:
     number = 0 if method is None else _NAMES.get(method, method)
-    if isinstance(number, bool) or number not in (0, 1, 2):
-        raise invalid(f"a tf.AggregationMethod value, or one of {list(_NAMES)}", shown(method))
-    return number
+    return require_integer(f"a tf.AggregationMethod value, or one of {list(_NAMES)}", number, 0, 2)
 
 
 def _order(number: int, execution: str, names: Sequence[str] | None) -> Callable[[Sequence[Any]], Any]:
-    if execution not in ("function", "graph", "xla"):
-        raise invalid("execution 'function', 'graph' or 'xla'", shown(execution))
-    if names is not None and execution != "function":
-        raise invalid("no names: terms are sorted in a function only", shown(execution))
+    require_one_of("execution 'function', 'graph' or 'xla'", execution, get_args(Execution))
+    elsewhere = names is not None and execution != "function"
+    exclude((elsewhere, "no names: terms are sorted in a function only", shown(execution)))
     if execution == "function":
         return partial(foreign_orders.addn_blocks, names=names)
     return foreign_orders.addn_blocks if (number, execution) == (0, "graph") else foreign_orders.left_chain

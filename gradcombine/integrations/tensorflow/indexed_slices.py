@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import exclude, operation, require_equal, require_given
 from gradcombine.sparse import RowSparse, row_sparse
 
 
@@ -38,20 +38,14 @@ def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size:
     """
     known = None if slices.dense_shape is None else tf.get_static_value(slices.dense_shape)
     stated = None if known is None else int(known[0])
-    if rows is None and stated is None:
-        raise invalid("rows, or a static dense_shape", "neither")
-    if rows is not None and stated is not None and rows != stated:
-        raise invalid(f"{rows} rows", f"a dense_shape of {stated}")
-    whole = stated if rows is None else rows
-    assert whole is not None
+    whole = require_given("rows, or a static dense_shape", stated if rows is None else rows)
+    require_equal("{} rows", whole, whole if stated is None else stated)
     values, indices = tf.convert_to_tensor(slices.values), tf.convert_to_tensor(slices.indices)
     n = indices.shape[0]
     if size is None:
-        if n is None:
-            raise invalid("size, or a static number of slices", "neither")
+        require_given("size, or a static number of slices", n)
         return row_sparse(indices, values, whole)
-    if n is not None and n > size:
-        raise invalid(f"at most {size} slices", n)
+    exclude((n is not None and n > size, f"at most {size} slices", n))
     # With more slices the number of paddings is negative, which the operation itself refuses.
     missing = size - tf.shape(indices)[0]
     paddings = tf.scatter_nd([[0, 1]], [missing], [values.shape.rank, 2])

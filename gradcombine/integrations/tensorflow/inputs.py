@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradcombine.errors import invalid
+from gradcombine.errors import exclude, require_function, require_tuple, require_type, within
 from gradcombine.integrations.tensorflow.indexed_slices import dense
 
 
@@ -17,26 +17,31 @@ def keras_optimizer(apply: Any) -> Any:
     owner = apply if bound is None else bound
     if getattr(owner, "apply_gradients", None) is not None and getattr(owner, "built", None) is not None:
         return owner
-    if not callable(apply):
-        raise invalid("a Keras optimizer or a function", type(apply).__name__)
+    require_function("a Keras optimizer or a function", apply)
     return None
 
 
-def require_cross_replica(strategy: tf.distribute.Strategy) -> None:
-    """Raises for a call under another strategy, and for one in replica context."""
-    if not tf.distribute.has_strategy():
+def require_context(strategy: tf.distribute.Strategy, *, of_replicas: bool = False) -> None:
+    """Raises for a call under another strategy, and for one in replica context, or outside of it."""
+    if not of_replicas and not tf.distribute.has_strategy():
         return
-    if tf.distribute.get_strategy() is not strategy:
-        raise invalid("a call under the strategy that it was made under", "a call under another one")
-    if not tf.distribute.in_cross_replica_context():
-        raise invalid("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
+    crosses, other = tf.distribute.in_cross_replica_context(), tf.distribute.get_strategy() is not strategy
+    exclude(
+        (other, "a call under the strategy that it was made under", "a call under another one"),
+        (crosses and of_replicas, "a call in replica context, inside strategy.run", "a call in cross-replica context"),
+        (
+            not crosses and not of_replicas,
+            "a call in cross-replica context",
+            "a call inside strategy.run, which it makes itself",
+        ),
+    )
 
 
 def require_synchronous(strategy: tf.distribute.Strategy) -> None:
     """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
-        raise invalid(expected, type(strategy).__name__)
+    asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
+    expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
+    exclude((asynchronous, expected, type(strategy).__name__))
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> int:
@@ -49,35 +54,28 @@ def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
     if strategy.num_replicas_in_sync == local_replicas(strategy) or callable(every):
         return
     lengths = strategy.gather(strategy.run(lambda: tf.constant([every])), axis=0).numpy().tolist()
-    if len(set(lengths)) > 1:
-        raise invalid("a window length that is the same on all replicas", lengths)
+    exclude((len(set(lengths)) > 1, "a window length that is the same on all replicas", lengths))
 
 
 def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
     """Refuses what is not a variable of this strategy."""
     # A Keras variable holds the tf.Variable as its value.
-    variable = target if isinstance(target, tf.Variable) else getattr(target, "value", None)
-    if not isinstance(variable, tf.Variable):
-        raise invalid("a variable", type(target).__name__, path)
-    if isinstance(variable, tf.experimental.dtensor.DVariable):
-        expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
-        raise invalid(expected, "a DVariable", path)
-    if not strategy.extended.variable_created_in_scope(variable):
-        raise invalid("a variable made under the strategy in scope", f"{variable.name}, which was not", path)
+    variable = target if isinstance(target, tf.Variable) else getattr(target, "value", target)
+    variable = require_type("a variable", variable, tf.Variable, path)
+    laid_out = isinstance(variable, tf.experimental.dtensor.DVariable)
+    expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
+    with within(path):
+        exclude((laid_out, expected, "a DVariable"))
+        own = strategy.extended.variable_created_in_scope(variable)
+        exclude((not own, "a variable made under the strategy in scope", f"{variable.name}, which was not"))
 
 
 def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
     """Checks the result of ``gradients``: its gradients as a list of one dense tensor or None per variable."""
-    if not isinstance(result, tuple) or len(result) not in (2, 3):
-        raise invalid("(gradients, weight) or (gradients, weight, outputs)", _described(result))
-    gradients, *rest = result
-    if not isinstance(gradients, (list, tuple)) or len(gradients) != len(targets):
-        raise invalid(f"a list of {len(targets)} gradients, one per variable", _described(gradients))
+    gradients, *rest = require_tuple("(gradients, weight) or (gradients, weight, outputs)", result, 2, 3)
+    expected = f"a list of {len(targets)} gradients, one per variable"
+    require_tuple(expected, gradients, len(targets), kinds=(list, tuple))
     return [dense_gradient(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
-
-
-def _described(value: Any) -> str:
-    return type(value).__name__ + (f" of {len(value)}" if isinstance(value, (list, tuple)) else "")
 
 
 def dense_gradient(gradient: Any, target: Any) -> Any:

@@ -11,12 +11,20 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from gradcombine import reductions
-from gradcombine.errors import invalid, operation, require_integer, require_items, shown
+from gradcombine.errors import (
+    exclude,
+    operation,
+    require_given,
+    require_integer,
+    require_items,
+    require_once,
+    within,
+)
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     keras_optimizer,
+    require_context,
     require_created_in_scope,
-    require_cross_replica,
     require_same_length,
     require_synchronous,
 )
@@ -104,23 +112,24 @@ class Outer(tf.Module):
         self._order: Order = order
         self._reduction = reductions.mean() if reduction is None else reduction
         check(reduction=self._reduction, order=order)
-        require_cross_replica(self._strategy)
+        require_context(self._strategy)
         require_synchronous(self._strategy)
         several = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-        self.optimizers = [keras_optimizer(x) for x in several]
+        expected = "a Keras optimizer, or a list of one for each fragment"
+        self.optimizers = [require_given(expected, keras_optimizer(x)) for x in several]
         count = len(self.optimizers)
         self._every = require_integer(f"{max(count, 1)} steps or more, one for each fragment", every, max(count, 1))
         require_same_length(self._strategy, self._every)
         targets = require_items("a list of variables", variables)
         for i, target in enumerate(targets):
             require_created_in_scope(self._strategy, target, f"[{i}]")
-            if not tf.as_dtype(target.dtype).is_floating:
-                raise invalid("variables that are floats", tf.as_dtype(target.dtype).name, f"[{i}]")
-        if not count or None in self.optimizers or len(set(map(id, self.optimizers))) < count:
-            raise invalid("a Keras optimizer, or a list of one for each fragment", shown(optimizer))
+            with within(f"[{i}]"):
+                dtype = tf.as_dtype(target.dtype)
+                exclude((not dtype.is_floating, "variables that are floats", dtype.name))
+        require_once(expected, list(map(id, self.optimizers)))
         params = [local_variable(tf.convert_to_tensor(target)) for target in targets]
-        if any(isinstance(x, list) for x in params):
-            raise invalid("a strategy with variables of each replica", type(self._strategy).__name__)
+        shared = any(isinstance(x, list) for x in params)
+        exclude((shared, "a strategy with variables of each replica", type(self._strategy).__name__))
         parts = divided([math.prod(x.shape) * x.dtype.size for x in params], count)
         weights = [local_variable(tf.zeros(())) for _ in parts]
         fragments = list[Fragment]()
@@ -153,7 +162,7 @@ class Outer(tf.Module):
         Returns:
           Which fragments were exchanged, a boolean vector.
         """
-        require_cross_replica(self._strategy)
+        require_context(self._strategy)
         self._strategy.run(self._see, args=(weight,))
         self.step.assign_add(1)
         ends = due(tf.convert_to_tensor(self.step), self._every, len(self.optimizers))
@@ -169,14 +178,13 @@ class Outer(tf.Module):
         Args:
           begins: whether the island does, a boolean scalar, of each replica under a strategy.
         """
-        require_cross_replica(self._strategy)
+        require_context(self._strategy)
         for fragment in self._fragments():
             self._strategy.run(fragment.begin, args=(begins,))
 
     def _see(self, weight: Any) -> None:
         weight = tf.cast(weight, tf.float32)
-        if weight.shape.rank:
-            raise invalid("a scalar as weight", f"shape {tuple(weight.shape)}")
+        exclude((weight.shape.rank, "a scalar as weight", f"shape {weight.shape}"))
         for fragment in self._fragments():
             fragment.weight.assign_add(weight)
 

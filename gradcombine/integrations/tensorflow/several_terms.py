@@ -12,7 +12,7 @@ import tensorflow as tf
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.denominators import Terms
-from gradcombine.errors import invalid
+from gradcombine.errors import exclude, require_tuple
 from gradcombine.integrations.tensorflow.state import ReplicaState, in_local_variables
 from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
@@ -63,8 +63,7 @@ class LossOfTerms:
     def __init__(self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None) -> None:
         check(totals=totals)
         self._terms = Terms(terms, totals is not None)
-        if totals == "counted":
-            raise invalid("totals that are given, as a call brings one microbatch", "counted")
+        exclude((totals == "counted", "totals that are given, as a call brings one microbatch", "counted"))
         self.reduction = self._terms.reduction(reduction)
 
     @property
@@ -100,9 +99,8 @@ class LossOfTerms:
             result = loss(*batch)
             if isinstance(result, Mapping):
                 result = (result, None)
-            if not isinstance(result, tuple) or len(result) not in (2, 3):
-                expected = "a Ratio of each term, (values, weights) or (values, weights, outputs), by name"
-                raise invalid(expected, type(result).__name__)
+            expected = "a Ratio of each term, (values, weights) or (values, weights, outputs), by name"
+            result = require_tuple(expected, result, 2, 3)
             received, brought = terms.opened(*result[:2])
             values = {term: tf.convert_to_tensor(x) for term, x in terms.values(received).items()}
             values = terms.widened(values)

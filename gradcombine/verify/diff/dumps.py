@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError, importing, invalid, operation, require_path
+from gradcombine.errors import GradCombineError, first_line, importing, invalid, operation, require_path
 from gradcombine.formats import Entry, entry, from_array, from_blocks, npz, safetensors, unread
-from gradcombine.formats.entry import first_line
 from gradcombine.verify.diff import pytorch
 
 Dump: TypeAlias = Mapping[str, Entry]

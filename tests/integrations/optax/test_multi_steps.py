@@ -237,7 +237,7 @@ def test_the_state_keeps_its_dtypes() -> None:
     ("function", "message"),
     [
         (lambda u, s, p: (jnp.zeros(2, bool), ()), "expected a skip function that returns a boolean scalar first"),
-        (lambda u, s, p: (jnp.int32(0), ()), "received dtype int32"),
+        (lambda u, s, p: (jnp.int32(0), ()), "received int32 of shape"),
         (lambda u, s, p: jnp.asarray(False), "expected a skip function that returns \\(boolean scalar, state\\)"),
         ("nan", "expected a skip function, or None, received 'nan'"),
     ],

@@ -194,7 +194,7 @@ def test_what_belongs_to_another_strategy_is_refused() -> None:
             ),
             (
                 lambda: AccumulatedStep(given, [inside], 3, every=2),
-                "expected a Keras optimizer or a function, received int",
+                "expected a Keras optimizer or a function, received 3",
             ),
             (lambda: mirrored(2).run(step, args=(tf.ones(3), 1.0)), "received a call inside strategy.run"),
             (lambda: unscoped(tf.ones(3), 1.0), "received a call under another one"),
