@@ -34,6 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -65,66 +66,66 @@ class Grid:
     tag_bits: int
     special: int
 
-    @property
+    @cached_property
     def bits(self) -> int:
         return 8 * self.word.itemsize
 
-    @property
+    @cached_property
     def capacity(self) -> int:
         """The digits that a word can sum up, below the sign and above the tag."""
         return 1 << (self.bits - 1 - self.tag_bits - self.width)
 
-    @property
+    @cached_property
     def tag(self) -> int:
         """The mask of the tag."""
         return (1 << self.tag_bits) - 1
 
-    @property
+    @cached_property
     def digit(self) -> int:
         """The mask of a digit."""
         return (1 << self.width) - 1
 
-    @property
+    @cached_property
     def negative(self) -> int:
         """Where slot 0 counts -inf, above the count of +inf; a NaN counts as one of each."""
         return 1 << ((self.bits - self.tag_bits) // 2)
 
-    @property
+    @cached_property
     def most(self) -> int:
         """The bits of a float without its sign."""
         return (1 << (self.bits - 1)) - 1
 
-    @property
+    @cached_property
     def hidden(self) -> int:
         """The hidden bit of a significand: the lowest one of the exponent field."""
         return 1 << (self.precision - 1)
 
-    @property
+    @cached_property
     def half(self) -> int:
         """The bits of the lower half of a significand: products of halves, and sums of a few, fit a word."""
         return (self.precision + 1) // 2
 
-    @property
+    @cached_property
     def lower(self) -> int:
         """The mask of the lower bits of a product of significands, below the precision's."""
         return (1 << 2 * self.half) - 1
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """``2**-unit`` is the smallest subnormal number."""
         return self.top // 2 + self.precision - 2
 
-    @property
+    @cached_property
     def infinity(self) -> int:
         """The bits of +inf."""
         return self.most & -self.hidden
 
-    @property
+    @cached_property
     def top(self) -> int:
         """The exponent p of infinities and NaN; that of finite values is less."""
         return (self.infinity >> (self.precision - 1)) - 1
 
-    @property
+    @cached_property
     def _shift(self) -> int:
         """``(p + _shift) // width`` is the bin of the leading bit: so much that infinities begin the bin of a tag."""
         return self.special * 3 * self.width - self.top
