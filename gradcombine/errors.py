@@ -298,18 +298,6 @@ def in_kind(value: Any) -> str:
     return type(value).__name__ + (f" of {len(value)}" if issubclass(type(value), (list, tuple)) else "")
 
 
-def exclude(*combinations: tuple[object, str, object]) -> None:
-    """Raises for the first combination of settings that has no meaning.
-
-    Args:
-      *combinations: whether each is there, what is expected in its place, and what was received: a text, or a function
-        that gives it.
-    """
-    for is_there, expected, received in combinations:
-        if is_there:
-            raise invalid(expected, received() if isinstance(received, FunctionType) else received)
-
-
 @contextmanager
 def foreign(
     expected: str, *kinds: type[Exception], received: object = None, path: str = ""

@@ -14,8 +14,8 @@ from gradcombine.backends.registry import load
 from gradcombine.errors import (
     MOST,
     GradCombineError,
-    exclude,
     foreign,
+    invalid,
     operation,
     require_equal,
     require_given,
@@ -160,8 +160,8 @@ class LocalGradientAggregation(WithSeen):
             if x is None or isinstance(x, tf.IndexedSlices):
                 continue
             with within(f"[{i}]"):
-                known = isinstance(x, (tf.Tensor, tf.Variable, np.ndarray))
-                exclude((not known, "a tensor, tf.IndexedSlices or None", lambda x=x: shown(x)))
+                if not isinstance(x, (tf.Tensor, tf.Variable, np.ndarray)):
+                    raise invalid("a tensor, tf.IndexedSlices or None", shown(x))
                 gradients[i] = load("tensorflow").asarray(x)
         if self._sparse_as_dense:
             gradients = [sparse.dense(x) if isinstance(x, tf.IndexedSlices) else x for x in gradients]
@@ -327,4 +327,5 @@ def _require_no_conditional_collective() -> None:
     context = tf.distribute.get_replica_context()
     replicas = 1 if context is None or tf.executing_eagerly() else context.num_replicas_in_sync
     expected = "an eager call (or AccumulatedStep): tf.distribute allows no collective in a conditional"
-    exclude((replicas > 1, expected, f"one in a tf.function, on {replicas} replicas"))
+    if replicas > 1:
+        raise invalid(expected, f"one in a tf.function, on {replicas} replicas")

@@ -13,7 +13,6 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import is_absent, load, resolve
 from gradcombine.errors import (
     GradCombineError,
-    exclude,
     invalid,
     operation,
     require_integer,
@@ -117,12 +116,13 @@ class AllReduce:
             require_number("finite factors, and no predivision by 0", factor, -math.inf)
             for factor in (prescale_factor, postscale_factor, gradient_predivide_factor)
         )
-        by_zero = gradient_predivide_factor == 0
-        exclude((by_zero, "finite factors, and no predivision by 0", gradient_predivide_factor))
+        if gradient_predivide_factor == 0:
+            raise invalid("finite factors, and no predivision by 0", gradient_predivide_factor)
         if gradient_predivide_factor != 1 and op != "average":
             text = "gradient_predivide_factor not supported with op != Average"
             raise HorovodError(text, "AllReduce", "gradient_predivide_factor 1", gradient_predivide_factor)
-        exclude((compression is not None and op in ("min", "max"), f"no compression for {op!r}", shown(compression)))
+        if compression is not None and op in ("min", "max"):
+            raise invalid(f"no compression for {op!r}", shown(compression))
         self._over, self._op = over, op
         self._order: Order = order
         self._before = prescale_factor / gradient_predivide_factor
@@ -206,7 +206,8 @@ class AllReduce:
         if self._process_set is None:
             return None
         size = self._over.size()
-        exclude((max(self._process_set) >= size, f"a process set of ranks below {size}", list(self._process_set)))
+        if max(self._process_set) >= size:
+            raise invalid(f"a process set of ranks below {size}", list(self._process_set))
         rank, chosen = self._over.rank(), backend.full((), 0, dtypes.INT32)
         one = backend.full((), 1, dtypes.INT32)
         for member in self._process_set:

@@ -20,7 +20,6 @@ from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.registry import in_words, is_absent, shape_of
 from gradcombine.errors import (
     GradCombineError,
-    exclude,
     foreign,
     invalid,
     require_equal,
@@ -200,10 +199,10 @@ def examples(batch: Tree) -> int:
             continue
         with within(name):
             shape = shape_of(leaf)
-            exclude(
-                (getattr(leaf, "dtype", None) == jax.dtypes.float0, "a batch of numbers", "an array of float0"),
-                (not shape, "a batch argument with a first axis of examples", "a scalar"),
-            )
+            if getattr(leaf, "dtype", None) == jax.dtypes.float0:
+                raise invalid("a batch of numbers", "an array of float0")
+            if not shape:
+                raise invalid("a batch argument with a first axis of examples", "a scalar")
         first = (shape[0], name) if first is None else first
         require_equal(f"{{}} examples, as in {first[1]}", first[0], shape[0], name)
     return require_given("a batch argument with an array", first)[0]

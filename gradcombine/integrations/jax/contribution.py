@@ -17,7 +17,7 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.errors import MOST, exclude, foreign, in_kind, invalid, require_one, require_tuple
+from gradcombine.errors import MOST, foreign, in_kind, invalid, require_one, require_tuple
 from gradcombine.integrations.jax.arrays import examples
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
 from gradcombine.integrations.jax.norms import WithNorms
@@ -76,25 +76,27 @@ class Objective:
         check(reduction=self.reduction, weight=self.weight, over=self.over, order=self.order)
         require_of_jax(self.over)
         check(loss=loss.function, has_aux=loss.has_aux, differentiate=loss.differentiate, grad_norm=loss.grad_norm)
-        axis, of_shards = self.reduction.summed_over, f"{self.reduction.name}, of shards"
-        apart = axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis)
+        axis = self.reduction.summed_over
+        if axis is not None and loss.grad_norm:
+            raise invalid("a reduction of whole gradients, for grad_norm", f"{self.reduction.name}, of shards")
+        if axis is not None and self.over is not LOCAL and repr(self.over) != repr(axis):
+            raise invalid(f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over))
+        if loss.argnums is None:
+            raise invalid("the positions of the parameters as argnums", None)
         roles = [*self._taken(), *_positions(loss.batch_argnums)]
-        shared = not all(map(_is_position, roles)) or len(set(roles)) != len(roles)
-        single = {"rng_argnum": loss.rng_argnum, "carry_argnum": loss.carry_argnum}
-        exclude(
-            (axis is not None and loss.grad_norm, "a reduction of whole gradients, for grad_norm", of_shards),
-            (apart, f"over={axis!r}, whose replicas the reduction sums over, or LOCAL", repr(self.over)),
-            (loss.argnums is None, "the positions of the parameters as argnums", None),
-            (shared, "argument positions, integers from 0, each with one role", roles),
-            *((isinstance(x, Sequence), f"one argument position as {name}, or None", x) for name, x in single.items()),
-        )
+        if not all(map(_is_position, roles)) or len(set(roles)) != len(roles):
+            raise invalid("argument positions, integers from 0, each with one role", roles)
+        for name, role in (("rng_argnum", loss.rng_argnum), ("carry_argnum", loss.carry_argnum)):
+            if isinstance(role, Sequence):
+                raise invalid(f"one argument position as {name}, or None", role)
 
     def batch_positions(self, args: Sequence[Any]) -> list[int]:
         """Where the batch is: where it was said to be, or wherever no argument has another role."""
         taken = self._taken()
         found = _positions(self.loss.batch_argnums) or [i for i in range(len(args)) if i not in taken]
         needed = max([*found, *taken]) + 1
-        exclude((needed > len(args), f"{needed} positional arguments or more", len(args)))
+        if needed > len(args):
+            raise invalid(f"{needed} positional arguments or more", len(args))
         return found
 
     def key(self, args: Sequence[Any], *numbers: Any) -> Array:
@@ -159,8 +161,8 @@ class Objective:
         positions = self.batch_positions(args)
         self._require_whole(args)
         axis = self.reduction.summed_over
-        outside = isinstance(axis, JaxAxis) and not axis.is_bound()
-        exclude((outside, f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none"))
+        if isinstance(axis, JaxAxis) and not axis.is_bound():
+            raise invalid(f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none")
         others = [None if i in positions else x for i, x in enumerate(args)]
 
         def one(whole: Tree, rows: list[Any], own: Tree) -> tuple[Tree, Tree]:
@@ -190,10 +192,10 @@ class Objective:
         (value, rest, form), grads = self._differentiated(called, kwargs, scale)
         taken, returned = self.loss.carry_argnum is not None, rest.carry is not None
         expected = "a loss that returns LossOutput(carry=...), for carry_argnum"
-        exclude(
-            (taken and not returned, expected, f"one in form {form.name}"),
-            (returned and not taken, "carry_argnum, for a loss that returns a carry", None),
-        )
+        if taken and not returned:
+            raise invalid(expected, f"one in form {form.name}")
+        if returned and not taken:
+            raise invalid("carry_argnum, for a loss that returns a carry", None)
         weight = self._weight(args, rest.weight, default_weight)
         backend = load("jax")
         parsed = parse(backend, weight)
@@ -272,7 +274,8 @@ class Objective:
         with foreign(expected, received=in_kind(output.value)):
             value = jnp.asarray(output.value)
             other = value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating)
-            exclude((other, expected, f"{value.dtype} of shape {value.shape}"))
+            if other:
+                raise invalid(expected, f"{value.dtype} of shape {value.shape}")
         return output, form
 
     def _in_form(self, output: Any) -> tuple[LossOutput, Form]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gradcombine.errors import invalid
 from gradcombine.types import Totals, Tree
 
 
@@ -93,9 +94,10 @@ class Loss:
         return loss if isinstance(loss, Loss) else cls(loss)
 
 
-def not_of_first(loss: Loss, of: str = "parameters") -> tuple[bool, str, str]:
-    """For `gradcombine.errors.exclude`: a loss that is to be differentiated by another argument than the first one."""
-    return loss.argnums != 0, f"a loss of the {of} as its first argument", f"argnums={loss.argnums!r}"
+def require_first(loss: Loss, of: str = "parameters") -> None:
+    """Raises for a loss that is to be differentiated by another argument than the first one."""
+    if loss.argnums != 0:
+        raise invalid(f"a loss of the {of} as its first argument", f"argnums={loss.argnums!r}")
 
 
 def opened(output: Any, has_aux: bool) -> tuple[LossOutput, Form]:

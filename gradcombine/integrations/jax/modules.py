@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 
 from gradcombine import reductions
-from gradcombine.errors import exclude, invalid, within
+from gradcombine.errors import invalid, within
 from gradcombine.integrations.jax.arrays import require_levels
-from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, not_of_first, opened
+from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened, require_first
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
 from gradcombine.types import Tree
@@ -101,8 +101,8 @@ def opened_or_arrays(x: Any) -> Opened | None:
     if module is not None or not kinds:
         return module
     require_levels(x)
-    several = any(map(is_module, jax.tree.leaves(x, is_leaf=is_module)))
-    exclude((several, "one module, or a tree of arrays", f"a {type(x).__name__} of modules"))
+    if any(map(is_module, jax.tree.leaves(x, is_leaf=is_module))):
+        raise invalid("one module, or a tree of arrays", f"a {type(x).__name__} of modules")
     return None
 
 
@@ -199,10 +199,9 @@ def of_module(loss: Loss, module: Opened, positions: int, average: Reduction) ->
       positions: of positional arguments, the module and a carry among them.
       average: what combines aux without an ``aux_reduction``.
     """
-    exclude(
-        not_of_first(loss, "module"),
-        (not loss.differentiate, "a loss to differentiate, of a module", "differentiate=False"),
-    )
+    require_first(loss, "module")
+    if not loss.differentiate:
+        raise invalid("a loss to differentiate, of a module", "differentiate=False")
     state, forms, has_keys = State(module), list[Form](), bool(jax.tree.leaves(module.keys))
     at = positions if loss.rng_argnum is None else loss.rng_argnum
 
@@ -244,7 +243,8 @@ def differentiated(x: Tree) -> tuple[Tree, dict[str, Any]]:
         return x, {}
     kept = [*State(module).reductions, *(".keys" for _ in jax.tree.leaves(module.keys))]
     expected = "a module without state and random streams, as requests come in any order"
-    exclude((kept, expected, next(iter(kept), None)))
+    if kept:
+        raise invalid(expected, next(iter(kept), None))
     return module.params, {OPENED: module._replace(params=None)}
 
 

@@ -18,7 +18,7 @@ from gradcombine.backends.jax_versions import vjp_by_name
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
 from gradcombine.denominators import Terms
-from gradcombine.errors import exclude, operation, require_given, require_one
+from gradcombine.errors import invalid, operation, require_given, require_one
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.contribution import Objective
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput
@@ -43,10 +43,12 @@ def objective_of(
     objective = Objective(loss, weight, mean, over, order)
     check(totals=loss.totals)
     if loss.terms is None:
-        exclude((loss.totals is not None, "terms, for totals", "none"))
+        if loss.totals is not None:
+            raise invalid("terms, for totals", "none")
         return objective
     several = Terms(loss.terms, loss.totals is not None)
-    exclude((not loss.differentiate, "a loss to differentiate, for terms", "differentiate=False"))
+    if not loss.differentiate:
+        raise invalid("a loss to differentiate, for terms", "differentiate=False")
     aux = reductions.mean() if loss.aux_reduction is None else loss.aux_reduction
     parts = {"terms": several.reduction_of_values(), "weights": reductions.sum(), "aux": aux}
     of_terms = replace(loss, aux_reduction=parts, differentiate=loss.totals is not None)
@@ -127,7 +129,8 @@ class ObjectiveOfTerms(Objective):
 
     def with_totals(self, kwargs: dict[str, Any], counted: Array) -> dict[str, Any]:
         """The keyword arguments with the totals of all replicas, by one exchange of a few numbers."""
-        exclude(("totals" in kwargs, "no totals, where they are counted", "totals"))
+        if "totals" in kwargs:
+            raise invalid("no totals, where they are counted", "totals")
         (totals,) = self.over.all_sum([mark_own(self.over, counted)])
         return kwargs | {"totals": {name: totals[i] for i, name in enumerate(self.terms.denominators)}}
 

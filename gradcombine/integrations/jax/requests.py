@@ -15,7 +15,6 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import (
-    exclude,
     foreign,
     importing,
     invalid,
@@ -27,7 +26,7 @@ from gradcombine.errors import (
     shown,
 )
 from gradcombine.integrations.jax.arrays import examples, place_beside, require_transformation, require_tree, usable
-from gradcombine.integrations.jax.loss import Loss, not_of_first
+from gradcombine.integrations.jax.loss import Loss, require_first
 from gradcombine.integrations.jax.modules import accepting_modules, differentiated, with_differentiated
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.request_programs import RequestPrograms, window_of
@@ -116,7 +115,8 @@ class RequestStep:
         """One more slot. Where its parameters have the shapes of another's, nothing is compiled for it."""
         expected = "a slot that does not exist, of a hashable name"
         with foreign(expected, TypeError, received=shown(slot)):
-            exclude((slot in _slots(state), expected, shown(slot)))
+            if slot in _slots(state):
+                raise invalid(expected, shown(slot))
         arrays = owned(differentiated(params)[0])
         opt_state = place_beside(arrays, owned(self.programs.optimizer.init(arrays)))
         return {**state, slot: Slot(with_differentiated(params, arrays), opt_state)}
@@ -297,8 +297,8 @@ class RequestStep:
         if count == 1:
             return [rows]
         parts = divide(rows, count)
-        whole = parts.full == count and parts.rest is None
-        exclude((not whole, f"examples that {count} microbatches can share", examples(rows)))
+        if not (parts.full == count and parts.rest is None):
+            raise invalid(f"examples that {count} microbatches can share", examples(rows))
         return [jax.tree.map(lambda x, i=i: x[i], parts.stacked) for i in range(count)]
 
     def _is_open(self, held: Slot, window: int | None) -> bool:
@@ -378,12 +378,13 @@ def request_step(
     """
     objective = objective_of(accepting_modules(Loss.of(loss)), weight, reduction, over, order)
     carried, numbered = objective.loss.carry_argnum is not None, objective.reduction.microbatches is not None
-    exclude(
-        not_of_first(objective.loss),
-        (carried, "a loss without a carry, as requests come in any order", "carry_argnum"),
-        (objective.counts, "totals that are given or not known before", "counted ones"),
-        (numbered, "a reduction without a ledger: the step keeps one", repr(objective.reduction)),
-    )
+    require_first(objective.loss)
+    if carried:
+        raise invalid("a loss without a carry, as requests come in any order", "carry_argnum")
+    if objective.counts:
+        raise invalid("totals that are given or not known before", "counted ones")
+    if numbered:
+        raise invalid("a reduction without a ledger: the step keeps one", repr(objective.reduction))
     with importing("request_step"):
         import optax  # which gradients alone do not need
     require_transformation(optimizer)

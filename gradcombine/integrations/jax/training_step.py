@@ -14,9 +14,9 @@ from jax.core import eval_context
 import gradcombine as gc
 from gradcombine.backends.jax_versions import get_opaque_trace_state
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import exclude, importing, operation, require_one
+from gradcombine.errors import importing, invalid, operation, require_one
 from gradcombine.integrations.jax.arrays import require_transformation, usable
-from gradcombine.integrations.jax.loss import Loss, not_of_first
+from gradcombine.integrations.jax.loss import Loss, require_first
 from gradcombine.integrations.jax.modules import closed_if_open, of_modules, open_module
 from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.step_functions import (
@@ -193,7 +193,7 @@ def train_step(
     (-3.0, True)
     """
     objective = objective_of(loss, weight, reduction, over, order)
-    exclude(not_of_first(objective.loss))
+    require_first(objective.loss)
     with importing("train_step"):
         import optax  # which gradients alone do not need
 
@@ -206,7 +206,8 @@ def train_step(
         objective = objective_of(loss, weight, reduction, over, order)
         if microbatches is not None:
             return whole_windows(objective, wrapped, valid("microbatches", microbatches), interleaved)
-        exclude((objective.counts, "microbatches, for totals that are counted before a window", "every"))
+        if objective.counts:
+            raise invalid("microbatches, for totals that are counted before a window", "every")
         return over_calls(objective, wrapped, 1 if every is None else every, max_every)
 
     named = operation("train_step")

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import exclude, operation
+from gradcombine.errors import invalid, operation
 from gradcombine.integrations.jax.arrays import require_tree
 from gradcombine.integrations.jax.loss import Loss, closed
 from gradcombine.integrations.jax.modules import Opened, of_module, opened_or_arrays, write_state
@@ -121,7 +121,8 @@ def value_and_grad(
     objective = objective_of(loss, weight, reduction, over, order)
     check(interleaved=interleaved)
     count, own = valid("microbatches", microbatches), Loss.of(loss)
-    exclude((own.grad_norm, "no grad_norm, where the gradients are returned (optax.tree.norm)", "grad_norm=True"))
+    if own.grad_norm:
+        raise invalid("no grad_norm, where the gradients are returned (optax.tree.norm)", "grad_norm=True")
 
     @operation("value_and_grad")
     @wraps(objective.loss.function)

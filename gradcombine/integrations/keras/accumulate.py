@@ -12,8 +12,8 @@ import keras
 
 from gradcombine.errors import (
     GradCombineError,
-    exclude,
     foreign,
+    invalid,
     operation,
     require_equal,
     require_given,
@@ -136,7 +136,8 @@ class Accumulate(WindowWrapper):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
             both = settings.scales_loss(self.inner_optimizer)
-            exclude((both, settings.ONE_LOSS_SCALE, "both"))
+            if both:
+                raise invalid(settings.ONE_LOSS_SCALE, "both")
             # So a LossScaleOptimizer around this one says that the gradients are unscaled already.
             self._scaled_outside = value is None
         super().__setattr__(name, value)

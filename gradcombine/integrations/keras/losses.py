@@ -16,7 +16,7 @@ from typing import Any
 
 import keras
 
-from gradcombine.errors import exclude, within
+from gradcombine.errors import invalid, within
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.window_variables import KerasWindow
 
@@ -57,10 +57,10 @@ def require_weighable(model: Any, reduction: str) -> None:
     of_one_kind = "losses that are all means over the examples or all sums, or a microbatch_weight of your own"
     of_sums = "Accumulate(..., reduction='sum') for losses that are sums over the examples"
     with within("loss"):
-        exclude(
-            (summed != reductions, of_one_kind, received),
-            (reduction == "mean", of_sums, f"reduction='mean' and {received}"),
-        )
+        if summed != reductions:
+            raise invalid(of_one_kind, received)
+        if reduction == "mean":
+            raise invalid(of_sums, f"reduction='mean' and {received}")
 
 
 def weight_of(model: Any, reduction: str, x: Any, sample_weight: Any) -> Any:
@@ -85,7 +85,8 @@ def weight_of(model: Any, reduction: str, x: Any, sample_weight: Any) -> Any:
     several = len(reductions) > 1 or len(leaves) > 1
     expected = f"one sample weight and one reduction for all losses with reduction {_BY_SAMPLE_WEIGHT!r}"
     with within("loss"):
-        exclude((several, expected, f"{len(leaves)}, and {sorted(map(repr, reductions))}"))
+        if several:
+            raise invalid(expected, f"{len(leaves)}, and {sorted(map(repr, reductions))}")
     return keras.ops.sum(keras.ops.cast(leaves[0], "float32"))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from gradcombine.errors import exclude
+from gradcombine.errors import invalid
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow, make_variable
 from gradcombine.integrations.tensorflow.boundary import Update, overwrites
@@ -34,8 +34,8 @@ class TensorflowWindow(KerasWindow):
     def __init__(self, rules: Window, parts: Parts, optimizer: Any, variables: Sequence[Any]) -> None:
         self._strategy = tf.distribute.get_strategy()
         require_synchronous(self._strategy)
-        central = isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy)
-        exclude((central, "a strategy with variables on every replica", type(self._strategy).__name__))
+        if isinstance(self._strategy, tf.distribute.experimental.CentralStorageStrategy):
+            raise invalid("a strategy with variables on every replica", type(self._strategy).__name__)
         super().__init__(rules, parts, optimizer, variables)
         self.replicas = self._strategy.num_replicas_in_sync
         # Shapes are known as a step runs; a variable takes them out of compiled ones. It is no part of the state.

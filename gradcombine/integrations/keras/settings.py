@@ -12,8 +12,8 @@ import keras
 
 from gradcombine import reductions
 from gradcombine.errors import (
-    exclude,
     foreign,
+    invalid,
     require_equal,
     require_items,
     require_one_of,
@@ -38,7 +38,8 @@ def require_variables(variables: Any) -> list[Any]:
     for i, x in enumerate(found):
         known = getattr(x, "assign", None) is not None and getattr(x, "trainable", None) is not None
         with within(f"[{i}]"):
-            exclude((not known, "a variable", lambda x=x: shown(x)))
+            if not known:
+                raise invalid("a variable", shown(x))
     return found
 
 
@@ -55,14 +56,10 @@ def inner_optimizer(argument: Any) -> Any:
     require_type(expected, optimizer, keras.optimizers.Optimizer)
     accumulates = any(hasattr(x, "flush") for x in with_inner(optimizer))
     steps = max(getattr(x, "gradient_accumulation_steps", None) or 0 for x in with_inner(optimizer))
-    exclude(
-        (
-            accumulates,
-            "an optimizer that does not accumulate already",
-            f"{type(optimizer).__name__} around another one",
-        ),
-        (steps, "an inner optimizer without gradient_accumulation_steps", steps),
-    )
+    if accumulates:
+        raise invalid("an optimizer that does not accumulate already", f"{type(optimizer).__name__} around another one")
+    if steps:
+        raise invalid("an inner optimizer without gradient_accumulation_steps", steps)
     return optimizer
 
 
@@ -93,14 +90,16 @@ def require_built_alike(optimizer: Any, variables: Sequence[Any]) -> None:
     """Refuses an inner optimizer that trains other variables, or the same in another order."""
     built = [id(x) for x in optimizer._trainable_variables]
     others = built != [id(x) for x in variables]
-    exclude((others, "an inner optimizer that is not built, or built with the same variables", "one built with others"))
+    if others:
+        raise invalid("an inner optimizer that is not built, or built with the same variables", "one built with others")
 
 
 def require_agreed_scale(replicas: int) -> None:
     """Refuses a loss scale that is not decided by all replicas."""
     expected = "Accumulate(LossScaleOptimizer(...)), which sees the gradients of all replicas"
     received = "LossScaleOptimizer(Accumulate(...)), which decides by those of the first one"
-    exclude((replicas > 1, expected, received))
+    if replicas > 1:
+        raise invalid(expected, received)
 
 
 def reduction_of(name: Name, precision: Precision, dtype: Any, wire: Wire | None) -> Reduction:

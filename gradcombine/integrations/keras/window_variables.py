@@ -13,7 +13,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import in_words
-from gradcombine.errors import GradCombineError, exclude, foreign, invalid, require_equal, shown
+from gradcombine.errors import GradCombineError, foreign, invalid, require_equal, shown
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, depth_of, replace_window, whole_window
@@ -197,7 +197,8 @@ def as_array(value: Any) -> np.ndarray:
     """Converts a value for a variable to a NumPy array."""
     with foreign("arrays of numbers", Exception, received=lambda: in_words(value)):  # the backends have several classes
         array = np.asarray(keras.ops.convert_to_numpy(value))
-    exclude((array.dtype.kind in "OSUMm", "arrays of numbers", lambda: in_words(value)))
+    if array.dtype.kind in "OSUMm":
+        raise invalid("arrays of numbers", in_words(value))
     return array
 
 
@@ -212,7 +213,8 @@ def require_window(arrays: Sequence[np.ndarray]) -> None:
     axes = [x.ndim for x in arrays[-3:] if x.dtype.kind in "iu"]
     other = axes != [1, 1, 2] or len({x.shape[:1] for x in arrays}) > 1 or not arrays[-1].size
     expected = "arrays that begin with an axis of replicas, the last three its integers step, index and touched"
-    exclude((other, expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)))
+    if other:
+        raise invalid(expected, ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays))
 
 
 def begun(arrays: Sequence[np.ndarray]) -> bool:
@@ -252,7 +254,8 @@ def _states(arrays: Sequence[np.ndarray], window: KerasWindow, received: str, ki
     states = [_state(window, [x[rank] for x in (*held, step, index)]) for rank in range(len(step))]
     full = begun(arrays) and window.rules.is_full(states[0])
     pending = f"{int(step[0])} that have not been applied"
-    exclude((full, "a window of fewer microbatches, as every says", pending))
+    if full:
+        raise invalid("a window of fewer microbatches, as every says", pending)
     return _divided(window.rules.reduction, states, window.replicas)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from gradcombine.errors import exclude, invalid, operation, require_equal, require_given, require_items, shown
+from gradcombine.errors import invalid, operation, require_equal, require_given, require_items, shown
 from gradcombine.integrations.keras import window_variables as windows
 from gradcombine.integrations.keras.settings import unscaled
 from gradcombine.integrations.keras.window_variables import KerasWindow
@@ -40,8 +40,8 @@ class Wrapper(_Optimizer):
     """
 
     def __init__(self, name: str | None) -> None:
-        named = name is None or (isinstance(name, str) and name.isprintable() and "/" not in name)
-        exclude((not named, "a printable name without /, or None", shown(name)))
+        if not (name is None or (isinstance(name, str) and name.isprintable() and "/" not in name)):
+            raise invalid("a printable name without /, or None", shown(name))
         # Not super(): a subclass may be a LossScaleOptimizer as well, which starts otherwise.
         _Optimizer.__init__(self, learning_rate=0.0, name=name)
         for setting in [x for x in vars(self) if not x.startswith("_") and x not in ("name", "built")]:
@@ -98,8 +98,8 @@ class Wrapper(_Optimizer):
         if is_own or "inner_optimizer" not in vars(self) or not hasattr(self, name):
             super().__setattr__(name, value)
         else:
-            twice = name == "gradient_accumulation_steps" and value
-            exclude((twice, "no gradient_accumulation_steps: the window has every microbatches", value))
+            if name == "gradient_accumulation_steps" and value:
+                raise invalid("no gradient_accumulation_steps: the window has every microbatches", value)
             setattr(self._holder(name), name, value)
 
     @property
@@ -112,7 +112,8 @@ class Wrapper(_Optimizer):
 
     def _configured(self, name: str) -> Any:
         several = hasattr(self._settings, "optimizers")
-        exclude((several, f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them"))
+        if several:
+            raise invalid(f"a call of {name} on one of MultiOptimizer.optimizers", "one on all of them")
         return self._settings
 
 
@@ -148,8 +149,8 @@ class WindowWrapper(Wrapper):
         values = windows.values_of(rest, [*arrays[: inside.start], *arrays[inside.stop :]])
         held = [x[np.newaxis] for x in arrays[inside]]
         windows.require_window(held)
-        of_one = window.replicas > 1 and windows.begun(held)
-        exclude((of_one, "a window of all replicas, as files have it", "the first one's"))
+        if window.replicas > 1 and windows.begun(held):
+            raise invalid("a window of all replicas, as files have it", "the first one's")
         windows.replace(held, window, self._kind, self._kind)
         for variable, value in zip(rest, values, strict=True):
             variable.assign(value)

@@ -16,7 +16,7 @@ from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import require_count
 from gradcombine.denominators import Terms
-from gradcombine.errors import GradCombineError, exclude, operation, require_given, require_type, within
+from gradcombine.errors import GradCombineError, invalid, operation, require_given, require_type, within
 from gradcombine.integrations.jax.arrays import as_arrays, keep_dtypes, place_beside, require_transformation
 from gradcombine.integrations.jax.on_replicas import ReplicatedWindow, mark_own
 from gradcombine.integrations.jax.run_if import conditional, run_if
@@ -312,8 +312,8 @@ class Accumulation:
         """The state; raises for another transformation's."""
         state = require_type("an AccumulateUpdatesState", state, AccumulateUpdatesState)
         with_or_without = "without" if self._skip is None else "with"
-        other = isinstance(state.skip, SkipState) != (self._skip is not None)
-        exclude((other, f"a state made {with_or_without} a skip function", type(state.skip).__name__))
+        if isinstance(state.skip, SkipState) != (self._skip is not None):
+            raise invalid(f"a state made {with_or_without} a skip function", type(state.skip).__name__)
         with within(".window"):
             require_state(state.window)
         for name in ("step", "index"):

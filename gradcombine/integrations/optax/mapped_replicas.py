@@ -13,7 +13,7 @@ import optax
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import (
-    exclude,
+    invalid,
     operation,
     require_function,
     require_integer,
@@ -122,7 +122,8 @@ def map_replicas(
     @operation("map_replicas")
     @wraps(function)
     def mapped(*args: Any, **kwargs: Any) -> Any:
-        exclude((max(batch, default=-1) >= len(args), f"positional arguments at {batch}", len(args)))
+        if max(batch, default=-1) >= len(args):
+            raise invalid(f"positional arguments at {batch}", len(args))
 
         def one(whole: Tree, rows: list[Any], parts: list[Tree]) -> tuple[Tree, list[Tree]]:
             called, named = _joined(whole, parts)

@@ -15,7 +15,7 @@ import optax
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load, require_scalar
-from gradcombine.errors import exclude, foreign, operation, require_type, shown
+from gradcombine.errors import foreign, invalid, operation, require_type, shown
 from gradcombine.integrations.jax.arrays import (
     KEPT,
     as_arrays,
@@ -149,9 +149,9 @@ class MultiSteps:
             ``flush`` and ``number``, which mean something to `accumulate`: optax.MultiSteps would drop them.
         """
         _require_state(state)
-        others = sorted(_OF_ACCUMULATE & extra_args.keys())
-        unknown = "which optax.MultiSteps does not know (integrations.optax.accumulate does)"
-        exclude(*((True, f"no {name}, {unknown}", shown(extra_args[name])) for name in others))
+        if others := sorted(_OF_ACCUMULATE & extra_args.keys()):
+            expected = f"no {others[0]}, which optax.MultiSteps does not know (integrations.optax.accumulate does)"
+            raise invalid(expected, shown(extra_args[others[0]]))
         updates, state = as_arrays(updates), as_arrays(state)
         mini_step, gradient_step = state.mini_step, state.gradient_step
         emit = jnp.asarray(self._ready(AccumulateState(((),), mini_step + 1, gradient_step)))

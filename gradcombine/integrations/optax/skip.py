@@ -12,7 +12,7 @@ import optax
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load, require_scalar
-from gradcombine.errors import exclude, foreign, operation, require_tuple, shown, within
+from gradcombine.errors import foreign, invalid, operation, require_tuple, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, DType, Scalar, Tree
 
@@ -97,7 +97,8 @@ def skip_large(max_norm: Any) -> Skip:
     expected = "a norm above 0, or a function of the window's number"
     if not callable(max_norm):
         require_scalar(expected, max_norm, "iuf")
-        exclude((not max_norm > 0, expected, lambda: shown(max_norm)))
+        if not max_norm > 0:
+            raise invalid(expected, shown(max_norm))
 
     @operation("skip_large")
     def skip(updates: Tree, gradient_step: Any, params: Tree = None) -> tuple[Array, Any]:
@@ -139,7 +140,8 @@ def _gradients(updates: Tree) -> list[Array]:
             with within(path):
                 found.append(backend.asarray(leaf))
                 dtype = backend.dtype(leaf)
-                exclude((dtypes.kind(dtype) not in dtypes.NUMERIC, "gradients of numbers", dtype))
+                if dtypes.kind(dtype) not in dtypes.NUMERIC:
+                    raise invalid("gradients of numbers", dtype)
     return found
 
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 from gradcombine import reductions, tree
 from gradcombine.backends.registry import in_words, is_array_of
 from gradcombine.backends.tensorflow_backend import BACKEND
-from gradcombine.errors import exclude, invalid, operation, require_equal, require_items, shown
+from gradcombine.errors import invalid, operation, require_equal, require_items, shown
 from gradcombine.integrations.tensorflow.boundary import Update
 from gradcombine.integrations.tensorflow.inputs import (
     checked_result,
@@ -145,7 +145,8 @@ class AccumulatedStep(WithSeen):
             self._terms = LossOfTerms(terms, totals, reduction)
             reduction = self._terms.reduction
         else:
-            exclude((totals is not None, "terms, for totals", "none"))
+            if totals is not None:
+                raise invalid("terms, for totals", "none")
         reduction = reductions.mean() if reduction is None else reduction
         self._window = Window(reduction, every, tf_replicas(), order, max_every)
         require_same_length(self._strategy, every)
@@ -247,7 +248,8 @@ class AccumulatedStep(WithSeen):
         require_context(self._strategy)
         wanted = self._terms is not None and self._terms.is_given
         expected = "totals={...} in each call, with totals='given' and not else"
-        exclude(((totals is not None) != wanted, expected, lambda: shown(totals)))
+        if (totals is not None) != wanted:
+            raise invalid(expected, shown(totals))
         # All replicas compute before any of them writes: a failure on one leaves all of them whole.
         compute, begun = converted(self._gradients, status), graph_size()
         # Which variables have a gradient is known while tracing, and only then.

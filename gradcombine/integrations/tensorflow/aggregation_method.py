@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import tensorflow as tf
 
 from gradcombine import foreign_orders
-from gradcombine.errors import GradCombineError, exclude, operation, require_integer, require_one_of, shown
+from gradcombine.errors import GradCombineError, invalid, operation, require_integer, require_one_of, shown
 
 Execution = Literal["function", "graph", "xla"]
 
@@ -86,8 +86,8 @@ def _number(method: Any) -> int:
 
 def _order(number: int, execution: str, names: Sequence[str] | None) -> Callable[[Sequence[Any]], Any]:
     require_one_of("execution 'function', 'graph' or 'xla'", execution, get_args(Execution))
-    elsewhere = names is not None and execution != "function"
-    exclude((elsewhere, "no names: terms are sorted in a function only", shown(execution)))
+    if names is not None and execution != "function":
+        raise invalid("no names: terms are sorted in a function only", shown(execution))
     if execution == "function":
         return partial(foreign_orders.addn_blocks, names=names)
     return foreign_orders.addn_blocks if (number, execution) == (0, "graph") else foreign_orders.left_chain

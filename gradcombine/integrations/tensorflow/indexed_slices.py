@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from gradcombine.backends.protocol import Collective
-from gradcombine.errors import exclude, operation, require_equal, require_given
+from gradcombine.errors import invalid, operation, require_equal, require_given
 from gradcombine.sparse import RowSparse, row_sparse
 
 
@@ -45,7 +45,8 @@ def from_indexed_slices(slices: tf.IndexedSlices, rows: int | None = None, size:
     if size is None:
         require_given("size, or a static number of slices", n)
         return row_sparse(indices, values, whole)
-    exclude((n is not None and n > size, f"at most {size} slices", n))
+    if n is not None and n > size:
+        raise invalid(f"at most {size} slices", n)
     # With more slices the number of paddings is negative, which the operation itself refuses.
     missing = size - tf.shape(indices)[0]
     paddings = tf.scatter_nd([[0, 1]], [missing], [values.shape.rank, 2])

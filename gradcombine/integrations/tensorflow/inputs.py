@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from gradcombine.errors import exclude, require_function, require_tuple, require_type, within
+from gradcombine.errors import invalid, require_function, require_tuple, require_type, within
 from gradcombine.integrations.tensorflow.indexed_slices import dense
 
 
@@ -26,22 +26,20 @@ def require_context(strategy: tf.distribute.Strategy, *, of_replicas: bool = Fal
     if not of_replicas and not tf.distribute.has_strategy():
         return
     crosses, other = tf.distribute.in_cross_replica_context(), tf.distribute.get_strategy() is not strategy
-    exclude(
-        (other, "a call under the strategy that it was made under", "a call under another one"),
-        (crosses and of_replicas, "a call in replica context, inside strategy.run", "a call in cross-replica context"),
-        (
-            not crosses and not of_replicas,
-            "a call in cross-replica context",
-            "a call inside strategy.run, which it makes itself",
-        ),
-    )
+    if other:
+        raise invalid("a call under the strategy that it was made under", "a call under another one")
+    if crosses and of_replicas:
+        raise invalid("a call in replica context, inside strategy.run", "a call in cross-replica context")
+    if not crosses and not of_replicas:
+        raise invalid("a call in cross-replica context", "a call inside strategy.run, which it makes itself")
 
 
 def require_synchronous(strategy: tf.distribute.Strategy) -> None:
     """Refuses a strategy whose workers do not run in step: then there is no window that all of them share."""
     asynchronous = isinstance(strategy, tf.distribute.ParameterServerStrategy)
     expected = "a strategy whose replicas run in step; gradcombine.accumulate combines what a coordinator fetches"
-    exclude((asynchronous, expected, type(strategy).__name__))
+    if asynchronous:
+        raise invalid(expected, type(strategy).__name__)
 
 
 def local_replicas(strategy: tf.distribute.Strategy) -> int:
@@ -54,7 +52,8 @@ def require_same_length(strategy: tf.distribute.Strategy, every: Any) -> None:
     if strategy.num_replicas_in_sync == local_replicas(strategy) or callable(every):
         return
     lengths = strategy.gather(strategy.run(lambda: tf.constant([every])), axis=0).numpy().tolist()
-    exclude((len(set(lengths)) > 1, "a window length that is the same on all replicas", lengths))
+    if len(set(lengths)) > 1:
+        raise invalid("a window length that is the same on all replicas", lengths)
 
 
 def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path: str) -> None:
@@ -65,9 +64,10 @@ def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path
     laid_out = isinstance(variable, tf.experimental.dtensor.DVariable)
     expected = "a variable without a DTensor layout; gradcombine.accumulate keeps the layouts of the gradients"
     with within(path):
-        exclude((laid_out, expected, "a DVariable"))
-        own = strategy.extended.variable_created_in_scope(variable)
-        exclude((not own, "a variable made under the strategy in scope", f"{variable.name}, which was not"))
+        if laid_out:
+            raise invalid(expected, "a DVariable")
+        if not strategy.extended.variable_created_in_scope(variable):
+            raise invalid("a variable made under the strategy in scope", f"{variable.name}, which was not")
 
 
 def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from gradcombine import reductions
 from gradcombine.errors import (
-    exclude,
+    invalid,
     operation,
     require_given,
     require_integer,
@@ -125,11 +125,12 @@ class Outer(tf.Module):
             require_created_in_scope(self._strategy, target, f"[{i}]")
             with within(f"[{i}]"):
                 dtype = tf.as_dtype(target.dtype)
-                exclude((not dtype.is_floating, "variables that are floats", dtype.name))
+                if not dtype.is_floating:
+                    raise invalid("variables that are floats", dtype.name)
         require_once(expected, list(map(id, self.optimizers)))
         params = [local_variable(tf.convert_to_tensor(target)) for target in targets]
-        shared = any(isinstance(x, list) for x in params)
-        exclude((shared, "a strategy with variables of each replica", type(self._strategy).__name__))
+        if any(isinstance(x, list) for x in params):
+            raise invalid("a strategy with variables of each replica", type(self._strategy).__name__)
         parts = divided([math.prod(x.shape) * x.dtype.size for x in params], count)
         weights = [local_variable(tf.zeros(())) for _ in parts]
         fragments = list[Fragment]()
@@ -184,7 +185,8 @@ class Outer(tf.Module):
 
     def _see(self, weight: Any) -> None:
         weight = tf.cast(weight, tf.float32)
-        exclude((weight.shape.rank, "a scalar as weight", f"shape {weight.shape}"))
+        if weight.shape.rank:
+            raise invalid("a scalar as weight", f"shape {weight.shape}")
         for fragment in self._fragments():
             fragment.weight.assign_add(weight)
 

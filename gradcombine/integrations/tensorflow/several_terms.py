@@ -12,7 +12,7 @@ import tensorflow as tf
 from gradcombine import reductions
 from gradcombine.backends.tensorflow_backend import BACKEND
 from gradcombine.denominators import Terms
-from gradcombine.errors import exclude, require_tuple
+from gradcombine.errors import invalid, require_tuple
 from gradcombine.integrations.tensorflow.state import ReplicaState, in_local_variables
 from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
@@ -63,7 +63,8 @@ class LossOfTerms:
     def __init__(self, terms: Mapping[str, str], totals: Totals | None, reduction: Reduction | None) -> None:
         check(totals=totals)
         self._terms = Terms(terms, totals is not None)
-        exclude((totals == "counted", "totals that are given, as a call brings one microbatch", "counted"))
+        if totals == "counted":
+            raise invalid("totals that are given, as a call brings one microbatch", "counted")
         self.reduction = self._terms.reduction(reduction)
 
     @property
