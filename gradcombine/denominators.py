@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property, reduce
 from typing import Any, cast
 
-from gradcombine.backends.registry import owner, resolve
-from gradcombine.errors import invalid, shown, within
+from gradcombine.backends.registry import in_words, owner, resolve
+from gradcombine.errors import exclude, invalid, require_equal, require_one, require_type, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.per_leaf import per_leaf
@@ -52,16 +52,16 @@ class Terms:
         terms = list(cast("Mapping[Any, Any]", received).values()) if isinstance(received, Mapping) else []
         if not any(isinstance(x, Ratio) for x in terms):
             return cast("Any", received), weights
-        if weights is not None:
-            raise invalid("a Ratio of each term, or weights", "both")
+        require_one("a Ratio of each term, or weights", terms, weights)
         ratios, found = _named("a Ratio of each term", self.over, received), dict[str, Any]()
         for term, value in ratios.items():
-            if not isinstance(value, Ratio):
-                raise invalid("a Ratio of each term", shown(value), f"[{term!r}]")
+            value = require_type("a Ratio of each term", value, Ratio, f"[{term!r}]")
             name, denominator = self.over[term], value.denominator
             known = [_known(x) for x in (found.setdefault(name, denominator), denominator)]
-            if None not in known and known[0] != known[1]:
-                raise invalid(f"the denominator {known[0]}, as of other terms over {name!r}", known[1], f"[{term!r}]")
+            if None not in known:
+                require_equal(
+                    f"the denominator {{}}, as of other terms over {name!r}", known[0], known[1], f"[{term!r}]"
+                )
         return {term: value.numerator for term, value in ratios.items()}, found
 
     @no_autograph
@@ -74,11 +74,8 @@ class Terms:
         values = _named("a value of each term", self.over, received)
         for term, value in values.items():
             backend = owner(value)
-            if backend is None:
-                raise invalid("a real floating scalar", shown(value), f"[{term!r}]")
-            shape, dtype = backend.shape(value), backend.dtype(value)
-            if shape != () or dtypes.kind(dtype) != "float":
-                raise invalid("a real floating scalar", f"{dtype} of shape {shape}", f"[{term!r}]")
+            if backend is None or backend.shape(value) != () or dtypes.kind(backend.dtype(value)) != "float":
+                raise invalid("a real floating scalar", in_words(value), f"[{term!r}]")
         return values
 
     @no_autograph
@@ -119,8 +116,8 @@ class Terms:
         if not self.known:
             return ratios_of(self.denominators, given)
         combined = sum_() if given is None else given
-        if combined.scales_by_weight:
-            raise invalid("a sum, for terms that are divided by known totals", combined.name)
+        divides = combined.scales_by_weight
+        exclude((divides, "a sum, for terms that are divided by known totals", combined.name))
         return combined
 
     def reduction_of_values(self) -> Reduction:
@@ -202,9 +199,7 @@ def _known(number: Scalar) -> float | None:
 
 def _named(what: str, names: Iterable[str], received: Tree) -> dict[str, Tree]:
     expected = f"{what}, as a dict of {list(names)}"
-    if not isinstance(received, Mapping):
-        raise invalid(expected, type(received).__name__)
-    found = cast("Mapping[Any, Any]", received)
+    found = cast("Mapping[Any, Any]", require_type(expected, received, Mapping))
     if missing := [name for name in names if name not in found]:
         raise invalid(expected, "none", f"[{missing[0]!r}]")
     if others := [name for name in found if name not in names]:

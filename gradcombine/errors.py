@@ -259,10 +259,10 @@ def require_type(expected: str, value: object, kind: type[T], path: str = "") ->
     return value
 
 
-def require_given(expected: str, value: T | None) -> T:
+def require_given(expected: str, value: T | None, received: str = "none", path: str = "") -> T:
     """The value of what is needed; raises where it is None."""
     if value is None:
-        raise invalid(expected, "none")
+        raise invalid(expected, received, path)
     return value
 
 

@@ -18,6 +18,7 @@ from gradcombine.backends.registry import is_absent, resolve
 from gradcombine.errors import (
     invalid,
     operation,
+    require_equal,
     require_flag,
     require_integer,
     require_items,
@@ -308,8 +309,8 @@ def mean_of_means(values: Sequence[Tree], ranks: int, weights: Sequence[Scalar] 
     if len(trees) % ranks:
         raise invalid(f"a multiple of {ranks} trees", len(trees))
     scales = None if weights is None else require_items(f"{len(trees)} weights", weights)
-    if scales is not None and len(scales) != len(trees):
-        raise invalid(f"{len(trees)} weights", len(scales))
+    if scales is not None:
+        require_equal("{} weights", len(trees), len(scales))
     each = len(trees) // ranks
     blocks = [slice(i, i + each) for i in range(0, len(trees), each)]
     return mean([mean(trees[block], None if scales is None else scales[block]) for block in blocks])
@@ -361,9 +362,8 @@ def _terms(column: Sequence[Leaf], path: str) -> list[Array]:
     if dtypes.kind(backend.dtype(terms[0])) not in dtypes.NUMERIC:
         raise invalid("a dtype of numbers", backend.dtype(terms[0]), path)
     for received in others:
-        if received != expected:
-            described = "shape {} and dtype {}".format
-            raise invalid(described(*expected), described(*received), path)
+        described = "shape {} and dtype {}".format
+        require_equal("{}", described(*expected), described(*received), path)
     return terms
 
 

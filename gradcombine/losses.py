@@ -31,6 +31,7 @@ from gradcombine.backends.registry import owner, resolve
 from gradcombine.errors import (
     invalid,
     operation,
+    require_equal,
     require_integer,
     require_items,
     require_list,
@@ -292,8 +293,7 @@ def deal(tokens: Iterable[int], groups: Iterable[int], parts: int) -> list[list[
     expected = "tokens and a group of each sequence, integers from 0"
     sizes = [require_integer(expected, n, lowest=0) for n in require_items(expected, tokens)]
     ids = [require_integer(expected, n, lowest=-_MOST) for n in require_items(expected, groups)]
-    if len(sizes) != len(ids):
-        raise invalid(f"{len(sizes)} groups, one for each sequence", len(ids))
+    require_equal("{} groups, one for each sequence", len(sizes), len(ids))
     count = require_integer("1 part or more", parts)
     members: dict[int, list[int]] = {}
     for i, group in enumerate(ids):

@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.errors import invalid, operation, require_integer, within
+from gradcombine.errors import exclude, invalid, operation, require_equal, require_given, require_integer, within
 from gradcombine.formats.entry import holds_numbers
 from gradcombine.settings import check
 from gradcombine.types import Array, Leaf, Tree
@@ -97,12 +97,17 @@ def require_rows(backend: Backend, slices: RowSlices, path: str = "") -> RowSlic
     with within(path):
         indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
         dtype, positions, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
-    if dtype.kind not in "iu" or len(positions) != 1:
-        raise invalid("integer indices of shape (n,)", f"{dtype} of shape {positions}", path)
-    if not holds_numbers(np.dtype(backend.dtype(values))):
-        raise invalid("values that are numbers", backend.dtype(values), path)
-    if shape[:1] != positions:
-        raise invalid(f"values of {positions[0]} rows, one an index", f"shape {shape}", path)
+        integers, own = dtype.kind in "iu" and len(positions) == 1, np.dtype(backend.dtype(values))
+        count = ", ".join(map(str, positions))
+        exclude(
+            (not integers, "integer indices of shape (n,)", f"{dtype} of shape {positions}"),
+            (not holds_numbers(own), "values that are numbers", own),
+            (
+                shape[:1] != positions,
+                f"values of {count} rows, one an index",
+                f"shape {shape}",
+            ),
+        )
     return RowSlices(indices, values, slices.rows)
 
 
@@ -254,14 +259,13 @@ def to_dense(rows: Leaf) -> Array:
     array([0., 7.], dtype=float32)
     """
     slices = _required_slices(rows)
-    if slices.rows is None:
-        raise invalid("a known number of rows", "a dense_shape that is not static")
+    extent = require_given("a known number of rows", slices.rows, "a dense_shape that is not static")
     backend = resolve([slices.indices, slices.values])
-    shape = (slices.rows, *backend.shape(slices.values)[1:])
-    if not holds_numbers(dtype := backend.dtype(slices.values)):
-        raise invalid("values of a dtype of numbers", dtype)
+    shape = (extent, *backend.shape(slices.values)[1:])
+    dtype = backend.dtype(slices.values)
+    exclude((not holds_numbers(dtype), "values of a dtype of numbers", dtype))
     zeros = backend.full(shape, 0, dtype)
-    once = _once(backend, slices, slices.rows)
+    once = _once(backend, slices, extent)
     return zeros if once is None else backend.put(zeros, *once)
 
 
@@ -310,10 +314,8 @@ def add_rows(table: Array, rows: Leaf, unique: bool = False) -> Array:
     whole = backend.asarray(table)
     expected = backend.shape(whole)
     received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
-    if not holds_numbers(np.dtype(backend.dtype(whole))):
-        raise invalid("a table of numbers", backend.dtype(whole))
-    if received != expected:
-        raise invalid(f"rows of shape {expected}", received)
+    exclude((not holds_numbers(np.dtype(backend.dtype(whole))), "a table of numbers", backend.dtype(whole)))
+    require_equal("rows of shape {}", expected, received)
     once = _once(backend, slices, expected[0], unique)
     if once is None:
         return whole
@@ -325,10 +327,7 @@ def add_rows(table: Array, rows: Leaf, unique: bool = False) -> Array:
 
 
 def _required_slices(leaf: Leaf) -> RowSlices:
-    slices = row_slices(leaf)
-    if slices is None:
-        raise invalid("a RowSparse, tf.IndexedSlices or BCOO", type(leaf).__name__)
-    return slices
+    return require_given("a RowSparse, tf.IndexedSlices or BCOO", row_slices(leaf), type(leaf).__name__)
 
 
 def _once(backend: Backend, held: RowSlices, rows: int, unique: bool = False) -> tuple[Array, Array] | None:

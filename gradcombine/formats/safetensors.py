@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple, cast
 import ml_dtypes
 import numpy as np
 
-from gradcombine.errors import GradCombineError, invalid
+from gradcombine.errors import GradCombineError, invalid, require_equal
 from gradcombine.formats import entry
 from gradcombine.formats.entry import Entry
 from gradcombine.types import Array
@@ -91,12 +91,10 @@ def read(path: Path) -> Contents:
         if dtype is None:
             entries[name] = entry.unread(name, f"elements of dtype {kind}", shape)
             continue
-        if math.prod(shape) * dtype.itemsize != after - begin:
-            raise invalid(f"the bytes of {dtype}{shape}", after - begin, name)
+        require_equal(f"the bytes of {dtype}{shape}, {{}}", math.prod(shape) * dtype.itemsize, after - begin, name)
         contents = partial(_pieces, path, 8 + length + begin, after - begin, dtype)
         entries[name] = entry.from_pieces(name, shape, dtype, contents)
-    if 8 + length + end != size:
-        raise invalid(f"a file of {8 + length + end} bytes", f"{path.name} of {size}")
+    require_equal(f"a file of {{}} bytes in {path.name}", 8 + length + end, size)
     return Contents({name: entries[name] for name in fields}, texts)
 
 

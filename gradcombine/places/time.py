@@ -8,7 +8,17 @@ from typing import NamedTuple
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, require_count, resolve, shape_of
-from gradcombine.errors import MOST, GradCombineError, invalid, operation, require_type, shown, within
+from gradcombine.errors import (
+    MOST,
+    foreign,
+    in_kind,
+    invalid,
+    operation,
+    require_given,
+    require_type,
+    shown,
+    within,
+)
 from gradcombine.places import binary_counter
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import INT32
@@ -83,9 +93,7 @@ def accumulate(
     depth = 1
     if order == "tree":
         longest = longest if callable(length) else length
-        if longest is None:
-            raise invalid("max_every, for a function with order 'tree'", "None")
-        depth = longest.bit_length()
+        depth = require_given("max_every, for a function with order 'tree'", longest).bit_length()
 
     @operation("accumulate")
     def init(like: Tree) -> AccumulateState:
@@ -201,24 +209,20 @@ def require_state_of(reduction: Reduction, state: State) -> None:
     part, path = state, ""
     if isinstance(state, AccumulateState):
         # TensorFlow's wrappers of tuples are instances of tuple alone.
-        if not isinstance(state.levels, (tuple, list)) or not state.levels:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid("a state of 1 level or more", shown(state.levels), ".levels")
+        listed = isinstance(state.levels, (tuple, list))  # pyright: ignore[reportUnnecessaryIsInstance]
         counts = {"step": state.step, "index": state.index}
         if isinstance(state.levels, BinaryCounter):
             counts["levels.filled"] = state.levels.filled
-        elif len(state.levels) > 1:
-            raise invalid("1 level, or a BinaryCounter", len(state.levels), ".levels")
+        elif not listed or len(state.levels) != 1:
+            raise invalid("1 level, or a BinaryCounter", in_kind(state.levels), ".levels")
         for name, count in counts.items():
             require_count(count, f".{name}")
         part, path = _first_level(state)
     with within(path):
         tree.flatten(part)  # raises for a tree without an end, and for what is no array
-        try:
+        # Of parts that are no arrays.
+        with foreign(f"a state of {reduction!r}", AttributeError, LookupError, TypeError, ValueError):
             expected = reduction.clear(part)
-        except GradCombineError:
-            raise
-        except (AttributeError, LookupError, TypeError, ValueError) as error:  # of parts that are no arrays
-            raise invalid(f"a state of {reduction!r}", shown(error)) from None
         tree.require_alike(expected, part)
 
 

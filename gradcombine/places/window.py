@@ -18,7 +18,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import owner, resolve
-from gradcombine.errors import MOST, invalid, shown
+from gradcombine.errors import MOST, invalid, require_given, shown
 from gradcombine.places.replicas import LOCAL, merge_replicas
 from gradcombine.places.time import Accumulator, accumulate, length_at, whole_window
 from gradcombine.reductions import dtypes, weights
@@ -76,9 +76,8 @@ class Window(Settings):
         # A counter has levels for the longest window: one without an end has to be told of another.
         every = self.every
         if self.ends_by_flush and self.order == "tree":
-            if self.max_every is None:
-                expected = "max_every, the longest window, for windows that a flush alone ends in order 'tree'"
-                raise invalid(expected, None)
+            expected = "max_every, the longest window, for windows that a flush alone ends in order 'tree'"
+            require_given(expected, self.max_every)
             return accumulate(self.reduction, lambda index: UNTIL_FLUSH, order=self.order, max_every=self.max_every)
         return accumulate(self.reduction, every, order=self.order, max_every=self.max_every)
 

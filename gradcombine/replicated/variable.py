@@ -11,7 +11,17 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import described, is_absent, resolve
-from gradcombine.errors import GradCombineError, invalid, operation, require_type, shown, within
+from gradcombine.errors import (
+    GradCombineError,
+    exclude,
+    foreign,
+    invalid,
+    operation,
+    require_equal,
+    require_type,
+    shown,
+    within,
+)
 from gradcombine.reductions import dtypes
 from gradcombine.replicated.layouts import Layout, Stacked, layout
 from gradcombine.replicated.policy import Aggregation, Policy, Synchronization, decide
@@ -308,31 +318,25 @@ def written(into: Opened, value: Tree, layout: Layout, shape: Shapes) -> list[Wr
 def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout, shape: Shapes) -> Written:
     if is_absent(x):
         return Written(None)
-    if is_absent(component):
-        raise invalid("nothing, as where the state was made", "an array", path)
-    dtype, one = backend.dtype(component), layout.shape(backend, component, path)
-    if type(x) in _KINDS:
-        if one:
-            raise invalid(f"shape {one}", f"the number {shown(x)}", path)
-        return Written(_number(backend, x, dtype, path), number=True)
     with within(path):
+        exclude((is_absent(component), "nothing, as where the state was made", "an array"))
+    dtype, one = backend.dtype(component), layout.shape(backend, component, path)
+    with within(path):
+        if type(x) in _KINDS:
+            exclude((one, f"shape {one}", lambda: f"the number {shown(x)}"))
+            return Written(_number(backend, x, dtype), number=True)
         received = described(x).shape(x), described(x).dtype(x)
     expected = shape(component, path), dtype
-    if expected != received:
-        wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
-        raise invalid(wanted, got, path)
+    wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
+    require_equal("{}", wanted, got, path)
     return Written(backend.asarray(x))
 
 
-def _number(backend: Backend, x: complex, dtype: np.dtype, path: str) -> Array:
-    kind = dtypes.kind(dtype)
-    try:
-        if kind not in _KINDS[type(x)]:
-            raise OverflowError
-        with np.errstate(all="ignore"):
-            return backend.asarray(np.asarray(x, dtype))
-    except OverflowError:
-        raise invalid(f"a number that a variable of {dtype} holds", shown(x), path) from None
+def _number(backend: Backend, x: complex, dtype: np.dtype) -> Array:
+    expected = f"a number that a variable of {dtype} holds"
+    exclude((dtypes.kind(dtype) not in _KINDS[type(x)], expected, lambda: shown(x)))
+    with foreign(expected, OverflowError, received=lambda: shown(x)), np.errstate(all="ignore"):
+        return backend.asarray(np.asarray(x, dtype))
 
 
 def replace(backend: Backend, component: Array, value: Array) -> Array:

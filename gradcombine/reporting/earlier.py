@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gradcombine.errors import GradCombineError, invalid, require_file
+from gradcombine.errors import GradCombineError, invalid, require_equal, require_file
 from gradcombine.formats.safetensors import distinct
 
 T = TypeVar("T")
@@ -24,8 +24,7 @@ def read_earlier(path: Path, version: int, read: Callable[[Any], T]) -> T:
     file = require_file(expected, path)
     try:
         content: Any = json.loads(file.read_text(), object_pairs_hook=distinct)
-        if content["version"] != version:
-            raise invalid(f"a baseline of version {version}", content["version"])
+        require_equal("a baseline of version {}", version, content["version"])
         return read(content)
     except GradCombineError:
         raise

@@ -28,7 +28,7 @@ from gradcombine.backends.registry import (
     shape_of,
 )
 from gradcombine.digests import digest
-from gradcombine.errors import invalid, operation
+from gradcombine.errors import invalid, operation, require_given, require_type
 from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, require_state
 from gradcombine.reductions import dtypes
@@ -160,8 +160,7 @@ def require_none(faults: Faults, values: Tree = None) -> None:
     """
     backend = _require_faults(faults)
     table = backend.concrete(backend.asarray(faults.table))
-    if table is None:
-        raise invalid("a table whose values are known", "a traced one")
+    table = require_given("a table whose values are known", table, "a traced one")
     paths = list(tree.flatten(values)[1].paths()) if values is not None else []
 
     def told(kind: str, code: int) -> str:
@@ -218,8 +217,7 @@ def drop(reduction: Reduction, state: State, faults: Faults) -> State:
 
 def _require_faults(faults: Faults) -> Backend:
     """Refuses what `find` has not made; of what it has, the backend."""
-    if not isinstance(faults, Faults):
-        raise invalid("Faults, as find returns them", in_words(faults))
+    require_type("Faults, as find returns them", faults, Faults)
     if not is_array_of(faults.table, dtypes.INT32) or shape_of(faults.table)[1:] != (len(KINDS),):
         raise invalid(f"int32 of shape (replicas, {len(KINDS)})", in_words(faults.table), ".table")
     for name in ("found", "own"):

@@ -13,10 +13,12 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.protocol import Collective
-from gradcombine.backends.registry import dtype_of, resolve, shape_of
+from gradcombine.backends.registry import dtype_of, in_words, resolve, shape_of
 from gradcombine.errors import (
     invalid,
     operation,
+    require_equal,
+    require_given,
     require_integer,
     require_items,
     require_list,
@@ -137,8 +139,7 @@ def deal(numbers: Iterable[int], replicas: int, held: Assignment | None = None) 
     """
     count = valid("replicas", replicas)
     holders: list[list[int]] = [[]] * count if held is None else _numbers("what each replica holds", held)
-    if len(holders) != count:
-        raise invalid(f"what each of {count} replicas holds", f"that of {len(holders)}")
+    require_equal("what each of {} replicas holds", count, len(holders))
     (wanted,) = _numbers("numbers to deal", [numbers])
     times = Counter([*wanted, *chain.from_iterable(holders)])
     if twice := [number for number, several in times.items() if several > 1]:
@@ -218,8 +219,7 @@ def _in_logical_order(
             raise tree.difference(structures[0], structure)
         for first, x, path in zip(columns[0], column, structure.paths(), strict=True):
             if x is not None and (shape_of(x), dtype_of(x)) != (shape_of(first), dtype_of(first)):
-                wanted, got = (f"{dtype_of(y)} of shape {shape_of(y)}" for y in (first, x))
-                raise invalid(wanted, got, path)
+                require_equal("{}", in_words(first), in_words(x), path)
     present = [i for i, x in enumerate(columns[0]) if x is not None]
     backend = resolve([*(column[i] for column in columns for i in present), over.rank()])
     stacks = [backend.stack([backend.asarray(column[i]) for column in columns]) for i in present]
@@ -242,8 +242,7 @@ def _numbers(expected: str, parts: Iterable[Iterable[int]]) -> list[list[int]]:
 
 def _places(parts: list[list[int]], size: int) -> list[tuple[int, int]]:
     """Rank and slot of each logical replica."""
-    if len(parts) != size:
-        raise invalid(f"an assignment of {size} replicas", f"one of {len(parts)}")
+    require_equal("an assignment of {} replicas", size, len(parts))
     numbers = [number for part in parts for number in part]
     if sorted(numbers) != list(range(len(numbers))) or not numbers:
         raise invalid("each logical replica once, from 0", shown(parts))
@@ -271,8 +270,7 @@ def ledgers_in(state: State) -> list[tuple[NumberedState, Array | None]]:
 def _counts(node: NumberedState, filled: Array | None) -> np.ndarray:
     backend = resolve([node.counts])
     counts = backend.concrete(backend.asarray(node.counts))
-    if counts is None:
-        raise invalid("a ledger whose values are known", "a traced one", ".counts")
+    counts = require_given("a ledger whose values are known", counts, "a traced one", ".counts")
     if counts.dtype.kind not in "iu" or counts.ndim < (1 if filled is None else 2) or 0 in counts.shape:
         raise invalid("a ledger of integers, one a microbatch", f"{counts.dtype} of shape {counts.shape}", ".counts")
     if filled is None:

@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from gradcombine import errors
-from gradcombine.errors import GradCombineError, invalid
+from gradcombine.errors import GradCombineError, invalid, require_given
 from gradcombine.formats import Entry, npz, safetensors
 
 _SUFFIXES = (".npz", ".safetensors")
@@ -100,8 +100,7 @@ def read(path: Path) -> Contents:
     else:
         contents = safetensors.read(path)
         text, arrays = contents.texts.get(_KEY), contents.entries
-    if text is None:
-        raise invalid("a gradcombine state file", f"a {path.suffix} file without a header")
+    text = require_given("a gradcombine state file", text, f"a {path.suffix} file without a header")
     return Contents(text, arrays)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import gradcombine
 from gradcombine import tree
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import invalid, operation, require_list
+from gradcombine.errors import exclude, operation, require_equal, require_list, within
 from gradcombine.formats import Entry
 from gradcombine.places.time import depth_of, require_state_of
 from gradcombine.reductions.algebra import Reduction
@@ -176,8 +176,8 @@ def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[
     for rank, part in enumerate(parts):
         require_state_of(reduction, part)
         other = layout(part)
-        if (other.leaves, other.kinds) != (first.leaves, first.kinds):
-            raise invalid("states of one structure, shapes and dtypes", f"another at rank {rank}")
+        differs = (other.leaves, other.kinds) != (first.leaves, first.kinds)
+        exclude((differs, "states of one structure, shapes and dtypes", f"another at rank {rank}"))
     columns = [tree.flatten(part)[0] for part in parts]
     arrays = {
         array_name(rank, i): container.to_stored(leaf)
@@ -207,8 +207,8 @@ def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, repl
         contents = container.read(source)
         header = headers.decode(contents.text)
     require_composition(source, header, reduction)
-    if replicas is not None and header.replicas != replicas:
-        raise invalid(f"{replicas} replica (load_replicas takes several)", header.replicas)
+    if replicas is not None:
+        require_equal("{} replica (load_replicas takes several)", replicas, header.replicas)
     wanted = layout(template(reduction, like, header.levels))
     _require_layout(wanted, header)
     with decoding(source):
@@ -225,26 +225,24 @@ def _states(path: str | os.PathLike[str], reduction: Reduction, like: Tree, repl
 
 def require_composition(source: Path, header: Header, reduction: Reduction) -> None:
     """Raises for a file of another composition; warns for one that does not tell of its settings."""
-    if header.reduction != reduction.name:
-        raise invalid(f"states of {reduction.name!r}", f"states of {header.reduction!r}")
+    require_equal("{}", f"states of {reduction.name!r}", f"states of {header.reduction!r}")
     if header.settings is None:
         text = f"statefile.load: {source} lacks the settings of its reduction: {reduction.description} is assumed"
         warnings.warn(text, stacklevel=4)
-    elif header.settings != reduction.description:
-        raise invalid(f"states of {reduction.description}", f"states of {header.settings}")
+    else:
+        require_equal("{}", f"states of {reduction.description}", f"states of {header.settings}")
 
 
 def _require_layout(wanted: Layout, header: Header) -> None:
     for path in [*wanted.kinds, *header.kinds]:
         expected, received = wanted.kinds.get(path), header.kinds.get(path)
-        if expected != received and not (_marks_absence(expected) and _marks_absence(received)):
-            raise invalid(_named(expected), _named(received), path or "(root)")
+        if not (_marks_absence(expected) and _marks_absence(received)):
+            require_equal("{}", _named(expected), _named(received), path or "(root)")
     like = {path: None if leaf is None else (leaf[0].name, leaf[1]) for path, leaf in wanted.leaves.items()}
     stored = {leaf.path: None if leaf.dtype is None else (leaf.dtype, leaf.shape) for leaf in header.leaves}
     for path in [*like, *stored]:
         expected, received = (_described(leaves, path) for leaves in (like, stored))
-        if expected != received:
-            raise invalid(expected, received, path or "(root)")
+        require_equal("{}", expected, received, path or "(root)")
 
 
 def _described(leaves: Mapping[str, tuple[str, tuple[int, ...] | None] | None], path: str) -> str:
@@ -265,8 +263,8 @@ def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[li
     """The leaves of every replica, in the order of the wanted layout; None where there is nothing to read."""
     numbers = {leaf.path: i for i, leaf in enumerate(header.leaves)}
     written = [i for i, leaf in enumerate(header.leaves) if leaf.dtype is not None]
-    if set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in written}:
-        raise invalid("the arrays that the header names", "others")
+    others = set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in written}
+    exclude((others, "the arrays that the header names", "others"))
 
     def array(rank: int, path: str, described: tuple[np.dtype, tuple[int, ...]] | None) -> np.ndarray | None:
         number = numbers[path]
@@ -275,11 +273,11 @@ def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[li
         dtype, shape = container.stored_as(*described)
         entry = arrays[array_name(rank, number)]
         # Nothing is allocated by what a file claims: it is first compared with what ``like`` says.
-        if (entry.dtype, entry.shape) != (dtype, shape):
-            raise invalid(f"{dtype}{shape} in the file", f"{entry.dtype}{entry.shape}", path)
+        require_equal("{} in the file", f"{dtype}{shape}", f"{entry.dtype}{entry.shape}", path)
         stored = entry.whole()
-        if container.digest(stored) != header.leaves[number].sha256[rank]:
-            raise invalid("bytes that match their checksum", "others: damaged", path)
+        with within(path):
+            damaged = container.digest(stored) != header.leaves[number].sha256[rank]
+            exclude((damaged, "bytes that match their checksum", "others: damaged"))
         return container.from_stored(stored, *described)
 
     return [[array(rank, *leaf) for leaf in wanted.leaves.items()] for rank in range(header.replicas)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import load, owner, placeholder
-from gradcombine.errors import invalid, require_integer
+from gradcombine.errors import exclude, foreign, invalid, require_equal, require_given, require_integer
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
@@ -79,14 +79,14 @@ def decode(text: str) -> Header:
       GradCombineError: for a damaged text, another format or a newer version.
     """
     digest, _, body = text.partition("\n")
-    if _digest(body) != digest:
-        raise invalid("a header that matches its checksum", "another one: the file is damaged")
+    exclude((_digest(body) != digest, "a header that matches its checksum", "another one: the file is damaged"))
     fields = _of(dict, json.loads(body))
-    if fields.get("format") != FORMAT:
-        raise invalid(f"the format {FORMAT!r}", "another one")
-    if fields.get("version") not in (2, VERSION):
-        written = f"version {fields.get('version')!r}, written by gradcombine {fields.get('gradcombine')!r}"
-        raise invalid(f"version {VERSION} of the format", written)
+    version = fields.get("version")
+    written = f"version {version!r}, written by gradcombine {fields.get('gradcombine')!r}"
+    exclude(
+        (fields.get("format") != FORMAT, f"the format {FORMAT!r}", "another one"),
+        (version not in (2, VERSION), f"version {VERSION} of the format", written),
+    )
     levels = fields["levels"]
     header = Header(
         gradcombine=_of(str, fields["gradcombine"]),
@@ -98,8 +98,7 @@ def decode(text: str) -> Header:
         leaves=tuple(_leaf(leaf) for leaf in _of(list, fields["leaves"])),
     )
     for leaf in header.leaves:
-        if len(leaf.sha256) != (0 if leaf.dtype is None else header.replicas):
-            raise invalid(f"{header.replicas} checksums", len(leaf.sha256))
+        require_equal("{} checksums", 0 if leaf.dtype is None else header.replicas, len(leaf.sha256))
     return header
 
 
@@ -145,8 +144,8 @@ def layout(state: State) -> Layout:
     """
     leaves, structure = tree.flatten(state)
     described = dict(zip(structure.paths(), map(_described, leaves), strict=True))
-    if len(described) != len(leaves):
-        raise invalid("leaves whose paths differ", f"{len(leaves) - len(described)} that do not")
+    alike = len(leaves) - len(described)
+    exclude((alike, "leaves whose paths differ", f"{alike} that do not"))
     return Layout(structure, described, dict(_kinds(structure, "")))
 
 
@@ -186,13 +185,9 @@ def value_of(leaf: Any, path: str) -> Any:
     backend = owner(leaf)
     assert backend is not None
     expected = "an array whose value this process has"
-    try:
+    with foreign(expected, RuntimeError, path=path):
         value = backend.concrete(backend.asarray(leaf))
-    except RuntimeError as error:
-        raise invalid(expected, str(error), path) from None
-    if value is None:
-        raise invalid(expected, "a traced one", path)
-    array = load("numpy").asarray(value)
+    array = load("numpy").asarray(require_given(expected, value, "a traced one", path))
     if array.dtype.hasobject:
         raise invalid("an array of numbers", array.dtype, path)
     return array

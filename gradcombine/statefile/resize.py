@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import MOST, invalid, operation, require_integer, require_list
+from gradcombine.errors import MOST, operation, require_equal, require_given, require_integer, require_list
 from gradcombine.pairwise import fold_pairwise
 from gradcombine.places import binary_counter
 from gradcombine.places.time import depth_of, require_state, require_state_of, whole_window
@@ -135,10 +135,8 @@ def _depth(levels: int, shift: int | None, every: int | None) -> int:
         return every.bit_length()
     if levels == 1:
         return 1
-    if shift is None or levels + shift < 1:
-        expected = "every, for order 'tree' where it does not follow from the old window's length"
-        raise invalid(expected, "None")
-    return levels + shift
+    follows = levels + shift if shift is not None and levels + shift >= 1 else None
+    return require_given("every, for order 'tree' where it does not follow from the old window's length", follows)
 
 
 def _power(old: int, new: int) -> int | None:
@@ -150,11 +148,10 @@ def _power(old: int, new: int) -> int | None:
 def _require_alike(states: list[AccumulateState]) -> None:
     for state in states:
         require_state(state)
-        if depth_of(state) != depth_of(states[0]):
-            raise invalid(f"{depth_of(states[0])} levels on every replica", depth_of(state))
+        require_equal("{} levels on every replica", depth_of(states[0]), depth_of(state))
     backend = resolve([position for state in states for position in (state.step, state.index)])
     for name in ("step", "index"):
         known = [backend.concrete(getattr(state, name)) for state in states]
         for value in known:
-            if known[0] is not None and value is not None and known[0] != value:
-                raise invalid(f"{int(known[0])} on every replica", int(value), f".{name}")
+            if known[0] is not None and value is not None:
+                require_equal("{} on every replica", int(known[0]), int(value), f".{name}")

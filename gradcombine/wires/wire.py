@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
-from gradcombine.errors import invalid, operation, require_integer, require_one_of, shown
+from gradcombine.errors import invalid, operation, require_integer, require_one_of, require_type, shown
 
 Rounding = Literal["nearest", "stochastic"]
 CastDtype = Literal["bfloat16", "float16", "float8_e4m3", "float8_e5m2"]
@@ -167,9 +167,7 @@ def is_sensitive(path: str, shape: tuple[int, ...]) -> bool:
 
 def require_wire(wire: Any) -> Wire:
     """Raises for what is no wire."""
-    if not isinstance(wire, Wire):
-        raise invalid('a wire, for instance wires.cast("bfloat16")', shown(wire))
-    return wire
+    return require_type('a wire, for instance wires.cast("bfloat16")', wire, Wire)
 
 
 def _made(
