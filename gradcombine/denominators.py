@@ -8,7 +8,7 @@ from functools import cached_property, reduce
 from typing import Any, cast
 
 from gradcombine.backends.registry import in_words, owner, resolve
-from gradcombine.errors import exclude, invalid, require_equal, require_one, require_type, shown, within
+from gradcombine.errors import invalid, require_equal, require_one, require_type, shown, within
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.per_leaf import per_leaf
@@ -116,8 +116,8 @@ class Terms:
         if not self.known:
             return ratios_of(self.denominators, given)
         combined = sum_() if given is None else given
-        divides = combined.scales_by_weight
-        exclude((divides, "a sum, for terms that are divided by known totals", combined.name))
+        if combined.scales_by_weight:
+            raise invalid("a sum, for terms that are divided by known totals", combined.name)
         return combined
 
     def reduction_of_values(self) -> Reduction:

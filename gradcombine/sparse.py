@@ -12,7 +12,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.protocol import Backend, RowSlices
 from gradcombine.backends.registry import loaded, owner, resolve
-from gradcombine.errors import exclude, invalid, operation, require_equal, require_given, require_integer, within
+from gradcombine.errors import invalid, operation, require_equal, require_given, require_integer, within
 from gradcombine.formats.entry import holds_numbers
 from gradcombine.settings import check
 from gradcombine.types import Array, Leaf, Tree
@@ -97,17 +97,11 @@ def require_rows(backend: Backend, slices: RowSlices, path: str = "") -> RowSlic
     with within(path):
         indices, values = backend.asarray(slices.indices), backend.asarray(slices.values)
         dtype, positions, shape = np.dtype(backend.dtype(indices)), backend.shape(indices), backend.shape(values)
-        integers, own = dtype.kind in "iu" and len(positions) == 1, np.dtype(backend.dtype(values))
-        count = ", ".join(map(str, positions))
-        exclude(
-            (not integers, "integer indices of shape (n,)", f"{dtype} of shape {positions}"),
-            (not holds_numbers(own), "values that are numbers", own),
-            (
-                shape[:1] != positions,
-                f"values of {count} rows, one an index",
-                f"shape {shape}",
-            ),
-        )
+        if dtype.kind not in "iu" or len(positions) != 1:
+            raise invalid("integer indices of shape (n,)", f"{dtype} of shape {positions}")
+        if not holds_numbers(np.dtype(backend.dtype(values))):
+            raise invalid("values that are numbers", backend.dtype(values))
+        require_equal("values of {} rows, one an index", positions[0], shape[0] if shape else 0)
     return RowSlices(indices, values, slices.rows)
 
 
@@ -263,7 +257,8 @@ def to_dense(rows: Leaf) -> Array:
     backend = resolve([slices.indices, slices.values])
     shape = (extent, *backend.shape(slices.values)[1:])
     dtype = backend.dtype(slices.values)
-    exclude((not holds_numbers(dtype), "values of a dtype of numbers", dtype))
+    if not holds_numbers(dtype):
+        raise invalid("values of a dtype of numbers", dtype)
     zeros = backend.full(shape, 0, dtype)
     once = _once(backend, slices, extent)
     return zeros if once is None else backend.put(zeros, *once)
@@ -314,7 +309,8 @@ def add_rows(table: Array, rows: Leaf, unique: bool = False) -> Array:
     whole = backend.asarray(table)
     expected = backend.shape(whole)
     received = (expected[0] if slices.rows is None else slices.rows, *backend.shape(slices.values)[1:])
-    exclude((not holds_numbers(np.dtype(backend.dtype(whole))), "a table of numbers", backend.dtype(whole)))
+    if not holds_numbers(np.dtype(backend.dtype(whole))):
+        raise invalid("a table of numbers", backend.dtype(whole))
     require_equal("rows of shape {}", expected, received)
     once = _once(backend, slices, expected[0], unique)
     if once is None:

@@ -13,7 +13,6 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import described, is_absent, resolve
 from gradcombine.errors import (
     GradCombineError,
-    exclude,
     foreign,
     invalid,
     operation,
@@ -318,12 +317,13 @@ def written(into: Opened, value: Tree, layout: Layout, shape: Shapes) -> list[Wr
 def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout, shape: Shapes) -> Written:
     if is_absent(x):
         return Written(None)
-    with within(path):
-        exclude((is_absent(component), "nothing, as where the state was made", "an array"))
+    if is_absent(component):
+        raise invalid("nothing, as where the state was made", "an array", path)
     dtype, one = backend.dtype(component), layout.shape(backend, component, path)
     with within(path):
         if type(x) in _KINDS:
-            exclude((one, f"shape {one}", lambda: f"the number {shown(x)}"))
+            if one:
+                raise invalid(f"shape {one}", f"the number {shown(x)}")
             return Written(_number(backend, x, dtype), number=True)
         received = described(x).shape(x), described(x).dtype(x)
     expected = shape(component, path), dtype
@@ -334,7 +334,8 @@ def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout,
 
 def _number(backend: Backend, x: complex, dtype: np.dtype) -> Array:
     expected = f"a number that a variable of {dtype} holds"
-    exclude((dtypes.kind(dtype) not in _KINDS[type(x)], expected, lambda: shown(x)))
+    if dtypes.kind(dtype) not in _KINDS[type(x)]:
+        raise invalid(expected, shown(x))
     with foreign(expected, OverflowError, received=lambda: shown(x)), np.errstate(all="ignore"):
         return backend.asarray(np.asarray(x, dtype))
 

@@ -12,7 +12,7 @@ import numpy as np
 import gradcombine
 from gradcombine import tree
 from gradcombine.backends.registry import resolve
-from gradcombine.errors import exclude, operation, require_equal, require_list, within
+from gradcombine.errors import invalid, operation, require_equal, require_list
 from gradcombine.formats import Entry
 from gradcombine.places.time import depth_of, require_state_of
 from gradcombine.reductions.algebra import Reduction
@@ -176,8 +176,8 @@ def _write(path: str | os.PathLike[str], reduction: Reduction, states: Sequence[
     for rank, part in enumerate(parts):
         require_state_of(reduction, part)
         other = layout(part)
-        differs = (other.leaves, other.kinds) != (first.leaves, first.kinds)
-        exclude((differs, "states of one structure, shapes and dtypes", f"another at rank {rank}"))
+        if (other.leaves, other.kinds) != (first.leaves, first.kinds):
+            raise invalid("states of one structure, shapes and dtypes", f"another at rank {rank}")
     columns = [tree.flatten(part)[0] for part in parts]
     arrays = {
         array_name(rank, i): container.to_stored(leaf)
@@ -263,8 +263,8 @@ def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[li
     """The leaves of every replica, in the order of the wanted layout; None where there is nothing to read."""
     numbers = {leaf.path: i for i, leaf in enumerate(header.leaves)}
     written = [i for i, leaf in enumerate(header.leaves) if leaf.dtype is not None]
-    others = set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in written}
-    exclude((others, "the arrays that the header names", "others"))
+    if set(arrays) != {array_name(rank, i) for rank in range(header.replicas) for i in written}:
+        raise invalid("the arrays that the header names", "others")
 
     def array(rank: int, path: str, described: tuple[np.dtype, tuple[int, ...]] | None) -> np.ndarray | None:
         number = numbers[path]
@@ -275,9 +275,8 @@ def _arrays(arrays: dict[str, Entry], header: Header, wanted: Layout) -> list[li
         # Nothing is allocated by what a file claims: it is first compared with what ``like`` says.
         require_equal("{} in the file", f"{dtype}{shape}", f"{entry.dtype}{entry.shape}", path)
         stored = entry.whole()
-        with within(path):
-            damaged = container.digest(stored) != header.leaves[number].sha256[rank]
-            exclude((damaged, "bytes that match their checksum", "others: damaged"))
+        if container.digest(stored) != header.leaves[number].sha256[rank]:
+            raise invalid("bytes that match their checksum", "others: damaged", path)
         return container.from_stored(stored, *described)
 
     return [[array(rank, *leaf) for leaf in wanted.leaves.items()] for rank in range(header.replicas)]

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import load, owner, placeholder
-from gradcombine.errors import exclude, foreign, invalid, require_equal, require_given, require_integer
+from gradcombine.errors import foreign, invalid, require_equal, require_given, require_integer
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
@@ -79,14 +79,14 @@ def decode(text: str) -> Header:
       GradCombineError: for a damaged text, another format or a newer version.
     """
     digest, _, body = text.partition("\n")
-    exclude((_digest(body) != digest, "a header that matches its checksum", "another one: the file is damaged"))
+    if _digest(body) != digest:
+        raise invalid("a header that matches its checksum", "another one: the file is damaged")
     fields = _of(dict, json.loads(body))
     version = fields.get("version")
-    written = f"version {version!r}, written by gradcombine {fields.get('gradcombine')!r}"
-    exclude(
-        (fields.get("format") != FORMAT, f"the format {FORMAT!r}", "another one"),
-        (version not in (2, VERSION), f"version {VERSION} of the format", written),
-    )
+    require_equal("the format {!r}", FORMAT, fields.get("format"))
+    if version not in (2, VERSION):
+        written = f"version {version!r}, written by gradcombine {fields.get('gradcombine')!r}"
+        raise invalid(f"version {VERSION} of the format", written)
     levels = fields["levels"]
     header = Header(
         gradcombine=_of(str, fields["gradcombine"]),
@@ -144,8 +144,8 @@ def layout(state: State) -> Layout:
     """
     leaves, structure = tree.flatten(state)
     described = dict(zip(structure.paths(), map(_described, leaves), strict=True))
-    alike = len(leaves) - len(described)
-    exclude((alike, "leaves whose paths differ", f"{alike} that do not"))
+    if alike := len(leaves) - len(described):
+        raise invalid("leaves whose paths differ", f"{alike} that do not")
     return Layout(structure, described, dict(_kinds(structure, "")))
 
 
