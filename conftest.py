@@ -10,6 +10,7 @@ import gc
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -51,10 +52,27 @@ NEEDED_AT_IMPORT = {
 
 pytest_plugins = ["tests.spec.closing"]
 
+COMPILED_CHEAPLY = ("tests/contract", "tests/fuzz", "tests/verify", "gradcombine/verify")
+"""Beginnings of the paths of files whose JAX programs are compiled with the options below, in half of the time.
+
+What they assert holds however a program rounds. All other files compile as users do: those of bits among them.
+"""
+
+AS_USERS_DO = ("tests/verify/origin", "tests/verify/steps/test_right.py")
+"""Excepted from these: the orders of others' sums to the bit, and right steps, which may not be accused."""
+
+CHEAP = {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+"""Debug options of XLA."""
+
 MOST_MEMORY = 2 * 2**30
 """By how many bytes a test process grows before it forgets what it has compiled."""
 
 _kept = 2**30
+_cheap = False
 
 settings.register_profile("default", deadline=None, derandomize=True, max_examples=20, print_blob=True)
 settings.load_profile("default")
@@ -73,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if "jax" in INSTALLED:
         import jax
 
+        _offer_cheap_programs()
         jax.config.update("jax_numpy_rank_promotion", "raise")
         jax.config.update("jax_numpy_dtype_promotion", "strict")
     if "tensorflow" in INSTALLED:
@@ -110,6 +129,33 @@ def _little_memory() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         _kept = _resident_bytes()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _cheaply(request: pytest.FixtureRequest) -> None:
+    """Compiles the programs of a file as `COMPILED_CHEAPLY` has it; a file of the other kind shares none of them."""
+    global _cheap
+    path = request.path.relative_to(request.config.rootpath).as_posix()
+    cheap = path.startswith(COMPILED_CHEAPLY) and not path.startswith(AS_USERS_DO)
+    if "jax" in INSTALLED and cheap != _cheap:
+        import jax
+
+        jax.clear_caches()
+        _cheap = cheap
+
+
+def _offer_cheap_programs() -> None:
+    from jax._src import compiler  # jit has an option for it, which the steps under test do not pass on
+
+    as_users_do = compiler.get_compile_options
+
+    def options(*args: Any, **kwargs: Any) -> Any:
+        made = as_users_do(*args, **kwargs)
+        if _cheap:
+            made.env_option_overrides = [*made.env_option_overrides, *CHEAP.items()]
+        return made
+
+    compiler.get_compile_options = options
 
 
 def _resident_bytes() -> int:
