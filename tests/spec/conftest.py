@@ -40,6 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         quick = getattr(getattr(item, "function", None), "traced_quickly", None)
         if parametrized is not None and selection.is_slow_to_trace(parametrized.params, quick):
             item.add_marker(selection.FULL)
+    items[:] = [item for item in items if selection.is_of_pairs(item)]
 
 
 @pytest.fixture(scope="session")

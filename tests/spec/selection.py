@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -28,10 +28,18 @@ NAMES = pytest.mark.parametrize("names", [QUICK_NAMES, OTHER_NAMES], ids=" ".joi
 """The elementwise reductions."""
 
 
-def cases(quick: Iterable[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: each combination of the axes; those that are not quick are left to the full suite."""
-    quick, known = set(quick), list(product(*axes))
-    assert quick <= set(known)  # else a case that was to be quick would have left the test command
+def cases(quick: Iterable[tuple[Any, ...]], *axes: Iterable[Any], pairwise: bool = False) -> list[Any]:
+    """Parameters of a test: each combination of the axes; those that are not quick are left to the full suite.
+
+    With ``pairwise``, of three axes, each pair of values in place of each triple, and the quick ones.
+    """
+    values, quick = [list(axis) for axis in axes], set(quick)
+    assert quick <= set(product(*values))  # else a case that was to be quick would have left the test command
+    apart = min(map(len, values)) if pairwise else 1
+    places = product(*(range(len(axis)) for axis in values))
+    known = [
+        case for place, case in zip(places, product(*values), strict=True) if case in quick or not sum(place) % apart
+    ]
     return [pytest.param(*case, marks=() if case in quick else FULL) for case in known]
 
 
@@ -64,6 +72,19 @@ def traced_quickly(*quick: tuple[str, ...]) -> Callable[[Any], Any]:
     return mark
 
 
+def pairwise(count: int, *axes: str) -> Callable[[Any], Any]:
+    """Of three axes, the last of ``count`` values, each pair of values in place of each triple, and the quick cases.
+
+    Modes with a loop of their own have all cases where an axis is the place: theirs are no full product.
+    """
+
+    def mark(function: Any) -> Any:
+        function.pairwise = count, axes
+        return function
+
+    return mark
+
+
 def unrolled(function: Any) -> Any:
     """Of a test whose program asks for no loop: modes that have one of their own would run the same program again."""
     function.unrolled = True
@@ -83,8 +104,30 @@ def _parameter(name: str, framework: str, quick: bool) -> Any:
 
 def repeats(parameters: dict[str, Any]) -> bool:
     """Whether a mode with a loop of its own would run the program of one without, as this place asks for no loop."""
-    mode = next((parameters[name] for name in ("mode", "replicated", "name") if name in parameters), None)
-    return mode in modes.LOOPING and not str(parameters.get("place", "time")).startswith("time")
+    return _mode(parameters) in modes.LOOPING and not str(parameters.get("place", "time")).startswith("time")
+
+
+def is_of_pairs(item: Any) -> bool:
+    """Whether a case belongs to its test: all do, unless the test is `pairwise`."""
+    count, axes = getattr(getattr(item, "function", None), "pairwise", (1, ()))
+    if count == 1 or item.get_closest_marker("full") is None:
+        return True
+    loops = "place" in axes and _mode(item.callspec.params) in modes.LOOPING
+    return loops or sum(_index(item, axis) for axis in axes) % count == 0
+
+
+def _index(item: Any, axis: str) -> int:
+    """Of a case's value among those of the axis; of a mode among all."""
+    for names, values in (mark.args for mark in item.iter_markers("parametrize")):
+        if axis in names:
+            given = item.callspec.params
+            own = (given[axis],) if isinstance(names, str) else tuple(given[name] for name in names)
+            return [tuple(getattr(x, "values", x if len(own) > 1 else (x,))) for x in values].index(own)
+    return list(chain(*modes.NAMES.values())).index(item.callspec.params[axis])
+
+
+def _mode(parameters: dict[str, Any]) -> Any:
+    return next((parameters[name] for name in ("mode", "replicated", "name") if name in parameters), None)
 
 
 COVERED_PLACES = ("merged halves", "time x replicas")

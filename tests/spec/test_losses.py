@@ -16,7 +16,7 @@ import gradcombine as gc
 from gradcombine import losses
 from gradcombine.reductions import Ratio, ratio
 from tests.spec import exact, modes
-from tests.spec.selection import COLLECTIVE, FULL, among
+from tests.spec.selection import COLLECTIVE, FULL, among, pairwise
 
 RNG = np.random.default_rng(0)
 LONGEST, NORMALIZER = 8, 16
@@ -132,6 +132,7 @@ def reduced(env: modes.Env, data: Any) -> Any:
     return {name: gc.all_reduce(ratio(), loss(data), over=env.collective) for name, (loss, _) in LOSSES.items()}
 
 
+@pairwise(2, "name", "replicas", "packed")
 @pytest.mark.parametrize("replicas", [2, *(pytest.param(n, marks=FULL) for n in (1, 3, 4, 5, 6, 7, 8))])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", among(COLLECTIVE, modes.EXCHANGING))

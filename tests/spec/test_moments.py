@@ -19,7 +19,7 @@ from gradcombine.pairwise import fold_pairwise
 from tests.spec import exact, modes
 from tests.spec.data import FLOATS, SHAPES, contributions, deal, first
 from tests.spec.programs import Single, rows
-from tests.spec.selection import FULL, REPLICAS, traced_quickly
+from tests.spec.selection import FULL, REPLICAS, pairwise, traced_quickly
 
 MOMENTS = reductions.moments()
 Spread = partial(Single, MOMENTS)
@@ -105,13 +105,14 @@ def check(result: Any, data: Any, order: str, blocks: int = 1) -> None:
             assert abs(Fraction(float(variance)) - true_moments(column)[1]) <= bound(column)
 
 
+@pairwise(2, "mode", "place")
 @traced_quickly(("jax_jit", "time", "tree"), ("tf_function", "list", "sequential"))
 @pytest.mark.parametrize(
     ("place", "order"),
     [
         ("list", "sequential"),
-        ("time", "tree"),
         pytest.param("list", "tree", marks=FULL),
+        ("time", "tree"),
         pytest.param("time", "sequential", marks=FULL),
     ],
 )
@@ -122,21 +123,23 @@ def test_list_and_time_have_the_bits_of_the_rounded_rule(mode: modes.Mode, place
     check(result, data, order)
 
 
+@pairwise(2, "replicated", "replicas", "place")
 @traced_quickly(("jax_shard_map",))
+@pytest.mark.parametrize(("place", "order"), [("time x replicas", "tree"), ("list x replicas", "sequential")])
 @pytest.mark.parametrize("replicas", REPLICAS)
 @settings(max_examples=4)
 @given(data=contributions(8, FLOATS))
-def test_replicas_have_the_bits_of_a_list(replicated: modes.Mode, replicas: int, data: Any) -> None:
+def test_replicas_have_the_bits_of_a_list(
+    replicated: modes.Mode, replicas: int, place: str, order: str, data: Any
+) -> None:
     """Order "tree" does not depend on the number of replicas; order "sequential" is a chain on each of them."""
     data = first(data, max(4, replicas))
     (listed,) = modes.get("numpy").run(Spread("list", "tree"), [data])
-    for result in replicated.run(Spread("time x replicas", "tree"), deal(data, replicas)):
-        check(result, data, "tree")
-        for leaf in SHAPES:
+    for result in replicated.run(Spread(place, order), deal(data, replicas)):
+        check(result, data, order, 1 if order == "tree" else replicas)
+        for leaf in SHAPES if order == "tree" else ():
             for received, expected in zip(result[leaf], listed[leaf], strict=True):
                 np.testing.assert_array_equal(exact.bits(received), exact.bits(expected))
-    for result in replicated.run(Spread("list x replicas", "sequential"), deal(data, replicas)):
-        check(result, data, "sequential", replicas)
 
 
 @traced_quickly(("time",))

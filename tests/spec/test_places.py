@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from tests.spec import exact, modes
 from tests.spec.data import EXACT, EXACT_WEIGHTS, FLOATS, SHAPES, contributions, deal, first
 from tests.spec.programs import Combine
-from tests.spec.selection import FULL, NAMES, OTHER_NAMES, REPLICAS, traced_quickly, unrolled
+from tests.spec.selection import FULL, NAMES, OTHER_NAMES, REPLICAS, pairwise, traced_quickly, unrolled
 
 
 def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
@@ -26,6 +26,7 @@ def check(results: Any, data: Any, order: str, blocks: int = 1) -> None:
             np.testing.assert_array_equal(received, expected, err_msg=f"{name} of leaf {leaf!r}", strict=True)
 
 
+@pairwise(2, "mode", "place", "names")
 @traced_quickly(("list",))  # the canonical tree below is over time as well
 @pytest.mark.parametrize(
     ("place", "order"),
@@ -66,6 +67,7 @@ def _pad_first_half(data: Any) -> Any:
     return {"values": {name: pad(x) for name, x in data["values"].items()}, "weights": pad(data["weights"])}
 
 
+@pairwise(2, "replicated", "place", "names")
 @pytest.mark.parametrize(
     ("place", "replicas"),
     [
@@ -89,6 +91,7 @@ def test_replicas_any_order(
         check(result, data, "sequential", replicas)
 
 
+@pairwise(3, "replicated", "replicas", "names")
 @traced_quickly(("jax_shard_map", "8"), ("tf_mirrored", "2", "('mean',)"))
 @pytest.mark.parametrize("replicas", [*REPLICAS[:-1], 8])
 @pytest.mark.parametrize("names", [("mean",), ("max", "last"), OTHER_NAMES], ids=" ".join)

@@ -225,7 +225,7 @@ QUICK_LOOPS = [
 
 
 @needs_tensorflow
-@pytest.mark.parametrize(("name", "loop", "order"), cases(QUICK_LOOPS, LOOPED, LOOPS, ORDERS))
+@pytest.mark.parametrize(("name", "loop", "order"), cases(QUICK_LOOPS, LOOPED, LOOPS, ORDERS, pairwise=True))
 def test_states_pass_through_the_loops_of_tensorflow(name: str, loop: str, order: Any) -> None:
     """Whatever they hold: no gradient, dtypes of results, digits, several levels; with XLA and without."""
     import tensorflow as tf

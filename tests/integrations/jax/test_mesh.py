@@ -59,7 +59,9 @@ GRADIENTS: dict[str, tuple[Any, dict[str, Any]]] = {
 QUICK = [("tokens", "model", AUTO), ("tree", "fsdp", AUTO)]
 
 
-@pytest.mark.parametrize(("name", "at", "kind"), cases(QUICK, GRADIENTS, ("whole", "model", "fsdp"), KINDS))
+@pytest.mark.parametrize(
+    ("name", "at", "kind"), cases(QUICK, GRADIENTS, ("whole", "model", "fsdp"), KINDS, pairwise=True)
+)
 def test_the_bits_are_those_of_shard_map(name: str, at: str, kind: AxisType) -> None:
     on, spec, (given, options) = mesh(kind), SPECS[at], GRADIENTS[name]
     w, x = put(on, spec, W), put(on, P("data"), X)
@@ -117,7 +119,7 @@ def product(w: Any, x: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("order", "at", "kind"),
-    cases([("sequential", "fsdp", EXPLICIT)], ("sequential", "tree"), ("whole", "fsdp"), KINDS),
+    cases([("sequential", "fsdp", EXPLICIT)], ("sequential", "tree"), ("whole", "fsdp"), KINDS, pairwise=True),
 )
 def test_a_window_over_calls(order: Any, at: str, kind: AxisType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of integers, so that the sums are exact: the last window is a partial one."""

@@ -171,6 +171,7 @@ CASES = [(2, (1, 0), 1), (1, (1, 0), 1), (2, (1, 1, 0, 0), 2)]
         INNER,
         CASES,
         ("eager", "compiled"),
+        pairwise=True,
     ),
 )
 def test_a_restart_does_not_forget_which_variables_have_had_a_gradient(

@@ -71,7 +71,9 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "order", "name"), cases(QUICK, ("eager", "scan"), ("sequential", "tree"), REDUCTIONS))
+@pytest.mark.parametrize(
+    ("mode", "order", "name"), cases(QUICK, ("eager", "scan"), ("sequential", "tree"), REDUCTIONS, pairwise=True)
+)
 def test_the_boundary_applies_the_combined_gradient(mode: str, order: Any, name: str) -> None:
     reduction, expected = REDUCTIONS[name]
     tx = accumulate(NEGATE, 2, reduction=reduction, order=order)

@@ -39,7 +39,9 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "order", "name"), cases(QUICK, ("eager", "scan"), ("sequential", "tree"), RULES))
+@pytest.mark.parametrize(
+    ("mode", "order", "name"), cases(QUICK, ("eager", "scan"), ("sequential", "tree"), RULES, pairwise=True)
+)
 def test_what_is_left_out_has_no_weight_and_counts_as_a_step(mode: str, order: Any, name: str) -> None:
     skip, bad = RULES[name]
     grads, weights = vectors(1, bad, 3, bad, bad, 4), np.float32([1, 7, 3, 7, 7, 2])

@@ -88,6 +88,7 @@ def hand_over(way: str, before: AccumulatedStep, step: AccumulatedStep, folder: 
         PLACES,
         ("call", "flush"),
         (False, True),
+        pairwise=True,
     ),
 )
 def test_a_restored_window_is_applied_as_a_whole(

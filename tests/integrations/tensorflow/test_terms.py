@@ -58,7 +58,7 @@ def of_each(strategy: Any, rows: np.ndarray) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("k", "replicas", "totals"), cases([(1, 1, None)], (1, 2, 4, 8, 16), (1, 2, 4, 8), (None, "given"))
+    ("k", "replicas", "totals"), cases([(1, 1, None)], (1, 2, 4, 8, 16), (1, 2, 4, 8), (None, "given"), pairwise=True)
 )
 def test_a_window_is_the_formula(k: int, replicas: int, totals: Any) -> None:
     x, mask = (a.reshape(k, replicas, 2, 4) for a in data(k * replicas))
