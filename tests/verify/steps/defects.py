@@ -7,7 +7,6 @@ tokens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -230,6 +229,3 @@ class Stateful:
         made = right(self._sums, self._k)(p, batch)
         self._total = made if self._total is None else added([self._total, made])
         return self._total
-
-
-bfloat16 = partial(narrow, dtype="bfloat16")

@@ -224,6 +224,14 @@ def words_counted_first(k: int) -> Any:
     return step
 
 
+def padded(batch: Any, n: int) -> Any:
+    return jax.tree.map(lambda x: np.concatenate([x, np.zeros((n, *x.shape[1:]), x.dtype)]), batch)
+
+
+UNEVEN = {"microbatches": (3, 8), "pad": padded}
+RIGHT["uneven, an example each, and padded"] = RIGHT["words_counted_first"]._replace(options=UNEVEN)
+
+
 @right(P, TEXT)
 def means_weighted_by_words(k: int) -> Any:
     def mean(p: Any, batch: Any) -> Any:
