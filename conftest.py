@@ -6,9 +6,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
+import ctypes
 import gc
 import importlib.util
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +130,8 @@ def _little_memory() -> Iterator[None]:
         jax.clear_caches()
         gc.collect()
         gc.freeze()
+        with suppress(AttributeError, OSError, TypeError):  # of glibc: what compilers have freed stays in its arenas
+            ctypes.CDLL(None).malloc_trim(0)
         _kept = _resident_bytes()
 
 
@@ -156,6 +160,15 @@ def _offer_cheap_programs() -> None:
         return made
 
     compiler.get_compile_options = options
+
+
+@pytest.fixture
+def as_users_do() -> Iterator[None]:
+    """Shapes and dtypes are converted as JAX does by default."""
+    import jax
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 def _resident_bytes() -> int:

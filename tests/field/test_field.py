@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import jax
 import numpy as np
 import pytest
@@ -11,7 +9,11 @@ import pytest
 from tests.field.problem import MASK, TABLE, TOKENS, loss, truth
 from tests.field.run import checked
 
-pytestmark = [pytest.mark.full, pytest.mark.needs("jax", "optax", "flax", "equinox", "keras", "tensorflow")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.needs("jax", "optax", "flax", "equinox", "keras", "tensorflow"),
+    pytest.mark.usefixtures("as_users_do"),
+]
 VERDICTS = {
     "equinox_loop": ["MEAN_OF_MEANS"],
     "flax_nnx_optimizer": ["MEAN_OF_MEANS"],
@@ -20,12 +22,6 @@ VERDICTS = {
     "optax_micro_grad": [],
     "optax_multi_steps": ["MEAN_OF_MEANS"],
 }
-
-
-@pytest.fixture(autouse=True)
-def _as_users_do() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize("harness", VERDICTS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ from flax.training.train_state import TrainState
 
 from gradcombine.verify import Cause, check_step
 
+pytestmark = pytest.mark.usefixtures("as_users_do")
+
 RNG = np.random.default_rng(0)
 BATCH = {
     "x": RNG.normal(size=(8, 6)).astype(np.float32),
@@ -28,12 +30,6 @@ BATCH = {
 TX = optax.adamw(1e-2)
 Sum = Callable[[Any, Any], Any]
 """From a model and a microbatch to the gradient of the loss' sum."""
-
-
-@pytest.fixture(autouse=True)
-def _as_users_do() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def squares(predicted: Any, batch: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,11 @@ from gradcombine.errors import GradCombineError
 from gradcombine.verify import Cause, check_step
 from tests.verify.steps import language_model as lm
 
+pytestmark = pytest.mark.usefixtures("as_users_do")
+
 PARAMS, BATCH = lm.problem()
 TX = {"adamw": optax.adamw(0.1), "sgd": optax.sgd(0.1)}
 CLIP = optax.clip_by_global_norm(0.05)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_do() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def warm(tx: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -45,16 +45,14 @@ from tests.verify.steps.right_losses import (
     words,
 )
 
-pytestmark = [pytest.mark.full, pytest.mark.needs("jax", "optax", "flax", "equinox", "tensorflow")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.needs("jax", "optax", "flax", "equinox", "tensorflow"),
+    pytest.mark.usefixtures("as_users_do"),
+]
 Make = Callable[..., Any]
 FULL = TEXT | {"tokens": words(*TEXT["tokens"].shape)}
 ALTERNATING = REWARDED | {"group": np.tile(np.arange(2), 4).astype(np.int32)}
-
-
-@pytest.fixture(autouse=True)
-def _as_users_do() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def whitened(p: Any, x: Any) -> Any:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import jax
 import pytest
 
 from gradcombine.verify import Verdict, check_step
 from tests.verify.steps import right_forms, right_losses
 
-pytestmark = [pytest.mark.full, pytest.mark.needs("jax", "optax", "flax", "equinox", "tensorflow")]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.needs("jax", "optax", "flax", "equinox", "tensorflow"),
+    pytest.mark.usefixtures("as_users_do"),
+]
 RIGHT = right_losses.RIGHT | right_forms.RIGHT
-
-
-@pytest.fixture(autouse=True)
-def _as_users_do() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 @pytest.mark.parametrize("name", RIGHT)
