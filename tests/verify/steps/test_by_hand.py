@@ -41,8 +41,8 @@ DEFECTS: dict[str, tuple[Any, dict[str, Any], Cause, str]] = {
     "little decay each": (partial(defects.decays_each, rate=1e-5), {}, Cause.ADDED, "1e-05 times the parameters"),
     "schedule each": (defects.scheduled_each, {}, Cause.BY_PLACE, "1, 0.5 times"),
     "updates each": (defects.updates_each, {"returns": "params"}, Cause.MOVED_EACH, "2 updates"),
-    "float16": (defects.narrow, {}, Cause.PRECISION, "additions in float16"),
-    "bfloat16": (partial(defects.narrow, dtype=ml_dtypes.bfloat16), UNEVEN, Cause.PRECISION, "additions in bfloat16"),
+    "float16": (defects.narrow, {}, Cause.PRECISION, "off by what 16 bits round"),
+    "bfloat16": (partial(defects.narrow, dtype=ml_dtypes.bfloat16), UNEVEN, Cause.PRECISION, "off by what 16 bits round"),
     "rows set": (defects.overwrites_rows, {}, Cause.SCATTER, "rows keep one contribution"),
     "a microbatch without tokens": (
         defects.weighted_means, {"batch": WITH_PLACEHOLDERS, "microbatches": (4,)}, Cause.NOT_FINITE, "[0]",
