@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError, operation, require_integer, require_items, require_one_of, shown
+from gradcombine.errors import GradCombineError, invalid, operation, require_integer, require_list, require_one_of
 from gradcombine.types import Tree
 from gradcombine.verify.check.divided_terms import Terms, require_right
 from gradcombine.verify.check.epsilons import other_constants
 from gradcombine.verify.check.hypotheses import case_of, explain
 from gradcombine.verify.check.hypotheses import hidden as hidden_cause
-from gradcombine.verify.check.leaves import OPERATION, as_floats
+from gradcombine.verify.check.leaves import as_floats
 from gradcombine.verify.check.measure import FLOAT32_UNIT, StepStandard
 from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Result, Split, Step, Subject
 from gradcombine.verify.check.standard import Floats
@@ -122,10 +122,7 @@ def checked(
     """
     given = DEFAULTS | dict(settings)
     microbatches, devices, returns = given["microbatches"], given["devices"], given["returns"]
-    splits = splits_of(microbatches, devices)
     require_one_of("returns to be 'gradients' or 'params'", returns, ("gradients", "params"))
-    if not callable(make_step):
-        raise GradCombineError(OPERATION, "make_step(microbatches) that returns a step", shown(make_step))
     if "torch" in sys.modules:
         from gradcombine.verify.check.torch_steps import as_arrays  # imports torch
 
@@ -133,9 +130,7 @@ def checked(
     subject = Subject(make_step, params, batch, returns == "params", given.get("turns", True))
     pad, terms, reference, unit = (given.get(name) for name in ("pad", "terms", "reference", "unit"))
     n = subject.examples
-    for split in splits:
-        if split.microbatches * split.devices > n:
-            raise GradCombineError(OPERATION, f"at least as many examples as parts: {split}", n)
+    splits = splits_of(microbatches, devices, n)
     parts = ["one batch, and its rounding noise", *map(str, splits), "what one batch gives after the others"]
     progress(parts[0], 0, len(parts))
     first, second = subject.divided(WHOLE, batch), None
@@ -276,16 +271,18 @@ def _differ(a: Result, b: Result) -> bool:
     return any(x.shape != y.shape or np.any(x != y) for x, y in zip(a.integers, b.integers, strict=True))
 
 
-def splits_of(microbatches: Sequence[int], devices: Sequence[int]) -> list[Split]:
+def splits_of(microbatches: Sequence[int], devices: Sequence[int], examples: int) -> list[Split]:
+    """The divisions of so many examples, but for one batch."""
     numbers: list[list[int]] = []
     for name, values in (("microbatches", microbatches), ("devices", devices)):
-        items = [] if isinstance(values, (str, bytes)) else require_items(f"numbers of {name}", values)
-        if not items:
-            raise GradCombineError(OPERATION, f"numbers of {name}", shown(values))
+        items = require_list(f"numbers of {name}", values)
         numbers.append([require_integer(f"a number of {name}", x) for x in items])
     splits = [split for d in numbers[1] for k in numbers[0] if (split := Split(k, d)) != WHOLE]
     if not splits:
-        raise GradCombineError(OPERATION, "a division of the batch to compare with one batch", f"{WHOLE} alone")
+        raise invalid("a division of the batch to compare with one batch", f"{WHOLE} alone")
+    for split in splits:
+        if split.microbatches * split.devices > examples:
+            raise invalid(f"at least as many examples as parts: {split}", examples)
     return splits
 
 

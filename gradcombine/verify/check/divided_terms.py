@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
-from gradcombine.verify.check.leaves import OPERATION
 from gradcombine.verify.check.measure import StepStandard
 from gradcombine.verify.check.running import NotWide, Rows
 from gradcombine.verify.check.standard import Floats
@@ -62,11 +61,11 @@ def measured(standard: StepStandard, terms: Terms, rows: Rows) -> Part:
         made = subject.of(gradients, subject.rows(rows), wide=standard.wide is not None)
     except (AttributeError, TypeError, IndexError, NotWide) as error:
         expected = "terms(params, batch) -> {name: (gradient of the sum, weight)}"
-        raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {error}") from error
+        raise invalid(expected, f"{type(error).__name__}: {error}") from error
     like = [x for _, x in subject.param_leaves] if subject.returns_params else standard.best.floats
     count = len(like)
     if len(made) != count * len(weights) or [x.shape for x in made[:count]] != [x.shape for x in like]:
-        raise GradCombineError(OPERATION, "gradients of terms like those of the step", "others")
+        raise invalid("gradients of terms like those of the step", "others")
     pairs = zip(weights, range(0, len(made), count), strict=True)
     return Part({name: made[i : i + count] for name, i in pairs}, weights)
 
@@ -117,8 +116,7 @@ def require_right(standard: StepStandard, terms: Terms) -> None:
     part, shares = _compared(standard, terms)
     worst = int(shares.argmax())
     if shares[worst] > 1:
-        raise GradCombineError(
-            OPERATION,
+        raise invalid(
             f"terms that add up to one batch: {', '.join(part.weights)}",
             f"{shares[worst]:.3g} times what rounding allows",
             standard.names[worst],

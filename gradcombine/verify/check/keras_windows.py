@@ -57,10 +57,10 @@ class KerasRun:
 
     def __init__(self, wrap: Callable[[Any], Any], inner: Any | None, params: Any) -> None:
         self._shapes = [np.asarray(x) for x in tree.flatten(params)[0]]
-        self._plain, self._arrived = _wrapped(wrap, keras.optimizers.SGD(1.0)), self._variables(np.zeros_like)
+        self._plain, self._arrived = wrap(keras.optimizers.SGD(1.0)), self._variables(np.zeros_like)
         self._real, self._values, self._copy, self._copied = None, [], None, []
         if inner is not None:
-            self._real, self._values = _wrapped(wrap, _fresh(inner)), self._variables(np.asarray)
+            self._real, self._values = wrap(_fresh(inner)), self._variables(np.asarray)
             self._copy, self._copied = _fresh(inner), self._variables(np.asarray)
             self._copy.build(self._copied)
         self._since = 0
@@ -106,13 +106,6 @@ class KerasRun:
 def _fresh(optimizer: Any) -> Any:
     """An optimizer of the same settings, at its beginning."""
     return type(optimizer).from_config(optimizer.get_config())
-
-
-def _wrapped(wrap: Callable[[Any], Any], inner: Any) -> Any:
-    made = wrap(inner)
-    if not hasattr(made, "apply"):
-        raise invalid("accumulating to return a Keras optimizer", type(made).__name__)
-    return made
 
 
 def _tensors(value: Any) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, is_absent, placeholder
 from gradcombine.errors import (
-    GradCombineError,
+    invalid,
     operation,
     require_flag,
     require_installed,
@@ -155,7 +155,7 @@ def check_reduction(
     examples = require_integer("1 example or more", examples)
     require_installed("check_reduction", "hypothesis")
     if not callable(asarray):
-        raise GradCombineError("check_reduction", "a function as asarray", shown(asarray))
+        raise invalid("a function as asarray", shown(asarray))
     kinds = [dtype_of(x) for x in tree.flatten(like)[0] if not is_absent(x)]
     whole = any(dtypes.kind(dtype) == "integer" for dtype in kinds)
     stretches = _stretches(kinds, elements, weights)
@@ -164,7 +164,7 @@ def check_reduction(
     require_flag("weighted", weighted)
     usable = [weight for weight in weights if not whole or dtypes.holds(np.dtype(np.int64), weight)]
     if not usable:
-        raise GradCombineError("check_reduction", "a weight, a whole one if leaves are integers", shown(weights))
+        raise invalid("a weight, a whole one if leaves are integers", shown(weights))
     waived = {"commutative=False": not commutative, "weighted=False": not weighted}
     held = [law for law in LAWS if not waived.get(law.waiver, False)]
     for law in held:
@@ -182,7 +182,7 @@ def check_reduction(
 def _numbers(name: str, values: Any) -> list[Any]:
     numbers = require_items(f"numbers as {name}", values)
     if not all(isinstance(x, Number) and dtypes.holds(np.dtype(np.complex128), x) for x in numbers):
-        raise GradCombineError("check_reduction", f"numbers that a float holds as {name}", shown(numbers))
+        raise invalid(f"numbers that a float holds as {name}", shown(numbers))
     return numbers
 
 
@@ -214,11 +214,11 @@ def _try(reduction: Reduction, like: Tree, law: Law, ulps: int, strategy: Any, e
         # As it was raised last, for the smallest contributions, without what hypothesis adds about itself.
         raise BrokenLaw(reduction.name, law, *broken[-1]) from None
     except InvalidArgument as error:
-        raise GradCombineError("check_reduction", "leaves of a size that can be drawn", shown(error)) from None
+        raise invalid("leaves of a size that can be drawn", shown(error)) from None
     except Flaky:
         if not broken:
             expected = "functions that return the same for the same arguments"
-            raise GradCombineError("check_reduction", expected, reduction.name) from None
+            raise invalid(expected, reduction.name) from None
         # The same contributions have broken a law, and have not.
         raise BrokenLaw(reduction.name, DETERMINISTIC, *broken[-1]) from None
 
@@ -291,7 +291,7 @@ def _cases(
         spec = placeholder(x)
         drawn = [y * stretch.element for y in elements if dtypes.holds(spec.dtype, y * stretch.element)]
         if not drawn:
-            raise GradCombineError("check_reduction", f"elements that are {spec.dtype}", shown(elements))
+            raise invalid(f"elements that are {spec.dtype}", shown(elements))
         rows = strategies.lists(strategies.sampled_from(drawn), min_size=spec.size, max_size=spec.size)
         return rows.map(lambda row: asarray(np.array(row, spec.dtype).reshape(spec.shape)))
 

@@ -11,12 +11,9 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, is_absent, loaded, owner
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import invalid
 from gradcombine.types import Tree
 from gradcombine.verify.compare.ulp import kind_of
-
-OPERATION = "check_step"
-
 
 NUMBERS = bool, int, float, complex
 """Of Python: they enter steps as they are."""
@@ -37,10 +34,10 @@ def examples(batch: Tree) -> int:
             continue
         if found and shape[0] != found[1]:
             expected = f"{found[1]} examples along the first axis, as in {found[0] or 'the first leaf'}"
-            raise GradCombineError(OPERATION, expected, shape[0], path)
+            raise invalid(expected, shape[0], path)
         found = found or (path, shape[0])
     if found is None or found[1] < 2:
-        raise GradCombineError(OPERATION, "a batch of two examples or more", "none" if found is None else found[1])
+        raise invalid("a batch of two examples or more", "none" if found is None else found[1])
     return found[1]
 
 

@@ -12,7 +12,7 @@ The distance is the root of the mean square over a leaf. What rounding allows is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 
@@ -21,7 +21,7 @@ import numpy as np
 from gradcombine.types import Tree
 from gradcombine.verify.check import precision
 from gradcombine.verify.check.leaves import perturbation
-from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Result, Rows, Split, Subject
+from gradcombine.verify.check.running import WHOLE, NotFiniteError, NotWide, Result, Split, Subject
 from gradcombine.verify.check.standard import EACH, Floats, Standard, flat, gamma, over, rms
 from gradcombine.verify.compare.ulp import rounding_unit
 
@@ -41,7 +41,6 @@ class StepStandard(Standard):
     """A step on one batch: what it gives, and what rounding may do to that.
 
     Attributes:
-      subject: the step.
       not_wide: why there is no result in float64.
       unit: the unit roundoff.
       draws: whether it may draw random numbers.
@@ -52,7 +51,7 @@ class StepStandard(Standard):
     reached = False
 
     def __init__(self, subject: Subject, unit: float | None) -> None:
-        self.subject, self.examples = subject, subject.examples
+        super().__init__(subject)
         self.own = subject.divided(WHOLE, subject.batch)
         self.names = subject.names
         program = precision.read(subject)
@@ -60,8 +59,6 @@ class StepStandard(Standard):
         self.unit = unit or program.unit or max(widths)
         self.draws = program.random
         self.wide, self.not_wide = self._in_float64(program.draws)
-        self._rows: dict[Rows, Result | None] = {}
-        self._elsewhere_made: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
         exact, own = self._noise(self.wide is not None), self._noise(False)
         sizes = np.array([rms(x) for x in self.best.floats])
         # A leaf that is 0 in exact arithmetic, as the bias of an attention's keys, has no other noise than its own.
@@ -120,32 +117,6 @@ class StepStandard(Standard):
         )
         return of_bound, noises
 
-    def one(self, rows: Sequence[int]) -> Result | None:
-        """One batch of these examples, in the best precision; None where it is not finite, as a mean of nothing is."""
-        key = tuple(rows)
-        if key not in self._rows:
-            batch = self.subject.rows(rows)
-            try:
-                made = self.subject.run(WHOLE, batch) if self.wide is None else self.subject.wide(WHOLE, batch)
-            except NotFiniteError:
-                made = None
-            self._rows[key] = made
-        return self._rows[key]
-
-    def repeated(self, rows: Sequence[int]) -> Result | None:
-        return self.one(self.copies(rows))
-
-    def copies(self, rows: Sequence[int]) -> Sequence[int]:
-        n = self.examples
-        return [*rows] * (n // len(rows)) if n % len(rows) == 0 else rows
-
-    def narrow(self, rows: Sequence[int]) -> Result | None:
-        """`one` in the step's own precision."""
-        try:
-            return self.subject.run(WHOLE, self.subject.rows(rows))
-        except ValueError:  # a mean over nothing
-            return None
-
     def division(self, split: Split, wide: bool, backwards: bool = False) -> Result | None:
         """Result of another division, or of the examples in reverse order; None where it cannot be known."""
         if backwards and not self.subject.turns:
@@ -155,32 +126,6 @@ class StepStandard(Standard):
             return self.in_float64(split, batch) if wide else self.subject.divided(split, batch)
         except (NotWide, ValueError):  # or one that it cannot take
             return None
-
-    def counts(self) -> Iterator[np.ndarray]:
-        """All the same; or what a leaf of the batch holds, as a mask or a number of tokens does; each once."""
-        found = [np.ones(self.examples)]
-        for leaf in self.subject.arrays():
-            each = leaf.reshape(self.examples, -1)
-            # The first word of a sequence is not predicted, and the last predicts nothing.
-            found += [np.count_nonzero(x, axis=1).astype(np.float64) for x in (each, each[:, 1:], each[:, :-1])]
-            if leaf.dtype.kind in "fiub":
-                found.append(each.sum(axis=1, dtype=np.float64))
-        different: dict[bytes, np.ndarray] = {}
-        for counts in found:
-            different.setdefault((counts / (counts.sum() or 1)).tobytes(), counts)
-        yield from different.values()
-
-    def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
-        key = seed, split, rows, wide
-        if key not in self._elsewhere_made:
-            subject = self.subject
-            batch = subject.batch if rows is None else subject.rows(self.copies(rows))
-            try:
-                made = subject.run(split, batch, wide, noise=perturbation(seed, 0.5, 0.5))
-            except Exception:  # whatever a foreign step raises there
-                made = None
-            self._elsewhere_made[key] = made
-        return self._elsewhere_made[key]
 
     @cached_property
     def turned(self) -> Tree:

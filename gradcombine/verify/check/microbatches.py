@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gradcombine import tree
-from gradcombine.errors import GradCombineError, invalid, operation, shown
+from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.types import Tree
 from gradcombine.verify.check.checking import checked, splits_of
 from gradcombine.verify.check.leaves import examples, flattened, shape_of
@@ -74,17 +74,9 @@ def check_microbatches(
     >>> print(report.faults[0].cause)
     mean of means: the microbatches' weights are ignored
     """
-    for name, function in (("loss", loss), ("accumulating", accumulating), ("arguments", arguments)):
-        if not callable(function):
-            raise invalid(f"a function as {name}", shown(function))
-    for given in (params, batch):
-        flattened(given)  # JAX's own, of a tree that contains itself, leaves no depth for other calls
-    splits = splits_of(microbatches, (1,))
-    if max(split.microbatches for split in splits) > examples(batch):
-        raise invalid("at least as many examples as microbatches", examples(batch))
-    training = _training(loss, inner, accumulating)
+    splits = splits_of(microbatches, (1,), examples(batch))
     try:
-        return _checked(training, params, batch, splits, arguments, partial)
+        return _checked(_training(loss, inner, accumulating), params, batch, splits, arguments, partial)
     except GradCombineError:
         raise
     except Exception as error:  # whatever foreign functions raise

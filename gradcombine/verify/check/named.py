@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from gradcombine.audit.auditing import callable_named
 from gradcombine.audit.compiling import foreign
-from gradcombine.errors import GradCombineError, operation, shown
+from gradcombine.errors import invalid, operation, shown
 from gradcombine.verify.check.checking import checked
 from gradcombine.verify.check.lines import in_words
 from gradcombine.verify.check.step_report import StepReport
@@ -37,12 +37,12 @@ def case_named(what: str) -> dict[str, Any]:
         made = dict(zip(NEEDED, cast("tuple[Any, ...]", made), strict=True))
     expected = f"{what} to return (make_step, params, batch), or a dict of these and of {', '.join(OPTIONAL)}"
     if not isinstance(made, Mapping):
-        raise GradCombineError("check", expected, shown(made))
+        raise invalid(expected, shown(made))
     case = dict(cast("Mapping[str, Any]", made))
     missing, others = [x for x in NEEDED if x not in case], [str(x) for x in case if x not in NEEDED + OPTIONAL]
     if missing or others:
         received = f"none of {', '.join(missing)}" if missing else f"also {', '.join(others)}"
-        raise GradCombineError("check", expected, received)
+        raise invalid(expected, received)
     return case
 
 
@@ -102,7 +102,7 @@ def _within(seconds: float | None) -> Generator[None, None, None]:
         yield
     except _LateError:
         expected = f"a check that takes less than {seconds:g} s"
-        raise GradCombineError("check", expected, "one that takes longer") from None
+        raise invalid(expected, "one that takes longer") from None
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)

@@ -79,8 +79,6 @@ class OptaxTraining:
         # Compiled once, for all runs.
         if (microbatches, alone) not in self._made:
             made = self._wrap(probe(optax.identity() if alone else self._inner), microbatches)
-            if not (hasattr(made, "init") and hasattr(made, "update")):
-                raise invalid("accumulating to return a transformation", type(made).__name__)
             self._made[microbatches, alone] = made.init, jax.jit(made.update)
         return OptaxRun(*self._made[microbatches, alone], params)
 

@@ -12,11 +12,10 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, owner
-from gradcombine.errors import GradCombineError
+from gradcombine.errors import GradCombineError, invalid
 from gradcombine.types import Tree
 from gradcombine.verify.check.leaves import (
     NUMBERS,
-    OPERATION,
     are_counts,
     array_of,
     as_floats,
@@ -136,9 +135,7 @@ class Subject:
                 raise
             except Exception as error:  # whatever a foreign function raises
                 received = f"{type(error).__name__}: {line(error)}"
-                raise GradCombineError(OPERATION, f"a make_step for {split}", received) from error
-            if not callable(made):
-                raise GradCombineError(OPERATION, "make_step to return a step(params, batch)", type(made).__name__)
+                raise invalid(f"a make_step for {split}", received) from error
             self._steps[split] = made
         return self._steps[split]
 
@@ -254,7 +251,7 @@ class Subject:
             raise
         except Exception as error:  # whatever a foreign step raises
             expected = f"a step that takes {examples(batch)} examples as {split}"
-            raise GradCombineError(OPERATION, expected, f"{type(error).__name__}: {line(error)}") from error
+            raise invalid(expected, f"{type(error).__name__}: {line(error)}") from error
 
     def wide(self, split: Split, batch: Tree, **others: Any) -> Result:
         """`run` in float64.
@@ -301,7 +298,7 @@ class Subject:
         present = [(i, array_of(x)) for i, x in enumerate(leaves) if is_there(x)]
         floats = [(i, x) for i, x in present if is_float_dtype(x.dtype)]
         if not floats:
-            raise GradCombineError(OPERATION, "a step that returns float arrays", f"{len(leaves)} leaves, none of them")
+            raise invalid("a step that returns float arrays", f"{len(leaves)} leaves, none of them")
         paths = list(structure.paths())
         self.names = tuple(paths[i] or "(root)" for i, _ in floats)
         wide = [widened(x) for _, x in floats]
@@ -309,7 +306,7 @@ class Subject:
             new, others = wide[: len(before)], wide[len(before) :]
             for name, x, y in zip(self.names, new, before, strict=False):
                 if x.shape != y.shape:
-                    raise GradCombineError(OPERATION, f"new parameters of the old shape {y.shape}", x.shape, name)
+                    raise invalid(f"new parameters of the old shape {y.shape}", x.shape, name)
             wide = [x - widened(y) for x, y in zip(new, before, strict=True)] + others
         for name, x in zip(self.names, wide, strict=True):
             if not np.isfinite(x).all():
@@ -383,7 +380,7 @@ class NotFiniteError(GradCombineError):
     """A result that holds NaN or infinity."""
 
     def __init__(self, path: str) -> None:
-        super().__init__(OPERATION, "a step whose result is finite", "NaN or infinity", path)
+        super().__init__("", "a step whose result is finite", "NaN or infinity", path)
 
 
 def line(error: Exception) -> str:

@@ -8,7 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from gradcombine.verify.check.running import WHOLE, Result, Rows, Split
+from gradcombine.verify.check.leaves import perturbation
+from gradcombine.verify.check.running import WHOLE, NotFiniteError, Result, Rows, Split, Subject
 
 EACH = 64
 """Up to how many examples each is looked at by itself; more are looked at in groups."""
@@ -32,16 +33,21 @@ class Standard(ABC):
     """The right result of a step, the results of single examples, and the rounding allowed to results.
 
     Attributes:
+      subject: the step.
       examples: how many.
       names: of the leaves.
       own: the right result, in its own precision.
       wide: the same in float64; None where there is none.
     """
 
-    examples: int
     names: Sequence[str]
     own: Result
     wide: Result | None
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject, self.examples = subject, subject.examples
+        self._rows: dict[Rows, Result | None] = {}
+        self._elsewhere_made: dict[tuple[int, Split, Rows | None, bool], Result | None] = {}
 
     @property
     def best(self) -> Result:
@@ -52,21 +58,52 @@ class Standard(ABC):
     def allowed(self, wide: bool) -> np.ndarray:
         """How far rounding may move one result, a number a leaf."""
 
-    @abstractmethod
     def one(self, rows: Sequence[int]) -> Result | None:
-        """Result of these examples, in the best precision; None where it is not finite, as a mean of nothing is."""
+        """One batch of these examples, in the best precision; None where it is not finite, as a mean of nothing is."""
+        key = tuple(rows)
+        if key not in self._rows:
+            batch = self.subject.rows(rows)
+            try:
+                made = self.subject.run(WHOLE, batch) if self.wide is None else self.subject.wide(WHOLE, batch)
+            except NotFiniteError:
+                made = None
+            self._rows[key] = made
+        return self._rows[key]
 
-    @abstractmethod
-    def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
-        """Result of a division, or of one batch of some examples, at other parameters; None where it is not known."""
-
-    @abstractmethod
-    def counts(self) -> Iterator[np.ndarray]:
-        """Possible weights of the examples in one batch."""
-
-    @abstractmethod
     def repeated(self, rows: Sequence[int]) -> Result | None:
         """Result of copies of these examples in a batch of the full size, whose program is compiled already."""
+        return self.one(self.copies(rows))
+
+    def copies(self, rows: Sequence[int]) -> Sequence[int]:
+        n = self.examples
+        return [*rows] * (n // len(rows)) if n % len(rows) == 0 else rows
+
+    def counts(self) -> Iterator[np.ndarray]:
+        """All the same; or what a leaf of the batch holds, as a mask or a number of tokens does; each once."""
+        found = [np.ones(self.examples)]
+        for leaf in self.subject.arrays():
+            each = leaf.reshape(self.examples, -1)
+            # The first word of a sequence is not predicted, and the last predicts nothing.
+            found += [np.count_nonzero(x, axis=1).astype(np.float64) for x in (each, each[:, 1:], each[:, :-1])]
+            if leaf.dtype.kind in "fiub":
+                found.append(each.sum(axis=1, dtype=np.float64))
+        different: dict[bytes, np.ndarray] = {}
+        for counts in found:
+            different.setdefault((counts / (counts.sum() or 1)).tobytes(), counts)
+        yield from different.values()
+
+    def elsewhere(self, seed: int, split: Split, rows: Rows | None, wide: bool) -> Result | None:
+        """Result of a division, or of one batch of some examples, at other parameters; None where it is not known."""
+        key = seed, split, rows, wide
+        if key not in self._elsewhere_made:
+            subject = self.subject
+            batch = subject.batch if rows is None else subject.rows(self.copies(rows))
+            try:
+                made = subject.run(split, batch, wide, noise=perturbation(seed, 0.5, 0.5))
+            except Exception:  # whatever a foreign step raises there
+                made = None
+            self._elsewhere_made[key] = made
+        return self._elsewhere_made[key]
 
     def resolution(self, floats: Floats) -> list[np.ndarray]:
         """How far from a result, elementwise, another one may be that is called the same."""

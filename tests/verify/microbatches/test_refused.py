@@ -19,10 +19,10 @@ SGD = optax.sgd(0.1)
     ("batch", "inner", "accumulating", "options", "message"),
     [
         ({}, SGD, accumulate, {}, "a batch of two examples or more, received none"),
-        (ALIKE, SGD, accumulate, {"microbatches": [32]}, "at least as many examples as microbatches, received 16"),
+        (ALIKE, SGD, accumulate, {"microbatches": [32]}, "as many examples as parts: 32 microbatches"),
         (ALIKE, SGD, lambda inner, k: accumulate(SGD, k), {}, "inner transformation once, received 0 times"),
         (ALIKE, SGD, lambda inner, k: optax.chain(accumulate(inner, k), accumulate(inner, k)), {}, "received 2 times"),
-        (ALIKE, SGD, lambda inner, k: 3, {}, "accumulating to return a transformation, received int"),
+        (ALIKE, SGD, lambda inner, k: 3, {}, "received AttributeError"),
         (ALIKE, "sgd", accumulate, {}, "an optax transformation or a Keras optimizer, received str"),
         (
             ALIKE,
