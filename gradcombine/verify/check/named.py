@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-import signal
-import threading
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from gradcombine.audit.auditing import callable_named
 from gradcombine.audit.compiling import foreign
-from gradcombine.errors import invalid, operation, shown
+from gradcombine.errors import invalid, operation
 from gradcombine.verify.check.checking import checked
 from gradcombine.verify.check.lines import in_words
 from gradcombine.verify.check.step_report import StepReport
+from gradcombine.verify.foreign_calls import arguments, within_seconds
 
 NEEDED = ("make_step", "params", "batch")
 OPTIONAL = ("microbatches", "devices", "returns", "pad", "terms", "reference", "unit")
@@ -35,15 +33,7 @@ def case_named(what: str) -> dict[str, Any]:
     made: Any = foreign("a callable of no argument that returns", what, make)
     if isinstance(made, tuple) and len(cast("tuple[Any, ...]", made)) == len(NEEDED):
         made = dict(zip(NEEDED, cast("tuple[Any, ...]", made), strict=True))
-    expected = f"{what} to return (make_step, params, batch), or a dict of these and of {', '.join(OPTIONAL)}"
-    if not isinstance(made, Mapping):
-        raise invalid(expected, shown(made))
-    case = dict(cast("Mapping[str, Any]", made))
-    missing, others = [x for x in NEEDED if x not in case], [str(x) for x in case if x not in NEEDED + OPTIONAL]
-    if missing or others:
-        received = f"none of {', '.join(missing)}" if missing else f"also {', '.join(others)}"
-        raise invalid(expected, received)
-    return case
+    return arguments(f"{what} to return (make_step, params, batch), or", made, NEEDED, OPTIONAL)
 
 
 @operation("check")
@@ -67,7 +57,8 @@ def check_named(
     Raises:
       GradCombineError: as `case_named` and `check_step`; for a step that takes longer.
     """
-    with _within(timeout):
+    late = invalid(f"a check that takes less than {timeout or 0:g} s", "one that takes longer")
+    with within_seconds(timeout, late):
         case = case_named(what)
         make_step, params, batch = (case.pop(name) for name in NEEDED)
         return checked(make_step, params, batch, case | dict(others), progress), source_of(make_step)
@@ -80,29 +71,3 @@ def source_of(function: Any) -> str:
         return in_words(inspect.getsourcefile(inspect.unwrap(function)) or "", line)
     except (TypeError, OSError, ValueError):
         return ""
-
-
-class _LateError(BaseException):
-    """The time is over: no `Exception`, which a step or what runs it may catch."""
-
-
-@contextmanager
-def _within(seconds: float | None) -> Generator[None, None, None]:
-    """Raises where the body takes longer; by a signal, which only the main thread has, and Windows has not."""
-    if seconds is None or threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def late(*_: Any) -> None:
-        raise _LateError
-
-    handler = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    except _LateError:
-        expected = f"a check that takes less than {seconds:g} s"
-        raise invalid(expected, "one that takes longer") from None
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import re
-import signal
-import threading
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 from gradcombine.errors import invalid, operation, require_file, shown
 from gradcombine.verify.diff import similarity
 from gradcombine.verify.diff.dumps import Dump
 from gradcombine.verify.diff.similarity import Axes, closest
+from gradcombine.verify.foreign_calls import within_seconds
 
 
 class Rule(NamedTuple):
@@ -45,13 +45,18 @@ class Rules(NamedTuple):
     def find(self, name: str) -> tuple[Rule, str | None] | None:
         """The rule for a name of the first dump, and the name in the second."""
         for rule in self.rules:
-            matched = _in_time(rule.pattern.pattern, lambda rule=rule: rule.pattern.fullmatch(name), name)
+            with _within(rule.pattern.pattern, name):
+                matched = rule.pattern.fullmatch(name)
             if matched is not None:
                 return rule, None if rule.template is None else _expanded(rule.template, matched)
         return None
 
     def ignores(self, name: str) -> bool:
-        return any(_in_time(x.pattern, lambda x=x: x.fullmatch(name), name) for x in self.ignored)
+        for pattern in self.ignored:
+            with _within(pattern.pattern, name):
+                if pattern.fullmatch(name):
+                    return True
+        return False
 
 
 def require_rules(rules: object) -> None:
@@ -63,26 +68,10 @@ def require_rules(rules: object) -> None:
 SECONDS = 1.0
 """For a name and a pattern, and to compile a pattern; most take less than a thousandth of it."""
 
-_T = TypeVar("_T")
 
-
-def _in_time(pattern: str, call: Callable[[], _T], name: str = "") -> _T:
-    """Calls a function that uses a regular expression, within a bound of time.
-
-    By a signal, which only the main thread can have, and Windows has not: elsewhere the time is not bounded.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        return call()
-
-    def late(*_: object) -> None:
-        raise invalid(f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
-
-    handler, timer = signal.signal(signal.SIGALRM, late), signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        return call()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler or signal.SIG_DFL)
+def _within(pattern: object, name: str = "") -> AbstractContextManager[None]:
+    late = invalid(f"a regular expression that takes less than {SECONDS:g} s", shown(pattern), name)
+    return within_seconds(SECONDS, late)
 
 
 NO_RULES = Rules()
@@ -110,30 +99,22 @@ def read_rules(path: str | Path) -> Rules:
         content = tomllib.loads(file.read_text())
     except (OSError, ValueError, RecursionError) as error:  # not to be read, no text, no TOML, or nested without an end
         raise invalid(f"a TOML file of rules at {path}", str(error)) from None
-    if not isinstance(content.get("rule", []), list):
-        raise invalid("rules as [[rule]]", repr(content["rule"]))
-    unknown = set(content) - {"ignore_a", "ignore_b", "rule"}
-    if unknown:
-        raise invalid("ignore_a, ignore_b and [[rule]] in the rules", ", ".join(sorted(unknown)))
+    if set(content) - {"ignore_a", "ignore_b", "rule"} or not isinstance(content.get("rule", []), list):
+        raise invalid("rules as ignore_a, ignore_b and [[rule]]", shown(content))
     rules = [Rule(pattern, None, None) for pattern in _patterns(content.get("ignore_a", []))]
     rules += [_rule(entry, number) for number, entry in enumerate(content.get("rule", []), 1)]
     return Rules(tuple(rules), tuple(_patterns(content.get("ignore_b", []))))
 
 
 def _rule(content: Any, number: int) -> Rule:
-    received = repr(content)
-    entry = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
-    if not {"a", "b"} <= set(entry) <= {"a", "b", "transpose"}:
-        raise invalid(f"rule {number} with a, b and perhaps transpose", received)
-    (pattern,) = _patterns([entry["a"]])
-    axes = cast("list[Any] | None", entry.get("transpose"))
-    if axes is not None and not (
-        type(axes) is list and all(type(n) is int for n in axes) and sorted(axes) == [*range(len(axes))]
-    ):
-        raise invalid(f"rule {number} with transpose as an order of axes", axes)
-    if not isinstance(entry["b"], str):
-        raise invalid(f"rule {number} with a name as b", repr(entry["b"]))
-    return Rule(pattern, entry["b"], None if axes is None else tuple(axes))
+    match content:
+        case {"a": a, "b": str(b), **others} if not set(others) - {"transpose"}:
+            axes = cast("list[Any]", others.get("transpose", []))
+            if type(axes) is list and all(type(n) is int for n in axes) and sorted(axes) == [*range(len(axes))]:
+                return Rule(next(iter(_patterns([a]))), b, tuple(axes) if "transpose" in others else None)
+        case _:
+            pass
+    raise invalid(f"rule {number} with a, a name as b, and perhaps transpose, an order of axes", shown(content))
 
 
 def _expanded(template: str, matched: re.Match[str]) -> str:
@@ -148,9 +129,11 @@ def _patterns(content: Any) -> Iterable[re.Pattern[str]]:
         raise invalid("a list of regular expressions in the rules", repr(content))
     for text in cast("list[Any]", content):
         try:
-            yield _in_time(text, lambda text=text: re.compile(text))
+            with _within(text):
+                pattern = re.compile(text)
         except (re.error, TypeError, OverflowError, RecursionError) as error:
             raise invalid("a regular expression in the rules", f"{text!r}: {error}") from None
+        yield pattern
 
 
 WRAPPERS = frozenset(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from gradcombine.audit import Target, find_target
 from gradcombine.audit.auditing import made_by
-from gradcombine.errors import invalid, operation, require_list, shown
+from gradcombine.errors import operation, require_list
 from gradcombine.types import Tree
+from gradcombine.verify.foreign_calls import arguments
 from gradcombine.verify.plan.ranking import Figures, Plan, Row, explained, rank
 
 if TYPE_CHECKING:
@@ -112,10 +113,4 @@ def plan_named(
     made, found = made_by("plan", what, target)
     needed = ("loss", "params", "batch", "optimizer", "microbatches")
     optional = ("mesh", "axis", "weight")
-    if not isinstance(made, Mapping):
-        raise invalid(f"{what} to return a dict of {', '.join(needed)}", shown(made))
-    given = cast("Mapping[str, Any]", made)
-    if wrong := [name for name in needed if name not in given] or [x for x in given if x not in needed + optional]:
-        expected = f"{what} to return a dict of {', '.join(needed)}, and of {', '.join(optional)} what it needs"
-        raise invalid(expected, f"{'none of' if wrong[0] in needed else 'also'} {', '.join(wrong)}")
-    return _planned(found, names, progress, **given)
+    return _planned(found, names, progress, **arguments(f"{what} to return", made, needed, optional))

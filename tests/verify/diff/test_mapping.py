@@ -167,8 +167,8 @@ def test_rules_go_before_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("x = 1", "ignore_a, ignore_b and"),
-        ("[[rule]]\na = 'x'", "rule 1 with a, b"),
+        ("x = 1", "rules as ignore_a, ignore_b and"),
+        ("[[rule]]\na = 'x'", "rule 1 with a, a name as b"),
         ("[[rule]]\na = '('\nb = 'x'", "a regular expression"),
         ("[[rule]]\na = 'x'\nb = 'y'\ntranspose = [0, 2]", "an order of axes"),
         ("[[rule]", "a TOML file"),
