@@ -35,12 +35,6 @@ class KerasTraining:
     def gradient(self, params: Any, microbatch: Any) -> list[tf.Tensor | None]:
         return self._gradient(_tensors(params), _tensors(microbatch))
 
-    def times(self, x: Any, factor: Any) -> Any:
-        if factor is None:
-            return None
-        wide = tf.cast(x, tf.float32) if x.dtype.size < 4 else x
-        return wide * factor.astype(wide.dtype.as_numpy_dtype)
-
     def start(self, microbatches: int, params: Any, alone: bool) -> KerasRun:
         return KerasRun(lambda inner: self._wrap(inner, microbatches), None if alone else self._inner, params)
 

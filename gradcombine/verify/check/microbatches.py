@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 
 from gradcombine import tree
+from gradcombine.backends.registry import resolve
 from gradcombine.errors import GradCombineError, invalid, operation
 from gradcombine.types import Tree
 from gradcombine.verify.check.checking import checked, splits_of
 from gradcombine.verify.check.leaves import examples, flattened, shape_of
 from gradcombine.verify.check.running import Split, Step, line
 from gradcombine.verify.check.step_report import Cause, Fault, StepReport, StepRun
-from gradcombine.verify.check.windows import Answer, Leaves, Training, Windows, leaves
+from gradcombine.verify.check.windows import FLOAT32, Leaves, Training, Windows, leaves
+from gradcombine.verify.compare.ulp import rounding_unit
 
 
 @operation("check_microbatches", renames=True)
@@ -92,52 +94,39 @@ def _checked(
     arguments: Callable[[Any, bool], Mapping[str, Any]],
     partial: bool,
 ) -> StepReport:
-    found: list[tuple[Split, Answer]] = []
-    then: list[tuple[Split, Answer]] = []
-    runs, linear = list[StepRun](), dict[int, list[Leaves]]()
+    first, then, runs, linear = list[Fault](), list[Fault](), list[StepRun](), dict[int, list[Leaves]]()
     for split in splits:
         parts = _parts(batch, split.microbatches)
         gradients = [leaves(training.gradient(params, part)) for part in parts]
         if not all(np.isfinite(x).all() for row in gradients for x in row if x is not None):
             raise invalid("finite gradients", "NaN or infinity")
         windows = Windows(training, params, gradients, lambda i, last, parts=parts: arguments(parts[i], last), partial)
-        answers = [*windows.first()]
-        found += [(split, answer) for answer in answers]
+        found = [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.first()]
+        first += found
         runs.append(StepRun(f"the additions of {split}", windows.share, None, None, ""))
-        if all(cause in (Cause.MOVED, Cause.COUNTED) for cause, *_ in answers):
+        if all(fault.cause in (Cause.MOVED, Cause.COUNTED) for fault in found):
             linear[split.microbatches] = windows.coefficients
-            then += [(split, answer) for answer in windows.then()]
+            then += [Fault(cause, f"{split}, window {w}", detail) for cause, w, detail in windows.then()]
     report = StepReport((), (), "")
     if linear:
         one = {1: [[None if x is None else np.ones((), np.float32) for x in leaves(training.gradient(params, batch))]]}
         report = checked(_step_of(training, one | linear), params, batch, {"microbatches": [*linear], "turns": False})
     faults = dict[Cause, Fault]()
-    for fault in (
-        *(_fault(*x) for x in found),
-        *(fault._replace(line="") for fault in report.faults),  # none of the user's divides
-        *(_fault(*x) for x in then),
-    ):
-        faults.setdefault(fault.cause, fault)
-    return report._replace(
-        faults=tuple(faults.values()),
-        runs=(*report.runs, *runs),
-        not_asked=() if partial else ("partial windows",),
-    )
+    for fault in (*first, *report.faults, *then):
+        faults.setdefault(fault.cause, fault._replace(line=""))  # no line of the user's divides
+    asked = () if partial else ("partial windows",)
+    return report._replace(faults=tuple(faults.values()), runs=(*report.runs, *runs), not_asked=asked)
 
 
 def _step_of(training: Training, linear: Mapping[int, Sequence[Leaves]]) -> Callable[[int], Step]:
     """Steps that add up the gradients of microbatches with these factors, which are those of the batch in its order."""
 
     def make_step(microbatches: int) -> Step:
-        if microbatches not in linear:
-            raise invalid("a number of microbatches that is checked", microbatches)
         factors = linear[microbatches]
 
         def step(params: Tree, batch: Tree) -> Tree:
             parts = [tree.flatten(training.gradient(params, part))[0] for part in _parts(batch, microbatches)]
-            rows = [
-                [training.times(x, c) for x, c in zip(*row, strict=True)] for row in zip(parts, factors, strict=True)
-            ]
+            rows = [[_times(x, c) for x, c in zip(*row, strict=True)] for row in zip(parts, factors, strict=True)]
             sums = [None if column[0] is None else sum(column) for column in zip(*rows, strict=True)]
             return tree.unflatten(tree.flatten(params)[1], sums)
 
@@ -146,17 +135,21 @@ def _step_of(training: Training, linear: Mapping[int, Sequence[Leaves]]) -> Call
     return make_step
 
 
+def _times(x: Any, factors: np.ndarray | None) -> Any:
+    """An array of the framework times factors, in float32 at least; None for no factors."""
+    if factors is None:
+        return None
+    backend = resolve([x])
+    wide = min(FLOAT32, backend.dtype(x), key=rounding_unit)
+    return backend.product(backend.cast(x, wide), factors.astype(wide))
+
+
 def _parts(batch: Tree, microbatches: int) -> list[Tree]:
     """Microbatches of neighbours, of sizes that differ by one at most."""
     arrays, structure = flattened(batch)
     n = next(shape_of(x)[0] for x in arrays if shape_of(x))
     pieces = [slice(x[0], x[-1] + 1) for x in np.array_split(range(n), microbatches)]
     return [tree.unflatten(structure, [x[piece] if shape_of(x) else x for x in arrays]) for piece in pieces]
-
-
-def _fault(split: Split, answer: Answer) -> Fault:
-    cause, window, detail = answer
-    return Fault(cause, f"{split}, window {window}", detail)
 
 
 def _training(loss: Any, inner: Any, accumulating: Any) -> Training:

@@ -69,12 +69,6 @@ class OptaxTraining:
         self.gradient = _differentiated(loss)
         self._made: dict[tuple[int, bool], tuple[Any, Any]] = {}
 
-    def times(self, x: Any, factor: Any) -> Any:
-        if factor is None:
-            return None
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return x.astype(wide) * factor.astype(wide)
-
     def start(self, microbatches: int, params: Any, alone: bool) -> OptaxRun:
         # Compiled once, for all runs.
         if (microbatches, alone) not in self._made:

@@ -62,10 +62,6 @@ class Training(Protocol):
         """A tree of arrays of the framework."""
         ...
 
-    def times(self, x: Any, factor: np.ndarray | None) -> Any:
-        """An array of the framework times others, in float32 at least; None for no factor."""
-        ...
-
     def start(self, microbatches: int, params: Tree, alone: bool) -> Run:
         """A new run; alone: of the accumulation without an optimizer."""
         ...
