@@ -208,7 +208,8 @@ def checked(
             unclear = answer[1]
         else:
             add(answer[0], str(splits[-1]), *answer[1:])
-    if one.accuracy is not None and 1 < one.accuracy <= CONSTANTS and reference is None and not standard.is_retyped:
+    others = reference is None and not standard.is_retyped(WHOLE, batch)
+    if one.accuracy is not None and 1 < one.accuracy <= CONSTANTS and others:
         unclear = f"accuracy: {one.noises:.3g} times its noise from a run in float64, which may have other constants"
     elif one.accuracy is not None and one.accuracy > 1:
         inaccurate = Fault(Cause.INACCURATE, one.name, f"{one.noises:.3g} times its noise")

@@ -89,12 +89,10 @@ def _known(standard: StepStandard, split: Split, c: np.ndarray) -> Iterator[tupl
         yield Cause.PLACEHOLDERS, f"{filled - n} rows that fill up the last microbatch are counted", c * n / filled
     divided = _shares_in(standard, split)
     for name, pieces in divided.items():
-        yield (
-            Cause.MEAN_OF_MEANS,
-            _weights([float(c @ p) for p in pieces]) + split_by(name),
-            _mean_of_means(c, pieces),
-        )
-        yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", _mean_of_means(c, pieces) * len(pieces)
+        means, weights = _mean_of_means(c, pieces), [float(c @ p) for p in pieces]
+        text = f"they weigh from {min(weights):.4g} to {max(weights):.4g} in one batch{split_by(name)}"
+        yield Cause.MEAN_OF_MEANS, text, means
+        yield Cause.SUM, f"of the {len(pieces)} means{split_by(name)}", means * len(pieces)
     for rows in on_devices(n, split):
         kept = share_in(standard.units(), rows)
         if 0 < c @ kept < c.sum():
@@ -201,10 +199,6 @@ def _turned(
 def _mean_of_means(c: np.ndarray, pieces: Sequence[np.ndarray]) -> np.ndarray:
     weights = [float(c @ p) for p in pieces]
     return sum((c * p / w for p, w in zip(pieces, weights, strict=True) if w), np.zeros_like(c)) / len(pieces)
-
-
-def _weights(values: Sequence[float]) -> str:
-    return f"they weigh from {min(values):.4g} to {max(values):.4g} in one batch"
 
 
 def _named(standard: StepStandard, chosen: np.ndarray) -> str:

@@ -22,7 +22,8 @@ def other_constants(subject: Subject, split: Split) -> str:
     # A guard that one of them has in addition may be right.
     if not ours or not theirs:
         return ""
-    return f"constants: {_listed(ours)} in one batch, and {_listed(theirs)} in {split}, which rounding may hide"
+    first, second = (", ".join(f"{x:g}" for x in values) for values in (ours, theirs))
+    return f"constants: {first} in one batch, and {second} in {split}, which rounding may hide"
 
 
 def _epsilons(subject: Subject, split: Split) -> set[float]:
@@ -36,7 +37,3 @@ def _epsilons(subject: Subject, split: Split) -> set[float]:
         if hasattr(x, "val") and getattr(x.val, "ndim", 0) == 0 and "float" in x.aval.dtype.name
     ]
     return {float(f"{x:.6g}") for x in constants if 0 < x < SMALL}
-
-
-def _listed(values: list[float]) -> str:
-    return ", ".join(f"{x:g}" for x in values)

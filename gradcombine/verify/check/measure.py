@@ -12,7 +12,7 @@ The distance is the root of the mean square over a leaf. What rounding allows is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 
@@ -67,7 +67,8 @@ class StepStandard(Standard):
             stored = np.zeros_like(self.noise)
             stored[: len(subject.param_leaves)] = [self.unit * rms(x) for _, x in subject.param_leaves]
             self.noise, exact = self.noise + stored, exact + stored
-        largest = np.array([rms(x) for x in self._largest()])
+        columns = [self.best.floats, *(x.floats for x in self.columns() if x is not None)]
+        largest = np.array([rms(np.max(np.abs(column), axis=0)) for column in zip(*columns, strict=True)])
         sums = gamma(2 * min(subject.examples, EACH) + 5, self.unit) * largest
         self._accurate = TIMES * self.noise + sums
         # What is no more accurate than its own noise is allowed to be no nearer to itself.
@@ -92,11 +93,9 @@ class StepStandard(Standard):
         """How far rounding of float64 moves each leaf, times `TIMES`: the sign of a gradient that is 0 but for it."""
         if self.wide is None:
             return np.zeros_like(self._allowed)
-        subject, moved, unit = self.subject, [self.wide.floats], 2 * UNIT64
+        moved = [self.wide.floats]
         with suppress(NotWide, NotFiniteError):
-            for seed in range(SAMPLES):
-                of_params, of_batch = perturbation(seed, unit), perturbation(seed + SAMPLES, unit)
-                moved.append(subject.wide(WHOLE, subject.batch, noise=of_params, batch_noise=of_batch).floats)
+            moved.extend(x.floats for x in self._moved(True, UNIT64))
         return TIMES * np.array(
             [max(rms(x - y) for x in column) for column, y in zip(zip(*moved, strict=True), moved[0], strict=True)]
         )
@@ -159,7 +158,7 @@ class StepStandard(Standard):
             narrower inside: where parameters move by little, its result moves by too much, or not at all.
         """
         subject = self.subject
-        if self._is_retyped(split, batch):
+        if self.is_retyped(split, batch):
             return subject.wide(split, batch)
         scales = 2.0**-44, 2.0**-24, 2.0**-6
         zero = 0.0 if any(np.any(x) for _, x in subject.param_leaves) else 2.0**-6
@@ -177,12 +176,8 @@ class StepStandard(Standard):
                     raise NotWide(f"the step rounds to something narrower than float64 by itself, as {name} shows")
         return wide
 
-    @property
-    def is_retyped(self) -> bool:
+    def is_retyped(self, split: Split, batch: Tree) -> bool:
         """Whether float64 runs are those of the step's own program, with its constants."""
-        return self._is_retyped(WHOLE, self.subject.batch)
-
-    def _is_retyped(self, split: Split, batch: Tree) -> bool:
         program = self.subject.program(self.subject.step(split), batch)
         return self.subject.framework == "torch" or (program is not None and not program.retyped.problem)
 
@@ -195,14 +190,19 @@ class StepStandard(Standard):
         except NotWide as reason:
             return None, str(reason)
 
+    def _moved(self, wide: bool, unit: float, samples: int = SAMPLES) -> Iterator[Result]:
+        """Results where the inputs are moved by two units of rounding, at random."""
+        run = self.subject.wide if wide else self.subject.run
+        for seed in range(samples):
+            of_params, of_batch = perturbation(seed, 2 * unit), perturbation(seed + SAMPLES, 2 * unit)
+            yield run(WHOLE, self.subject.batch, noise=of_params, batch_noise=of_batch)
+
     def _noise(self, wide: bool, chosen: Sequence[np.ndarray] | None = None) -> np.ndarray:
         """How far rounding of the inputs moves each leaf, or these of its elements."""
-        subject, unit, still = self.subject, 2 * self.unit, self.best if wide else self.own
+        still = self.best if wide else self.own
         of = chosen or [np.array(True)] * len(still.floats)
         worst = np.array([self.unit * rms(x * y) for x, y in zip(still.floats, of, strict=True)])
-        for seed in range(SAMPLES):
-            of_params, of_batch = perturbation(seed, unit), perturbation(seed + SAMPLES, unit)
-            moved = subject.run(WHOLE, subject.batch, wide, of_params, of_batch)
+        for moved in self._moved(wide, self.unit):
             off = [rms((x - y) * z) for x, y, z in zip(moved.floats, still.floats, of, strict=True)]
             worst = np.maximum(worst, off)
         return worst
@@ -216,23 +216,13 @@ class StepStandard(Standard):
         """
         if self.wide is None:
             return self.noise, self._accurate
-        unit, still = 2 * UNIT64, self.wide.floats
+        still = self.wide.floats
         zeros = [np.zeros(x.shape, bool) for x in still]
-        for seed in range(2 * SAMPLES):
-            noises = perturbation(seed, unit), perturbation(seed + SAMPLES, unit)
-            try:
-                moved = self.subject.wide(WHOLE, self.subject.batch, noise=noises[0], batch_noise=noises[1])
-            except (NotWide, NotFiniteError):
-                return self.noise, self._accurate
-            pairs = zip(zeros, moved.floats, still, strict=True)
-            zeros = [zero | (np.abs(x - y) > 2.0**-10 * np.abs(y)) for zero, x, y in pairs]
+        try:
+            for moved in self._moved(True, UNIT64, 2 * SAMPLES):
+                pairs = zip(zeros, moved.floats, still, strict=True)
+                zeros = [zero | (np.abs(x - y) > 2.0**-10 * np.abs(y)) for zero, x, y in pairs]
+        except (NotWide, NotFiniteError):
+            return self.noise, self._accurate
         own = self._noise(False, zeros)
         return np.hypot(self.noise, own), self._accurate + TIMES * own
-
-    def _largest(self) -> list[np.ndarray]:
-        """The largest magnitude of each element over the units."""
-        largest = [np.abs(x) for x in self.best.floats]
-        for column in self.columns():
-            if column is not None:
-                largest = [np.maximum(x, np.abs(y)) for x, y in zip(largest, column.floats, strict=True)]
-        return largest
