@@ -275,7 +275,8 @@ def require_one(expected: str, *values: object) -> None:
 def require_equal(expected: str, wanted: object, received: object, path: str = "") -> None:
     """Raises unless two values are equal; ``{}`` in the text stands for the wanted one."""
     if wanted != received:
-        raise invalid(expected.format(wanted), received, path)
+        # No format, as a path or a name in the text may have braces of its own.
+        raise invalid(expected.replace("{}", str(wanted)), received, path)
 
 
 def require_once(expected: str, items: Collection[Hashable]) -> None:

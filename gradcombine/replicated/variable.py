@@ -16,7 +16,6 @@ from gradcombine.errors import (
     foreign,
     invalid,
     operation,
-    require_equal,
     require_type,
     shown,
     within,
@@ -327,8 +326,9 @@ def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout,
             return Written(_number(backend, x, dtype), number=True)
         received = described(x).shape(x), described(x).dtype(x)
     expected = shape(component, path), dtype
-    wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
-    require_equal("{}", wanted, got, path)
+    if expected != received:
+        wanted, got = (f"shape {pair[0]} and dtype {pair[1]}" for pair in (expected, received))
+        raise invalid(wanted, got, path)
     return Written(backend.asarray(x))
 
 

@@ -86,6 +86,13 @@ def test_damage_is_one_class_of_error_and_little_memory(write: Callable[[Path], 
     tracemalloc.stop()
 
 
+def test_a_file_that_is_cut_off_may_have_any_name(tmp_path: Path) -> None:
+    path = safetensors(tmp_path).rename(tmp_path / "{0} {x}.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(GradCombineError, match=r"bytes in \{0\} \{x\}\.safetensors"):
+        open_dump(path)
+
+
 def header(text: str, data: bytes = b"\0" * 12) -> bytes:
     """An .npy file with this header."""
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode() + data

@@ -216,6 +216,7 @@ ROLES = {x.name for x in fields(Loss)} - {"function"}
         ({"batch_argnums": 2}, (ONE, X), "expected 3 positional arguments or more, received 2"),
         ({}, (ONE, X, ONE), r"leaf \[1\]: expected a batch argument with a first axis of examples, received a scalar"),
         ({}, (ONE, X, X[:3]), r"leaf \[1\]: expected 10 examples, as in \[0\], received 3"),
+        ({}, (ONE, {"{0}": X, "{x}": X[:3]}), r"\['\{x\}'\]: expected 10 examples, as in \[0\]\['\{0\}'\], received 3"),
         ({}, (ONE, X[:0]), "expected a batch of one example or more, received an empty one"),
         ({"loss": lambda w, x: w * x}, (ONE, X[:, 0]), r"real floating scalar, received float32 of shape \(5,\)"),
         ({"loss": lambda w, x: jnp.int32(1)}, (ONE, X), "real floating scalar, received int32"),
