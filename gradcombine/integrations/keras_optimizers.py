@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from gradcombine.backends.registry import resolve
+from gradcombine.types import Array, Scalar, Tree
 
 _AVERAGES = "_model_variables_moving_average"
 
@@ -54,7 +55,7 @@ def _slots(optimizer: Any, target: Any) -> Iterator[tuple[str, Any]]:
                 yield name, slot
 
 
-def _averaged(average: Any, value: Any, momentum: float, iterations: Any) -> Any:
+def _averaged(average: Array, value: Tree, momentum: float, iterations: Scalar) -> Array:
     """Keras' moving average of a variable after a step, the first of which is the variable itself."""
     backend = resolve([average])
     dtype = backend.dtype(average)

@@ -42,6 +42,7 @@ from gradcombine.integrations.tensorflow.state import (
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
+from gradcombine.types import Array, Leaf, Scalar, Tree
 
 Mode = Literal["eager", "graph"]
 
@@ -100,7 +101,7 @@ class LocalGradientAggregation(WithSeen):
     def __init__(
         self,
         backward_passes_per_step: int,
-        allreduce: Callable[[list[Any], list[Any]], Sequence[Any]],
+        allreduce: Callable[[list[Any], list[Leaf]], Sequence[Any]],
         sparse_as_dense: bool = False,
         average_aggregated_gradients: bool = False,
         *,
@@ -143,7 +144,7 @@ class LocalGradientAggregation(WithSeen):
         self._local.add(_key(variable))
 
     @operation("compute_gradients")
-    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+    def compute_gradients(self, grads: Sequence[Leaf], vars: Sequence[Any]) -> list[Leaf]:
         """One backward pass.
 
         Args:
@@ -197,7 +198,7 @@ class LocalGradientAggregation(WithSeen):
 
     @operation("apply_gradients")
     def apply_gradients(
-        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
+        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Tree, **kwargs: Tree
     ) -> tf.Tensor:
         """Applies at a boundary; on other passes only counts.
 
@@ -211,7 +212,7 @@ class LocalGradientAggregation(WithSeen):
           Whether the closure was called, a boolean scalar; in a tf.Graph, what has to be run.
         """
 
-        def only_count() -> list[Any]:
+        def only_count() -> list[Leaf]:
             counters = getattr(optimizer, "iterations", None), kwargs.get("global_step")
             return [x.assign_add(tf.ones((), x.dtype)) for x in counters if x is not None]
 
@@ -221,7 +222,7 @@ class LocalGradientAggregation(WithSeen):
                 boundary, lambda: _done(True, converted(apply_grads_closure)()), lambda: _done(False, only_count())
             )
 
-    def _state_for(self, gradients: list[Any], variables: list[Any]) -> ReplicaState:
+    def _state_for(self, gradients: list[Leaf], variables: list[Any]) -> ReplicaState:
         if self._state is None:
             with tf.init_scope():
                 specs = list(map(_spec, gradients, variables, range(len(variables))))
@@ -244,14 +245,14 @@ class LocalGradientAggregation(WithSeen):
             self._traced |= present
         return sorted(known)
 
-    def _held(self, sums: Sequence[Any], indices: Sequence[int]) -> tf.Tensor:
+    def _held(self, sums: Sequence[Leaf], indices: Sequence[int]) -> tf.Tensor:
         """Whether the window holds something for these variables, a boolean vector."""
         if not indices:
             return tf.zeros([0], tf.bool)
         empty = neutral(self._window, [x if i in indices else None for i, x in enumerate(self._specs())])
         return tf.stack([differs(sums[i], empty[i]) for i in indices])
 
-    def _returned(self, full: Any, sums: Sequence[Any], chosen: Sequence[int]) -> list[tf.Operation]:
+    def _returned(self, full: Scalar, sums: Sequence[Leaf], chosen: Sequence[int]) -> list[tf.Operation]:
         """Operations that refuse a boundary at which a graph would return None for what the window holds."""
         others = [i for i in range(len(sums)) if i not in chosen]
         if tf.executing_eagerly() or not others:
@@ -262,7 +263,7 @@ class LocalGradientAggregation(WithSeen):
         text = str(GradCombineError("compute_gradients", expected, received))
         return [tf.debugging.Assert(~lost, [text])]
 
-    def _combined(self, gradients: list[Any], variables: list[Any]) -> list[Any]:
+    def _combined(self, gradients: list[Leaf], variables: list[Any]) -> list[Leaf]:
         """All-reduced, except for local variables, and divided as asked for. None stays in its place."""
         local = [_key(variable) in self._local for variable in variables]
         combined = list(gradients)
@@ -277,7 +278,7 @@ class LocalGradientAggregation(WithSeen):
             combined = [_divided(x, self._ranks()) if chosen else x for x, chosen in zip(combined, local, strict=True)]
         return [_divided(x, self._k) for x in combined] if self._average else combined
 
-    def _ranks(self) -> Any:
+    def _ranks(self) -> Array:
         size = getattr(self._allreduce, "size", None) if self._size is None else self._size
         size = require_given("a size, for the gradients of local variables", size)
         return size() if callable(size) else size
@@ -292,7 +293,7 @@ def _passes(k: Any) -> int:
     return passes
 
 
-def _spec(gradient: Any, variable: Any, i: int) -> tf.TensorSpec:
+def _spec(gradient: Leaf, variable: Any, i: int) -> tf.TensorSpec:
     """Shape and dtype of a gradient; of the variable, where there is no gradient or its shape is not known."""
     # Of what has neither shape nor dtype, or others than TensorFlow's.
     with foreign("a variable", AttributeError, TypeError, ValueError, received=lambda: shown(variable), path=f"[{i}]"):
@@ -307,7 +308,7 @@ def _key(variable: Any) -> Any:
     return ref() if callable(ref) else id(variable)
 
 
-def _divided(gradient: Any, divisor: Any) -> Any:
+def _divided(gradient: Leaf, divisor: Scalar) -> Array:
     """``gradient / divisor``, correctly rounded; 1 divides nothing."""
     if gradient is None or (isinstance(divisor, int) and divisor == 1):
         return gradient

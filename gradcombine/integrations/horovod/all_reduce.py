@@ -27,7 +27,7 @@ from gradcombine.places import replicas
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, DType, Leaf, Order, Scalar, Tree
 
 Op = Literal["average", "sum", "min", "max", "product", "adasum"]
 
@@ -94,7 +94,7 @@ class AllReduce:
     """
 
     # AutoGraph looks for the mark of `no_autograph` on what is called, and that is the object.
-    autograph_info__: ClassVar[dict[str, Any]] = {}
+    autograph_info__: ClassVar[dict[str, Tree]] = {}
 
     @operation("AllReduce")
     def __init__(
@@ -106,7 +106,7 @@ class AllReduce:
         postscale_factor: float = 1.0,
         gradient_predivide_factor: float = 1.0,
         process_set: Sequence[int] | None = None,
-        compression: Any = None,
+        compression: DType = None,
         sparse_as_dense: bool = False,
         order: Order = "sequential",
     ) -> None:
@@ -162,7 +162,7 @@ class AllReduce:
             combined[i] = self._sparse(leaf, paths[i], included)
         return tree.unflatten(structure, combined)
 
-    def _dense(self, leaves: list[Any], paths: list[str], included: Any) -> list[Any]:
+    def _dense(self, leaves: list[Leaf], paths: list[str], included: Array) -> list[Leaf]:
         if all(is_absent(leaf) for leaf in leaves):
             return leaves
         backend = resolve(leaves)
@@ -178,18 +178,18 @@ class AllReduce:
             for old, new in zip(leaves, combined, strict=True)
         ]
 
-    def _reduced(self, backend: Backend, gradients: list[Any], weight: Any) -> list[Any]:
+    def _reduced(self, backend: Backend, gradients: list[Leaf], weight: Scalar) -> list[Leaf]:
         if self._compressed is None:
             return replicas.all_reduce(self._reduction, gradients, self._over, weight, self._order)
         # Only floats are compressed.
         sent = [not is_absent(x) and dtypes.kind(backend.dtype(x)) == "float" for x in gradients]
-        results: dict[bool, list[Any]] = {}
+        results: dict[bool, list[Leaf]] = {}
         for narrow, reduction in ((True, self._compressed), (False, self._reduction)):
             chosen = [x if sends == narrow else None for x, sends in zip(gradients, sent, strict=True)]
             results[narrow] = replicas.all_reduce(reduction, chosen, self._over, weight, self._order)
         return [results[sends][i] for i, sends in enumerate(sent)]
 
-    def _sparse(self, slices: Any, path: str, included: Any) -> Any:
+    def _sparse(self, slices: tf.IndexedSlices, path: str, included: Array) -> Array:
         if self._op not in ("average", "sum"):
             raise invalid(f"dense gradients for {self._op!r}, or sparse_as_dense", "sparse", path)
         backend = load("tensorflow")
@@ -222,12 +222,12 @@ def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
     return ranks
 
 
-def _name(compression: Any) -> Any:
+def _name(compression: DType) -> Any:
     """The name of a dtype, however it is spelled."""
     return getattr(dtypes.parse(compression), "name", compression)
 
 
-def _times(backend: Backend, x: Any, factor: float, path: str) -> Any:
+def _times(backend: Backend, x: Leaf, factor: float, path: str) -> Array:
     if is_absent(x) or factor == 1:
         return x
     dtype = backend.dtype(x)

@@ -29,7 +29,7 @@ from gradcombine.errors import (
     within,
 )
 from gradcombine.reductions import dtypes
-from gradcombine.types import Tree
+from gradcombine.types import Leaf, Tree
 
 _LOST = ("gloo", "connection", "deadline", "unavailable", "heartbeat", "nccl", "peer")
 
@@ -39,7 +39,7 @@ def require_tree(*values: Tree) -> None:
     _flattened(values)
 
 
-def _flattened(values: Tree) -> tuple[list[Any], Any]:
+def _flattened(values: Tree) -> tuple[list[Tree], Any]:
     require_levels(values)
     with foreign("trees that JAX can flatten"):
         return jax.tree.flatten(values)
@@ -52,7 +52,7 @@ def require_levels(*values: Tree) -> None:
     process.
     """
 
-    def is_leaf(x: Any) -> bool:
+    def is_leaf(x: Leaf) -> bool:
         if type(x) in (dict, defaultdict):
             with foreign(
                 "dicts whose keys have an order, as JAX does", received=lambda: f"the keys {', '.join(map(shown, x))}"
@@ -77,7 +77,7 @@ def as_arrays(values: Tree) -> Tree:
     return structure.unflatten(arrays)
 
 
-def _as_array(x: Any) -> Any:
+def _as_array(x: Leaf) -> Leaf:
     """The array; None for what is none."""
     if isinstance(x, (jax.Array, jax.ShapeDtypeStruct)) or is_absent(x):
         return x
@@ -93,7 +93,7 @@ KEPT = "a state of the optimizer that it keeps"
 def keep_dtypes(new: Tree, old: Tree) -> Tree:
     """A state in the dtypes that it had: some transformations promote theirs, which no conditional or scan allows."""
 
-    def keep(x: Any, like: Any) -> Any:
+    def keep(x: Leaf, like: Leaf) -> Leaf:
         expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
         return x if expected is None or received is None or expected == received else x.astype(expected)
 
@@ -101,7 +101,7 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
         return jax.tree.map(keep, new, old)
 
 
-def require_transformation(optimizer: Any) -> None:
+def require_transformation(optimizer: object) -> None:
     """Refuses what is not an optax.GradientTransformation, of two functions."""
     import optax  # which gradients alone do not need
 
@@ -208,7 +208,7 @@ def examples(batch: Tree) -> int:
     return require_given("a batch argument with an array", first)[0]
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: Leaf) -> bool:
     if isinstance(x, (np.ndarray, np.generic)):  # a float0, JAX's "no gradient", is no number
         number = x.dtype == np.bool_ or dtypes.kind(x.dtype) in ("float", "complex", "integer")
         return number and not isinstance(x, np.ma.MaskedArray)
@@ -223,7 +223,7 @@ def _ids(devices: Iterable[Any]) -> str:
     return f"devices {sorted(device.id for device in devices)}"
 
 
-def _is_known(x: Any) -> bool:
+def _is_known(x: Leaf) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, Tracer)
 
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +48,7 @@ def to_bcoo(rows: RowSparse) -> sparse.BCOO:
 
 
 @operation("value_and_row_grad")
-def value_and_row_grad(loss: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
+def value_and_row_grad(loss: Callable[..., Tree], has_aux: bool = False) -> Callable[..., Tree]:
     """Differentiates a loss with respect to the rows that it looks up, so that no dense gradient of a table is made.
 
     Args:
@@ -81,7 +80,7 @@ def value_and_row_grad(loss: Callable[..., Any], has_aux: bool = False) -> Calla
     """
 
     @operation("value_and_row_grad")
-    def function(tables: Tree, ids: Tree, params: Tree, *args: Any) -> Any:
+    def function(tables: Tree, ids: Tree, params: Tree, *args: Tree) -> Tree:
         embedded = jax.tree.map(_look_up, tables, ids)
         found, (rows, rest) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=has_aux)(embedded, params, *args)
         return found, (jax.tree.map(_row_grad, tables, ids, rows), rest)

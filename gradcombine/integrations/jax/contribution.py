@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from gradcombine.reductions.numbered import without_numbers
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
 from gradcombine.settings import check
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Leaf, Order, Scalar, Tree
 
 
 @jax.tree_util.register_static
@@ -52,7 +52,7 @@ class Contribution(NamedTuple):
     """
 
     parts: dict[str, Tree]
-    weight: Any
+    weight: Scalar
     known: Known
     carry: Tree
     form: Form
@@ -66,7 +66,7 @@ class Objective:
     """
 
     loss: Loss
-    weight: Callable[..., Any] | None = None
+    weight: Callable[..., Scalar] | None = None
     reduction: Reduction = field(default_factory=reductions.mean)
     over: Collective = LOCAL
     order: Order = "sequential"
@@ -90,7 +90,7 @@ class Objective:
             if isinstance(role, Sequence):
                 raise invalid(f"one argument position as {name}, or None", role)
 
-    def batch_positions(self, args: Sequence[Any]) -> list[int]:
+    def batch_positions(self, args: Sequence[Tree]) -> list[int]:
         """Where the batch is: where it was said to be, or wherever no argument has another role."""
         taken = self._taken()
         found = _positions(self.loss.batch_argnums) or [i for i in range(len(args)) if i not in taken]
@@ -99,13 +99,13 @@ class Objective:
             raise invalid(f"{needed} positional arguments or more", len(args))
         return found
 
-    def key(self, args: Sequence[Any], *numbers: Any) -> Array:
+    def key(self, args: Sequence[Tree], *numbers: Tree) -> Array:
         """The key among the arguments, folded with numbers: of a window, of a contribution."""
         (position,) = _positions(self.loss.rng_argnum)
         with foreign("a key of jax.random in the place rng_argnum"):
             return reduce(fold_in, numbers, args[position])
 
-    def params(self, args: Sequence[Any]) -> Tree:
+    def params(self, args: Sequence[Tree]) -> Tree:
         """The arguments to differentiate by, in the structure of the gradients."""
         chosen = self.loss.argnums
         return tuple(args[i] for i in chosen) if isinstance(chosen, Sequence) else args[chosen]
@@ -126,7 +126,7 @@ class Objective:
         """The reduction of aux where there is no ``aux_reduction``."""
         return self.average if self.loss.terms is None else reductions.mean()
 
-    def differentiated_of(self, args: Sequence[Any]) -> list[Any]:
+    def differentiated_of(self, args: Sequence[Tree]) -> list[Tree]:
         """The arguments to differentiate by, as many of them as there are."""
         return [args[i] for i in _positions(self.loss.argnums) if i < len(args)]
 
@@ -142,7 +142,7 @@ class Objective:
         combined = reductions.per_leaf(members)
         return WithNorms(combined, self.reduction) if self.loss.grad_norm else combined
 
-    def window(self, every: int | Callable[[Array], Any], max_every: int | None = None, *, has_aux: bool) -> Window:
+    def window(self, every: int | Callable[[Array], Scalar], max_every: int | None = None, *, has_aux: bool) -> Window:
         """The window of such contributions; of all their parts together, where the gradients' are numbered."""
         combined = self.combined(has_aux)
         if self.reduction.microbatches is not None:
@@ -151,9 +151,9 @@ class Objective:
 
     def on_replicas(
         self,
-        function: Callable[[list[Any], dict[str, Any], Tree, Tree], tuple[Tree, Tree]],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        function: Callable[[list[Tree], dict[str, Tree], Tree, Tree], tuple[Tree, Tree]],
+        args: Sequence[Tree],
+        kwargs: dict[str, Tree],
         whole: Tree = (),
         own: Tree = (),
     ) -> tuple[Tree, Tree]:
@@ -165,7 +165,7 @@ class Objective:
             raise invalid(f"a call inside of jax.shard_map over {axis!r}, each replica of which gets a shard", "none")
         others = [None if i in positions else x for i, x in enumerate(args)]
 
-        def one(whole: Tree, rows: list[Any], own: Tree) -> tuple[Tree, Tree]:
+        def one(whole: Tree, rows: list[Tree], own: Tree) -> tuple[Tree, Tree]:
             others, kwargs, whole = whole
             called = list(others)
             for i, x in zip(positions, rows, strict=True):
@@ -176,7 +176,7 @@ class Objective:
         return on_replicas(self.over, one, (others, kwargs, whole), rows, own)
 
     def contribution(
-        self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None = None, scale: Any = None
+        self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None = None, scale: Scalar = None
     ) -> Contribution:
         """Computes one microbatch.
 
@@ -208,7 +208,7 @@ class Objective:
             parts["aux"] = jax.tree.map(jnp.asarray, rest.aux)
         return Contribution(parts, weight, Known(parsed.known), jax.tree.map(jnp.asarray, rest.carry), form)
 
-    def weight_of(self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None) -> Any:
+    def weight_of(self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None) -> Scalar:
         """The weight of one microbatch, alone. What else the loss computes is left out by the compiler."""
         returned = self._run(args, kwargs)[0].weight if self.weight is None else None
         return self._weight(args, returned, default_weight)
@@ -227,9 +227,9 @@ class Objective:
         return values | {"total": values["value"]}
 
     def _differentiated(
-        self, args: Sequence[Any], kwargs: dict[str, Any], scale: Any
-    ) -> tuple[tuple[Any, LossOutput, Form], Tree]:
-        def scalar_and_rest(*args: Any, **kwargs: Any) -> Any:
+        self, args: Sequence[Tree], kwargs: dict[str, Tree], scale: Scalar
+    ) -> tuple[tuple[Array, LossOutput, Form], Tree]:
+        def scalar_and_rest(*args: Tree, **kwargs: Tree) -> Tree:
             output, form = self._run(args, kwargs)
             value = jnp.asarray(output.value)
             if scale is None:
@@ -252,7 +252,7 @@ class Objective:
         self.over.require_unreduced(paths, [leaf for _, leaf in leaves])
         return (output.value, output, form), grads
 
-    def _require_whole(self, args: Sequence[Any]) -> None:
+    def _require_whole(self, args: Sequence[Tree]) -> None:
         """Refuses parameters of which each replica has others, where shard_map's types tell of it."""
         names: set[str] = set(self.over.names) if isinstance(self.over, JaxAxis) else set()
         for path, x in jax.tree_util.tree_leaves_with_path(self.params(args)):
@@ -264,11 +264,11 @@ class Objective:
                 received = f"ones that may differ over {', '.join(split)}"
                 raise invalid(expected, received, jax.tree_util.keystr(path))
 
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
+    def _run(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> tuple[LossOutput, Form]:
         """Calls the loss."""
         return self._opened(self.loss.function(*args, **kwargs))
 
-    def _opened(self, output: Any) -> tuple[LossOutput, Form]:
+    def _opened(self, output: Tree) -> tuple[LossOutput, Form]:
         output, form = self._in_form(output)
         expected = "a loss that is a real floating scalar"
         with foreign(expected, received=in_kind(output.value)):
@@ -278,14 +278,14 @@ class Objective:
                 raise invalid(expected, f"{value.dtype} of shape {value.shape}")
         return output, form
 
-    def _in_form(self, output: Any) -> tuple[LossOutput, Form]:
+    def _in_form(self, output: Tree) -> tuple[LossOutput, Form]:
         bare = isinstance(output, tuple) and not isinstance(output, LossOutput)
         if (bare != self.loss.has_aux and not isinstance(output, LossOutput)) or (bare and len(output) != 2):
             wanted = "(value, aux)" if self.loss.has_aux else "a scalar (or (value, aux), with has_aux=True)"
             raise invalid(f"a loss that returns {wanted} or a LossOutput", in_kind(output))
         return opened(output, self.loss.has_aux)
 
-    def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
+    def _weight(self, args: Sequence[Tree], returned: Tree, default_weight: int | None) -> Scalar:
         require_one("a weight that the loss returns or one of the argument weight", returned, self.weight)
         if returned is not None:
             return returned
@@ -302,11 +302,11 @@ class Objective:
         return [*_positions(self.loss.argnums), *_positions(self.loss.rng_argnum), *_positions(self.loss.carry_argnum)]
 
 
-def fold_in(keys: Tree, number: Any) -> Tree:
+def fold_in(keys: Tree, number: Scalar) -> Tree:
     """A key, or each one of a tree of keys of any shape, with a number folded in."""
 
-    def fold(key: Any) -> Any:
-        function: Callable[[Any], Any] = partial(_fold_in, number)
+    def fold(key: Leaf) -> Array:
+        function: Callable[[Tree], Tree] = partial(_fold_in, number)
         if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             for _ in range(key.ndim):
                 function = jax.vmap(function)
@@ -315,7 +315,7 @@ def fold_in(keys: Tree, number: Any) -> Tree:
     return jax.tree.map(fold, keys, is_leaf=lambda x: x is None)
 
 
-def _fold_in(number: Any, key: Any) -> Any:
+def _fold_in(number: Scalar, key: Leaf) -> Array:
     return jax.random.fold_in(key, number)
 
 
@@ -325,7 +325,7 @@ def _positions(role: int | Sequence[int] | None) -> list[int]:
     return list(role) if isinstance(role, Sequence) else [role]
 
 
-def _is_position(role: Any) -> bool:
+def _is_position(role: object) -> bool:
     return isinstance(role, int) and not isinstance(role, bool) and 0 <= role <= MOST
 
 
@@ -339,5 +339,5 @@ def _require_no_mean_of_ratios(aux_reduction: Tree, aux: Tree) -> None:
                 raise invalid("reductions.ratio() in aux_reduction, for a Ratio", member.description, where)
 
 
-def _is_ratio(node: Any) -> bool:
+def _is_ratio(node: Tree) -> bool:
     return isinstance(node, Ratio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.places.fragments import divided, due
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Leaf, Order, Scalar, Tree
 
 if TYPE_CHECKING:
     import optax
@@ -37,7 +37,7 @@ class OuterState(NamedTuple):
     """
 
     params: Tree
-    inner: tuple[Any, ...]
+    inner: tuple[Tree, ...]
     weight: Array
     step: Array
 
@@ -132,17 +132,17 @@ def outer(
         own = jax.tree.map(jnp.copy, params)
         return OuterState(own, inner, jnp.zeros(count, jnp.float32), jnp.zeros((), jnp.int32))
 
-    def exchanged(kept: tuple[Any, Any, Any], weight: Array) -> tuple[tuple[Any, Any, Any], tuple[()]]:
+    def exchanged(kept: tuple[Tree, Tree, Tree], weight: Array) -> tuple[tuple[Tree, Tree, Tree], tuple[()]]:
         theirs, ours, inner = kept
         moved = [a.astype(jnp.float32) - b.astype(jnp.float32) for a, b in zip(ours, theirs, strict=True)]
         gradient = gc.all_reduce(reduction, over.mark_varying(moved), over, weight, order)
         gradient = [g.astype(x.dtype) for g, x in zip(gradient, ours, strict=True)]
         updates, inner = transformation.update(gradient, inner, ours)
-        new: Any = optax.apply_updates(ours, updates)
+        new: Tree = optax.apply_updates(ours, updates)
         return (list(new), list(new), inner), ()
 
     @operation("outer")
-    def update(params: Tree, state: OuterState, weight: Any = 1.0) -> tuple[Tree, OuterState]:
+    def update(params: Tree, state: OuterState, weight: Scalar = 1.0) -> tuple[Tree, OuterState]:
         leaves, structure = tree.flatten(params)
         anchors, step, inner = tree.flatten_as(structure, state.params), state.step + 1, list(state.inner)
         (weights,) = over.mark_varying([state.weight + jnp.asarray(weight, jnp.float32)])
@@ -157,13 +157,13 @@ def outer(
         return tree.unflatten(structure, leaves), kept
 
     @operation("outer")
-    def join(params: Tree, state: OuterState, begins: Any) -> tuple[Tree, OuterState]:
+    def join(params: Tree, state: OuterState, begins: Scalar) -> tuple[Tree, OuterState]:
         params = jax.tree.map(lambda x, outer: jnp.where(begins, outer, x), params, state.params)
         return params, state._replace(weight=jnp.where(begins, jnp.zeros_like(state.weight), state.weight))
 
     return Outer(init, update, join)
 
 
-def sizes(leaves: list[Any]) -> list[int | None]:
+def sizes(leaves: list[Leaf]) -> list[int | None]:
     """Bytes of each leaf; None for one that is absent."""
     return [None if leaf is None else jnp.asarray(leaf).nbytes for leaf in leaves]

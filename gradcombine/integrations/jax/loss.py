@@ -5,12 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from gradcombine.errors import invalid
-from gradcombine.types import Totals, Tree
+from gradcombine.types import Scalar, Totals, Tree
 
 
 class LossOutput(NamedTuple):
@@ -25,10 +25,10 @@ class LossOutput(NamedTuple):
       carry: what the next microbatch gets in the place ``carry_argnum``. Of the whole window: the last one's.
     """
 
-    value: Any
-    weight: Any = None
-    aux: Any = None
-    carry: Any = None
+    value: Tree
+    weight: Scalar = None
+    aux: Tree = None
+    carry: Tree = None
 
 
 @jax.tree_util.register_static
@@ -77,7 +77,7 @@ class Loss:
         whose denominator no other term has is such a part.
     """
 
-    function: Callable[..., Any]
+    function: Callable[..., Tree]
     argnums: int | Sequence[int] = 0
     batch_argnums: int | Sequence[int] | None = None
     rng_argnum: int | None = None
@@ -90,7 +90,7 @@ class Loss:
     grad_norm: bool = False
 
     @classmethod
-    def of(cls, loss: Callable[..., Any] | Loss) -> Loss:
+    def of(cls, loss: Callable[..., Tree] | Loss) -> Loss:
         return loss if isinstance(loss, Loss) else cls(loss)
 
 
@@ -100,7 +100,7 @@ def require_first(loss: Loss, of: str = "parameters") -> None:
         raise invalid(f"a loss of the {of} as its first argument", f"argnums={loss.argnums!r}")
 
 
-def opened(output: Any, has_aux: bool) -> tuple[LossOutput, Form]:
+def opened(output: Tree, has_aux: bool) -> tuple[LossOutput, Form]:
     """Converts the result of a loss to a `LossOutput`, and says which form it had.
 
     Raises:
@@ -114,7 +114,7 @@ def opened(output: Any, has_aux: bool) -> tuple[LossOutput, Form]:
     return LossOutput(value, aux=aux), Form.WITH_AUX
 
 
-def closed(form: Form, values: dict[str, Tree], carry: Tree) -> Any:
+def closed(form: Form, values: dict[str, Tree], carry: Tree) -> Tree:
     """Combined values, in the form in which the loss returned its own."""
     output = LossOutput(values["value"], values["weight"], values.get("aux"), carry)
     if form is Form.OUTPUT:

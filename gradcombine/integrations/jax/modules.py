@@ -32,7 +32,7 @@ OPENED = "__opened_module__"
 class Static:
     """A part of a module that is no array: a node without leaves, compared by value."""
 
-    value: Any
+    value: Tree
 
 
 class Opened(NamedTuple):
@@ -52,7 +52,7 @@ class Opened(NamedTuple):
     static: Static
 
 
-def open_module(x: Any) -> Opened | None:
+def open_module(x: Tree) -> Opened | None:
     """Opens a module; None for any other tree. One that is open already stays as it is."""
     nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
     if isinstance(x, Opened):
@@ -69,7 +69,7 @@ def open_module(x: Any) -> Opened | None:
     return Opened(structure.unflatten(params), (), rest, Static((structure, constants)))
 
 
-def close_module(x: Opened) -> Any:
+def close_module(x: Opened) -> Tree:
     """The module that was opened."""
     if not isinstance(x.static.value, tuple):
         variables = jax.tree.map(
@@ -85,17 +85,17 @@ def close_module(x: Opened) -> Any:
     return structure.unflatten(leaves)
 
 
-def closed_if_open(x: Any) -> Any:
+def closed_if_open(x: Tree) -> Tree:
     """The module, where one is open; any other tree as it is."""
     return close_module(x) if isinstance(x, Opened) else x
 
 
-def opened_or_arrays(x: Any) -> Opened | None:
+def opened_or_arrays(x: Tree) -> Opened | None:
     """`open_module`, which refuses modules within another tree: all of their arrays would be differentiated."""
     module = open_module(x)
     kinds = tuple(own.Module for name in ("flax.nnx", "equinox") if (own := sys.modules.get(name)) is not None)
 
-    def is_module(node: Any) -> bool:
+    def is_module(node: Tree) -> bool:
         return isinstance(node, kinds)
 
     if module is not None or not kinds:
@@ -131,9 +131,9 @@ class State:
                     check(reduction=by)
                 self.reductions[_shown(path)] = by
 
-    def of(self, before: Tree, module: Any) -> dict[str, Any]:
+    def of(self, before: Tree, module: Any) -> dict[str, Tree]:
         """The variables that are combined, by path, of a module that was called."""
-        after, found = open_module(module), dict[str, Any]()
+        after, found = open_module(module), dict[str, Tree]()
         known = {_shown(path): variable.get_value() for path, variable in _variables(before)}
         for path, variable in _variables([] if after is None else after.rest):
             name, value = _shown(path), variable.get_value()
@@ -144,7 +144,7 @@ class State:
                 raise invalid(expected, f"a {type(variable).__name__} without one", name)
         return found
 
-    def replaced(self, module: Opened, values: dict[str, Any]) -> Opened:
+    def replaced(self, module: Opened, values: dict[str, Tree]) -> Opened:
         """The module with the combined variables in their places."""
         if not self.reductions:
             return module
@@ -176,8 +176,8 @@ class LossOfModule(NamedTuple):
     forms: list[Form]
 
     def arguments(
-        self, module: Opened, args: list[Any], kwargs: dict[str, Any], *, carried: bool = False
-    ) -> tuple[list[Any], dict[str, Any]]:
+        self, module: Opened, args: list[Tree], kwargs: dict[str, Tree], *, carried: bool = False
+    ) -> tuple[list[Tree], dict[str, Tree]]:
         """The arguments for ``loss``; the first of ``args`` is the module's place; with a carry among them, or not."""
         called, at, carry = [module.params, *args[1:]], self.loss.rng_argnum, self.loss.carry_argnum
         if self.has_keys and at is not None:
@@ -185,7 +185,7 @@ class LossOfModule(NamedTuple):
             called[at : at + 1] = [(*called[at : at + 1], module.keys)]
         return called, kwargs | {OPENED: module._replace(params=None, keys=None if self.has_keys else module.keys)}
 
-    def returned(self, module: Opened, aux: Any) -> tuple[Opened, Any]:
+    def returned(self, module: Opened, aux: Tree) -> tuple[Opened, Tree]:
         """The module with its combined state, and the caller's aux, of the aux of ``loss``."""
         found = {"aux": None, "state": {}} if aux is None else aux
         return self.state.replaced(module, found["state"]), found["aux"]
@@ -205,7 +205,7 @@ def of_module(loss: Loss, module: Opened, positions: int, average: Reduction) ->
     state, forms, has_keys = State(module), list[Form](), bool(jax.tree.leaves(module.keys))
     at = positions if loss.rng_argnum is None else loss.rng_argnum
 
-    def function(params: Tree, *args: Any, **kwargs: Any) -> LossOutput:
+    def function(params: Tree, *args: Tree, **kwargs: Tree) -> LossOutput:
         rest: Opened = kwargs.pop(OPENED)
         called, keys = list(args), rest.keys
         if has_keys:
@@ -224,7 +224,7 @@ def of_module(loss: Loss, module: Opened, positions: int, average: Reduction) ->
 def accepting_modules(loss: Loss) -> Loss:
     """The loss, also of the differentiated part of a module, with the rest as the keyword argument `OPENED`."""
 
-    def function(params: Tree, *args: Any, **kwargs: Any) -> Any:
+    def function(params: Tree, *args: Tree, **kwargs: Tree) -> Tree:
         rest: Opened | None = kwargs.pop(OPENED, None)
         if rest is None:
             return loss.function(params, *args, **kwargs)
@@ -236,7 +236,7 @@ def accepting_modules(loss: Loss) -> Loss:
     return replace(loss, function=function) if callable(loss.function) else loss
 
 
-def differentiated(x: Tree) -> tuple[Tree, dict[str, Any]]:
+def differentiated(x: Tree) -> tuple[Tree, dict[str, Tree]]:
     """The parameters of a module without state, and the keyword argument for its loss; any other tree as it is."""
     module = opened_or_arrays(x)
     if module is None:
@@ -255,8 +255,8 @@ def with_differentiated(x: Tree, params: Tree) -> Tree:
 
 
 def of_modules(
-    loss: Loss, make: Callable[[Loss], tuple[Callable[..., Any], ...]], average: Reduction
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    loss: Loss, make: Callable[[Loss], tuple[Callable[..., Tree], ...]], average: Reduction
+) -> tuple[Callable[..., Tree], Callable[..., Tree], Callable[..., Tree]]:
     """``init``, ``function`` and ``flush`` of a training step, for trees of arrays and for modules.
 
     Args:
@@ -266,7 +266,7 @@ def of_modules(
     """
     arrays = make(loss)
 
-    def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> Any:
+    def init(params: Tree, *example: Tree, carry: Tree = None, **kwargs: Tree) -> Tree:
         module = opened_or_arrays(params)
         if module is None:
             return arrays[0](params, *example, carry=carry, **kwargs)
@@ -276,7 +276,7 @@ def of_modules(
         called, kwargs = of.arguments(module, [None, *example], kwargs)
         return make(of.loss)[0](*called, carry=carry, **kwargs)
 
-    def function(params: Tree, state: Any, *args: Any, **kwargs: Any) -> Any:
+    def function(params: Tree, state: Tree, *args: Tree, **kwargs: Tree) -> Tree:
         module = opened_or_arrays(params)
         if module is None:
             return arrays[1](params, state, *args, **kwargs)
@@ -284,14 +284,14 @@ def of_modules(
         called, kwargs = of.arguments(module, [None, *args], kwargs)
         return ended(params, module, of, make(of.loss)[1](called[0], state, *called[1:], **kwargs))
 
-    def flush(params: Tree, state: Any) -> Any:
+    def flush(params: Tree, state: Tree) -> Tree:
         module = opened_or_arrays(params)
         if module is None:
             return arrays[2](params, state)
         of = of_module(loss, module, _positions(loss, ()), average)
         return ended(params, module, of, make(of.loss)[2](module.params, state))
 
-    def ended(given: Tree, module: Opened, of: LossOfModule, result: Any) -> Any:
+    def ended(given: Tree, module: Opened, of: LossOfModule, result: Tree) -> Tree:
         params, state, metrics = result
         changed, aux = of.returned(module, metrics.aux)
         rest = jax.tree.map(lambda new, old: jnp.where(metrics.applied, new, old), changed.rest, module.rest)
@@ -301,5 +301,5 @@ def of_modules(
     return init, function, flush
 
 
-def _positions(loss: Loss, args: Sequence[Any]) -> int:
+def _positions(loss: Loss, args: Sequence[Tree]) -> int:
     return 1 + len(args) + (loss.carry_argnum is not None)

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, wraps
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +26,12 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
 from gradcombine.settings import check
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Order, Scalar, Tree
 
 
 def objective_of(
-    loss: Callable[..., Any] | Loss,
-    weight: Callable[..., Any] | None,
+    loss: Callable[..., Tree] | Loss,
+    weight: Callable[..., Scalar] | None,
     reduction: Reduction | None,
     over: Collective,
     order: Order,
@@ -57,7 +56,7 @@ def objective_of(
 
 @operation("grads_by_denominator")
 def grads_by_denominator(
-    loss: Callable[..., Any],
+    loss: Callable[..., Tree],
     terms: Mapping[str, str],
     *,
     argnums: int | Sequence[int] = 0,
@@ -90,7 +89,7 @@ def grads_by_denominator(
 
     @operation("grads_by_denominator")
     @wraps(loss)
-    def differentiated(*args: Any, **kwargs: Any) -> tuple[LossOutput, dict[str, Tree]]:
+    def differentiated(*args: Tree, **kwargs: Tree) -> tuple[LossOutput, dict[str, Tree]]:
         require_tree(args, kwargs)
         output, _, grads = objective.differentiated(args, kwargs)
         values = {term: part.numerator for term, part in output.aux["terms"].items()}
@@ -119,15 +118,15 @@ class ObjectiveOfTerms(Objective):
     def counts(self) -> bool:
         return self.loss.totals == "counted"
 
-    def weight_of(self, args: Sequence[Any], kwargs: dict[str, Any], default_weight: int | None) -> Any:
+    def weight_of(self, args: Sequence[Tree], kwargs: dict[str, Tree], default_weight: int | None) -> Tree:
         return self._run(args, kwargs)[0].weight
 
-    def weights_of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Array:
+    def weights_of(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Array:
         """The weights of one microbatch, by denominator, as one array; what else the loss computes is left out."""
         weights = self._terms_of(args, kwargs)[1]
         return jnp.stack([self._number(weights[name]) for name in self.terms.denominators])
 
-    def with_totals(self, kwargs: dict[str, Any], counted: Array) -> dict[str, Any]:
+    def with_totals(self, kwargs: dict[str, Tree], counted: Array) -> dict[str, Tree]:
         """The keyword arguments with the totals of all replicas, by one exchange of a few numbers."""
         if "totals" in kwargs:
             raise invalid("no totals, where they are counted", "totals")
@@ -144,7 +143,9 @@ class ObjectiveOfTerms(Objective):
         told |= {name: values[name] for name in ("grad_norm", "grad_norms") if name in values}
         return told | {"total": self.terms.total(aux["terms"])}
 
-    def differentiated(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form, dict[str, Ratio]]:
+    def differentiated(
+        self, args: Sequence[Tree], kwargs: dict[str, Tree]
+    ) -> tuple[LossOutput, Form, dict[str, Ratio]]:
         """Calls the loss and differentiates by denominator: `_run`'s result, with the gradient and weight of each.
 
         One linearization (of JAX 0.9: one more for each denominator), and one backward pass for each denominator.
@@ -152,7 +153,7 @@ class ObjectiveOfTerms(Objective):
         self.batch_positions(args)  # refuses fewer arguments
         positions = list(self.loss.argnums) if isinstance(self.loss.argnums, Sequence) else [self.loss.argnums]
 
-        def summed(*params: Any) -> Any:
+        def summed(*params: Tree) -> Tree:
             called = list(args)
             for i, x in zip(positions, params, strict=True):
                 called[i] = x
@@ -167,7 +168,7 @@ class ObjectiveOfTerms(Objective):
             grads = {name: of_one for name, (of_one,) in grads.items()}
         return output, form, self.terms.contribution(grads, weights)
 
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[LossOutput, Form]:
+    def _run(self, args: Sequence[Tree], kwargs: dict[str, Tree]) -> tuple[LossOutput, Form]:
         kwargs, given = dict(kwargs), None
         if self.loss.totals is not None:
             given = require_given("totals={...} of the window's denominators, in each call", kwargs.pop("totals", None))
@@ -178,16 +179,16 @@ class ObjectiveOfTerms(Objective):
         return LossOutput(total, self.terms.present(weights), aux, output.carry), form
 
     def _differentiated(
-        self, args: Sequence[Any], kwargs: dict[str, Any], scale: Any
-    ) -> tuple[tuple[Any, LossOutput, Form], Tree]:
+        self, args: Sequence[Tree], kwargs: dict[str, Tree], scale: Scalar
+    ) -> tuple[tuple[Array, LossOutput, Form], Tree]:
         if self.loss.totals is not None:
             return super()._differentiated(args, kwargs, scale)
         output, form, grads = self.differentiated(args, kwargs)
         return (output.value, output, form), grads
 
     def _terms_of(
-        self, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], LossOutput, Form]:
+        self, args: Sequence[Tree], kwargs: dict[str, Tree]
+    ) -> tuple[dict[str, Tree], dict[str, Tree], LossOutput, Form]:
         output, form = self._in_form(self.loss.function(*args, **kwargs))
         require_one("weights that the loss returns or ones of the argument weight", output.weight, self.weight)
         terms, weights = self.terms.opened(output.value, output.weight)
@@ -202,9 +203,9 @@ class ObjectiveOfTerms(Objective):
         }
         return values, stopped, output, form
 
-    def _weight(self, args: Sequence[Any], returned: Any, default_weight: int | None) -> Any:
+    def _weight(self, args: Sequence[Tree], returned: Tree, default_weight: int | None) -> Tree:
         return returned
 
-    def _number(self, weight: Any) -> Array:
+    def _number(self, weight: Scalar) -> Array:
         backend = load("jax")
         return parse(backend, weight).cast(backend, np.dtype(np.float32))

@@ -22,7 +22,7 @@ from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import AccumulateState, Array, State, Tree
+from gradcombine.types import AccumulateState, Array, Leaf, State, Tree
 
 EXCHANGED_ALONE = 30 * 2**20
 """Bytes of a replica's array from which on XLA exchanges it by itself on GPUs, in place where nothing reads it again.
@@ -69,7 +69,7 @@ def on_replicas(
     leaves, structure = jax.tree.flatten(whole)
     arrays = [x for x in leaves if hasattr(x, "shape")]
 
-    def one(arrays: list[Any], rows: Tree, own: Tree) -> tuple[Tree, Tree]:
+    def one(arrays: list[Leaf], rows: Tree, own: Tree) -> tuple[Tree, Tree]:
         back = iter(arrays)
         # What is no array, a flag in the keyword arguments for instance, is known here as it is outside.
         whole = jax.tree.unflatten(structure, [next(back) if hasattr(x, "shape") else x for x in leaves])
@@ -245,7 +245,7 @@ def mark_own(over: Collective, values: Tree) -> Tree:
 def align(values: Tree, specs: Tree) -> Tree:
     """The values, typed to differ over the axes of their specs as well, as a scan or a conditional asks for."""
 
-    def one(value: Any, spec: Any) -> Any:
+    def one(value: Tree, spec: Tree) -> Tree:
         missing = tuple(varying(spec) - varying(value))
         return lax.pcast(value, missing, to="varying") if missing else value
 
@@ -272,7 +272,7 @@ def _names(spec: P) -> Iterator[str]:
         yield from entry if isinstance(entry, tuple) else () if entry is None else (entry,)
 
 
-def _split(mesh: Mesh | AbstractMesh, x: Any, names: tuple[str, ...], first: bool) -> Any:
+def _split(mesh: Mesh | AbstractMesh, x: Leaf, names: tuple[str, ...], first: bool) -> Array:
     """Reshards an array over axes along its first dimension, or not at all: only explicit axes need it."""
     if not any(name in mesh.explicit_axes for name in names):
         return x
@@ -291,13 +291,13 @@ def _without(entry: Any, names: tuple[str, ...]) -> Any:
     return None if entry in names else entry
 
 
-def _arrays(values: Tree) -> Iterator[tuple[str, Any]]:
+def _arrays(values: Tree) -> Iterator[tuple[str, Array]]:
     for path, x in jax.tree_util.tree_leaves_with_path(values):
         if hasattr(x, "shape"):
             yield jax.tree_util.keystr(path), x
 
 
-def _mesh(x: Any) -> Mesh | AbstractMesh | None:
+def _mesh(x: Leaf) -> Mesh | AbstractMesh | None:
     """Of one device or more, that an array or spec lies on."""
     if not isinstance(x, jax.Array) and not isinstance(x, jax.ShapeDtypeStruct):
         return None

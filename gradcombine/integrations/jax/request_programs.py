@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +18,9 @@ from gradcombine.integrations.jax.on_replicas import on_replicas
 from gradcombine.integrations.jax.run_if import run_if
 from gradcombine.integrations.jax.step_functions import StepMetrics, holds_aux, keep_dtypes, microbatch, optimize
 from gradcombine.integrations.jax.training_step import compile_step
+from gradcombine.places.window import Window
 from gradcombine.settings import UNTIL_FLUSH
-from gradcombine.types import AccumulateState, Array, State, Tree
+from gradcombine.types import AccumulateState, Array, Scalar, State, Tree
 
 if TYPE_CHECKING:
     import optax
@@ -37,55 +38,57 @@ class RequestPrograms:
     optimizer: optax.GradientTransformationExtraArgs
 
     @cached_property
-    def begin(self) -> Any:
+    def begin(self) -> jax.stages.Wrapped:
         """``begin(params, index, number, batch, kwargs) -> node``: a window of one microbatch."""
         return compile_step(self._begun, ())
 
     @cached_property
-    def more(self) -> Any:
+    def more(self) -> jax.stages.Wrapped:
         """``more(node, params, index, number, batch, kwargs) -> node``, in place of the first argument."""
         return compile_step(self._added, (0,))
 
     @cached_property
-    def merge(self) -> Any:
+    def merge(self) -> jax.stages.Wrapped:
         """``merge(node, later) -> node``, in order "tree"."""
         return compile_step(self._merged, (0,))
 
     @cached_property
-    def end(self) -> Any:
+    def end(self) -> jax.stages.Wrapped:
         """``end(params, opt_state, node, index) -> params, opt_state, node, metrics``, in place."""
         return compile_step(self._ended, (0, 1, 2))
 
     @cached_property
-    def merge_replicas(self) -> Any:
+    def merge_replicas(self) -> jax.stages.Wrapped:
         """``merge_replicas(node) -> state``: of all replicas."""
         return compile_step(self._merged_replicas, ())
 
     @cached_property
-    def on_the_first(self) -> Any:
+    def on_the_first(self) -> jax.stages.Wrapped:
         """``on_the_first(state, params) -> node``, of which the first replica has the state, and the others nothing."""
         return jax.jit(self._on_the_first, keep_unused=True)  # the parameters say which devices
 
-    def _begun(self, params: Tree, index: Array, number: Array, batch: Sequence[Any], kwargs: dict[str, Any]) -> State:
+    def _begun(
+        self, params: Tree, index: Array, number: Array, batch: Sequence[Tree], kwargs: dict[str, Tree]
+    ) -> State:
         return self._computed(params, index, number, batch, kwargs, ())
 
     def _added(
-        self, node: State, params: Tree, index: Array, number: Array, batch: Sequence[Any], kwargs: dict[str, Any]
+        self, node: State, params: Tree, index: Array, number: Array, batch: Sequence[Tree], kwargs: dict[str, Tree]
     ) -> State:
         return self._computed(params, index, number, batch, kwargs, (node,))
 
     def _computed(
         self,
         params: Tree,
-        index: Any,
-        number: Any,
-        batch: Sequence[Any],
-        kwargs: dict[str, Any],
+        index: Scalar,
+        number: Scalar,
+        batch: Sequence[Tree],
+        kwargs: dict[str, Tree],
         own: tuple[State, ...],
     ) -> State:
         over = self.objective.over
 
-        def contribute(called: list[Any], kwargs: dict[str, Any], whole: Tree, own: Tree) -> tuple[Tree, Tree]:
+        def contribute(called: list[Tree], kwargs: dict[str, Tree], whole: Tree, own: Tree) -> tuple[Tree, Tree]:
             index, number = whole
             added = microbatch(self.objective, called, kwargs, index, number * over.size() + over.rank())
             window = self.window("aux" in added.parts)
@@ -102,7 +105,7 @@ class RequestPrograms:
 
         return on_replicas(self.objective.over, merge, (), own=(node, later))[1]
 
-    def _ended(self, params: Tree, opt_state: Any, node: State, index: Array) -> tuple[Tree, Any, State, StepMetrics]:
+    def _ended(self, params: Tree, opt_state: Tree, node: State, index: Array) -> tuple[Tree, Tree, State, StepMetrics]:
         window = self.window(holds_aux(window_of(node)))
         window = dataclasses.replace(window, params=params, order=self.objective.order, max_every=1)
 
@@ -141,7 +144,7 @@ class RequestPrograms:
 
         return on_replicas(over, place, (state, params))[1]
 
-    def window(self, has_aux: bool) -> Any:
+    def window(self, has_aux: bool) -> Window:
         """The window of a node, whose microbatches are added one after another."""
         return dataclasses.replace(self.objective, order="sequential").window(UNTIL_FLUSH, has_aux=has_aux)
 

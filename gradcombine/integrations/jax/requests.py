@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -42,7 +42,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.numbered import NumberedState, ranges
 from gradcombine.settings import valid
 from gradcombine.statefile import load_replicas, save_replicas
-from gradcombine.types import Order, State, Tree
+from gradcombine.types import Leaf, Order, Scalar, State, Tree
 
 if TYPE_CHECKING:
     import optax
@@ -74,7 +74,7 @@ class Slot(NamedTuple):
     """
 
     params: Tree
-    opt_state: Any
+    opt_state: Tree
     window: int = 0
     held: frozenset[int] = frozenset()
     nodes: tuple[Node, ...] = ()
@@ -131,11 +131,11 @@ class RequestStep:
     def forward_backward(
         self,
         state: Slots,
-        *batch: Any,
+        *batch: Tree,
         slot: Hashable,
         number: int | Sequence[int],
         window: int | None = None,
-        **kwargs: Any,
+        **kwargs: Tree,
     ) -> Slots:
         """Adds a microbatch's gradient to the window of a slot; the replicas exchange nothing.
 
@@ -217,7 +217,7 @@ class RequestStep:
         save_replicas(path, self._numbered(holds_aux(window_of(states[0].value))), states)
 
     @operation("request_step")
-    def load(self, path: str | os.PathLike[str], state: Slots, slot: Hashable, *example: Any, **kwargs: Any) -> Slots:
+    def load(self, path: str | os.PathLike[str], state: Slots, slot: Hashable, *example: Tree, **kwargs: Tree) -> Slots:
         """Replaces the window of a slot by a saved one, on any number of replicas.
 
         Args:
@@ -241,7 +241,7 @@ class RequestStep:
         numbers = [int(n) for x in states for n in np.flatnonzero(x.counts)]
         return {**state, slot: held._replace(held=frozenset(numbers), nodes=tuple(nodes))}
 
-    def _contributed(self, held: Slot, number: int, batch: Sequence[Any], kwargs: dict[str, Any]) -> Slot:
+    def _contributed(self, held: Slot, number: int, batch: Sequence[Tree], kwargs: dict[str, Tree]) -> Slot:
         params, rest = differentiated(held.params)
         at = params, np.int32(held.window), np.int32(number), batch, kwargs | rest
         with usable(params, batch, kwargs, held.nodes):
@@ -293,7 +293,7 @@ class RequestStep:
     def _numbered(self, has_aux: bool) -> Reduction:
         return reductions.numbered(self.programs.window(has_aux).reduction, self.microbatches)
 
-    def _divided(self, rows: list[Any], count: int) -> list[list[Any]]:
+    def _divided(self, rows: list[Tree], count: int) -> list[list[Leaf]]:
         if count == 1:
             return [rows]
         parts = divide(rows, count)
@@ -325,11 +325,11 @@ def _require_filled(held: Slot, slot: Hashable) -> None:
 
 @operation("request_step")
 def request_step(
-    loss: Callable[..., Any] | Loss,
+    loss: Callable[..., Tree] | Loss,
     optimizer: optax.GradientTransformation,
     *,
     microbatches: int,
-    weight: Callable[..., Any] | None = None,
+    weight: Callable[..., Scalar] | None = None,
     reduction: Reduction | None = None,
     over: Collective = gc.LOCAL,
     order: Order = "sequential",

@@ -27,7 +27,7 @@ from gradcombine.reductions.algebra import Reduction, Wrapper
 from gradcombine.reductions.feedback import require_none
 from gradcombine.reductions.treewise import Treewise
 from gradcombine.reductions.weights import parse
-from gradcombine.types import AccumulateState, Array, State, Tree
+from gradcombine.types import AccumulateState, Array, Leaf, Scalar, State, Tree
 
 
 class Microbatches(NamedTuple):
@@ -67,7 +67,7 @@ def divide(batch: Tree, microbatches: int, interleaved: bool = False) -> Microba
     size = -(-length // microbatches)
     count, rest_size = divmod(length, size)
 
-    def stack(x: Any) -> Any:
+    def stack(x: Leaf) -> Array:
         full = x.reshape((blocks, length, *x.shape[1:]))[:, : count * size]
         if interleaved:
             parts = full.reshape((blocks, size, count, *x.shape[1:])).swapaxes(1, 2)
@@ -75,7 +75,7 @@ def divide(batch: Tree, microbatches: int, interleaved: bool = False) -> Microba
             parts = full.reshape((blocks, count, size, *x.shape[1:]))
         return parts.swapaxes(0, 1).reshape((count, blocks * size, *x.shape[1:]))
 
-    def remaining(x: Any) -> Any:
+    def remaining(x: Leaf) -> Array:
         left = x.reshape((blocks, length, *x.shape[1:]))[:, count * size :]
         return left.reshape((blocks * rest_size, *x.shape[1:]))
 
@@ -83,7 +83,7 @@ def divide(batch: Tree, microbatches: int, interleaved: bool = False) -> Microba
     return Microbatches(jax.tree.map(stack, batch), rest, count)
 
 
-def _most_blocks(x: Any) -> int:
+def _most_blocks(x: Leaf) -> int:
     """Over how many devices the first axis of an array may be split.
 
     Which automatic axes of its mesh that are is not known while tracing: a block for each of their devices does for
@@ -108,10 +108,10 @@ class Turn(NamedTuple):
     """
 
     number: Array
-    weight: Any
+    weight: Scalar
 
 
-def weighed_turns(weigh: Callable[[tuple[Tree, Array]], Any], examples: Tree, numbers: Array) -> tuple[Turn, Array]:
+def weighed_turns(weigh: Callable[[tuple[Tree, Array]], Tree], examples: Tree, numbers: Array) -> tuple[Turn, Array]:
     """The iterations of stacked microbatches, by ``weigh((microbatch, number))``; and whether all weigh 0."""
     backend = load("jax")
 
@@ -144,7 +144,7 @@ def scales_loss(objective: Objective, spec: Contribution, traced: ClosedJaxpr) -
 class ScaledGradients(Wrapper):
     """A sum or mean of contributions that are multiplied by their weights already."""
 
-    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         totals = self.of.update(state._replace(value=(), dtypes=()), (), weight)
         return self.of.update(state, value)._replace(weight=totals.weight, count=totals.count)
 
@@ -165,7 +165,7 @@ def _dtypes(jaxpr: Jaxpr) -> Iterator[Any]:
 
 
 def scan_microbatches(
-    objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Any], kwargs: dict[str, Any]
+    objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Tree], kwargs: dict[str, Tree]
 ) -> tuple[Reduction, State, Tree, Form]:
     """Combines the microbatches of a batch, one after another, on one replica.
 
@@ -180,7 +180,7 @@ def scan_microbatches(
     default_weight = None if batch.rest is not None else 1
     first = objective.over.rank() * np.int32(batch.total) if objective.loss.rng_argnum is not None else 0
 
-    def arguments(examples: Tree, number: Any, carry: Tree) -> list[Any]:
+    def arguments(examples: Tree, number: Scalar, carry: Tree) -> list[Tree]:
         called = list(args)
         for i, x in zip(positions, examples, strict=True):
             called[i] = x
@@ -194,7 +194,7 @@ def scan_microbatches(
     if isinstance(objective, ObjectiveOfTerms) and objective.counts:
         begun = None if objective.loss.carry_argnum is None else args[objective.loss.carry_argnum]
 
-        def weigh_terms(x: tuple[Tree, Any]) -> Any:
+        def weigh_terms(x: tuple[Tree, Tree]) -> Tree:
             return objective.weights_of(arguments(x[0], x[1], begun), kwargs)
 
         counted = jax.lax.map(weigh_terms, (stacked, numbers)).sum(0)
@@ -202,13 +202,13 @@ def scan_microbatches(
             counted += weigh_terms((batch.rest, jnp.int32(batch.full)))
         kwargs = objective.with_totals(kwargs, counted)
 
-    def contribution(examples: Tree, number: Any, carry: Tree, scale: Any = None) -> Contribution:
+    def contribution(examples: Tree, number: Scalar, carry: Tree, scale: Scalar = None) -> Contribution:
         return objective.contribution(arguments(examples, number, carry), kwargs, default_weight, scale)
 
-    def example(i: Any) -> Tree:
+    def example(i: Scalar) -> Tree:
         return jax.tree.map(lambda x: x[i], stacked)
 
-    def begin(examples: Tree, carry: Tree) -> Any:
+    def begin(examples: Tree, carry: Tree) -> Tree:
         """A first contribution, the empty state, and the state after it."""
         added = contribution(examples, jnp.int32(0), carry)
         fold = _fold(objective, objective.combined("aux" in added.parts), batch.total)
@@ -230,13 +230,13 @@ def scan_microbatches(
         within = _fold(objective, objective.combined("aux" in spec.parts, ScaledGradients), batch.total)
     scale = spec.known.value if scaled else None
 
-    def body(before: tuple[Any, Tree], turn: Turn) -> tuple[tuple[Any, Tree], None]:
+    def body(before: tuple[Tree, Tree], turn: Turn) -> tuple[tuple[Tree, Tree], None]:
         state, carry = before
         weighs = turn.weight is not None
         added = contribution(example(turn.number), turn.number, carry, turn.weight if weighs else scale)
         return (within.update(state, added.parts, turn.weight if weighs else added.weight), added.carry), None
 
-    def weigh(x: tuple[Tree, Any]) -> Any:
+    def weigh(x: tuple[Tree, Tree]) -> Tree:
         return objective.weight_of(arguments(*x, None), kwargs, default_weight)
 
     if batch.full == 1:
@@ -262,9 +262,9 @@ class _Fold(NamedTuple):
       total: the state as one of the reduction.
     """
 
-    init: Callable[[Tree], Any]
-    update: Callable[[Any, Tree, Any], Any]
-    total: Callable[[Any], State]
+    init: Callable[[Tree], State]
+    update: Callable[[State, Tree, Scalar], State]
+    total: Callable[[State], State]
 
 
 def _fold(objective: Objective, reduction: Reduction, length: int) -> _Fold:
@@ -273,14 +273,14 @@ def _fold(objective: Objective, reduction: Reduction, length: int) -> _Fold:
         return _Fold(reduction.init, reduction.update, lambda state: state)
     acc = gc.accumulate(reduction, length, order=objective.order)
 
-    def update(state: AccumulateState, parts: Tree, weight: Any) -> AccumulateState:
+    def update(state: AccumulateState, parts: Tree, weight: Scalar) -> AccumulateState:
         return acc.update(parts, state, weight)
 
     return _Fold(acc.init, update, lambda state: whole_window(reduction, state))
 
 
 def scan_window(
-    objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Any], kwargs: dict[str, Any]
+    objective: Objective, microbatches: int, interleaved: bool, args: Sequence[Tree], kwargs: dict[str, Tree]
 ) -> tuple[dict[str, Tree], Tree, Form]:
     """Combines the microbatches of a batch, one after another, and then the replicas, by one exchange.
 
@@ -289,7 +289,7 @@ def scan_window(
     """
     reductions: list[Reduction] = []
 
-    def one(args: list[Any], kwargs: dict[str, Any], whole: Tree, carry: Tree) -> tuple[Any, Tree]:
+    def one(args: list[Tree], kwargs: dict[str, Tree], whole: Tree, carry: Tree) -> tuple[Tree, Tree]:
         """On one replica: the merged state, and what is carried on."""
         if objective.loss.carry_argnum is not None:
             args[objective.loss.carry_argnum] = carry

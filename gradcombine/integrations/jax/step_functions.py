@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from gradcombine.places.time import require_state
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.numbered import NumberedState
-from gradcombine.types import AccumulateState, Array, Tree
+from gradcombine.types import AccumulateState, Array, DType, Scalar, Tree
 
 if TYPE_CHECKING:
     import optax
@@ -41,7 +41,7 @@ class TrainState(NamedTuple):
     """
 
     window: AccumulateState
-    opt_state: Any
+    opt_state: Tree
     carry: Tree
 
 
@@ -75,8 +75,8 @@ StepFunctions: TypeAlias = tuple[
 
 
 def optimize(
-    optimizer: optax.GradientTransformationExtraArgs, params: Tree, opt_state: Any, values: dict[str, Tree]
-) -> tuple[tuple[Tree, Any], StepMetrics]:
+    optimizer: optax.GradientTransformationExtraArgs, params: Tree, opt_state: Tree, values: dict[str, Tree]
+) -> tuple[tuple[Tree, Tree], StepMetrics]:
     """Runs the optimizer on the combined parts of a window: parameters, its state, and what is told of the window."""
     import optax
 
@@ -98,7 +98,7 @@ def optimize(
     return (optax.apply_updates(params, updates), opt_state), told
 
 
-def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Any]) -> list[Any]:
+def loss_arguments(objective: Objective, params: Tree, carry: Tree, args: Sequence[Tree]) -> list[Tree]:
     """The positional arguments of the loss: those of the step, with the carry in its place among them."""
     called = [params, *args]
     if objective.loss.carry_argnum is not None:
@@ -120,7 +120,7 @@ def is_bound(objective: Objective) -> bool:
     return True
 
 
-def require_init(objective: Objective, params: Tree, example: Sequence[Any], carry: Tree, kwargs: Tree) -> Tree:
+def require_init(objective: Objective, params: Tree, example: Sequence[Tree], carry: Tree, kwargs: Tree) -> Tree:
     """Checks the arguments of ``init``; returns the parameters as JAX arrays."""
     require_tree(example, carry, kwargs)
     carried = objective.loss.carry_argnum is not None
@@ -144,7 +144,7 @@ def begun(
     return place_beside(params, TrainState(window, owned(optimizer.init(params)), carry))
 
 
-def opened(objective: Objective, state: Any) -> TrainState:
+def opened(objective: Objective, state: Tree) -> TrainState:
     """The state, of JAX's arrays; refuses what is not a `TrainState`."""
     if not isinstance(state, TrainState) or not isinstance(state.window, AccumulateState):
         received = state.window if isinstance(state, TrainState) else state
@@ -155,7 +155,7 @@ def opened(objective: Objective, state: Any) -> TrainState:
 
 
 def parts_like(
-    objective: Objective, params: Tree, carry: Tree, example: Sequence[Any], kwargs: Tree
+    objective: Objective, params: Tree, carry: Tree, example: Sequence[Tree], kwargs: Tree
 ) -> dict[str, Tree]:
     """Trees like the parts of a contribution; with the aux where there is an example."""
     combined = dtypes.of_weights(x.dtype for x in jax.tree.leaves(params))  # as wide as the widest parameter
@@ -169,7 +169,7 @@ def parts_like(
 
 
 def microbatch(
-    objective: Objective, called: list[Any], kwargs: dict[str, Any], index: Array, number: Array
+    objective: Objective, called: list[Tree], kwargs: dict[str, Tree], index: Array, number: Array
 ) -> Contribution:
     """The contribution of one microbatch, with the key of its number in window ``index``, as wide as the parameters."""
     params = called[0]
@@ -188,26 +188,26 @@ def microbatch(
 def over_calls(
     objective: Objective,
     optimizer: optax.GradientTransformationExtraArgs,
-    every: int | Callable[[Array], Any],
+    every: int | Callable[[Array], Scalar],
     max_every: int | None,
 ) -> StepFunctions:
     """One microbatch a call; at the end of a window the replicas exchange, and the optimizer runs."""
     of_gradients = objective.window(every, max_every, has_aux=False)
     with_aux = objective.window(every, max_every, has_aux=True)
 
-    def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
+    def init(params: Tree, *example: Tree, carry: Tree = None, **kwargs: Tree) -> TrainState:
         params = require_init(objective, params, example, carry, kwargs)
         specs = parts_like(objective, params, carry, example, kwargs)
         window = with_aux if "aux" in specs else of_gradients
         return begun(objective, optimizer, params, window.init(specs), carry)
 
-    def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
+    def function(params: Tree, state: TrainState, *args: Tree, **kwargs: Tree) -> tuple[Tree, TrainState, StepMetrics]:
         require_tree(args, kwargs)
         state = opened(objective, state)
         params, has_aux = as_arrays(params), holds_aux(state.window)
         window = window_of(state, params)
 
-        def contribute(called: list[Any], kwargs: dict[str, Any], position: Tree, own: Tree) -> tuple[Tree, Tree]:
+        def contribute(called: list[Tree], kwargs: dict[str, Tree], position: Tree, own: Tree) -> tuple[Tree, Tree]:
             held, carry = AccumulateState(own[0], *position), own[1]
             if objective.loss.carry_argnum is not None:
                 objective.batch_positions(called)  # refuses fewer arguments
@@ -267,7 +267,7 @@ def holds_aux(window: AccumulateState) -> bool:
     return len(parts) > 3
 
 
-def _scalar(dtype: Any) -> jax.ShapeDtypeStruct:
+def _scalar(dtype: DType) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((), dtype)
 
 
@@ -279,11 +279,11 @@ def whole_windows(
 ) -> StepFunctions:
     """All microbatches of a window in one call, in a scan; then the replicas exchange, and the optimizer runs."""
 
-    def init(params: Tree, *example: Any, carry: Tree = None, **kwargs: Any) -> TrainState:
+    def init(params: Tree, *example: Tree, carry: Tree = None, **kwargs: Tree) -> TrainState:
         params = require_init(objective, params, example, carry, kwargs)
         return begun(objective, optimizer, params, AccumulateState((), np.int32(0), np.int32(0)), carry)
 
-    def function(params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> tuple[Tree, TrainState, StepMetrics]:
+    def function(params: Tree, state: TrainState, *args: Tree, **kwargs: Tree) -> tuple[Tree, TrainState, StepMetrics]:
         require_tree(args, kwargs)
         state = opened(objective, state)
         params, window = as_arrays(params), state.window

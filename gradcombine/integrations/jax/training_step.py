@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 from jax.core import eval_context
@@ -28,7 +28,7 @@ from gradcombine.integrations.jax.step_functions import (
 )
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check, valid
-from gradcombine.types import Array, Order, Tree
+from gradcombine.types import Array, Order, Scalar, Tree
 
 if TYPE_CHECKING:
     import optax
@@ -59,7 +59,7 @@ class TrainStep:
     flush_function: Callable[[Tree, TrainState], tuple[Tree, TrainState, StepMetrics]]
 
     @operation("train_step")
-    def __call__(self, params: Tree, state: TrainState, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, params: Tree, state: TrainState, *args: Tree, **kwargs: Tree) -> Tree:
         """One call; returns ``params, state, metrics``."""
         if _is_transformed():
             return self.function(params, state, *args, **kwargs)
@@ -82,17 +82,17 @@ class TrainStep:
         return closed_if_open(params), state, metrics
 
     @cached_property
-    def compiled(self) -> Any:
+    def compiled(self) -> jax.stages.Wrapped:
         """``function`` under jax.jit, for instance for ``step.compiled.lower(...)``."""
         return compile_step(self.function)
 
     @cached_property
-    def compiled_flush(self) -> Any:
+    def compiled_flush(self) -> jax.stages.Wrapped:
         """``flush_function`` under jax.jit."""
         return compile_step(self.flush_function)
 
 
-def compile_step(function: Callable[..., Any], donated: tuple[int, ...] = (0, 1)) -> Any:
+def compile_step(function: Callable[..., Tree], donated: tuple[int, ...] = (0, 1)) -> jax.stages.Wrapped:
     """The function under jax.jit, these arguments donated."""
     options = _SCHEDULE if jax.default_backend() == "cpu" else None
     return jax.jit(function, donate_argnums=donated, compiler_options=options)
@@ -109,12 +109,12 @@ def _is_transformed() -> bool:
 
 @operation("train_step")
 def train_step(
-    loss: Callable[..., Any] | Loss,
+    loss: Callable[..., Tree] | Loss,
     optimizer: optax.GradientTransformation,
     *,
-    every: int | Callable[[Array], Any] | None = None,
+    every: int | Callable[[Array], Scalar] | None = None,
     microbatches: int | None = None,
-    weight: Callable[..., Any] | None = None,
+    weight: Callable[..., Scalar] | None = None,
     reduction: Reduction | None = None,
     over: Collective = gc.LOCAL,
     order: Order = "sequential",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
 
 import gradcombine as gc
 from gradcombine.backends.protocol import Collective
@@ -16,20 +15,20 @@ from gradcombine.integrations.jax.objective_of_terms import objective_of
 from gradcombine.integrations.jax.scan import scan_window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check, valid
-from gradcombine.types import Order, Tree
+from gradcombine.types import Order, Scalar, Tree
 
 
 @operation("value_and_grad")
 def value_and_grad(
-    loss: Callable[..., Any] | Loss,
+    loss: Callable[..., Tree] | Loss,
     microbatches: int,
     *,
-    weight: Callable[..., Any] | None = None,
+    weight: Callable[..., Scalar] | None = None,
     reduction: Reduction | None = None,
     over: Collective = gc.LOCAL,
     order: Order = "sequential",
     interleaved: bool = False,
-) -> Callable[..., tuple[Any, Tree]]:
+) -> Callable[..., tuple[Tree, Tree]]:
     """`jax.value_and_grad` in microbatches: less memory for activations, and one exchange of gradients a call.
 
     The batch arguments are divided along their first axis, the microbatches run one after another in a scan, and the
@@ -126,7 +125,7 @@ def value_and_grad(
 
     @operation("value_and_grad")
     @wraps(objective.loss.function)
-    def combined(*args: Any, **kwargs: Any) -> tuple[Any, Tree]:
+    def combined(*args: Tree, **kwargs: Tree) -> tuple[Tree, Tree]:
         module = next(filter(None, map(opened_or_arrays, objective.differentiated_of(args))), None)
         if module is not None:
             return of_opened(module, list(args), kwargs)
@@ -134,7 +133,7 @@ def value_and_grad(
         values, carry, form = scan_window(objective, count, interleaved, args, kwargs)
         return closed(form, values, carry), values["grads"]
 
-    def of_opened(module: Opened, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Tree]:
+    def of_opened(module: Opened, args: list[Tree], kwargs: dict[str, Tree]) -> tuple[Tree, Tree]:
         of = of_module(own, module, len(args), objective.average_of_aux)
         whole = args[0]
         args, kwargs = of.arguments(module, args, kwargs, carried=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.sums import MeanState, SumState
 from gradcombine.settings import check, valid
-from gradcombine.types import Array, Order, State, Tree
+from gradcombine.types import Array, Leaf, Order, Scalar, State, Tree
 from gradcombine.wires import exchange
 from gradcombine.wires.wire import Wire, require_wire
 
@@ -107,7 +107,7 @@ class _Scattered(Wrapper):
         return self.of.init(tree.unflatten(structure, empty))
 
     @operation()
-    def update(self, state: State, value: Tree, weight: Any = 1) -> State:
+    def update(self, state: State, value: Tree, weight: Scalar = 1) -> State:
         leaves, structure = tree.flatten(value)
         present = [(path, leaf) for path, leaf in zip(structure.paths(), leaves, strict=True) if not is_absent(leaf)]
         self.axis.require_unreduced([path for path, _ in present], [leaf for _, leaf in present])
@@ -171,7 +171,7 @@ def shard(values: Tree, over: Collective) -> Tree:
     axis = _axis(over)
     leaves, structure = tree.flatten(values)
 
-    def part(leaf: Any) -> Any:
+    def part(leaf: Leaf) -> Leaf:
         return leaf if is_absent(leaf) else axis.mark_varying([axis.rows(BACKEND.asarray(leaf))])[0][axis.rank()]
 
     return tree.unflatten(structure, map(part, leaves))
@@ -222,7 +222,7 @@ def gather(shards: Tree, like: Tree, over: Collective, wire: Wire | None = None)
     of_each = {True: iter(arrived), False: iter(wide)}
     received = (next(of_each[narrow[i]]).astype(parts[i].dtype) for i in present)
 
-    def whole(spec: Any, part: Any) -> Any:
+    def whole(spec: Leaf, part: Leaf) -> Leaf:
         if is_absent(part):
             return part
         shape = shape_of(spec)
@@ -299,11 +299,11 @@ def _axis(over: object) -> JaxAxis:
     return require_type("a collective of gradcombine.jax_axis", over, JaxAxis)
 
 
-def _length(replicas: int, leaf: Any) -> int:
+def _length(replicas: int, leaf: Leaf) -> int:
     return -(-math.prod(shape_of(leaf)) // replicas)
 
 
-def _empty_shard(axis: JaxAxis, leaf: Any) -> Array:
+def _empty_shard(axis: JaxAxis, leaf: Leaf) -> Array:
     made = jnp.zeros((_length(axis.size(), leaf),), leaf.dtype)
     missing = tuple(varying(leaf))
     return axis.mark_varying([jax.lax.pcast(made, missing, to="varying") if missing else made])[0]

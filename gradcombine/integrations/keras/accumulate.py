@@ -26,7 +26,7 @@ from gradcombine.integrations.keras.losses import Unweighed
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, reduction_of
 from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.places.window import Window
-from gradcombine.types import Order, Precision
+from gradcombine.types import Array, Leaf, Order, Precision, Scalar, Tree
 from gradcombine.wires import Wire
 from gradcombine.wires.wire import named
 
@@ -107,7 +107,7 @@ class Accumulate(WindowWrapper):
     def __init__(
         self,
         inner_optimizer: Any,
-        every: int | Callable[[Any], Any],
+        every: int | Callable[[Array], Scalar],
         *,
         reduction: Name = "mean",
         precision: Precision = "fast",
@@ -133,7 +133,7 @@ class Accumulate(WindowWrapper):
             object.__setattr__(self, "__class__", ScaledAccumulate)
 
     @operation("Accumulate")
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tree) -> None:
         if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
             both = settings.scales_loss(self.inner_optimizer)
             if both:
@@ -172,7 +172,9 @@ class Accumulate(WindowWrapper):
         self.built = True
 
     @operation("Accumulate")
-    def apply(self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None, weight: Any = None) -> None:
+    def apply(
+        self, grads: Sequence[Leaf], trainable_variables: Sequence[Any] | None = None, weight: Scalar = None
+    ) -> None:
         """One microbatch; the last one of a window runs the inner optimizer.
 
         Args:
@@ -198,7 +200,7 @@ class Accumulate(WindowWrapper):
         self._iterations.assign_add(1)
 
     @operation("Accumulate")
-    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], weight: Any = None) -> Any:
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]], weight: Scalar = None) -> Array:
         """`apply` for pairs; returns the number of microbatches so far."""
         expected = "pairs of a gradient and its variable"
         pairs = require_items(expected, grads_and_vars)
@@ -212,10 +214,10 @@ class Accumulate(WindowWrapper):
     def stateless_apply(
         self,
         optimizer_variables: Sequence[Any],
-        grads: Sequence[Any],
+        grads: Sequence[Leaf],
         trainable_variables: Sequence[Any],
-        weight: Any = None,
-    ) -> tuple[list[Any], list[Any]]:
+        weight: Scalar = None,
+    ) -> tuple[list[Array], list[Array]]:
         """`apply` as a pure function of the variables' values, on the JAX backend; see Keras.
 
         Returns:
@@ -228,7 +230,7 @@ class Accumulate(WindowWrapper):
             return keras.optimizers.Optimizer.stateless_apply(self, optimizer_variables, grads, trainable_variables)
 
     @operation("Accumulate")
-    def flush(self) -> Any:
+    def flush(self) -> Array:
         """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
 
         Under a strategy, call it outside of strategy.run, or in replica context on all replicas.
@@ -241,7 +243,7 @@ class Accumulate(WindowWrapper):
     @operation("Accumulate")
     def stateless_flush(
         self, optimizer_variables: Sequence[Any], trainable_variables: Sequence[Any]
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> tuple[list[Array], list[Array]]:
         """`flush` as a pure function, on the JAX backend: arguments and result as of `stateless_apply`."""
         settings.require_jax("stateless_flush")
         window = self._built_window()
@@ -254,7 +256,7 @@ class Accumulate(WindowWrapper):
             window.flush()
         return [scope.get_current_value(x) for x in trained], [scope.get_current_value(x) for x in self.variables]
 
-    def weighted(self, weight: Any) -> AbstractContextManager[None]:
+    def weighted(self, weight: Scalar) -> AbstractContextManager[None]:
         """Gives the microbatches that this thread applies inside of a with statement a weight.
 
         For a ``train_step`` of your own, where Keras calls ``apply`` without one.
@@ -272,7 +274,7 @@ class Accumulate(WindowWrapper):
         super().finalize_variable_values(var_list)
         self._window.unshare(var_list)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> dict[str, Tree]:
         """The arguments, with the inner optimizer's config."""
         serialize = keras.saving.serialize_keras_object
         return {
@@ -289,7 +291,7 @@ class Accumulate(WindowWrapper):
 
     @classmethod
     @operation("Accumulate")
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Accumulate:
+    def from_config(cls, config: dict[str, Tree], custom_objects: dict[str, Tree] | None = None) -> Accumulate:
         """The optimizer of a config."""
         with foreign("a config, as get_config returns it", Exception):  # Keras has a class of error for each part
             copied = copy.deepcopy(config)  # Keras takes names out of what it reads
@@ -300,7 +302,7 @@ class Accumulate(WindowWrapper):
             made["wire"] = named(copied["wire"]) if copied.get("wire") is not None else None
             return cls(**{**copied, **made})
 
-    def _aligned(self, gradients: list[Any], variables: Sequence[Any] | None) -> list[Any]:
+    def _aligned(self, gradients: list[Leaf], variables: Sequence[Any] | None) -> list[Leaf]:
         """One gradient for each variable that the optimizer was built with."""
         targets = list[Any](self._trainable_variables if variables is None else variables)
         require_equal("{} gradients, one per variable", len(targets), len(gradients))

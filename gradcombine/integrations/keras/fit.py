@@ -10,6 +10,7 @@ import keras
 from gradcombine.errors import operation, require_type
 from gradcombine.integrations.keras.accumulate import Accumulate, accumulating
 from gradcombine.integrations.keras.losses import require_weighable, weight_of
+from gradcombine.types import Array, Tree
 
 
 class WeightedTrainStep:
@@ -32,7 +33,7 @@ class WeightedTrainStep:
     """
 
     @operation("Accumulate")
-    def microbatch_weight(self, x: Any, y: Any, sample_weight: Any) -> Any:
+    def microbatch_weight(self, x: Tree, y: Tree, sample_weight: Tree) -> Array:
         """The weight of one microbatch on one replica: by default the one that belongs to the reduction of the losses.
 
         For Keras' default, ``"sum_over_batch_size"``, that is the number of examples, by which it divides even where
@@ -52,7 +53,7 @@ class WeightedTrainStep:
         optimizer = accumulating(getattr(self, "optimizer", None))
         return weight_of(self, "mean" if optimizer is None else optimizer.reduction, x, sample_weight)
 
-    def train_step(self, *args: Any) -> Any:
+    def train_step(self, *args: Tree) -> Any:
         """Keras' own, with the weight of the batch, which is the last argument on every backend."""
         step: Any = super().train_step  # pyright: ignore[reportAttributeAccessIssue]
         optimizer = accumulating(getattr(self, "optimizer", None))
@@ -68,7 +69,7 @@ class _Weighed:
     def __init__(self, step: Any, model: Any, optimizer: Any) -> None:
         self.step, self.model, self.optimizer = step, model, optimizer
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Tree) -> Any:
         x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(args[-1])
         with self.optimizer.weighted(weight_of(self.model, self.optimizer.reduction, x, sample_weight)):
             return self.step(*args)
@@ -101,7 +102,7 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     """
 
     @operation("Accumulate")
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: dict[str, Tree] | None = None) -> None:
         self._in_epoch = False
         model: Any = self.model
         found = accumulating(model.optimizer) or model.optimizer
@@ -110,7 +111,7 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
             require_weighable(model, optimizer.reduction)
             self._weigh(model, optimizer)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: dict[str, Tree] | None = None) -> None:
         model: Any = self.model
         if isinstance(vars(model).get("train_step"), _Weighed):
             del model.train_step
@@ -122,14 +123,14 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
         model.train_step = _Weighed(own.step if isinstance(own, _Weighed) else own, model, optimizer)
         model.make_train_function(force=True)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Tree] | None = None) -> None:
         self._in_epoch = True
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: dict[str, Tree] | None = None) -> None:
         # The model's own evaluate, outside of fit, trains nothing.
         if getattr(self, "_in_epoch", False):
             self._optimizer.flush()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Tree] | None = None) -> None:
         self._in_epoch = False
         self._optimizer.flush()

@@ -19,13 +19,14 @@ import keras
 from gradcombine.errors import invalid, within
 from gradcombine.integrations.keras import settings
 from gradcombine.integrations.keras.window_variables import KerasWindow
+from gradcombine.types import Array, Scalar, Tree
 
 _BY_SAMPLE_WEIGHT = "mean_with_sample_weight"
 _MEANS = ("sum_over_batch_size", "mean", _BY_SAMPLE_WEIGHT)
 """The other reductions, ``"sum"`` and none, have gradients that are sums over the examples."""
 
 
-def examples(x: Any) -> Any:
+def examples(x: Tree) -> Any:
     """The number of examples in a batch; on TensorFlow a tensor, where the shape is not static."""
     shape: Any = keras.ops.shape(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
     return shape[0]
@@ -63,7 +64,7 @@ def require_weighable(model: Any, reduction: str) -> None:
             raise invalid(of_sums, f"reduction='mean' and {received}")
 
 
-def weight_of(model: Any, reduction: str, x: Any, sample_weight: Any) -> Any:
+def weight_of(model: Any, reduction: str, x: Tree, sample_weight: Tree) -> Array:
     """The weight that makes the batches of a window one batch, for the losses of a model.
 
     Args:
@@ -110,7 +111,7 @@ class FitStep:
       is_first: whether no step of this ``fit`` is known to have ended; on JAX.
     """
 
-    size: Any
+    size: Scalar
     announced: tuple[int, ...]
     is_first: bool
 
@@ -179,7 +180,7 @@ def fit_step(optimizer: Any) -> FitStep | None:
     return FitStep(size, () if fit is None else _announced(fit.f_locals), is_first)
 
 
-def _announced(arguments: Mapping[str, Any]) -> tuple[int, ...]:
+def _announced(arguments: Mapping[str, Tree]) -> tuple[int, ...]:
     """The two sizes of an epoch's batches, by the arguments of ``fit``: of arrays that it takes in whole; else none."""
     first = next((x for x in keras.tree.flatten(arguments.get("x")) if x is not None), None)
     shape = tuple(getattr(first, "shape", None) or ())

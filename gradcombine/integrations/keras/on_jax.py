@@ -15,7 +15,7 @@ from gradcombine.integrations.keras.settings import Parts
 from gradcombine.integrations.keras.window_variables import KerasWindow
 from gradcombine.integrations.keras_optimizers import without_update
 from gradcombine.places.window import Window
-from gradcombine.types import AccumulateState, Tree
+from gradcombine.types import AccumulateState, Array, Leaf, Scalar, Tree
 
 
 class JaxWindow(KerasWindow):
@@ -30,7 +30,7 @@ class JaxWindow(KerasWindow):
         self._sizes: set[int] = set()
         self._sizes_before: set[int] = set()
 
-    def contribute(self, gradients: list[Any], weight: Any) -> None:
+    def contribute(self, gradients: list[Leaf], weight: Scalar) -> None:
         before = self.resumed(self._read())
         after = self.rules.contribute(before, self.parts.split(gradients), weight)
         full = self.rules.is_full(after)
@@ -40,7 +40,7 @@ class JaxWindow(KerasWindow):
         self._seen |= {i for i, chosen in enumerate(present) if chosen}
         self._apply_if(full, after)
 
-    def flush(self) -> Any:
+    def flush(self) -> Array:
         state = self._read()
         partial = self.rules.is_partial(self.ended(state))
         self._apply_if(partial, state)
@@ -48,7 +48,7 @@ class JaxWindow(KerasWindow):
         self.touched.assign(self.marked(nothing, partial, state.index))
         return partial
 
-    def see(self, size: Any, is_first: bool) -> Iterable[int]:
+    def see(self, size: Scalar, is_first: bool) -> Iterable[int]:
         """As `KerasWindow.see`: shapes are static, and each new one is traced.
 
         One that is new in the middle of ``fit`` follows steps of another size, which may have been traced before it.
@@ -62,11 +62,11 @@ class JaxWindow(KerasWindow):
         self._sizes_before |= found
         return found
 
-    def load(self, states: list[AccumulateState], touched: Any) -> None:
+    def load(self, states: list[AccumulateState], touched: Array) -> None:
         self.write(states[0])
         self.touched.assign(touched)
 
-    def values(self, variable: Any) -> list[Any]:
+    def values(self, variable: Any) -> list[Leaf]:
         return [variable.numpy()]
 
     def holds(self, variables: Sequence[Any]) -> bool:
@@ -84,7 +84,7 @@ class JaxWindow(KerasWindow):
     def _read(self) -> AccumulateState:
         return self.read(lambda variable: variable.value)
 
-    def _apply_if(self, condition: Any, window: AccumulateState) -> None:
+    def _apply_if(self, condition: Scalar, window: AccumulateState) -> None:
         variables = [*self._targets, *self._optimizer.variables]
         trained, places = len(self._targets), {id(x): i for i, x in enumerate(variables)}
         unseen = sorted(set(range(trained)) - self._seen)
@@ -95,14 +95,14 @@ class JaxWindow(KerasWindow):
         def apply(kept: Tree, combined: Tree) -> tuple[Tree, tuple[()]]:
             gradients = self.parts.join(combined)
 
-            def run(gradients: list[Any], kept: list[Any]) -> tuple[list[Any], tuple[()]]:
+            def run(gradients: list[Leaf], kept: list[Array]) -> tuple[list[Array], tuple[()]]:
                 after, state = self._optimizer.stateless_apply(kept[trained:], gradients, kept[:trained])
                 return [*after, *state], ()
 
             if not unseen:
                 return run(gradients, kept)
 
-            def run_mixed(kept: list[Any]) -> tuple[list[Any], tuple[()]]:
+            def run_mixed(kept: list[Array]) -> tuple[list[Array], tuple[()]]:
                 """Applies all gradients, and takes back what that has done to variables without one, and to slots."""
                 given = [jnp.where(touched[i], x, 0) if i in unseen else x for i, x in enumerate(gradients)]
                 after, _ = run(given, kept)

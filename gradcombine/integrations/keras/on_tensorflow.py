@@ -18,7 +18,7 @@ from gradcombine.integrations.tensorflow.inputs import dense_gradient, require_c
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
-from gradcombine.types import AccumulateState
+from gradcombine.types import AccumulateState, Array, Leaf, Scalar, Tree
 
 _NO_SIZES = np.array([np.iinfo(np.int32).max, 0], np.int32)
 """The least and the greatest size of none."""
@@ -48,7 +48,7 @@ class TensorflowWindow(KerasWindow):
         self._flush_all = tf.function(self._flush_replicas, autograph=False)
 
     @tf.autograph.experimental.do_not_convert
-    def contribute(self, gradients: list[Any], weight: Any) -> None:
+    def contribute(self, gradients: list[Leaf], weight: Scalar) -> None:
         require_context(self._strategy, of_replicas=True)
         pairs = zip(gradients, self._targets, strict=True)
         true = [self._unscaled(dense_gradient(x, target), target) for x, target in pairs]
@@ -60,13 +60,13 @@ class TensorflowWindow(KerasWindow):
         _in_cross_replica(self._apply_if, full)
 
     @tf.autograph.experimental.do_not_convert
-    def flush(self) -> Any:
+    def flush(self) -> Array:
         if tf.distribute.get_strategy() is self._strategy and not tf.distribute.in_cross_replica_context():
             return self._flush()
         # In a function: strategy.run by itself is slow, and TensorFlow says so.
         return self._flush_all()
 
-    def see(self, size: Any, is_first: bool) -> Iterable[int]:
+    def see(self, size: Scalar, is_first: bool) -> Iterable[int]:
         least, greatest = tf.unstack(tf.convert_to_tensor(self._sizes.value))
         size = tf.cast(size, least.dtype)
         sizes = tf.stack([tf.minimum(least, size), tf.maximum(greatest, size)])
@@ -81,7 +81,7 @@ class TensorflowWindow(KerasWindow):
             component.assign(_NO_SIZES)
         return (int(min(x[0] for x in found)), int(max(x[1] for x in found))) if found else ()
 
-    def load(self, states: list[AccumulateState], touched: Any) -> None:
+    def load(self, states: list[AccumulateState], touched: Array) -> None:
         for i, variable in enumerate(self.leaves):
             for component, state in zip(self._components(variable), states, strict=True):
                 component.assign(self.arrays(state)[i])
@@ -91,29 +91,29 @@ class TensorflowWindow(KerasWindow):
     def checkpointed(self, kind: str) -> Layout:
         return Layout([kind, *(f"{x.dtype}{list(x.shape)}" for x in self.leaves)])
 
-    def values(self, variable: Any) -> list[Any]:
+    def values(self, variable: Any) -> list[Leaf]:
         return [x.numpy() for x in self._components(variable)]
 
-    def _components(self, variable: Any) -> list[Any]:
+    def _components(self, variable: Any) -> list[Leaf]:
         return list(self._strategy.experimental_local_results(variable.value))
 
     @tf.autograph.experimental.do_not_convert
-    def _flush(self) -> Any:
+    def _flush(self) -> Array:
         state = self._windows.unread()
         partial = self.rules.is_partial(self.ended(state))
         _in_cross_replica(self._apply_if, partial)
         self._mark([False] * len(self._targets), partial, state.index)
         return partial
 
-    def _mark(self, present: Sequence[bool], full: Any, index: Any) -> None:
+    def _mark(self, present: Sequence[bool], full: Scalar, index: Scalar) -> None:
         self.touched.value.assign(self.marked(present, full, index))
 
-    def _flush_replicas(self) -> Any:
+    def _flush_replicas(self) -> Array:
         with self._strategy.scope():
             return self._strategy.experimental_local_results(self._strategy.run(self._flush))[0]
 
     @tf.autograph.experimental.do_not_convert
-    def _apply_if(self, strategy: tf.distribute.Strategy, condition: Any) -> None:
+    def _apply_if(self, strategy: tf.distribute.Strategy, condition: Scalar) -> None:
         # The windows' lengths are the same on all replicas: they depend on the window's index alone.
         known = sorted(self._seen)
 
@@ -130,16 +130,16 @@ class TensorflowWindow(KerasWindow):
 
         tf.cond(strategy.experimental_local_results(condition)[0], apply, lambda: None)
 
-    def _marks(self) -> Any:
+    def _marks(self) -> Array:
         return tf.cast(self.touched.value[:-1] > 0, tf.int32)
 
-    def _unscaled(self, gradient: Any, target: Any) -> Any:
+    def _unscaled(self, gradient: Leaf, target: Any) -> Array:
         """The gradient of this replica's loss, which Keras has divided by the number of replicas that sum theirs."""
         if gradient is None or self.replicas == 1 or not self.parts.reduction.scales_by_weight or overwrites(target):
             return gradient
         return gradient * tf.cast(self.replicas, gradient.dtype)
 
 
-def _in_cross_replica(function: Callable[..., None], *args: Any) -> None:
+def _in_cross_replica(function: Callable[..., None], *args: Tree) -> None:
     context: Any = tf.distribute.get_replica_context()
     context.merge_call(function, args=args)

@@ -23,7 +23,7 @@ from gradcombine.errors import (
 )
 from gradcombine.integrations.keras_optimizers import with_inner
 from gradcombine.reductions.algebra import Reduction
-from gradcombine.types import Precision
+from gradcombine.types import Array, DType, Leaf, Precision, Scalar, Tree
 from gradcombine.wires import Wire
 
 
@@ -32,7 +32,7 @@ def require_jax(method: str) -> None:
     require_equal(f"Keras' JAX backend, for {method}", "jax", keras.backend.backend())
 
 
-def require_variables(variables: Any) -> list[Any]:
+def require_variables(variables: object) -> list[Any]:
     """The variables, as a list; refuses what is none."""
     found = require_items("a list of variables", variables)
     for i, x in enumerate(found):
@@ -102,7 +102,7 @@ def require_agreed_scale(replicas: int) -> None:
         raise invalid(expected, received)
 
 
-def reduction_of(name: Name, precision: Precision, dtype: Any, wire: Wire | None) -> Reduction:
+def reduction_of(name: Name, precision: Precision, dtype: DType, wire: Wire | None) -> Reduction:
     """The reduction of ordinary gradients."""
     require_one_of(f"a reduction of {list(get_args(Name))}", name, get_args(Name))
     return (reductions.mean if name == "mean" else reductions.sum)(precision, dtype, wire=wire)
@@ -124,14 +124,14 @@ class Parts:
         if any(self._overwritten):
             self.reduction = reductions.per_leaf((reduction, reductions.max()))
 
-    def split(self, values: Sequence[Any]) -> Any:
+    def split(self, values: Sequence[Leaf]) -> Tree:
         """The tree that the reduction takes."""
         if not any(self._overwritten):
             return list(values)
         pairs = list(zip(values, self._overwritten, strict=True))
         return [x for x, chosen in pairs if not chosen], [x for x, chosen in pairs if chosen]
 
-    def join(self, tree: Any) -> list[Any]:
+    def join(self, tree: Tree) -> list[Leaf]:
         """The values again, one per variable."""
         if not any(self._overwritten):
             return list(tree)
@@ -150,7 +150,7 @@ class Weights:
         self._by_thread: dict[int, Any] = {}
 
     @contextmanager
-    def set_to(self, weight: Any) -> Iterator[None]:
+    def set_to(self, weight: Scalar) -> Iterator[None]:
         """Sets this thread's weight inside of a with statement."""
         thread = threading.get_ident()
         before = self._by_thread.get(thread)
@@ -163,6 +163,6 @@ class Weights:
             else:
                 self._by_thread[thread] = before
 
-    def current(self) -> Any:
+    def current(self) -> Array:
         """This thread's weight; None where none is set."""
         return self._by_thread.get(threading.get_ident())

@@ -21,7 +21,7 @@ from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile import resize
-from gradcombine.types import AccumulateState, BinaryCounter, State
+from gradcombine.types import AccumulateState, Array, BinaryCounter, DType, Leaf, Scalar, State, Tree
 
 _OPERATION = "Accumulate"
 _ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
@@ -66,15 +66,15 @@ class KerasWindow(ABC):
         self.leaves = [make_variable(x, *_place(path, parts, variables)) for x, path in zip(empty, paths, strict=True)]
 
     @abstractmethod
-    def contribute(self, gradients: list[Any], weight: Any) -> None:
+    def contribute(self, gradients: list[Leaf], weight: Scalar) -> None:
         """One more microbatch of this replica; where it fills the window, the optimizer runs."""
 
     @abstractmethod
-    def flush(self) -> Any:
+    def flush(self) -> Array:
         """Runs the optimizer on a partial window, and ends it; returns whether there was one."""
 
     @abstractmethod
-    def see(self, size: Any, is_first: bool) -> Iterable[int]:
+    def see(self, size: Scalar, is_first: bool) -> Iterable[int]:
         """Takes note of the size of a microbatch without a weight; returns those of this ``fit``, if known already.
 
         Args:
@@ -87,11 +87,11 @@ class KerasWindow(ABC):
         """The least and the greatest size that `see` has taken note of; it begins anew."""
 
     @abstractmethod
-    def load(self, states: list[AccumulateState], touched: Any) -> None:
+    def load(self, states: list[AccumulateState], touched: Array) -> None:
         """Replaces the state of each replica."""
 
     @abstractmethod
-    def values(self, variable: Any) -> list[Any]:
+    def values(self, variable: Any) -> list[Array]:
         """The value of a variable of the window on each replica."""
 
     def checkpointed(self, kind: str) -> Any:
@@ -138,7 +138,7 @@ class KerasWindow(ABC):
         part = tree.unflatten(self.structure.children[0].children[0], filling)
         return BinaryCounter(part, np.asarray(arrays[-1], np.int32)) if counted else (part,)
 
-    def arrays(self, state: AccumulateState) -> list[Any]:
+    def arrays(self, state: AccumulateState) -> list[Array]:
         """The arrays of a state, one for each variable of its leaves."""
         return tree.flatten_as(self.structure, state)
 
@@ -154,7 +154,7 @@ class KerasWindow(ABC):
         step = keras.ops.where(self.rules.is_full(state), np.int32(0), state.step)
         return self.ended(state._replace(step=step))
 
-    def marked(self, present: Sequence[bool], full: Any, index: Any) -> Any:
+    def marked(self, present: Sequence[bool], full: Scalar, index: Scalar) -> Array:
         """`touched` after gradients for these variables, which may have made a window full that is applied then."""
         chosen = keras.ops.append(np.array(present, np.bool_), full)
         return keras.ops.where(chosen, index + 1, keras.ops.convert_to_tensor(self.touched.value))
@@ -187,13 +187,13 @@ def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> N
         variable.assign(value)
 
 
-def names_in(store: Any) -> list[Any]:
+def names_in(store: Any) -> list[str]:
     """The names of the arrays in a store, which need not be a dict."""
     with foreign("a store of arrays by name", AttributeError, TypeError, received=lambda: shown(store)):
         return list(store.keys())
 
 
-def as_array(value: Any) -> np.ndarray:
+def as_array(value: Tree) -> np.ndarray:
     """Converts a value for a variable to a NumPy array."""
     with foreign("arrays of numbers", Exception, received=lambda: in_words(value)):  # the backends have several classes
         array = np.asarray(keras.ops.convert_to_numpy(value))
@@ -314,13 +314,13 @@ def _place(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]
     return name, None if match[1] == ".stacked" else getattr(of, "_layout", None)
 
 
-def make_variable(first: Any, name: str, layout: Any = None) -> keras.Variable:
+def make_variable(first: Leaf, name: str, layout: Any = None) -> keras.Variable:
     """Makes a variable that each replica has a value of its own of."""
     dtype = str(first.dtype)
     with foreign("a dtype that Keras has variables of", received=dtype):
         keras.backend.standardize_dtype(dtype)
 
-    def initializer(shape: Any, dtype: Any) -> Any:
+    def initializer(shape: Any, dtype: DType) -> Array:
         return keras.ops.convert_to_tensor(first, dtype=dtype)
 
     made = keras.Variable(

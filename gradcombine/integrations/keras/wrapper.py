@@ -15,15 +15,16 @@ from gradcombine.errors import invalid, operation, require_equal, require_given,
 from gradcombine.integrations.keras import window_variables as windows
 from gradcombine.integrations.keras.settings import unscaled
 from gradcombine.integrations.keras.window_variables import KerasWindow
+from gradcombine.types import Array, Leaf, Scalar, Tree
 
 _Optimizer = keras.optimizers.Optimizer
 
 
-def _delegated(name: str) -> Callable[..., Any]:
+def _delegated(name: str) -> Callable[..., Tree]:
     """The inner optimizer's method in place of the one that is inherited, which would change this optimizer alone."""
 
     @wraps(getattr(_Optimizer, name))
-    def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Wrapper, *args: Tree, **kwargs: Tree) -> Any:
         return getattr(self._configured(name), name)(*args, **kwargs)
 
     return method
@@ -56,22 +57,22 @@ class Wrapper(_Optimizer):
     exclude_from_weight_decay = _delegated("exclude_from_weight_decay")
 
     @operation("Accumulate")
-    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    def update_step(self, gradient: Leaf, variable: Any, learning_rate: Scalar) -> None:
         """Refused: it would bypass the window."""
         raise invalid("a call of apply, which counts microbatches", "one of update_step")
 
     @property
-    def iterations(self) -> Any:
+    def iterations(self) -> Array:
         """How often the inner optimizer has run."""
         return self.inner_optimizer.iterations
 
     @property
-    def learning_rate(self) -> Any:
+    def learning_rate(self) -> Array:
         """The inner optimizer's."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, learning_rate: Any) -> None:
+    def learning_rate(self, learning_rate: Scalar) -> None:
         self.inner_optimizer.learning_rate = learning_rate
 
     @property
@@ -79,7 +80,7 @@ class Wrapper(_Optimizer):
         # Of keras.callbacks.SwapEMAWeights, which looks for it in what a LossScaleOptimizer wraps.
         return self._settings._model_variables_moving_average
 
-    def scale_loss(self, loss: Any) -> Any:
+    def scale_loss(self, loss: Any) -> Array:
         """As the inner optimizer does."""
         return self.inner_optimizer.scale_loss(loss)
 
@@ -93,7 +94,7 @@ class Wrapper(_Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._holder(name), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: Tree) -> None:
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         if is_own or "inner_optimizer" not in vars(self) or not hasattr(self, name):
             super().__setattr__(name, value)
@@ -134,7 +135,7 @@ class WindowWrapper(Wrapper):
         return [*self._variables, *self.inner_optimizer.variables]
 
     @operation("Accumulate")
-    def set_weights(self, weights: Sequence[Any]) -> None:
+    def set_weights(self, weights: Sequence[Leaf]) -> None:
         """Replaces the values of ``variables`` by those of an optimizer of the same reduction and precision.
 
         Raises:

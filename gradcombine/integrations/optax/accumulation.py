@@ -27,7 +27,7 @@ from gradcombine.places.window import require_flag
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import ratios_of
 from gradcombine.settings import check
-from gradcombine.types import AccumulateState, Array, Order, Tree
+from gradcombine.types import AccumulateState, Array, Order, Scalar, Tree
 
 
 class AccumulateUpdatesState(NamedTuple):
@@ -45,7 +45,7 @@ class AccumulateUpdatesState(NamedTuple):
     """
 
     window: AccumulateState
-    inner: Any
+    inner: Tree
     applied: Array
     skip: Any = ()
 
@@ -53,7 +53,7 @@ class AccumulateUpdatesState(NamedTuple):
 @operation("accumulate")
 def accumulate(
     inner: optax.GradientTransformation,
-    every: int | Callable[[Array], Any],
+    every: int | Callable[[Array], Scalar],
     *,
     reduction: Reduction | None = None,
     over: Collective | None = None,
@@ -154,7 +154,7 @@ class ApplyingTransformation(NamedTuple):
 @operation("accumulate_and_apply")
 def accumulate_and_apply(
     inner: optax.GradientTransformation,
-    every: int | Callable[[Array], Any],
+    every: int | Callable[[Array], Scalar],
     *,
     reduction: Reduction | None = None,
     over: Collective | None = None,
@@ -210,7 +210,7 @@ class Accumulation:
     def __init__(
         self,
         inner: optax.GradientTransformation,
-        every: int | Callable[[Array], Any],
+        every: int | Callable[[Array], Scalar],
         reduction: Reduction | None,
         over: Collective | None,
         skip: Skip | None,
@@ -237,7 +237,7 @@ class Accumulation:
         window = jax.tree.map(
             jnp.asarray, init_for(lambda like: self.window.init(like if terms is None else terms.like(like)), like)
         )
-        skipped: Any = ()
+        skipped: Tree = ()
         if self._skip is not None:
             updates = like if terms is None else dict.fromkeys(terms.denominators, like)
             skipped = SkipState(jnp.int32(0), jnp.int32(0), first_detail(self._skip, updates))
@@ -253,17 +253,17 @@ class Accumulation:
         state: optax.OptState,
         params: optax.Params | None = None,
         *,
-        weight: Any = 1.0,
-        flush: Any = False,
-        number: Any = None,
-        **extra_args: Any,
+        weight: Scalar = 1.0,
+        flush: Scalar = False,
+        number: Scalar = None,
+        **extra_args: Tree,
     ) -> tuple[Tree, AccumulateUpdatesState]:
         """One more microbatch, and the inner transformation where it ends the window."""
         if self._applies:
             params = as_arrays(require_given("the parameters to update", params))
         added, dtypes = self._contribute(updates, state, params, weight, flush, number)
 
-        def transform(kept: tuple[Any, Tree], gradients: Tree) -> tuple[tuple[Any, Tree], Tree]:
+        def transform(kept: tuple[Tree, Tree], gradients: Tree) -> tuple[tuple[Tree, Tree], Tree]:
             inner_state, its = kept[0], cast(Any, kept[1] if self._applies else params)
             result, new = self.inner.update(cast_as(gradients, dtypes), inner_state, its, **extra_args)
             new = keep_dtypes(new, inner_state)
@@ -278,7 +278,13 @@ class Accumulation:
         return (kept[1] if self._applies else result), state
 
     def _contribute(
-        self, updates: optax.Updates, state: Any, params: optax.Params | None, weight: Any, flush: Any, number: Any
+        self,
+        updates: optax.Updates,
+        state: Tree,
+        params: optax.Params | None,
+        weight: Scalar,
+        flush: Scalar,
+        number: Scalar,
     ) -> tuple[AccumulateUpdatesState, Tree]:
         """One more microbatch.
 
@@ -293,8 +299,8 @@ class Accumulation:
             gradients = self._terms.named("gradients of each denominator", updates)
             entering, weight = self._terms.contribution(gradients, weights), 1
         contribution, dtypes = in_dtypes_of_window(self.window, entering, state.window)
-        left_out: Any = False
-        detail: Any = ()
+        left_out: Scalar = False
+        detail: Tree = ()
         if self._skip is not None:
             index, _ = self.window.next(state.window)
             left_out, detail = decide(self._skip, updates, index, params)
@@ -305,7 +311,7 @@ class Accumulation:
         window, due = self.window.due(window, flush=flush, left_out_in_a_row=in_a_row)
         return AccumulateUpdatesState(window, state.inner, due, skipped), dtypes
 
-    def _varying(self, skipped: Any) -> Any:
+    def _varying(self, skipped: Tree) -> Tree:
         return skipped._replace(detail=mark_own(self.window.over, skipped.detail)) if self._skip is not None else ()
 
     def _require_state(self, state: object) -> AccumulateUpdatesState:
@@ -322,6 +328,6 @@ class Accumulation:
         return state
 
 
-def _counted(state: SkipState, left_out: Any, detail: Any) -> SkipState:
+def _counted(state: SkipState, left_out: Scalar, detail: Tree) -> SkipState:
     skipped = jnp.where(left_out, state.skipped + 1, state.skipped)
     return SkipState(skipped, jnp.where(left_out, state.in_a_row + 1, 0), detail)

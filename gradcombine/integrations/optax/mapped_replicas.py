@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any
 
 import jax
 import optax
@@ -23,7 +22,7 @@ from gradcombine.integrations.jax.on_replicas import on_replicas, require_of_jax
 from gradcombine.integrations.optax.skip import SkipState
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
-from gradcombine.types import AccumulateState, Order, Tree
+from gradcombine.types import AccumulateState, Order, Scalar, Tree
 
 
 @operation("all_reduce")
@@ -64,7 +63,7 @@ def all_reduce(
         return optax.EmptyState()
 
     def update(
-        updates: optax.Updates, state: optax.OptState, params: Any = None, *, weight: Any = 1.0, **extra_args: Any
+        updates: optax.Updates, state: optax.OptState, params: Tree = None, *, weight: Scalar = 1.0, **extra_args: Tree
     ) -> tuple[optax.Updates, optax.OptState]:
         del params, extra_args
         return gc.all_reduce(reduction, updates, over=over, weight=weight, order=order), state
@@ -74,8 +73,8 @@ def all_reduce(
 
 @operation("map_replicas")
 def map_replicas(
-    function: Callable[..., Any], over: Collective, *, batch_argnums: int | Sequence[int] = ()
-) -> Callable[..., Any]:
+    function: Callable[..., Tree], over: Collective, *, batch_argnums: int | Sequence[int] = ()
+) -> Callable[..., Tree]:
     """Runs a training step around `accumulate` on each replica, under jit on a mesh.
 
     Gradients that jax.grad returns under jit are summed over the devices already, in each microbatch. Those of a mapped
@@ -121,11 +120,11 @@ def map_replicas(
 
     @operation("map_replicas")
     @wraps(function)
-    def mapped(*args: Any, **kwargs: Any) -> Any:
+    def mapped(*args: Tree, **kwargs: Tree) -> Tree:
         if max(batch, default=-1) >= len(args):
             raise invalid(f"positional arguments at {batch}", len(args))
 
-        def one(whole: Tree, rows: list[Any], parts: list[Tree]) -> tuple[Tree, list[Tree]]:
+        def one(whole: Tree, rows: list[Tree], parts: list[Tree]) -> tuple[Tree, list[Tree]]:
             called, named = _joined(whole, parts)
             for i, x in zip(batch, rows, strict=True):
                 called[i] = x
@@ -152,7 +151,7 @@ def _joined(whole: Tree, parts: list[Tree]) -> Tree:
     return jax.tree.unflatten(structure, joined)
 
 
-def _differs(node: Any) -> bool:
+def _differs(node: Tree) -> bool:
     return isinstance(node, (AccumulateState, SkipState))
 
 

@@ -29,7 +29,7 @@ from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.dtypes import Settings
 from gradcombine.settings import check, valid
-from gradcombine.types import AccumulateState, Array, State, Tree
+from gradcombine.types import AccumulateState, Array, DType, Leaf, Scalar, State, Tree
 
 _MATCHING = "gradients that match the state"
 
@@ -97,10 +97,10 @@ class MultiSteps:
     def __init__(
         self,
         opt: optax.GradientTransformation,
-        every_k_schedule: int | Callable[[Array], Any],
+        every_k_schedule: int | Callable[[Array], Scalar],
         use_grad_mean: bool = True,
         should_skip_update_fn: Skip | None = None,
-        accumulator_dtype: Any = jnp.float32,
+        accumulator_dtype: DType = jnp.float32,
         *,
         compat: bool = False,
     ) -> None:
@@ -125,7 +125,7 @@ class MultiSteps:
         """The state before the first microbatch."""
         params = as_arrays(params)
         like = gradients_like(params)
-        detail: Any = ()
+        detail: Tree = ()
         if self._skip is not None:
             detail = self._kept(jnp.asarray(False), first_detail(self._skip, like))
         inner, window = self._opt.init(params), self._rule.init(like)
@@ -135,9 +135,9 @@ class MultiSteps:
     def update(
         self,
         updates: optax.Updates,
-        state: Any,
+        state: Tree,
         params: optax.Params | None = None,
-        **extra_args: Any,
+        **extra_args: Tree,
     ) -> tuple[optax.Updates, optax.MultiStepsState]:
         """One microbatch: zeros and the next state, or at the boundary what the transformation returns.
 
@@ -163,13 +163,13 @@ class MultiSteps:
         window, kept = self._rule.add(updates, state.acc_grads, mini_step, emit)
 
         # The window is only read in the conditional: a buffer that passes through one is copied.
-        def apply() -> tuple[optax.Updates, Any]:
-            def transform(gradients: Tree) -> tuple[Tree, Any]:
+        def apply() -> tuple[optax.Updates, Tree]:
+            def transform(gradients: Tree) -> tuple[Tree, Tree]:
                 return self._opt.update(gradients, state.inner_opt_state, params=params, **extra_args)
 
             return self._rule.boundary(window, updates, state.inner_opt_state, emit, transform)
 
-        def wait() -> tuple[optax.Updates, Any]:
+        def wait() -> tuple[optax.Updates, Tree]:
             return jax.tree.map(jnp.zeros_like, jax.eval_shape(apply)[0]), state.inner_opt_state
 
         result, inner = jax.lax.cond(emit, apply, wait)
@@ -225,35 +225,35 @@ class MultiSteps:
 _OF_ACCUMULATE = {"weight", "flush", "number"}
 
 
-def _require_state(state: Any) -> None:
+def _require_state(state: Tree) -> None:
     """Refuses what is no state of optax.MultiSteps."""
     require_type("an optax.MultiStepsState", state, optax.MultiStepsState)
     for name in ("mini_step", "gradient_step"):
         require_scalar("an integer scalar", getattr(state, name), "iu", f".{name}")
 
 
-def _skip_flag(skip_state: Any) -> Any:
+def _skip_flag(skip_state: Tree) -> Array | None:
     """The decision that a skip state holds as ``should_skip``; None where it holds none."""
     is_mapping = isinstance(skip_state, Mapping)
     flag = skip_state.get("should_skip") if is_mapping else getattr(skip_state, "should_skip", None)
     return flag if getattr(flag, "dtype", None) == np.bool_ else None
 
 
-Transform: TypeAlias = Callable[[Tree], tuple[Tree, Any]]
+Transform: TypeAlias = Callable[[Tree], tuple[Tree, Tree]]
 """Combined gradients to the inner transformation's updates and next state."""
 
 
 class Sums:
     """Running sums by a reduction of the library, divided once; ``acc_grads`` is the accumulators of its state."""
 
-    def __init__(self, mean: bool, dtype: Any) -> None:
+    def __init__(self, mean: bool, dtype: DType) -> None:
         self._reduction: Reduction = gc.reductions.mean(dtype=dtype) if mean else gc.reductions.sum(dtype=dtype)
 
     def init(self, params: Tree) -> Tree:
         """The accumulators of no gradients: zeros."""
         return jax.tree.map(jnp.zeros_like, init_for(self._reduction.init, params).value)
 
-    def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Any, Tree]:
+    def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Tree, Tree]:
         """The gradients number ``mini_step``, from 0; ``emit`` says that they are the window's last.
 
         Returns:
@@ -266,7 +266,7 @@ class Sums:
         window = self._reduction.update(window, grads)
         return window, window.value
 
-    def boundary(self, window: Any, grads: Tree, inner: Any, emit: Array, transform: Transform) -> tuple[Tree, Any]:
+    def boundary(self, window: Any, grads: Tree, inner: Tree, emit: Array, transform: Transform) -> tuple[Tree, Tree]:
         """Runs the transformation on the combined gradients, in the dtypes of ``grads``; in the conditional's branch.
 
         Returns:
@@ -277,7 +277,7 @@ class Sums:
         return updates, keep_dtypes(state, inner)
 
     def _open(self, grads: Tree, accumulators: Tree, mini_step: Array) -> State:
-        def present(g: Any, acc: Any) -> Any:
+        def present(g: Leaf, acc: Leaf) -> Tree:
             # A gradient that is missing for once does not make its accumulator one of no gradient.
             return acc if g is None and not tree.is_static(acc) else g
 
@@ -296,7 +296,7 @@ class OptaxOrder:
     included.
     """
 
-    def __init__(self, mean: bool, dtype: Any) -> None:
+    def __init__(self, mean: bool, dtype: DType) -> None:
         self._mean, self._dtype = mean, dtype
 
     def init(self, params: Tree) -> Tree:
@@ -307,11 +307,11 @@ class OptaxOrder:
 
         return jax.tree.map(zeros, params)
 
-    def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Any, Tree]:
+    def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Tree, Tree]:
         with foreign(_MATCHING):
             return (accumulators, mini_step), _kept(grads, accumulators, mini_step, emit, mean=self._mean)
 
-    def boundary(self, window: Any, grads: Tree, inner: Any, emit: Array, transform: Transform) -> tuple[Tree, Any]:
+    def boundary(self, window: Any, grads: Tree, inner: Tree, emit: Array, transform: Transform) -> tuple[Tree, Tree]:
         combined = _combined(grads, *window, mean=self._mean)
         updates, state = transform(optax.tree.cast_like(combined, grads))
         # True in this branch, but the compiler does not know, and fuses as it does in optax.

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from gradcombine.errors import foreign, invalid, operation, require_tuple, shown
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, DType, Scalar, Tree
 
-Skip: TypeAlias = Callable[[Tree, Array, Tree], tuple[Array, Any]]
+Skip: TypeAlias = Callable[[Tree, Array, Tree], tuple[Array, Tree]]
 """``skip(updates, gradient_step, params) -> (left_out, detail)``, as optax.MultiSteps has it: ``left_out`` is a boolean
 scalar, ``detail`` any tree of arrays, of the same structure and dtypes at every call. ``gradient_step`` is the number
 of the window, an int32 scalar; ``params`` may be None."""
@@ -34,14 +34,14 @@ class SkipState(NamedTuple):
 
     skipped: Array
     in_a_row: Array
-    detail: Any
+    detail: Tree
 
 
 _NOT_GIVEN = object()
 
 
 @operation("skip_not_finite")
-def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, params: Tree = None) -> Any:
+def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Scalar = None, params: Tree = None) -> Tree:
     """Leaves out a microbatch that holds an infinity or a NaN.
 
     Like ``optax.skip_not_finite``, this is the skip function itself. Called without arguments it returns itself, so
@@ -66,13 +66,13 @@ def skip_not_finite(updates: Tree = _NOT_GIVEN, gradient_step: Any = None, param
     """
     if updates is _NOT_GIVEN:
         return skip_not_finite
-    returned: Any = optax.skip_not_finite(_gradients(updates), gradient_step, params)
+    returned: Tree = optax.skip_not_finite(_gradients(updates), gradient_step, params)
     left_out, detail = returned
     return left_out, {**detail, "num_not_finite": detail["num_not_finite"].astype(jnp.int32)}
 
 
 @operation("skip_large")
-def skip_large(max_norm: Any) -> Skip:
+def skip_large(max_norm: Scalar) -> Skip:
     """Leaves out a microbatch whose gradients' Euclidean norm, over all leaves, is above a bound or NaN.
 
     Also in the place of ``optax.skip_large_updates``, whose bound is that of the squared norm; squares of narrow floats
@@ -101,7 +101,7 @@ def skip_large(max_norm: Any) -> Skip:
             raise invalid(expected, shown(max_norm))
 
     @operation("skip_large")
-    def skip(updates: Tree, gradient_step: Any, params: Tree = None) -> tuple[Array, Any]:
+    def skip(updates: Tree, gradient_step: Scalar, params: Tree = None) -> tuple[Array, Tree]:
         del params
         bound = max_norm(gradient_step) if callable(max_norm) else max_norm
         norm = jnp.sqrt(_norm_squared(updates))
@@ -111,7 +111,7 @@ def skip_large(max_norm: Any) -> Skip:
     return skip
 
 
-def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tuple[Array, Any]:
+def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tuple[Array, Tree]:
     """Calls a skip function.
 
     Returns:
@@ -126,7 +126,7 @@ def decide(skip: Skip, updates: Tree, gradient_step: Array, params: Tree) -> tup
     return jnp.asarray(decision), jax.tree.map(jnp.asarray, detail)
 
 
-def first_detail(skip: Skip, params: Tree) -> Any:
+def first_detail(skip: Skip, params: Tree) -> Tree:
     """The detail of a skip function before the first microbatch: that of gradients which are all zero."""
     return decide(skip, jax.tree.map(jnp.zeros_like, params), jnp.int32(0), params)[1]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from gradcombine.errors import foreign
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.treewise import TreewiseState
-from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
+from gradcombine.types import AccumulateState, BinaryCounter, DType, State, Tree
 
 
 def gradients_like(params: Tree) -> Tree:
@@ -24,7 +23,7 @@ def gradients_like(params: Tree) -> Tree:
     return params.fast if isinstance(params, optax.LookaheadParams) else params
 
 
-def _shapes(function: Callable[[Any], Any], value: Any) -> Any:
+def _shapes(function: Callable[[Tree], Tree], value: Tree) -> Tree:
     """Abstractly evaluates ``function``; raises for PRNG keys and unregistered leaf types."""
     with foreign("a tree of arrays of numbers"):
         return jax.eval_shape(function, value)
@@ -64,7 +63,7 @@ def in_dtypes_of_window(window: Window, updates: Tree, state: AccumulateState) -
 def numerators(updates: Tree) -> Tree:
     """The gradients, without what they are over where they are several."""
 
-    def is_ratio(node: Any) -> bool:
+    def is_ratio(node: Tree) -> bool:
         return isinstance(node, Ratio)
 
     return jax.tree.map(lambda x: x.numerator if is_ratio(x) else x, updates, is_leaf=is_ratio)
@@ -76,7 +75,7 @@ def _require_unreduced(window: Window, updates: Tree) -> None:
     window.over.require_unreduced([path for path, _ in pairs], [leaf for _, leaf in pairs])
 
 
-def _dtypes(state: Tree) -> list[Any]:
+def _dtypes(state: Tree) -> list[DType]:
     return [dtype_of(leaf) for leaf in jax.tree.leaves(state)]
 
 
@@ -106,13 +105,13 @@ def init_for(init: Callable[[Tree], State], params: Tree) -> State:
     if not stands_in(params):
         return init(params)
 
-    def place(node: Any) -> Any:
+    def place(node: Tree) -> Tree:
         if isinstance(node, BinaryCounter):
             # Levels have an axis more than the parameters: what is meant for these does not fit them.
             return node._replace(stacked=node.filled)
         return node._replace(value=params, dtypes=node.count) if isinstance(node, TreewiseState) else node
 
-    def is_leaf(node: Any) -> bool:
+    def is_leaf(node: Tree) -> bool:
         return isinstance(node, (BinaryCounter, TreewiseState))
 
     return jax.tree.map(place, init(jnp.zeros(())), is_leaf=is_leaf)

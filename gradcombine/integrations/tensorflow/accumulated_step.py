@@ -40,7 +40,7 @@ from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
-from gradcombine.types import AccumulateState, Order, Totals
+from gradcombine.types import AccumulateState, Array, Leaf, Order, Scalar, Totals, Tree
 
 __all__ = ["AccumulatedStep"]
 
@@ -121,10 +121,10 @@ class AccumulatedStep(WithSeen):
     @operation("AccumulatedStep")
     def __init__(
         self,
-        gradients: Callable[..., Any],
+        gradients: Callable[..., Tree],
         variables: Sequence[Any],
         apply: Any,
-        every: int | Callable[[Any], Any],
+        every: int | Callable[[Array], Scalar],
         *,
         reduction: Reduction | None = None,
         order: Order = "sequential",
@@ -172,7 +172,7 @@ class AccumulatedStep(WithSeen):
         self.make_seen(len(targets))
 
     def __call__(
-        self, *batch: Any, totals: Mapping[str, Any] | None = None, number: Any | None = None
+        self, *batch: Tree, totals: Mapping[str, Tree] | None = None, number: Scalar | None = None
     ) -> tuple[Any, ...]:
         """One microbatch on each replica.
 
@@ -191,7 +191,7 @@ class AccumulatedStep(WithSeen):
         """
         return self._step(tf.__internal__.autograph.control_status_ctx(), batch, totals, number)
 
-    def flush(self) -> Any:
+    def flush(self) -> Array:
         """Applies a partial window, divided by its true weight, and starts the next one: at the end of the data.
 
         Returns:
@@ -244,7 +244,7 @@ class AccumulatedStep(WithSeen):
     # converted if the tf.function around uses AutoGraph, which ``status`` says.
     @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
-    def _step(self, status: Any, batch: tuple[Any, ...], totals: Any, number: Any) -> tuple[Any, ...]:
+    def _step(self, status: Any, batch: tuple[Any, ...], totals: Tree, number: Scalar) -> tuple[Any, ...]:
         require_context(self._strategy)
         wanted = self._terms is not None and self._terms.is_given
         expected = "totals={...} in each call, with totals='given' and not else"
@@ -275,7 +275,7 @@ class AccumulatedStep(WithSeen):
 
     @operation("AccumulatedStep")
     @tf.autograph.experimental.do_not_convert
-    def _flush(self, status: Any) -> Any:
+    def _flush(self, status: Any) -> Array:
         require_context(self._strategy)
         is_partial = self._strategy.run(lambda: self._window.is_partial(self._state.unread()))
         applied = self._agreed(is_partial)
@@ -284,7 +284,7 @@ class AccumulatedStep(WithSeen):
         return applied if self._terms is None else (applied, told)
 
     def _accumulated(
-        self, present: set[int], compute: Callable[..., Any], totals: Any, number: Any, *batch: Any
+        self, present: set[int], compute: Callable[..., Tree], totals: Tree, number: Scalar, *batch: Tree
     ) -> tuple[Any, tf.Tensor, Any]:
         targets = self._targets()
         if self._terms is None:
@@ -318,7 +318,7 @@ class AccumulatedStep(WithSeen):
         had = tf.reduce_any(self.seen) | self._local(begun)[0]
         BACKEND.check(had, "AccumulatedStep", "a gradient for one variable or more, in this call or one before", "none")
 
-    def _apply_if(self, condition: tf.Tensor, present: Collection[int], status: Any) -> Any:
+    def _apply_if(self, condition: tf.Tensor, present: Collection[int], status: Any) -> Array:
         # The branch is taken here, in cross-replica context: tf.distribute allows no collective in a conditional inside
         # of a replica.
         terms = self._terms
@@ -342,7 +342,7 @@ class AccumulatedStep(WithSeen):
         told = self._strategy.run(self._metrics.value)
         return self._terms.opened(tf.nest.map_structure(lambda x: self._local(x)[0], told))
 
-    def _touched(self, merged: Sequence[Any], known: Collection[int]) -> tf.Tensor:
+    def _touched(self, merged: Sequence[Leaf], known: Collection[int]) -> tf.Tensor:
         """The variables that have had a gradient on any replica, a boolean vector."""
         over = tf_replicas()
         counts = self._strategy.run(lambda: over.all_sum([tf.cast(tf.convert_to_tensor(self.seen), tf.int32)])[0])
@@ -358,7 +358,7 @@ class AccumulatedStep(WithSeen):
         self.seen.assign(touched)
         return touched
 
-    def _agreed(self, condition: Any) -> tf.Tensor:
+    def _agreed(self, condition: Scalar) -> tf.Tensor:
         """The condition, which is the same on all replicas unless their windows' lengths differ."""
         first, *others = self._local(condition)
         for other in others:
@@ -366,9 +366,9 @@ class AccumulatedStep(WithSeen):
             BACKEND.check(tf.equal(first, other), "AccumulatedStep", expected, "another one on some")
         return first
 
-    def _local(self, value: Any) -> Any:
+    def _local(self, value: Tree) -> Array:
         return self._strategy.experimental_local_results(value)
 
 
-def _rank() -> Any:
+def _rank() -> Array:
     return tf.convert_to_tensor(tf.distribute.get_replica_context().replica_id_in_sync_group)

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from gradcombine import foreign_orders
 from gradcombine.errors import GradCombineError, invalid, operation, require_integer, require_one_of, shown
+from gradcombine.types import Tree
 
 Execution = Literal["function", "graph", "xla"]
 
@@ -22,7 +23,7 @@ class NotATensorError(GradCombineError, TypeError):
 
 @operation("aggregate")
 def aggregate(
-    terms: Sequence[Any],
+    terms: Sequence[Tree],
     method: int | str | None = None,
     execution: Execution = "function",
     names: Sequence[str] | None = None,

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from gradcombine.integrations.keras_optimizers import has_several, with_inner, without_update
 from gradcombine.integrations.tensorflow.state import converted
+from gradcombine.types import Array, Leaf
 
 _UPDATE, _SUM = "_backend_update_step", "_all_reduce_sum_gradients"
 
@@ -96,7 +97,7 @@ class Update:
         self._strategy, self._apply, self._optimizer, self._targets = strategy, apply, optimizer, list(targets)
         self._complete = complete or has_several(optimizer)
 
-    def run(self, merged: Sequence[Any], indices: Collection[int], status: Any = None) -> None:
+    def run(self, merged: Sequence[Leaf], indices: Collection[int], status: Any = None) -> None:
         """Applies the gradients of the variables of these indices; nothing where there are none.
 
         Args:
@@ -115,14 +116,14 @@ class Update:
         chosen = range(len(targets)) if self._complete else indices
         with _summed_over_replicas(self._optimizer) as summed:
 
-            def apply(merged: list[Any]) -> None:
+            def apply(merged: list[Leaf]) -> None:
                 whole = merged if summed else _from_first_replica(merged, targets)
                 gradients = [whole[i] if i in indices else None for i in chosen]
                 self._optimizer.apply(gradients, [targets[i] for i in chosen])
 
             self._strategy.run(apply, args=(merged,))
 
-    def run_where(self, touched: Any, merged: Sequence[Any], known: Collection[int], status: Any = None) -> None:
+    def run_where(self, touched: Array, merged: Sequence[Leaf], known: Collection[int], status: Any = None) -> None:
         """Applies the gradients of the variables that have had one, which is decided where the graph runs.
 
         Args:
@@ -146,7 +147,7 @@ class Update:
             ),
         )
 
-    def _run_mixed(self, touched: Any, merged: Sequence[Any], others: Sequence[int], status: Any) -> None:
+    def _run_mixed(self, touched: Array, merged: Sequence[Leaf], others: Sequence[int], status: Any) -> None:
         """Applies all gradients, and takes back what that has done to variables without one, and to their slots."""
         kept = [
             (i, x, value)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import invalid, operation, require_equal, require_given
 from gradcombine.sparse import RowSparse, row_sparse
+from gradcombine.types import Array, Scalar
 
 
 @operation("from_indexed_slices")
@@ -94,7 +95,7 @@ def with_values(slices: tf.IndexedSlices, values: tf.Tensor) -> tf.IndexedSlices
     return tf.IndexedSlices(values, slices.indices, slices.dense_shape)
 
 
-def gather(over: Collective, slices: tf.IndexedSlices, included: Any) -> tf.IndexedSlices:
+def gather(over: Collective, slices: tf.IndexedSlices, included: Array) -> tf.IndexedSlices:
     """All ranks' slices one after another; ranks may hold different numbers of them.
 
     Args:
@@ -110,7 +111,7 @@ def gather(over: Collective, slices: tf.IndexedSlices, included: Any) -> tf.Inde
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def choose(condition: Any, a: tf.IndexedSlices, b: tf.IndexedSlices) -> tf.IndexedSlices:
+def choose(condition: Scalar, a: tf.IndexedSlices, b: tf.IndexedSlices) -> tf.IndexedSlices:
     """``a`` where the scalar condition holds, else ``b``: of different numbers of rows."""
     values, indices = tf.cond(condition, lambda: (a.values, a.indices), lambda: (b.values, b.indices))
     return tf.IndexedSlices(values, indices, a.dense_shape)

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from gradcombine.errors import invalid, require_function, require_tuple, require_type, within
 from gradcombine.integrations.tensorflow.indexed_slices import dense
+from gradcombine.types import Array, Leaf, Tree
 
 
 def keras_optimizer(apply: Any) -> Any:
@@ -70,7 +71,7 @@ def require_created_in_scope(strategy: tf.distribute.Strategy, target: Any, path
             raise invalid("a variable made under the strategy in scope", f"{variable.name}, which was not")
 
 
-def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
+def checked_result(result: Tree, targets: list[Any]) -> tuple[Any, ...]:
     """Checks the result of ``gradients``: its gradients as a list of one dense tensor or None per variable."""
     gradients, *rest = require_tuple("(gradients, weight) or (gradients, weight, outputs)", result, 2, 3)
     expected = f"a list of {len(targets)} gradients, one per variable"
@@ -78,7 +79,7 @@ def checked_result(result: Any, targets: list[Any]) -> tuple[Any, ...]:
     return [dense_gradient(x, target) for x, target in zip(gradients, targets, strict=True)], *rest
 
 
-def dense_gradient(gradient: Any, target: Any) -> Any:
+def dense_gradient(gradient: Leaf, target: Any) -> Array:
     """A gradient as one dense tensor of its variable's shape, or None."""
     if isinstance(gradient, tf.Tensor) and not gradient.shape.is_fully_defined():
         return tf.ensure_shape(gradient, target.shape)  # checked where the graph runs

@@ -33,7 +33,7 @@ from gradcombine.places.fragments import divided, due
 from gradcombine.places.replicas import all_reduce, tf_replicas
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
-from gradcombine.types import Order
+from gradcombine.types import Order, Scalar
 
 
 class Fragment(NamedTuple):
@@ -41,10 +41,10 @@ class Fragment(NamedTuple):
 
     targets: list[Any]
     params: list[Any]
-    weight: Any
+    weight: Scalar
     update: Update
 
-    def begin(self, begins: Any) -> None:
+    def begin(self, begins: Scalar) -> None:
         """In replica context: lets this island go on from the outer parameters, where it does begin."""
         for param, target in zip(self.params, self.targets, strict=True):
             param.assign(tf.where(begins, tf.convert_to_tensor(target), tf.convert_to_tensor(param)))
@@ -152,7 +152,7 @@ class Outer(tf.Module):
 
     @operation("Outer")
     @tf.autograph.experimental.do_not_convert
-    def update(self, weight: Any = 1.0) -> tf.Tensor:
+    def update(self, weight: Scalar = 1.0) -> tf.Tensor:
         """Counts a step of each island, and exchanges the fragments whose turn it is.
 
         Args:
@@ -173,7 +173,7 @@ class Outer(tf.Module):
 
     @operation("Outer")
     @tf.autograph.experimental.do_not_convert
-    def join(self, begins: Any) -> None:
+    def join(self, begins: Scalar) -> None:
         """Lets islands begin from the outer parameters: those that join, or come back.
 
         Args:
@@ -183,7 +183,7 @@ class Outer(tf.Module):
         for fragment in self._fragments():
             self._strategy.run(fragment.begin, args=(begins,))
 
-    def _see(self, weight: Any) -> None:
+    def _see(self, weight: Scalar) -> None:
         weight = tf.cast(weight, tf.float32)
         if weight.shape.rank:
             raise invalid("a scalar as weight", f"shape {weight.shape}")

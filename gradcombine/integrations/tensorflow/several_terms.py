@@ -20,7 +20,7 @@ from gradcombine.reductions.algebra import Reduction
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.weights import parse
 from gradcombine.settings import check
-from gradcombine.types import Totals
+from gradcombine.types import Array, Leaf, Totals, Tree
 
 
 class WindowMetrics(NamedTuple):
@@ -72,11 +72,11 @@ class LossOfTerms:
         """Whether each call has to bring the totals."""
         return self._terms.known
 
-    def like(self, specs: Sequence[Any]) -> Any:
+    def like(self, specs: Sequence[Leaf]) -> Tree:
         """Specs of the contributions for gradients of these shapes and dtypes."""
         return self._terms.like(specs)
 
-    def metrics(self, window: Window, specs: Sequence[Any]) -> ReplicaState:
+    def metrics(self, window: Window, specs: Sequence[Leaf]) -> ReplicaState:
         """A state for what is told of such windows."""
         self._dtype = dtypes.of_weights(BACKEND.dtype(spec) for spec in specs)
         parts = {"value": self._terms.reduction_of_values(), "weight": reductions.sum()}
@@ -87,8 +87,8 @@ class LossOfTerms:
         return in_local_variables(replace(window, reduction=combined), {"value": values, "weight": weights})
 
     def computed(
-        self, loss: Callable[..., Any], batch: Sequence[Any], totals: Any, targets: Sequence[Any]
-    ) -> tuple[dict[str, list[Any]], dict[str, Any], Any, dict[str, Any], list[Any]]:
+        self, loss: Callable[..., Tree], batch: Sequence[Tree], totals: Tree, targets: Sequence[Any]
+    ) -> tuple[dict[str, list[Leaf]], dict[str, Tree], Any, dict[str, Tree], list[Leaf]]:
         """One microbatch.
 
         Returns:
@@ -113,11 +113,11 @@ class LossOfTerms:
         grads = {name: tape.gradient(x, targets) for name, x in sums.items()}
         return grads, weights, terms.present(weights), self._told(told, weights), list(result[2:])
 
-    def contribution(self, gradients: Mapping[str, list[Any]], weights: Mapping[str, Any]) -> Any:
+    def contribution(self, gradients: Mapping[str, list[Leaf]], weights: Mapping[str, Tree]) -> Tree:
         """The contribution to the window, of dense gradients."""
         return gradients[""] if self._terms.known else self._terms.contribution(gradients, weights)
 
-    def opened(self, values: Mapping[str, Any]) -> WindowMetrics:
+    def opened(self, values: Mapping[str, Tree]) -> WindowMetrics:
         """The metrics of a window, of its combined parts."""
         return WindowMetrics(values["value"], values["weight"])
 
@@ -126,11 +126,11 @@ class LossOfTerms:
         value = {term: tf.zeros((), self._dtype) for term in self._terms.over}
         return WindowMetrics(value, {name: tf.zeros(()) for name in self._terms.denominators})
 
-    def _told(self, told: dict[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
-        def number(x: Any) -> Any:
+    def _told(self, told: dict[str, Tree], weights: Mapping[str, Tree]) -> dict[str, Tree]:
+        def number(x: Leaf) -> Array:
             return parse(BACKEND, x).cast(BACKEND, dtypes.FLOAT32)
 
-        def value(x: Any) -> Any:
+        def value(x: Leaf) -> Array:
             return (
                 x._replace(numerator=tf.cast(x.numerator, self._dtype))
                 if isinstance(x, Ratio)

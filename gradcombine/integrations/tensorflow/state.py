@@ -17,7 +17,7 @@ from gradcombine.errors import invalid, operation
 from gradcombine.places.time import whole_window
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Wrapper
-from gradcombine.types import AccumulateState, Array, BinaryCounter, State
+from gradcombine.types import AccumulateState, Array, BinaryCounter, Leaf, Scalar, State, Tree
 
 
 class Pending(NamedTuple):
@@ -57,8 +57,8 @@ class ReplicaState:
         self,
         window: Window,
         structure: tree.Structure,
-        leaves: Sequence[Any],
-        position: dict[str, Any],
+        leaves: Sequence[Leaf],
+        position: dict[str, Tree],
         resumed: Callable[[AccumulateState], AccumulateState] | None = None,
     ) -> None:
         self.window, self.position = window, position
@@ -69,7 +69,7 @@ class ReplicaState:
         self._added = len(levels[0].value) if adds else 0
 
     @property
-    def windows(self) -> list[list[Any]]:
+    def windows(self) -> list[list[Leaf]]:
         """The variables of each replica, for a checkpoint."""
         local = tf.distribute.get_strategy().experimental_local_results
         return [x if isinstance(x, list) else list(local(x)) for x in self._variables]
@@ -82,7 +82,7 @@ class ReplicaState:
         """This replica's state as it is in the variables, of which the position alone is read."""
         return self._state(self._leaves())
 
-    def contributed(self, gradients: Any, weight: Any, number: Any = None) -> tuple[Pending, tf.Tensor]:
+    def contributed(self, gradients: Tree, weight: Scalar, number: Scalar = None) -> tuple[Pending, tf.Tensor]:
         """One more contribution to this replica's window, for `write`, and whether it is full then.
 
         Nothing is written yet.
@@ -122,18 +122,18 @@ class ReplicaState:
         """Replaces the number of contributions in the window."""
         _of_this_replica(self.position["step"]).assign(step)
 
-    def value(self) -> Any:
+    def value(self) -> Array:
         """The combined gradients of the window."""
         # No compiler knows a sum of weights that lies in a variable.
         with unguarded() if self._in_place() else nullcontext():
             return self.window.value(self.read())
 
-    def flat(self) -> list[Any]:
+    def flat(self) -> list[Leaf]:
         """This replica's arrays, and its position, in a form that strategy.run can return."""
         state = self.read()
         return [*tree.flatten(state.levels)[0], state.step, state.index]
 
-    def unflat(self, arrays: Sequence[Any]) -> AccumulateState:
+    def unflat(self, arrays: Sequence[Leaf]) -> AccumulateState:
         """The state of what `flat` gave."""
         *leaves, step, index = arrays
         return AccumulateState(tree.unflatten(self._structure, leaves), step, index)
@@ -146,7 +146,7 @@ class ReplicaState:
     def _in_place(self) -> bool:
         return self._added > 0 and in_plain_graph()
 
-    def _add(self, accumulators: Sequence[Any], terms: Sequence[Any], replaces: Any) -> None:
+    def _add(self, accumulators: Sequence[Leaf], terms: Sequence[Tree], replaces: Array) -> None:
         pairs = list(zip(accumulators, terms, strict=True))
 
         def replaced() -> None:
@@ -161,15 +161,15 @@ class ReplicaState:
 
         tf.cond(replaces, replaced, added)
 
-    def _empty(self) -> list[Any]:
+    def _empty(self) -> list[Leaf]:
         """The accumulators' values in an empty window."""
         (level,) = tree.unflatten(self._structure, self._leaves())
         return self.window.reduction.clear(level).value
 
-    def _leaves(self) -> list[Any]:
+    def _leaves(self) -> list[Leaf]:
         return [_of_this_replica(x) for x in self._variables]
 
-    def _state(self, leaves: Sequence[Any]) -> AccumulateState:
+    def _state(self, leaves: Sequence[Leaf]) -> AccumulateState:
         position = {name: tf.convert_to_tensor(_of_this_replica(x)) for name, x in self.position.items()}
         return AccumulateState(levels=tree.unflatten(self._structure, list(leaves)), **position)
 
@@ -196,7 +196,7 @@ class Layout(tf.train.experimental.PythonState):
             raise invalid(*next((f"a window with {a}", b) for a, b in pair if a != b))
 
 
-def in_local_variables(window: Window, specs: Any) -> ReplicaState:
+def in_local_variables(window: Window, specs: Tree) -> ReplicaState:
     """A state in variables of its own, in the scope of its strategy.
 
     ON_READ variables are written in replica context and stay each replica's own. Their containers are kept out of
@@ -214,7 +214,7 @@ def in_local_variables(window: Window, specs: Any) -> ReplicaState:
     return ReplicaState(window, structure, [local_variable(x) for x in leaves], position)
 
 
-def _of_this_replica(leaf: Any) -> Any:
+def _of_this_replica(leaf: Leaf) -> Array:
     """This replica's variable, where there is a list of them."""
     if not isinstance(leaf, list):
         return leaf
@@ -224,7 +224,7 @@ def _of_this_replica(leaf: Any) -> Any:
 
 def local_variable(initial: tf.Tensor) -> Any:
     strategy = tf.distribute.get_strategy()
-    options: dict[str, Any] = {}
+    options: dict[str, Tree] = {}
     if tf.distribute.has_strategy():
         options["synchronization"] = tf.VariableSynchronization.ON_READ
         # A checkpoint of the position holds one value for all replicas.
@@ -250,7 +250,7 @@ def local_variable(initial: tf.Tensor) -> Any:
 class _OfStates(Wrapper):
     """A reduction whose contributions are states of another one."""
 
-    def update(self, state: State, value: State, weight: Any = 1) -> State:
+    def update(self, state: State, value: State, weight: Scalar = 1) -> State:
         return self.of.merge(state, value)
 
 
@@ -259,7 +259,7 @@ def _without_leaves(state: State) -> State:
     return state._replace(value=[], dtypes=[])
 
 
-def branch(condition: tf.Tensor, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
+def branch(condition: tf.Tensor, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Tree:
     """One of the two results: eagerly by plain Python, so that a branch may hold a collective; else by tf.cond."""
     if tf.executing_eagerly():
         return if_true() if condition else if_false()
@@ -271,7 +271,7 @@ def run_after(first: Sequence[Any]) -> AbstractContextManager[Any]:
     return nullcontext() if tf.executing_eagerly() else tf.control_dependencies(_operations(first))
 
 
-def completed(tensors: Sequence[Any], operations: Sequence[Any]) -> list[Any]:
+def completed(tensors: Sequence[Leaf], operations: Sequence[Any]) -> list[Leaf]:
     """The tensors, available only after the operations have run."""
     if tf.executing_eagerly() or not operations:
         return list(tensors)
@@ -292,7 +292,7 @@ def effects_since(begun: int) -> list[tf.Operation]:
     return [op for op in since if op.op_def.is_stateful and op.type != "ReadVariableOp"]
 
 
-def converted(function: Callable[..., Any], status: Any = None) -> Callable[..., Any]:
+def converted(function: Callable[..., Tree], status: Any = None) -> Callable[..., Tree]:
     """A caller's function, converted by AutoGraph if the tf.function around it uses that, or did at ``status``."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, status or autograph.control_status_ctx(), convert_by_default=False)
@@ -307,12 +307,12 @@ def _operations(things: Sequence[Any]) -> list[tf.Operation]:
 _NAME = "seen"
 
 
-def neutral(window: Window, specs: Any) -> Any:
+def neutral(window: Window, specs: Tree) -> Array:
     """The combined gradients of a window without any, of these shapes and dtypes."""
     return window.reduction.finalize(whole_window(window.reduction, window.init(specs)))
 
 
-def differs(combined: Any, empty: Any) -> tf.Tensor:
+def differs(combined: Array, empty: Array) -> tf.Tensor:
     """Whether the combined gradients of a variable are others than those of an empty window."""
     pairs = zip(tf.nest.flatten(combined), tf.nest.flatten(empty), strict=True)
     return tf.reduce_any([tf.reduce_any(tf.not_equal(x, y)) for x, y in pairs])
@@ -343,19 +343,19 @@ class WithSeen(tf.Module):
             self._restore_from_tensors({_NAME: self._restored})
             self._restored = None
 
-    def see(self, present: Iterable[int]) -> Any:
+    def see(self, present: Iterable[int]) -> Array:
         """Notes a gradient for these variables; returns the assignment."""
         chosen = set(present)
         mask = tf.constant([i in chosen for i in range(self.seen.shape[0])], tf.bool)
         return self.seen.assign(tf.convert_to_tensor(self.seen) | mask)
 
-    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Any) -> Any:
-        base: Any = super()
+    def _trackable_children(self, save_type: str = "checkpoint", **kwargs: Tree) -> Any:
+        base: Tree = super()
         children = base._trackable_children(save_type, **kwargs)
         return {name: x for name, x in children.items() if save_type != "checkpoint" or name != _NAME}
 
     def _lookup_dependency(self, name: str, cached_dependencies: Any = None) -> Any:
-        base: Any = super()
+        base: Tree = super()
         return base._lookup_dependency(name, None if name == _NAME else cached_dependencies)
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
