@@ -7,7 +7,7 @@ from collections.abc import Iterable, Set
 
 from gradcombine import reductions
 from gradcombine.backends.registry import owner
-from gradcombine.errors import invalid, operation, require_equal, shown
+from gradcombine.errors import invalid, operation, shown
 from gradcombine.reductions.algebra import Reduction, derived
 from gradcombine.settings import check
 from gradcombine.types import Array, Order, Scalar, Tree
@@ -128,7 +128,8 @@ def _entered(
     if not trees:
         raise invalid("one tree or more", "an empty list")
     scales = [1] * len(trees) if weights is None else _weights(weights)
-    require_equal("{} weights", len(trees), len(scales))
+    if len(scales) != len(trees):
+        raise invalid(f"{len(trees)} weights", len(scales))
     return trees, scales
 
 
