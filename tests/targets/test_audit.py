@@ -116,6 +116,7 @@ def test_a_step_on_devices_of_this_machine_is_no_step_of_a_target() -> None:
 
 
 AUDITED: dict[str, tuple[str, ...]] = {
+    "grpo": (),
     "jax_multi_process": (),
     "optax_chain": (),
     "port_tf_to_jax": ("tensorflow", "keras"),
@@ -152,6 +153,10 @@ def test_what_an_example_compiles_is_clean(
             example.train(1, 0)
         elif name == "survive_faults":
             example.train(tmp_path, 1, 0, [0])
+        elif name == "grpo":  # whose replicas are a mesh of this machine's devices
+            updated = example.updated
+            monkeypatch.setattr(example, "updated", lambda batch, k, *_: updated(jax.device_get(batch), k))
+            example.main()
         else:
             example.main()
     steps = [(x.function, x.args) for x in jitted if x.args is not None]
