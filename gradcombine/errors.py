@@ -260,14 +260,14 @@ def require_type(expected: str, value: object, kind: type[T], path: str = "") ->
 
 
 def require_given(expected: str, value: T | None, received: str = "none", path: str = "") -> T:
-    """The value of what is needed; raises where it is None."""
+    """The value; raises if it is None."""
     if value is None:
         raise invalid(expected, received, path)
     return value
 
 
 def require_one(expected: str, *values: object) -> None:
-    """Raises where several of what excludes each other are given, not None."""
+    """Raises if more than one of several exclusive arguments is not None."""
     if sum(value is not None for value in values) > 1:
         raise invalid(expected, "both")
 
@@ -279,8 +279,8 @@ def require_equal(expected: str, wanted: object, received: object, path: str = "
         raise invalid(expected.replace("{}", str(wanted)), received, path)
 
 
-def require_once(expected: str, items: Collection[Hashable]) -> None:
-    """Raises for items of which several are the same one, and for none."""
+def require_distinct(expected: str, items: Collection[Hashable]) -> None:
+    """Raises for duplicates, and for an empty collection."""
     if len(set(items)) < len(items) or not items:
         raise invalid(expected, shown(items))
 
@@ -288,26 +288,28 @@ def require_once(expected: str, items: Collection[Hashable]) -> None:
 def require_tuple(
     expected: str, value: Any, *lengths: int, kinds: tuple[type, ...] = (tuple,)
 ) -> tuple[Any, ...] | list[Any]:
-    """The value, if it is a tuple, or one of these kinds, of one of these lengths."""
+    """The value, if it is of one of these classes and lengths."""
     if issubclass(type(value), kinds) and len(value) in lengths:
         return value
     raise invalid(expected, in_kind(value))
 
 
 def in_kind(value: Any) -> str:
-    """The type of a value, with the length of a list or tuple."""
+    """The name of a value's class, with the length of a list or tuple."""
     return type(value).__name__ + (f" of {len(value)}" if issubclass(type(value), (list, tuple)) else "")
 
 
 @contextmanager
-def foreign(
+def translate_errors(
     expected: str, *kinds: type[Exception], received: object = None, path: str = ""
 ) -> Generator[None, None, None]:
-    """Says what was expected where another library raises.
+    """Raises GradCombineError in place of an error that another library raises in the body.
 
     Args:
-      kinds: of errors; TypeError and ValueError without any.
-      received: a text, or a function that gives it; None: the first line of the error.
+      expected: what would have been accepted.
+      kinds: the classes of errors; TypeError and ValueError by default.
+      received: a text, or a function that returns one; None: the first line of the error.
+      path: of the leaf.
     """
     caught = kinds or (TypeError, ValueError)
     try:

@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from gradcombine.backends.protocol import Backend, Collective
-from gradcombine.errors import foreign, importing, invalid, shown
+from gradcombine.errors import importing, invalid, shown, translate_errors
 from gradcombine.types import Array, Leaf
 
 FRAMEWORKS = ("jax", "tensorflow")
@@ -124,7 +124,7 @@ def placeholder(leaf: Leaf) -> Leaf:
     if is_absent(leaf):
         return leaf
     backend = described(leaf)
-    with foreign("a shape that an array can have", received=lambda: backend.shape(leaf)):
+    with translate_errors("a shape that an array can have", received=lambda: backend.shape(leaf)):
         return np.broadcast_to(np.zeros((), backend.dtype(leaf)), backend.shape(leaf))
 
 

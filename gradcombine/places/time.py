@@ -10,13 +10,13 @@ from gradcombine.backends.protocol import Backend
 from gradcombine.backends.registry import owner, require_count, resolve, shape_of
 from gradcombine.errors import (
     MOST,
-    foreign,
     in_kind,
     invalid,
     operation,
     require_given,
     require_type,
     shown,
+    translate_errors,
     within,
 )
 from gradcombine.places import binary_counter
@@ -221,7 +221,7 @@ def require_state_of(reduction: Reduction, state: State) -> None:
     with within(path):
         tree.flatten(part)  # raises for a tree without an end, and for what is no array
         # Of parts that are no arrays.
-        with foreign(f"a state of {reduction!r}", AttributeError, LookupError, TypeError, ValueError):
+        with translate_errors(f"a state of {reduction!r}", AttributeError, LookupError, TypeError, ValueError):
             expected = reduction.clear(part)
         tree.require_alike(expected, part)
 

@@ -13,11 +13,11 @@ from gradcombine.backends.protocol import Backend, Collective
 from gradcombine.backends.registry import described, is_absent, resolve
 from gradcombine.errors import (
     GradCombineError,
-    foreign,
     invalid,
     operation,
     require_type,
     shown,
+    translate_errors,
     within,
 )
 from gradcombine.reductions import dtypes
@@ -336,7 +336,7 @@ def _number(backend: Backend, x: complex, dtype: np.dtype) -> Array:
     expected = f"a number that a variable of {dtype} holds"
     if dtypes.kind(dtype) not in _KINDS[type(x)]:
         raise invalid(expected, shown(x))
-    with foreign(expected, OverflowError, received=lambda: shown(x)), np.errstate(all="ignore"):
+    with translate_errors(expected, OverflowError, received=lambda: shown(x)), np.errstate(all="ignore"):
         return backend.asarray(np.asarray(x, dtype))
 
 

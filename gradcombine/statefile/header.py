@@ -14,7 +14,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import load, owner, placeholder
-from gradcombine.errors import foreign, invalid, require_equal, require_given, require_integer
+from gradcombine.errors import invalid, require_equal, require_given, require_integer, translate_errors
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
@@ -83,7 +83,8 @@ def decode(text: str) -> Header:
         raise invalid("a header that matches its checksum", "another one: the file is damaged")
     fields = _of(dict, json.loads(body))
     version = fields.get("version")
-    require_equal("the format {!r}", FORMAT, fields.get("format"))
+    if fields.get("format") != FORMAT:
+        raise invalid(f"the format {FORMAT!r}", "another one")
     if version not in (2, VERSION):
         written = f"version {version!r}, written by gradcombine {fields.get('gradcombine')!r}"
         raise invalid(f"version {VERSION} of the format", written)
@@ -185,7 +186,7 @@ def value_of(leaf: Any, path: str) -> Any:
     backend = owner(leaf)
     assert backend is not None
     expected = "an array whose value this process has"
-    with foreign(expected, RuntimeError, path=path):
+    with translate_errors(expected, RuntimeError, path=path):
         value = backend.concrete(backend.asarray(leaf))
     array = load("numpy").asarray(require_given(expected, value, "a traced one", path))
     if array.dtype.hasobject:

@@ -165,6 +165,13 @@ def test_compressed_entries_are_refused_before_they_are_unpacked(whole: Path) ->
 
 
 @pytest.mark.parametrize("whole", [".npz"], indirect=True)
+def test_another_format_says_so(whole: Path) -> None:
+    rewritten(whole, lambda entries, fields: fields.update(format="another"))
+    with pytest.raises(gc.GradCombineError, match="expected the format 'gradcombine state', received another one"):
+        statefile.inspect(whole)
+
+
+@pytest.mark.parametrize("whole", [".npz"], indirect=True)
 def test_a_newer_version_says_so(whole: Path) -> None:
     rewritten(whole, lambda entries, fields: fields.update(version=4, gradcombine="9.0", leaves="something new"))
     message = "expected version 3 of the format, received version 4, written by gradcombine '9.0'"

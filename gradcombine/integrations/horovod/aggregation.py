@@ -14,7 +14,6 @@ from gradcombine.backends.registry import load
 from gradcombine.errors import (
     MOST,
     GradCombineError,
-    foreign,
     invalid,
     operation,
     require_equal,
@@ -23,6 +22,7 @@ from gradcombine.errors import (
     require_items,
     require_one_of,
     shown,
+    translate_errors,
     within,
 )
 from gradcombine.integrations.horovod.all_reduce import HorovodError
@@ -296,7 +296,9 @@ def _passes(k: Any) -> int:
 def _spec(gradient: Leaf, variable: Any, i: int) -> tf.TensorSpec:
     """Shape and dtype of a gradient; of the variable, where there is no gradient or its shape is not known."""
     # Of what has neither shape nor dtype, or others than TensorFlow's.
-    with foreign("a variable", AttributeError, TypeError, ValueError, received=lambda: shown(variable), path=f"[{i}]"):
+    with translate_errors(
+        "a variable", AttributeError, TypeError, ValueError, received=lambda: shown(variable), path=f"[{i}]"
+    ):
         own = tf.TensorSpec(variable.shape, variable.dtype)
     if gradient is None:
         return own

@@ -15,10 +15,10 @@ from gradcombine.errors import (
     GradCombineError,
     invalid,
     operation,
+    require_distinct,
     require_integer,
     require_items,
     require_number,
-    require_once,
     require_one_of,
     shown,
 )
@@ -218,7 +218,7 @@ class AllReduce:
 def _ranks(process_set: Sequence[int]) -> tuple[int, ...]:
     expected = "a process set of different ranks, one or more"
     ranks = tuple(require_integer(expected, rank, 0) for rank in require_items(expected, process_set))
-    require_once(expected, ranks)
+    require_distinct(expected, ranks)
     return ranks
 
 

@@ -20,12 +20,12 @@ from gradcombine.backends.numpy_backend import NARROW
 from gradcombine.backends.registry import in_words, is_absent, shape_of
 from gradcombine.errors import (
     GradCombineError,
-    foreign,
     invalid,
     require_equal,
     require_given,
     require_type,
     shown,
+    translate_errors,
     within,
 )
 from gradcombine.reductions import dtypes
@@ -41,7 +41,7 @@ def require_tree(*values: Tree) -> None:
 
 def _flattened(values: Tree) -> tuple[list[Tree], Any]:
     require_levels(values)
-    with foreign("trees that JAX can flatten"):
+    with translate_errors("trees that JAX can flatten"):
         return jax.tree.flatten(values)
 
 
@@ -54,7 +54,7 @@ def require_levels(*values: Tree) -> None:
 
     def is_leaf(x: Leaf) -> bool:
         if type(x) in (dict, defaultdict):
-            with foreign(
+            with translate_errors(
                 "dicts whose keys have an order, as JAX does", received=lambda: f"the keys {', '.join(map(shown, x))}"
             ):
                 sorted(x)
@@ -97,7 +97,7 @@ def keep_dtypes(new: Tree, old: Tree) -> Tree:
         expected, received = getattr(like, "dtype", None), getattr(x, "dtype", None)
         return x if expected is None or received is None or expected == received else x.astype(expected)
 
-    with foreign(KEPT):
+    with translate_errors(KEPT):
         return jax.tree.map(keep, new, old)
 
 

@@ -17,7 +17,7 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import load
-from gradcombine.errors import MOST, foreign, in_kind, invalid, require_one, require_tuple
+from gradcombine.errors import MOST, in_kind, invalid, require_one, require_tuple, translate_errors
 from gradcombine.integrations.jax.arrays import examples
 from gradcombine.integrations.jax.loss import Form, Loss, LossOutput, opened
 from gradcombine.integrations.jax.norms import WithNorms
@@ -102,7 +102,7 @@ class Objective:
     def key(self, args: Sequence[Tree], *numbers: Tree) -> Array:
         """The key among the arguments, folded with numbers: of a window, of a contribution."""
         (position,) = _positions(self.loss.rng_argnum)
-        with foreign("a key of jax.random in the place rng_argnum"):
+        with translate_errors("a key of jax.random in the place rng_argnum"):
             return reduce(fold_in, numbers, args[position])
 
     def params(self, args: Sequence[Tree]) -> Tree:
@@ -271,7 +271,7 @@ class Objective:
     def _opened(self, output: Tree) -> tuple[LossOutput, Form]:
         output, form = self._in_form(output)
         expected = "a loss that is a real floating scalar"
-        with foreign(expected, received=in_kind(output.value)):
+        with translate_errors(expected, received=in_kind(output.value)):
             value = jnp.asarray(output.value)
             other = value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating)
             if other:

@@ -15,15 +15,15 @@ import gradcombine as gc
 from gradcombine import reductions
 from gradcombine.backends.protocol import Collective
 from gradcombine.errors import (
-    foreign,
     importing,
     invalid,
     operation,
+    require_distinct,
     require_given,
     require_integer,
-    require_once,
     require_type,
     shown,
+    translate_errors,
 )
 from gradcombine.integrations.jax.arrays import examples, place_beside, require_transformation, require_tree, usable
 from gradcombine.integrations.jax.loss import Loss, require_first
@@ -114,7 +114,7 @@ class RequestStep:
     def add(self, state: Slots, slot: Hashable, params: Tree) -> Slots:
         """One more slot. Where its parameters have the shapes of another's, nothing is compiled for it."""
         expected = "a slot that does not exist, of a hashable name"
-        with foreign(expected, TypeError, received=shown(slot)):
+        with translate_errors(expected, TypeError, received=shown(slot)):
             if slot in _slots(state):
                 raise invalid(expected, shown(slot))
         arrays = owned(differentiated(params)[0])
@@ -157,7 +157,7 @@ class RequestStep:
         expected = f"numbers of microbatches, from 0 to {self.microbatches - 1}"
         several = number if isinstance(number, (list, tuple, range)) else [number]
         numbers = [require_integer(expected, n, lowest=0, highest=self.microbatches - 1) for n in several]
-        require_once("each microbatch once", numbers)
+        require_distinct("each microbatch once", numbers)
         if not self._is_open(held, window):
             return state
         require_tree(batch, kwargs)
@@ -314,7 +314,7 @@ def _slots(state: object) -> Slots:
 
 def _slot(state: object, slot: Hashable) -> Slot:
     slots = _slots(state)
-    with foreign(f"a slot of {shown(list(slots))}", KeyError, TypeError, received=lambda: shown(slot)):
+    with translate_errors(f"a slot of {shown(list(slots))}", KeyError, TypeError, received=lambda: shown(slot)):
         return slots[slot]
 
 

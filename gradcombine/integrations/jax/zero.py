@@ -16,7 +16,7 @@ from gradcombine.backends.jax_collective import JaxAxis
 from gradcombine.backends.jax_versions import varying
 from gradcombine.backends.protocol import Collective
 from gradcombine.backends.registry import dtype_of, is_absent, owner, shape_of
-from gradcombine.errors import foreign, invalid, operation, require_equal, require_type
+from gradcombine.errors import invalid, operation, require_equal, require_type, translate_errors
 from gradcombine.places.replicas import LOCAL
 from gradcombine.reductions.algebra import Reduction, Wrapper, described
 from gradcombine.reductions.sums import MeanState, SumState
@@ -269,7 +269,7 @@ def exchange_costs(reduction: Reduction, like: Tree, every: int, replicas: int) 
     every, replicas = valid("microbatches", every), valid("replicas", replicas)
     leaves, _ = tree.flatten(like)
     present = [leaf for leaf in leaves if not is_absent(leaf)]
-    with foreign("arrays or specs of JAX", TypeError):  # of what JAX has no dtype for
+    with translate_errors("arrays or specs of JAX", TypeError):  # of what JAX has no dtype for
         states = [jax.eval_shape(lambda leaf=leaf: reduction.init(leaf)).value for leaf in present]
     for state in states:
         if owner(state) is None:

@@ -12,13 +12,13 @@ import keras
 
 from gradcombine.errors import (
     GradCombineError,
-    foreign,
     invalid,
     operation,
     require_equal,
     require_given,
     require_items,
     require_tuple,
+    translate_errors,
     within,
 )
 from gradcombine.integrations.keras import settings
@@ -293,7 +293,9 @@ class Accumulate(WindowWrapper):
     @operation("Accumulate")
     def from_config(cls, config: dict[str, Tree], custom_objects: dict[str, Tree] | None = None) -> Accumulate:
         """The optimizer of a config."""
-        with foreign("a config, as get_config returns it", Exception):  # Keras has a class of error for each part
+        with translate_errors(
+            "a config, as get_config returns it", Exception
+        ):  # Keras has a class of error for each part
             copied = copy.deepcopy(config)  # Keras takes names out of what it reads
             made = {
                 name: keras.saving.deserialize_keras_object(copied[name], custom_objects=custom_objects)

@@ -12,13 +12,13 @@ import keras
 
 from gradcombine import reductions
 from gradcombine.errors import (
-    foreign,
     invalid,
     require_equal,
     require_items,
     require_one_of,
     require_type,
     shown,
+    translate_errors,
     within,
 )
 from gradcombine.integrations.keras_optimizers import with_inner
@@ -49,7 +49,7 @@ Name = Literal["mean", "sum"]
 def inner_optimizer(argument: Any) -> Any:
     """The optimizer to run at the boundary; a name or a config makes a new one."""
     expected = "a Keras optimizer, its name or its config"
-    with foreign(
+    with translate_errors(
         expected, Exception, received=lambda: shown(argument)
     ):  # Keras has a class of error for each part of a config
         optimizer = keras.optimizers.get(argument) if isinstance(argument, (str, dict)) else argument

@@ -13,7 +13,7 @@ import numpy as np
 
 from gradcombine import tree
 from gradcombine.backends.registry import in_words
-from gradcombine.errors import GradCombineError, foreign, invalid, require_equal, shown
+from gradcombine.errors import GradCombineError, invalid, require_equal, shown, translate_errors
 from gradcombine.integrations.keras.settings import Parts
 from gradcombine.places import binary_counter
 from gradcombine.places.time import cleared, depth_of, replace_window, whole_window
@@ -176,7 +176,9 @@ def save(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> N
 
 def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> None:
     """Reads what `save` has written, under any number of replicas, as `replace` does."""
-    with foreign("a window, as it was saved", Exception):  # a store may be of any class, and what it holds damaged
+    with translate_errors(
+        "a window, as it was saved", Exception
+    ):  # a store may be of any class, and what it holds damaged
         received = np.asarray(store[KIND]).tobytes().decode()
         arrays = [as_array(store[str(i)]) for i in range(len(names_in(store)) - 1)]
     mine, held = arrays[: len(others)], arrays[len(others) :]
@@ -189,13 +191,15 @@ def load(store: Any, others: Sequence[Any], window: KerasWindow, kind: str) -> N
 
 def names_in(store: Any) -> list[str]:
     """The names of the arrays in a store, which need not be a dict."""
-    with foreign("a store of arrays by name", AttributeError, TypeError, received=lambda: shown(store)):
+    with translate_errors("a store of arrays by name", AttributeError, TypeError, received=lambda: shown(store)):
         return list(store.keys())
 
 
 def as_array(value: Tree) -> np.ndarray:
     """Converts a value for a variable to a NumPy array."""
-    with foreign("arrays of numbers", Exception, received=lambda: in_words(value)):  # the backends have several classes
+    with translate_errors(
+        "arrays of numbers", Exception, received=lambda: in_words(value)
+    ):  # the backends have several classes
         array = np.asarray(keras.ops.convert_to_numpy(value))
     if array.dtype.kind in "OSUMm":
         raise invalid("arrays of numbers", in_words(value))
@@ -317,7 +321,7 @@ def _place(path: str, parts: Parts, variables: Sequence[Any]) -> tuple[str, Any]
 def make_variable(first: Leaf, name: str, layout: Any = None) -> keras.Variable:
     """Makes a variable that each replica has a value of its own of."""
     dtype = str(first.dtype)
-    with foreign("a dtype that Keras has variables of", received=dtype):
+    with translate_errors("a dtype that Keras has variables of", received=dtype):
         keras.backend.standardize_dtype(dtype)
 
     def initializer(shape: Any, dtype: DType) -> Array:

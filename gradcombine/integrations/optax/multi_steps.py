@@ -15,7 +15,7 @@ import optax
 import gradcombine as gc
 from gradcombine import tree
 from gradcombine.backends.registry import load, require_scalar
-from gradcombine.errors import foreign, invalid, operation, require_type, shown
+from gradcombine.errors import invalid, operation, require_type, shown, translate_errors
 from gradcombine.integrations.jax.arrays import (
     KEPT,
     as_arrays,
@@ -212,7 +212,7 @@ class MultiSteps:
         def adopted(acc: Array) -> Array:
             return jnp.where(n == 0, jnp.zeros_like(acc), acc * n.astype(acc.dtype) if scaled else acc)
 
-        with foreign("accumulators of numbers"):
+        with translate_errors("accumulators of numbers"):
             return state._replace(acc_grads=jax.tree.map(adopted, state.acc_grads))
 
     def _kept(self, skip: Array, detail: Tree) -> Tree:
@@ -281,7 +281,7 @@ class Sums:
             # A gradient that is missing for once does not make its accumulator one of no gradient.
             return acc if g is None and not tree.is_static(acc) else g
 
-        with foreign(_MATCHING):
+        with translate_errors(_MATCHING):
             like = jax.tree.map(present, grads, accumulators, is_leaf=lambda g: g is None)
         spec = jax.eval_shape(self._reduction.init, like)
         return spec._replace(value=accumulators, weight=mini_step.astype(spec.weight.dtype), count=mini_step)
@@ -308,14 +308,14 @@ class OptaxOrder:
         return jax.tree.map(zeros, params)
 
     def add(self, grads: Tree, accumulators: Tree, mini_step: Array, emit: Array) -> tuple[Tree, Tree]:
-        with foreign(_MATCHING):
+        with translate_errors(_MATCHING):
             return (accumulators, mini_step), _kept(grads, accumulators, mini_step, emit, mean=self._mean)
 
     def boundary(self, window: Any, grads: Tree, inner: Tree, emit: Array, transform: Transform) -> tuple[Tree, Tree]:
         combined = _combined(grads, *window, mean=self._mean)
         updates, state = transform(optax.tree.cast_like(combined, grads))
         # True in this branch, but the compiler does not know, and fuses as it does in optax.
-        with foreign(KEPT):
+        with translate_errors(KEPT):
             state = jax.tree.map(lambda old, new: jnp.where(emit, new, old).astype(old.dtype), inner, state)
         return jax.tree.map(lambda x: emit.astype(x.dtype) * x, updates), state
 

@@ -12,7 +12,7 @@ import optax
 
 from gradcombine import tree
 from gradcombine.backends.registry import is_absent, load, require_scalar
-from gradcombine.errors import foreign, invalid, operation, require_tuple, shown, within
+from gradcombine.errors import invalid, operation, require_tuple, shown, translate_errors, within
 from gradcombine.reductions import dtypes
 from gradcombine.types import Array, DType, Scalar, Tree
 
@@ -146,7 +146,7 @@ def _gradients(updates: Tree) -> list[Array]:
 
 
 def _bound(value: Scalar, dtype: DType) -> Array:
-    with foreign("a norm that is a number", received=lambda: shown(value)):
+    with translate_errors("a norm that is a number", received=lambda: shown(value)):
         return jnp.asarray(value, dtype).reshape(())
 
 

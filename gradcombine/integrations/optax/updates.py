@@ -11,7 +11,7 @@ import optax
 
 from gradcombine import tree
 from gradcombine.backends.registry import dtype_of, is_absent
-from gradcombine.errors import foreign
+from gradcombine.errors import translate_errors
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.treewise import TreewiseState
@@ -25,7 +25,7 @@ def gradients_like(params: Tree) -> Tree:
 
 def _shapes(function: Callable[[Tree], Tree], value: Tree) -> Tree:
     """Abstractly evaluates ``function``; raises for PRNG keys and unregistered leaf types."""
-    with foreign("a tree of arrays of numbers"):
+    with translate_errors("a tree of arrays of numbers"):
         return jax.eval_shape(function, value)
 
 

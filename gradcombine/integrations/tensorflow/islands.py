@@ -17,7 +17,7 @@ from gradcombine.errors import (
     require_given,
     require_integer,
     require_items,
-    require_once,
+    shown,
     within,
 )
 from gradcombine.integrations.tensorflow.boundary import Update
@@ -127,7 +127,8 @@ class Outer(tf.Module):
                 dtype = tf.as_dtype(target.dtype)
                 if not dtype.is_floating:
                     raise invalid("variables that are floats", dtype.name)
-        require_once(expected, list(map(id, self.optimizers)))
+        if not count or len(set(map(id, self.optimizers))) < count:
+            raise invalid(expected, shown(optimizer))
         params = [local_variable(tf.convert_to_tensor(target)) for target in targets]
         if any(isinstance(x, list) for x in params):
             raise invalid("a strategy with variables of each replica", type(self._strategy).__name__)
