@@ -88,7 +88,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # until all is imported and collected: none of it is garbage
     if "not full" in config.option.markexpr:
         # Half of the time to compile. Products and sums are contracted all the same, which the tests of bits stand for;
-        # the full suite compiles as users do.
+        # the full suite compiles as users do, except for `COMPILED_CHEAPLY`.
         os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=1 {os.environ['XLA_FLAGS']}"
     if "jax" in INSTALLED:
         import jax

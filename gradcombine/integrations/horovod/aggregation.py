@@ -42,7 +42,7 @@ from gradcombine.integrations.tensorflow.state import (
 from gradcombine.places.window import Window
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.settings import check
-from gradcombine.types import Array, Leaf, Scalar, Tree
+from gradcombine.types import Array, Leaf, Scalar
 
 Mode = Literal["eager", "graph"]
 
@@ -101,7 +101,7 @@ class LocalGradientAggregation(WithSeen):
     def __init__(
         self,
         backward_passes_per_step: int,
-        allreduce: Callable[[list[Any], list[Leaf]], Sequence[Any]],
+        allreduce: Callable[[list[Leaf], list[Any]], Sequence[Leaf]],
         sparse_as_dense: bool = False,
         average_aggregated_gradients: bool = False,
         *,
@@ -198,7 +198,7 @@ class LocalGradientAggregation(WithSeen):
 
     @operation("apply_gradients")
     def apply_gradients(
-        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Tree, **kwargs: Tree
+        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
     ) -> tf.Tensor:
         """Applies at a boundary; on other passes only counts.
 

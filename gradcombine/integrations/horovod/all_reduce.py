@@ -94,7 +94,7 @@ class AllReduce:
     """
 
     # AutoGraph looks for the mark of `no_autograph` on what is called, and that is the object.
-    autograph_info__: ClassVar[dict[str, Tree]] = {}
+    autograph_info__: ClassVar[dict[str, Any]] = {}
 
     @operation("AllReduce")
     def __init__(
@@ -189,7 +189,7 @@ class AllReduce:
             results[narrow] = replicas.all_reduce(reduction, chosen, self._over, weight, self._order)
         return [results[sends][i] for i, sends in enumerate(sent)]
 
-    def _sparse(self, slices: tf.IndexedSlices, path: str, included: Array) -> Array:
+    def _sparse(self, slices: tf.IndexedSlices, path: str, included: Array) -> tf.IndexedSlices:
         if self._op not in ("average", "sum"):
             raise invalid(f"dense gradients for {self._op!r}, or sparse_as_dense", "sparse", path)
         backend = load("tensorflow")

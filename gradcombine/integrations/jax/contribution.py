@@ -190,11 +190,9 @@ class Objective:
         axis = self.reduction.summed_over or self.over
         called = [mark_own(axis, arg) if i in parameters else arg for i, arg in enumerate(args)]
         (value, rest, form), grads = self._differentiated(called, kwargs, scale)
-        taken, returned = self.loss.carry_argnum is not None, rest.carry is not None
-        expected = "a loss that returns LossOutput(carry=...), for carry_argnum"
-        if taken and not returned:
-            raise invalid(expected, f"one in form {form.name}")
-        if returned and not taken:
+        if self.loss.carry_argnum is not None and rest.carry is None:
+            raise invalid("a loss that returns LossOutput(carry=...), for carry_argnum", f"one in form {form.name}")
+        if self.loss.carry_argnum is None and rest.carry is not None:
             raise invalid("carry_argnum, for a loss that returns a carry", None)
         weight = self._weight(args, rest.weight, default_weight)
         backend = load("jax")
@@ -273,9 +271,8 @@ class Objective:
         expected = "a loss that is a real floating scalar"
         with translate_errors(expected, received=in_kind(output.value)):
             value = jnp.asarray(output.value)
-            other = value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating)
-            if other:
-                raise invalid(expected, f"{value.dtype} of shape {value.shape}")
+        if value.shape != () or not jnp.issubdtype(value.dtype, jnp.floating):
+            raise invalid(expected, f"{value.dtype} of shape {value.shape}")
         return output, form
 
     def _in_form(self, output: Tree) -> tuple[LossOutput, Form]:

@@ -26,7 +26,7 @@ from gradcombine.integrations.keras.losses import Unweighed
 from gradcombine.integrations.keras.settings import Name, Parts, Weights, reduction_of
 from gradcombine.integrations.keras.wrapper import WindowWrapper
 from gradcombine.places.window import Window
-from gradcombine.types import Array, Leaf, Order, Precision, Scalar, Tree
+from gradcombine.types import Array, Leaf, Order, Precision, Scalar
 from gradcombine.wires import Wire
 from gradcombine.wires.wire import named
 
@@ -133,7 +133,7 @@ class Accumulate(WindowWrapper):
             object.__setattr__(self, "__class__", ScaledAccumulate)
 
     @operation("Accumulate")
-    def __setattr__(self, name: str, value: Tree) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name == "loss_scale_factor" and "inner_optimizer" in vars(self):
             both = settings.scales_loss(self.inner_optimizer)
             if both:
@@ -274,7 +274,7 @@ class Accumulate(WindowWrapper):
         super().finalize_variable_values(var_list)
         self._window.unshare(var_list)
 
-    def get_config(self) -> dict[str, Tree]:
+    def get_config(self) -> dict[str, Any]:
         """The arguments, with the inner optimizer's config."""
         serialize = keras.saving.serialize_keras_object
         return {
@@ -291,7 +291,7 @@ class Accumulate(WindowWrapper):
 
     @classmethod
     @operation("Accumulate")
-    def from_config(cls, config: dict[str, Tree], custom_objects: dict[str, Tree] | None = None) -> Accumulate:
+    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None) -> Accumulate:
         """The optimizer of a config."""
         with translate_errors(
             "a config, as get_config returns it", Exception

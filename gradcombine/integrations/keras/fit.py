@@ -53,7 +53,7 @@ class WeightedTrainStep:
         optimizer = accumulating(getattr(self, "optimizer", None))
         return weight_of(self, "mean" if optimizer is None else optimizer.reduction, x, sample_weight)
 
-    def train_step(self, *args: Tree) -> Any:
+    def train_step(self, *args: Any) -> Any:
         """Keras' own, with the weight of the batch, which is the last argument on every backend."""
         step: Any = super().train_step  # pyright: ignore[reportAttributeAccessIssue]
         optimizer = accumulating(getattr(self, "optimizer", None))
@@ -69,7 +69,7 @@ class _Weighed:
     def __init__(self, step: Any, model: Any, optimizer: Any) -> None:
         self.step, self.model, self.optimizer = step, model, optimizer
 
-    def __call__(self, *args: Tree) -> Any:
+    def __call__(self, *args: Any) -> Any:
         x, _, sample_weight = keras.utils.unpack_x_y_sample_weight(args[-1])
         with self.optimizer.weighted(weight_of(self.model, self.optimizer.reduction, x, sample_weight)):
             return self.step(*args)
@@ -102,7 +102,7 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
     """
 
     @operation("Accumulate")
-    def on_train_begin(self, logs: dict[str, Tree] | None = None) -> None:
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False
         model: Any = self.model
         found = accumulating(model.optimizer) or model.optimizer
@@ -111,7 +111,7 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
             require_weighable(model, optimizer.reduction)
             self._weigh(model, optimizer)
 
-    def on_train_end(self, logs: dict[str, Tree] | None = None) -> None:
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         model: Any = self.model
         if isinstance(vars(model).get("train_step"), _Weighed):
             del model.train_step
@@ -123,14 +123,14 @@ class FlushAtEpochEnd(keras.callbacks.Callback):
         model.train_step = _Weighed(own.step if isinstance(own, _Weighed) else own, model, optimizer)
         model.make_train_function(force=True)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Tree] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = True
 
-    def on_test_begin(self, logs: dict[str, Tree] | None = None) -> None:
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         # The model's own evaluate, outside of fit, trains nothing.
         if getattr(self, "_in_epoch", False):
             self._optimizer.flush()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Tree] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         self._in_epoch = False
         self._optimizer.flush()

@@ -180,7 +180,7 @@ def fit_step(optimizer: Any) -> FitStep | None:
     return FitStep(size, () if fit is None else _announced(fit.f_locals), is_first)
 
 
-def _announced(arguments: Mapping[str, Tree]) -> tuple[int, ...]:
+def _announced(arguments: Mapping[str, Any]) -> tuple[int, ...]:
     """The two sizes of an epoch's batches, by the arguments of ``fit``: of arrays that it takes in whole; else none."""
     first = next((x for x in keras.tree.flatten(arguments.get("x")) if x is not None), None)
     shape = tuple(getattr(first, "shape", None) or ())

@@ -18,7 +18,7 @@ from gradcombine.integrations.tensorflow.inputs import dense_gradient, require_c
 from gradcombine.integrations.tensorflow.state import Layout, ReplicaState
 from gradcombine.places.replicas import tf_replicas
 from gradcombine.places.window import Window
-from gradcombine.types import AccumulateState, Array, Leaf, Scalar, Tree
+from gradcombine.types import AccumulateState, Array, Leaf, Scalar
 
 _NO_SIZES = np.array([np.iinfo(np.int32).max, 0], np.int32)
 """The least and the greatest size of none."""
@@ -140,6 +140,6 @@ class TensorflowWindow(KerasWindow):
         return gradient * tf.cast(self.replicas, gradient.dtype)
 
 
-def _in_cross_replica(function: Callable[..., None], *args: Tree) -> None:
+def _in_cross_replica(function: Callable[..., None], *args: Any) -> None:
     context: Any = tf.distribute.get_replica_context()
     context.merge_call(function, args=args)

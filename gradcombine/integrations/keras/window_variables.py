@@ -21,7 +21,7 @@ from gradcombine.places.window import Window
 from gradcombine.reductions import dtypes
 from gradcombine.reductions.algebra import Reduction
 from gradcombine.statefile import resize
-from gradcombine.types import AccumulateState, Array, BinaryCounter, DType, Leaf, Scalar, State, Tree
+from gradcombine.types import AccumulateState, Array, BinaryCounter, DType, Leaf, Scalar, State
 
 _OPERATION = "Accumulate"
 _ACCUMULATOR = re.compile(r"\.levels(\[0\]|\.stacked)(?:\.parts\[0\])?\.value\[(\d+)\]")
@@ -195,7 +195,7 @@ def names_in(store: Any) -> list[str]:
         return list(store.keys())
 
 
-def as_array(value: Tree) -> np.ndarray:
+def as_array(value: Leaf) -> np.ndarray:
     """Converts a value for a variable to a NumPy array."""
     with translate_errors(
         "arrays of numbers", Exception, received=lambda: in_words(value)

@@ -15,16 +15,16 @@ from gradcombine.errors import invalid, operation, require_equal, require_given,
 from gradcombine.integrations.keras import window_variables as windows
 from gradcombine.integrations.keras.settings import unscaled
 from gradcombine.integrations.keras.window_variables import KerasWindow
-from gradcombine.types import Array, Leaf, Scalar, Tree
+from gradcombine.types import Array, Leaf, Scalar
 
 _Optimizer = keras.optimizers.Optimizer
 
 
-def _delegated(name: str) -> Callable[..., Tree]:
+def _delegated(name: str) -> Callable[..., Any]:
     """The inner optimizer's method in place of the one that is inherited, which would change this optimizer alone."""
 
     @wraps(getattr(_Optimizer, name))
-    def method(self: Wrapper, *args: Tree, **kwargs: Tree) -> Any:
+    def method(self: Wrapper, *args: Any, **kwargs: Any) -> Any:
         return getattr(self._configured(name), name)(*args, **kwargs)
 
     return method
@@ -94,7 +94,7 @@ class Wrapper(_Optimizer):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._holder(name), name)
 
-    def __setattr__(self, name: str, value: Tree) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         is_own = name.startswith("_") or name in vars(self) or hasattr(type(self), name)
         if is_own or "inner_optimizer" not in vars(self) or not hasattr(self, name):
             super().__setattr__(name, value)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradcombine import tree
@@ -15,7 +16,7 @@ from gradcombine.errors import translate_errors
 from gradcombine.places.window import Window, widened
 from gradcombine.reductions.ratios import Ratio
 from gradcombine.reductions.treewise import TreewiseState
-from gradcombine.types import AccumulateState, BinaryCounter, DType, State, Tree
+from gradcombine.types import AccumulateState, BinaryCounter, State, Tree
 
 
 def gradients_like(params: Tree) -> Tree:
@@ -75,7 +76,7 @@ def _require_unreduced(window: Window, updates: Tree) -> None:
     window.over.require_unreduced([path for path, _ in pairs], [leaf for _, leaf in pairs])
 
 
-def _dtypes(state: Tree) -> list[DType]:
+def _dtypes(state: Tree) -> list[np.dtype]:
     return [dtype_of(leaf) for leaf in jax.tree.leaves(state)]
 
 
