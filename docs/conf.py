@@ -1,4 +1,4 @@
-"""The documentation site: `sphinx-build -W -b html docs site` builds it, offline, and any warning ends the build."""
+"""Sphinx configuration: `sphinx-build -W -b html docs site` builds the site offline and fails on any warning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ release = version = gradcombine.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath", "colon_fence"]
-suppress_warnings = ["myst.header"]  # pages of findings begin at a title of their own
+suppress_warnings = ["myst.header"]  # an included page starts with its title
 
 html_theme = "furo"
 html_title = "gradcombine"
@@ -60,28 +60,28 @@ PUBLIC = (
     "gradcombine.audit",
     *(f"gradcombine.integrations.{name}" for name in ("horovod", "jax", "jax.zero", "keras", "optax", "tensorflow")),
 )
-"""Every module whose ``__all__`` is promised to users."""
+"""Modules whose ``__all__`` is public API."""
 
 
 def require_all_names(app: Any, env: Any) -> None:
-    """Warns, which ends the build, of each public name that the reference lacks."""
-    known = env.domains["py"].objects
+    """Warns about public names missing from the reference."""
+    documented = env.domains["py"].objects
     for module in PUBLIC:
-        found = import_module(module)
-        own = [name for name, x in vars(found).items() if getattr(x, "__module__", None) == module and name[0] != "_"]
-        for name in getattr(found, "__all__", own):
-            if f"{module}.{name}" not in known:
+        contents = vars(import_module(module))
+        defined = [name for name, x in contents.items() if getattr(x, "__module__", None) == module and name[0] != "_"]
+        for name in contents.get("__all__", defined):
+            if f"{module}.{name}" not in documented:
                 logging.getLogger(__name__).warning("the reference lacks %s.%s", module, name)
 
 
 def require_descriptions(app: Any, doctree: Any, name: str) -> None:
-    """Warns of a field of a named tuple that Python alone describes."""
+    """Warns about named tuple fields without a description."""
     if "Alias for field number" in doctree.astext():
         logging.getLogger(__name__).warning("%s: a field without a description", name)
 
 
 def require_live_links(app: Any, exception: Exception | None) -> None:
-    """Warns of each link between pages that leads nowhere; those that Sphinx writes by itself are among them."""
+    """Warns about dead links between pages, including the links that Sphinx generates."""
     if exception is not None or app.builder.format != "html":
         return
     root = Path(app.outdir)
@@ -111,7 +111,7 @@ REPORTS = {"check": ["steps:make_case"], "audit": ["steps:make_audited"], "diff"
 
 
 def write_reports(app: Any, exception: Exception | None) -> None:
-    """The pages that the gallery shows: of the step of check.md, and of two dumps that differ."""
+    """Writes the reports that the gallery links to: of the step in check.md, and of two dumps that differ."""
     if exception is not None or app.builder.format != "html":
         return
     reports = Path(app.outdir) / "reports"
@@ -133,12 +133,12 @@ def write_reports(app: Any, exception: Exception | None) -> None:
 
 
 def skip_fields(app: Any, what: str, name: str, x: Any, skip: bool, options: Any) -> bool | None:
-    """Leaves out the fields of named tuples, which their class describes, and Python only by their number."""
+    """Skips named tuple fields with Python's default docstring; the class docstring describes them."""
     return True if (getattr(x, "__doc__", None) or "").startswith("Alias for field number") else None
 
 
 def name_aliases(app: Any, what: str, name: str, x: Any, options: Any, signature: str, returns: str) -> Any:
-    """Writes an alias by its name, also in a union, where autodoc writes the object that stands for it."""
+    """Replaces the objects that autodoc prints for type aliases in a union by the aliases' names."""
     return tuple(text and re.sub(r"TypeAliasForwardRef\('(\w+)'\)", r"\1", text) for text in (signature, returns))
 
 

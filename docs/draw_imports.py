@@ -1,7 +1,7 @@
-"""Draws the floors of a version of the library: python docs/draw_imports.py [COMMIT] > docs/static/imports.svg
+"""Draws the layers of the library at a commit: python docs/draw_imports.py [COMMIT] > docs/static/imports.svg
 
-A box is a package or a module of the top level, on the floor that the import-linter contract of that version gives it,
-with its files and lines. A line is a package that imports another, as thick as there are files that do.
+A box is a package or top-level module with its numbers of files and lines, on its layer of the import-linter contract.
+A line means that one package imports another; it is thicker the more files do.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ def show(commit: str, path: str) -> str:
     return subprocess.run(["git", "show", f"{commit}:{path}"], capture_output=True, text=True, check=True).stdout
 
 
-def room(module: str, rooms: list[str]) -> str | None:
-    """The longest box that a module belongs to."""
-    inside = [each for each in rooms if module == each or module.startswith(f"{each}.")]
-    return max(inside, key=len, default=None)
+def box_of(module: str, boxes: list[str]) -> str | None:
+    """The innermost box that contains a module."""
+    return max((box for box in boxes if module == box or module.startswith(f"{box}.")), key=len, default=None)
 
 
 def imported(text: str, modules: set[str]) -> set[str]:
-    """The modules of the library that a file imports."""
+    """The library's modules that a file imports."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -41,7 +40,7 @@ def imported(text: str, modules: set[str]) -> set[str]:
 
 def main(commit: str = "HEAD") -> None:
     contract = tomllib.loads(show(commit, "pyproject.toml"))["tool"]["importlinter"]["contracts"][0]
-    floors = [[name.strip().strip("()") for name in layer.split(":")] for layer in contract["layers"]]
+    layers = [[name.strip().strip("()") for name in layer.split(":")] for layer in contract["layers"]]
     listed = subprocess.run(
         ["git", "ls-tree", "-r", "--name-only", commit, "gradcombine"], capture_output=True, text=True, check=True
     ).stdout.split()
@@ -50,22 +49,22 @@ def main(commit: str = "HEAD") -> None:
         for path in listed
         if path.endswith(".py")
     }
-    rooms = [name for floor in floors for name in floor]
+    boxes = [name for layer in layers for name in layer]
     files, lines, arrows = Counter[str](), Counter[str](), Counter[tuple[str, str]]()
     for module, text in texts.items():
-        own = room(module, rooms)
-        if own is None:
+        box = box_of(module, boxes)
+        if box is None:
             continue
-        files[own] += 1
-        lines[own] += text.count("\n")
-        others = {room(name, rooms) for name in imported(text, set(texts))} - {own, None}
-        arrows.update((own, other) for other in others if other is not None)
-    widest = max(map(len, floors))
-    across, down = widest * (WIDTH + GAP) + GAP, len(floors) * ROW + GAP + 20
+        files[box] += 1
+        lines[box] += text.count("\n")
+        others = {box_of(name, boxes) for name in imported(text, set(texts))} - {box, None}
+        arrows.update((box, other) for other in others if other is not None)
+    widest = max(map(len, layers))
+    across, down = widest * (WIDTH + GAP) + GAP, len(layers) * ROW + GAP + 20
     at: dict[str, tuple[float, float]] = {}
-    for level, floor in enumerate(floors):
-        margin = (across - len(floor) * (WIDTH + GAP) + GAP) / 2
-        for i, name in enumerate(floor):
+    for level, layer in enumerate(layers):
+        margin = (across - len(layer) * (WIDTH + GAP) + GAP) / 2
+        for i, name in enumerate(layer):
             at[name] = margin + i * (WIDTH + GAP), 24 + level * ROW
     total = f"{sum(files.values())} files, {sum(lines.values()):,} lines"
     print(f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {across} {down}" font-family="sans-serif">')

@@ -1,7 +1,7 @@
 """Draws the loss under a mean of means: `python docs/draw_losses.py` writes docs/static/losses-*.svg.
 
-A classifier of the words of 32 sentences, 2 to 40 words long, is trained by gradient descent three times: on one batch,
-on four microbatches weighed by their words, and on four microbatches whose means are averaged.
+Trains a word classifier by gradient descent on 32 sentences of 2 to 40 words, three times: on one batch, on four
+microbatches weighted by their number of words, and on four microbatches whose means are averaged.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ WIDTH, HEIGHT, EDGE, TOP, STEPS, RATE = 480, 270, 40, 64, 60, 1.0
 
 
 def sentences() -> list[tuple[np.ndarray, np.ndarray]]:
-    """Words as vectors, and their labels, which depend on how long the sentence is."""
+    """Each sentence's words as vectors, and their labels, which depend on the length of the sentence."""
     rng = np.random.default_rng(0)
-    made = list[tuple[np.ndarray, np.ndarray]]()
+    data = list[tuple[np.ndarray, np.ndarray]]()
     for length in np.linspace(2, 40, 32).astype(int):
         words = rng.normal(size=(length, 8))
-        made.append((words, np.sign(words[:, 0] + words[:, 1] * (1 if length > 12 else -2))))
-    return made
+        data.append((words, np.sign(words[:, 0] + words[:, 1] * (1 if length > 12 else -2))))
+    return data
 
 
-def joined(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+def concatenated(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     words, labels = zip(*parts, strict=True)
     return np.concatenate(words), np.concatenate(labels)
 
 
 def gradient(w: np.ndarray, words: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """Of the mean logistic loss of these words."""
+    """Gradient of the mean logistic loss."""
     return -(labels / (1 + np.exp(labels * (words @ w)))) @ words / len(words)
 
 
 @cache
 def curves() -> dict[str, list[float]]:
-    """The mean loss of all words after each step, for each way to combine."""
+    """Mean loss over all words after each step, by method."""
     data = sentences()
-    whole, microbatches = joined(data), [joined(data[i : i + 8]) for i in range(0, 32, 8)]
+    batch, microbatches = concatenated(data), [concatenated(data[i : i + 8]) for i in range(0, 32, 8)]
     counts = [len(labels) for _, labels in microbatches]
-    ways = {
-        "one batch": lambda w: gradient(w, *whole),
-        "weighed by words": lambda w: gc.mean([gradient(w, *part) for part in microbatches], counts),
+    methods = {
+        "one batch": lambda w: gradient(w, *batch),
+        "weighted by words": lambda w: gc.mean([gradient(w, *part) for part in microbatches], counts),
         "mean of means": lambda w: gc.mean([gradient(w, *part) for part in microbatches]),
     }
-    losses = {name: list[float]() for name in ways}
-    for name, way in ways.items():
+    losses = {name: list[float]() for name in methods}
+    for name, combined in methods.items():
         w = np.zeros(8)
         for _ in range(STEPS):
-            w = w - RATE * way(w)
-            losses[name].append(float(np.logaddexp(0, -whole[1] * (whole[0] @ w)).mean()))
+            w = w - RATE * combined(w)
+            losses[name].append(float(np.logaddexp(0, -batch[1] * (batch[0] @ w)).mean()))
     return losses
 
 
 def picture(theme: str) -> str:
-    """The curves; that of weighed microbatches as dots upon that of one batch."""
+    """The curves as SVG; weighted microbatches are dots on the curve of one batch."""
     colors, losses = THEMES[theme], curves()
     least, most = (f([f(curve) for curve in losses.values()]) for f in (min, max))
 
@@ -77,9 +77,9 @@ def picture(theme: str) -> str:
     def text(x: float, y: float, words: str, color: str, size: int = 13, extra: str = "") -> str:
         return f'<text x="{x}" y="{y}" fill="{colors[color]}" font-size="{size}"{extra}>{words}</text>'
 
-    dots = (at(i, losses["weighed by words"][i]) for i in range(0, STEPS, 4))
+    dots = (at(i, losses["weighted by words"][i]) for i in range(0, STEPS, 4))
     drawn = [
-        text(8, 22, "The loss of a word, sentences of 2 to 40 words", "text", 16, ' font-weight="600"'),
+        text(8, 22, "Loss per word, sentences of 2 to 40 words", "text", 16, ' font-weight="600"'),
         text(8, 42, f"{STEPS} steps of gradient descent, four microbatches each", "quiet"),
         f'<path d="M{EDGE} {TOP}V{HEIGHT - EDGE}H{WIDTH - EDGE}" fill="none" stroke="{colors["line"]}"/>',
         line("one batch", "right"),
@@ -88,11 +88,11 @@ def picture(theme: str) -> str:
     ]
     for name, color, shift in (("mean of means", "wrong", -8), ("one batch", "right", 18)):
         loss = losses[name][-1]
-        label = f"{name}: {loss:.3f}" if color == "wrong" else f"one batch; dots: weighed by words: {loss:.3f}"
+        label = f"{name}: {loss:.3f}" if color == "wrong" else f"one batch; dots: weighted by words: {loss:.3f}"
         drawn.append(text(WIDTH - EDGE, at(STEPS - 1, loss)[1] + shift, label, color, 13, ' text-anchor="end"'))
     style = "font-family:system-ui,-apple-system,sans-serif"
     size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-    label = "The loss under a mean of means stays above that of one batch; weighed microbatches follow it"
+    label = "The loss under a mean of means stays above that of one batch; weighted microbatches follow it"
     parts = "\n".join(drawn)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-label="{label}" style="{style}">'
     return f"{head}\n{parts}\n</svg>\n"

@@ -1,4 +1,4 @@
-"""Draws the ratios that `python benchmarks/gate.py --store` stored: `python docs/draw_performance.py`.
+"""Draws the results of `python benchmarks/gate.py --store`: `python docs/draw_performance.py`.
 
 Writes docs/static/performance-light.svg and performance-dark.svg, and the table of docs/performance.md.
 """
@@ -21,9 +21,9 @@ THEMES = {
     "dark": {"text": "#e6edf3", "quiet": "#9da7b3", "line": "#3d444d", "faster": "#3fb950", "slower": "#f0883e"},
 }
 WIDTH, EDGE, TITLE, ROW = 480, 8, 30, 44
-"""Narrow enough to be read on a phone, in pixels; what a title and a row take."""
+"""Sizes in pixels: the width, narrow enough for a phone, the margin, and the heights of a title and of a row."""
 LEAST, MOST = 1 / 32, 2
-"""The ends of the axis, on which halves are equally far apart."""
+"""Ends of the logarithmic axis."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -31,7 +31,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def picture(theme: str) -> str:
-    """A bar for each ratio, from the peer's time at 1; a line for what the true median may be, a mark for the aim."""
+    """A bar per ratio, starting at 1, the peer's time; a line is the median's interval, a triangle the aim."""
     colors, drawn = THEMES[theme], list[str]()
 
     def at(ratio: float) -> float:
@@ -42,7 +42,7 @@ def picture(theme: str) -> str:
         drawn.append(f'<text x="{x}" y="{y}" fill="{colors[color]}" font-size="{size}"{extra}>{words}</text>')
 
     y = 22
-    text(EDGE, y, "Processor time over the peer's", "text", 16, ' font-weight="600"')
+    text(EDGE, y, "CPU time relative to the peer's", "text", 16, ' font-weight="600"')
     text(EDGE, y + 20, "left of 1: less than the peer; a triangle is the aim", "quiet", 13)
     y += 34
     top = y + 10
@@ -68,7 +68,7 @@ def picture(theme: str) -> str:
         f'<text x="{at(x)}" y="{y + 16}" fill="{colors["quiet"]}" font-size="12" text-anchor="middle">{label(x)}</text>'
         for x in ticks[1:-1]
     )
-    title = "What the library's calls take over what their peers take, as a bar for each"
+    title = "Time of the library's calls relative to their peers, one bar per call"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {y + 26}" role="img" aria-label="{title}" '
         f'font-family="system-ui, sans-serif"><title>{title}</title>{lines}{"".join(drawn)}</svg>\n'
@@ -80,7 +80,7 @@ def label(tick: float) -> str:
 
 
 def figure(ratio: float) -> str:
-    """A ratio with two digits that count.
+    """A ratio with two significant digits.
 
     >>> figure(1.0349), figure(0.0871)
     ('1.03', '0.087')
@@ -89,21 +89,23 @@ def figure(ratio: float) -> str:
 
 
 def table() -> str:
-    """The same as a table in Markdown."""
-    lines = ["| what | over | processor time | time | aim | |", "| --- | --- | --- | --- | --- | --- |"]
+    """The ratios as a Markdown table."""
+    lines = ["| call | relative to | CPU time | time | aim | |", "| --- | --- | --- | --- | --- | --- |"]
     for title, group in groupby(rows(), key=lambda row: row["group"]):
         lines.append(f"| **{title}** | | | | | |")
         for row in group:
             aim = row["aim"]
-            told = "" if aim is None else "reached" if row["ratio"] <= aim else "missed" if row["low"] > aim else "open"
+            status = (
+                "" if aim is None else "reached" if row["ratio"] <= aim else "missed" if row["low"] > aim else "open"
+            )
             ratio = f"{figure(row['ratio'])} ({figure(row['low'])}-{figure(row['high'])})"
-            cells = row["own"], row["peer"], ratio, figure(row["clock"]), "" if aim is None else figure(aim), told
+            cells = row["own"], row["peer"], ratio, figure(row["clock"]), "" if aim is None else figure(aim), status
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def page() -> str:
-    """The page, with this table in its place."""
+    """The page with the table replaced."""
     return PLACE.sub(lambda _: table(), PAGE.read_text())
 
 

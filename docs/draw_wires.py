@@ -1,4 +1,4 @@
-"""Draws what `python benchmarks/wires.py --store` stored: `python docs/draw_wires.py`.
+"""Draws the results of `python benchmarks/wires.py --store`: `python docs/draw_wires.py`.
 
 Writes docs/static/wires-light.svg and wires-dark.svg, and the tables of docs/performance.md, "Wires".
 """
@@ -29,7 +29,7 @@ def stored() -> dict[str, Any]:
 
 
 def picture(theme: str) -> str:
-    """A curve for each way over the number of replicas, both axes logarithmic."""
+    """The error of each wire over the number of replicas as SVG, both axes logarithmic."""
     colors, errors = THEMES[theme], stored()["error"]
     counts = [int(n) for n in errors[HOPS]]
 
@@ -43,7 +43,7 @@ def picture(theme: str) -> str:
 
     middle, end = ' text-anchor="middle"', ' text-anchor="end"'
     drawn = [
-        text(8, 22, "Error of a sum over N replicas, over the float64 sum", "text", 16, ' font-weight="600"'),
+        text(8, 22, "Error of a sum over N replicas, relative to float64", "text", 16, ' font-weight="600"'),
         text(8, 42, "root mean square; green: sent through a wire", "quiet"),
         text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "N", "quiet", 13, middle),
     ]
@@ -60,7 +60,7 @@ def picture(theme: str) -> str:
         x, y = points[2 if name == HOPS else 3]
         below = name == 'cast("bfloat16")'
         drawn.append(text(x, y + (18 if below else -8), name.replace('"', "&quot;"), color, 12, middle))
-    label = "The error of an all-reduce in bfloat16 grows with the number of replicas; through a wire it stays"
+    label = "The error of an all-reduce in bfloat16 grows with the number of replicas; with a wire it is constant"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
     parts = "\n".join(drawn)
     return f'{head}font-family="system-ui, sans-serif"><title>{label}</title>\n{parts}\n</svg>\n'
@@ -75,7 +75,7 @@ def ruled(head: list[str], rows: list[list[str]]) -> str:
 
 
 def span(name: str) -> str:
-    """A call as code."""
+    """The name, formatted as code if it is a call."""
     return f"`{name}`" if "(" in name or "=" in name else name
 
 
@@ -86,7 +86,7 @@ def error_table() -> str:
 
 
 def loss_table() -> str:
-    """The mean loss of the seeds, and that over the loss without a wire, seed by seed."""
+    """The mean loss over the seeds, and the loss of each seed relative to no wire."""
     losses = stored()["loss"]
     rows = list[list[str]]()
     for name, found in losses.items():
@@ -96,7 +96,7 @@ def loss_table() -> str:
 
 
 def page() -> str:
-    """The page, with these tables in their places."""
+    """The page with the tables replaced."""
     tables = iter((error_table(), loss_table()))
     return PLACE.sub(lambda _: next(tables), PAGE.read_text())
 

@@ -46,7 +46,7 @@ DIFFERENCES = (
         _refused,
     ),
     Difference(
-        "one value a replica in cross-replica context, ON_WRITE",
+        "one value per replica in cross-replica context, ON_WRITE",
         lambda case: case.on_write and case.context in ("update_api_dep", "cross_in_scope_perreplica_value"),
         _refused,
     ),
