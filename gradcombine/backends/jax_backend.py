@@ -1,5 +1,5 @@
 # pyright: standard
-"""JAX: the primitives, eager and under jit."""
+"""The JAX backend, eager and under jit."""
 
 from __future__ import annotations
 
@@ -32,13 +32,12 @@ class JaxBackend(Backend):
         return isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) or self.absent(leaf)
 
     def split(self, node: Tree) -> Split | None:
-        one_level = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
-        entries, definition = one_level
-        # A node without children, as a module of static fields is, counts as one node too.
-        if jax.tree_util.treedef_is_leaf(definition) and definition.num_leaves:
+        entries, treedef = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
+        # treedef_is_leaf also holds for a node without children, for instance a module with static fields only.
+        if jax.tree_util.treedef_is_leaf(treedef) and treedef.num_leaves:
             return None
         keys = tuple(jax.tree_util.keystr(path) for path, _ in entries)
-        return Split(keys, tuple(child for _, child in entries), definition.unflatten, definition)
+        return Split(keys, tuple(child for _, child in entries), treedef.unflatten, treedef)
 
     def asarray(self, leaf: Leaf) -> Array:
         if isinstance(leaf, jax.Array):
@@ -53,8 +52,8 @@ class JaxBackend(Backend):
             return NUMPY.dtype(leaf)
         try:
             return np.dtype(leaf.dtype)
-        except TypeError:  # of random keys, which NumPy does not know
-            raise invalid("a dtype of numbers", leaf.dtype) from None
+        except TypeError:  # typed PRNG keys have no NumPy dtype
+            raise invalid("a numeric dtype", leaf.dtype) from None
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         return NUMPY.shape(leaf)
@@ -65,7 +64,7 @@ class JaxBackend(Backend):
     def absent(self, leaf: Leaf) -> bool:
         if not isinstance(leaf, (np.ndarray, jax.Array, jax.ShapeDtypeStruct)):
             return False
-        # A random key has no gradient; where jax.grad is asked for one (allow_int), it returns float0.
+        # A PRNG key has no gradient: jax.grad with allow_int returns float0 for it.
         return leaf.dtype == jax.dtypes.float0 or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
     def make_absent(self, shape: tuple[int, ...]) -> Leaf:
@@ -75,11 +74,11 @@ class JaxBackend(Backend):
         narrow = _canonical(dtype)
         if len(like) == 1 and isinstance(like[0], (jax.Array, jax.ShapeDtypeStruct)) and like[0].shape == shape:
             return _exactly(_full_like(like[0], fill, narrow), dtype)
-        # What belongs to several leaves may differ between replicas only where all of them do: else a leaf that is the
-        # same over an axis would, divided by the sum of weights, no longer be so by its type.
+        # An array shared by several leaves, such as the sum of weights, varies only over the axes that all of them vary
+        # over: dividing by it must not make a leaf vary over more axes.
         axes = tuple(frozenset.intersection(*map(varying, like))) if like else ()
-        made = _exactly(jnp.full(shape, fill, narrow), dtype)
-        return lax.pcast(made, axes, to="varying") if axes else made
+        filled = _exactly(jnp.full(shape, fill, narrow), dtype)
+        return lax.pcast(filled, axes, to="varying") if axes else filled
 
     def cast(self, array: Array, dtype: np.dtype) -> Array:
         if isinstance(array, jax.Array) and array.dtype == dtype:
@@ -104,15 +103,15 @@ class JaxBackend(Backend):
         product = jnp.multiply(array, weight)
         if not jnp.issubdtype(product.dtype, jnp.floating):
             return product
-        # XLA contracts a product and the addition after it into one fused multiply-add, through optimization_barrier
-        # and reduce_precision too. A select between them keeps the product's own rounding.
+        # XLA contracts a product and a subsequent addition into a fused multiply-add, even through optimization_barrier
+        # and reduce_precision. A select in between keeps the rounding of the product.
         return jnp.where(product != product, product + 1, product)
 
     def divide(self, array: Array, divisor: Array) -> Array:
         if jnp.iscomplexobj(array):
             return lax.complex(self.divide(array.real, divisor), self.divide(array.imag, divisor))
-        # A scalar divisor becomes a multiplication by its reciprocal, which rounds twice; a select of full shape does
-        # not.
+        # XLA turns division by a scalar into multiplication by its reciprocal, which rounds twice. A divisor selected
+        # elementwise prevents that.
         return jnp.divide(array, jnp.where(array != array, jnp.ones_like(divisor), divisor))
 
     def sqrt(self, array: Array) -> Array:
@@ -124,8 +123,8 @@ class JaxBackend(Backend):
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
         if array.dtype.name.startswith("float6_"):
             raise invalid("a dtype of whole bytes, or of 4 bits", array.dtype)
-        whole = jnp.stack([array.real, array.imag], axis=-1) if jnp.iscomplexobj(array) else array
-        return lax.bitcast_convert_type(whole, dtype)
+        parts = jnp.stack([array.real, array.imag], axis=-1) if jnp.iscomplexobj(array) else array
+        return lax.bitcast_convert_type(parts, dtype)
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
         return jnp.left_shift(a, amount)
@@ -137,7 +136,7 @@ class JaxBackend(Backend):
         return _totals(kernel, static, tuple(arrays))
 
     def traced_once(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        # Inside of another program too: leaves of one shape are traced and lowered once.
+        # Under an outer jit too, leaves of equal shape and dtype are traced and lowered once.
         return _compiled(kernel, static, tuple(arrays))
 
     def apply_if_rare(
@@ -146,13 +145,13 @@ class JaxBackend(Backend):
         known = self.concrete(condition)
         if known is not None and not any(isinstance(array, Tracer) for array in arrays):
             return super().apply_if_rare(known, kernel, static, arrays)
-        # A conditional would copy all of the arrays at every call. A loop of no turns leaves them where they are.
-        carried = tuple(_alike(arrays, arrays))
+        # A conditional would copy all arrays on every call; a loop of zero iterations leaves them in place.
+        carried = tuple(_vary_alike(arrays, arrays))
 
-        def turn(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+        def body(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
             return jnp.zeros_like(state[0]), tuple(kernel(self, *static, *state[1]))
 
-        return lax.while_loop(lambda state: state[0], turn, (condition, carried))[1]
+        return lax.while_loop(lambda state: state[0], body, (condition, carried))[1]
 
     def custom_derivative(
         self,
@@ -169,13 +168,13 @@ class JaxBackend(Backend):
             return list(function(*_replaced(leaves, traced, arrays)))
 
         def rule(primals: Sequence[Array], tangents: Sequence[Leaf]) -> tuple[list[Array], list[Array]]:
-            moving = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+            nonzero = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
-            def of(*arrays: Array) -> list[Array]:
-                return list(surrogate(*_replaced(leaves, traced, _replaced(primals, moving, arrays))))
+            def of_nonzero(*arrays: Array) -> list[Array]:
+                return list(surrogate(*_replaced(leaves, traced, _replaced(primals, nonzero, arrays))))
 
-            _, along = jax.jvp(of, [primals[i] for i in moving], [tangents[i] for i in moving])
-            return call(*primals), along
+            _, out = jax.jvp(of_nonzero, [primals[i] for i in nonzero], [tangents[i] for i in nonzero])
+            return call(*primals), out
 
         call.defjvp(rule, symbolic_zeros=True)
         return call(*(leaves[i] for i in traced))
@@ -212,32 +211,31 @@ class JaxBackend(Backend):
 
     def repeat(
         self,
-        turns: Array,
+        count: Array,
         body: Callable[[Array, list[Array], list[Array]], list[Array]],
         carry: Sequence[Array],
         constants: Sequence[Array],
         most: int,
     ) -> list[Array]:
-        known = self.concrete(turns)
+        known = self.concrete(count)
         if known is not None:
             return super().repeat(known, body, carry, constants, most)
-        carry, n = _alike([*carry, *constants], carry), len(carry)
+        carry, n = _vary_alike([*carry, *constants], carry), len(carry)
 
-        def loop(turns: Array, *arrays: Array) -> list[Array]:
-            def turn(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
+        def loop(count: Array, *arrays: Array) -> list[Array]:
+            def step(state: tuple[Array, list[Array]]) -> tuple[Array, list[Array]]:
                 return state[0] + 1, body(state[0], state[1], list(arrays[n:]))
 
-            return lax.while_loop(lambda state: state[0] < turns, turn, (jnp.zeros_like(turns), list(arrays[:n])))[1]
+            return lax.while_loop(lambda state: state[0] < count, step, (jnp.zeros_like(count), list(arrays[:n])))[1]
 
-        def bounded(turns: Array, *arrays: Array) -> list[Array]:
-            """JAX has no reverse of the loop; of so many turns it has."""
+        def bounded(count: Array, *arrays: Array) -> list[Array]:
+            # JAX cannot differentiate a while loop in reverse mode, but a scan of fixed length.
+            def step(carry: list[Array], i: Array) -> tuple[list[Array], None]:
+                return lax.cond(i < count, lambda carry: body(i, carry, list(arrays[n:])), list, carry), None
 
-            def turn(carry: list[Array], i: Array) -> tuple[list[Array], None]:
-                return lax.cond(i < turns, lambda carry: body(i, carry, list(arrays[n:])), list, carry), None
+            return lax.scan(step, list(arrays[:n]), jnp.arange(most, dtype=count.dtype))[0]
 
-            return lax.scan(turn, list(arrays[:n]), jnp.arange(most, dtype=turns.dtype))[0]
-
-        return self.custom_derivative(loop, bounded, [turns, *carry, *constants])
+        return self.custom_derivative(loop, bounded, [count, *carry, *constants])
 
     def stack(self, arrays: Sequence[Array]) -> Array:
         return jnp.stack(arrays)
@@ -246,7 +244,7 @@ class JaxBackend(Backend):
         return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
     def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
-        array, row = _alike([array, row], [array, row])
+        array, row = _vary_alike([array, row], [array, row])
         return lax.dynamic_update_index_in_dim(array, row, i, axis=0)
 
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
@@ -283,14 +281,15 @@ def _totals(kernel: Kernel, static: tuple[Hashable, ...], arrays: tuple[Array, .
     def of_all(*arrays: Array) -> tuple[Array, ...]:
         return _summed(kernel(BACKEND, *static, *arrays), 0)
 
-    # XLA on CPU gives the rows of a result to different cores, and a scalar to one; elsewhere rows would be written.
+    # On CPU, XLA distributes the rows of a result over the cores but computes a scalar on one core. Elsewhere the rows
+    # would only cost memory traffic.
     return lax.platform_dependent(*arrays, cpu=of_rows, default=of_all)
 
 
 def _summed(terms: Sequence[Array], axis: int) -> tuple[Array, ...]:
-    """The sums over this axis and those after it.
+    """The sums over ``axis`` and all later axes.
 
-    Reduced together, what they are made of is read once; and on CPU a reduction of one array alone is cut into windows,
+    One variadic reduction reads the inputs once. And on CPU, XLA splits the reduction of a single array into windows,
     which takes thirty times as long.
     """
     zeros = [jnp.zeros((), term.dtype) for term in terms]
@@ -298,7 +297,7 @@ def _summed(terms: Sequence[Array], axis: int) -> tuple[Array, ...]:
 
 
 def _rows(shape: tuple[int, ...]) -> int:
-    """How many sums to make first: one for each index of the first axis, or part of a vector; 1 if they are short."""
+    """The number of partial sums: one per row, or 2 to 64 equal parts of a vector; 1 if they would be short."""
     size = math.prod(shape)
     rows = shape[0] if len(shape) > 1 else next((n for n in (64, 16, 4, 2) if size % n == 0), 1)
     return rows if size >= 256 * rows > 0 else 1
@@ -311,16 +310,16 @@ def _replaced(items: Sequence[Any], positions: Sequence[int], others: Sequence[A
     return result
 
 
-def _alike(among: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    """The arrays, varying over all axes over which any ``among`` them does: as loops and updates in place ask for."""
-    axes = frozenset[str]().union(*map(varying, among))
+def _vary_alike(like: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    """Casts ``arrays`` to vary over every axis that any of ``like`` varies over, as loops and updates require."""
+    axes = frozenset[str]().union(*map(varying, like))
     missing = [tuple(axes - varying(array)) for array in arrays]
     pairs = zip(arrays, missing, strict=True)
     return [lax.pcast(array, names, to="varying") if names else jnp.asarray(array) for array, names in pairs]
 
 
 def _canonical(dtype: np.dtype) -> np.dtype:
-    """The dtype that JAX has for one of NumPy: of 32 bits for one of 64, unless jax_enable_x64 is set."""
+    """The dtype that JAX uses for a NumPy dtype: 64 bits become 32 unless jax_enable_x64 is set."""
     if not has_dtype(dtype):
         raise invalid("a dtype that JAX has", dtype)
     return jax.dtypes.canonicalize_dtype(dtype)
@@ -328,7 +327,7 @@ def _canonical(dtype: np.dtype) -> np.dtype:
 
 @cache
 def has_dtype(dtype: np.dtype) -> bool:
-    """Whether JAX has it, and XLA, which computes with numbers of 6 bits nowhere, and of 1 bit in part."""
+    """Whether JAX and XLA support a dtype: XLA does not compute in 6-bit dtypes, and only partly in 1-bit ones."""
     computes = not dtype.name.startswith("float6_") and dtype.name not in ("int1", "uint1")
     return computes and dtype.isnative and hasattr(jnp, dtype.name)
 
@@ -340,22 +339,22 @@ def _exactly(array: Array, dtype: np.dtype) -> Array:
 
 
 def _full_like(leaf: Leaf, fill: float, dtype: np.dtype) -> Array:
-    """Of the shape and the sharding of an array or spec, and varying over the same axes."""
+    """A filled array of the shape, sharding and varying axes of an array or spec."""
     if not jax.sharding.get_abstract_mesh().manual_axes:
         return _placed_like(leaf, jnp.full_like(leaf, fill, dtype))
-    # Beside manual axes full_like forgets explicit ones, and fails for a spec that varies.
-    kind = jax.typeof(leaf).sharding if isinstance(leaf, jax.Array) else leaf.sharding
-    device = kind if isinstance(kind, NamedSharding) and kind.mesh.explicit_axes else None
-    return _alike([leaf], [jnp.full(leaf.shape, fill, dtype, device=device)])[0]
+    # In a mesh with manual axes, full_like drops explicit axes, and fails for a spec that varies.
+    sharding = jax.typeof(leaf).sharding if isinstance(leaf, jax.Array) else leaf.sharding
+    device = sharding if isinstance(sharding, NamedSharding) and sharding.mesh.explicit_axes else None
+    return _vary_alike([leaf], [jnp.full(leaf.shape, fill, dtype, device=device)])[0]
 
 
-def _placed_like(leaf: Leaf, made: Array) -> Array:
-    # A constant in a compiled program depends on nothing, so that the partitioner is free to put all of it on every
-    # device. Where the sharding is known while tracing, by a spec or an array from outside, it is asked for.
+def _placed_like(leaf: Leaf, filled: Array) -> Array:
+    # A constant in a compiled program depends on no input, so the partitioner may replicate it. Constrain its sharding
+    # if that is known while tracing: from a spec, or from an array of the enclosing scope.
     sharding = None if isinstance(leaf, Tracer) else leaf.sharding
-    if isinstance(made, Tracer) and isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_auto:
-        return lax.with_sharding_constraint(made, sharding)
-    return made
+    if isinstance(filled, Tracer) and isinstance(sharding, NamedSharding) and sharding.mesh.are_all_axes_auto:
+        return lax.with_sharding_constraint(filled, sharding)
+    return filled
 
 
 BACKEND = JaxBackend()

@@ -21,33 +21,39 @@ __all__ = ["all_gather", "get_opaque_trace_state", "varying", "vjp_by_name"]
 
 
 def varying(leaf: Leaf) -> frozenset[str]:
-    """The manual mesh axes over which shard_map's type system says that a value, or one of a spec, may differ."""
-    kind = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
+    """The manual mesh axes over which an array or spec may vary, according to shard_map's types (vma)."""
+    aval = jax.typeof(leaf) if isinstance(leaf, jax.Array) else leaf
     if jax.__version_info__ < (0, 10):
-        return getattr(kind, "vma", None) or frozenset()
-    axes = getattr(kind, "manual_axis_type", None)
+        return getattr(aval, "vma", None) or frozenset()
+    axes = getattr(aval, "manual_axis_type", None)
     return frozenset() if axes is None else axes.varying
 
 
 def vjp_by_name(function: Callable[..., Any], *primals: Any) -> tuple[dict[str, Array], Callable[[str], Any], Any]:
-    """The scalars that a function returns by name, the gradient of each alone, and what it returns beside them.
+    """Differentiates named scalars separately.
 
-    What belongs to other scalars alone is not run through, so that no NaN there comes here.
+    Args:
+      function: returns a dict of scalars and an auxiliary value.
+      primals: arguments of ``function``.
+
+    Returns:
+      The scalars, a function that maps a name to the gradients of that scalar, and the auxiliary value. Computations
+      that only other scalars depend on are not differentiated, so that a NaN there cannot leak into a gradient.
     """
-    values, pull_back, beside = jax.vjp(function, *primals, has_aux=True)
+    values, pull_back, aux = jax.vjp(function, *primals, has_aux=True)
 
     def gradient(name: str) -> Any:
         one = lax.full_like(values[name], 1)
-        if jax.__version_info__ < (0, 10):  # which takes no symbolic zeros
+        if jax.__version_info__ < (0, 10):  # a vjp function does not accept symbolic zeros
             return jax.vjp(lambda *inner: function(*inner)[0][name], *primals)[1](one)
-        kinds: dict[str, Any] = {other: jax.typeof(x) for other, x in values.items()}
-        return pull_back({other: ad.Zero(kind.to_ct_aval()) for other, kind in kinds.items()} | {name: one})
+        avals: dict[str, Any] = {other: jax.typeof(x) for other, x in values.items()}
+        return pull_back({other: ad.Zero(aval.to_ct_aval()) for other, aval in avals.items()} | {name: one})
 
-    return values, gradient, beside
+    return values, gradient, aux
 
 
 def all_gather(array: Array, names: tuple[str, ...], to: str) -> Array:
-    """The first axes of all replicas' arrays, one after another; typed as ``"varying"``, or as ``"invarying"``."""
+    """Concatenates the replicas' arrays along the first axis; the result is typed ``"varying"`` or ``"invarying"``."""
     if to == "invarying" and jax.__version_info__ < (0, 10):
         from jax._src.lax.parallel import all_gather_invariant
 

@@ -1,5 +1,5 @@
 # pyright: standard
-"""NumPy: the backend that is always there."""
+"""The NumPy backend, which is always available."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gradcombine.backends.protocol import Backend, Kernel
 from gradcombine.errors import invalid, shown
 from gradcombine.types import Array, Leaf
 
-# A Python number takes the dtype that JAX and TensorFlow give it, so that one tree means the same in all three.
 NARROW = frozenset(np.dtype(x) for x in vars(ml_dtypes).values() if isinstance(x, type) and issubclass(x, np.generic))
 """The dtypes of ml_dtypes."""
 
+# A Python number gets the dtype that JAX and TensorFlow give it, so that a tree means the same in all three.
 _PYTHON_DTYPES: dict[type, np.dtype] = {
     bool: np.dtype(np.bool_),
     int: np.dtype(np.int32),
@@ -26,13 +26,13 @@ _PYTHON_DTYPES: dict[type, np.dtype] = {
 }
 
 _SILENT = np.errstate(all="ignore")
-"""Decorates operations that are silent on overflow."""
+"""Decorator that suppresses floating-point warnings."""
 
 _WORTH_JOINING = 1 << 12
-"""Elements of the largest array that is joined with others."""
+"""Most elements of an array that is concatenated with others."""
 
 _BLOCK = 1 << 14
-"""Elements of one array in a block."""
+"""Elements per block of a fused kernel."""
 
 
 class NumpyBackend(Backend):
@@ -50,7 +50,7 @@ class NumpyBackend(Backend):
             return leaf
         if not self.owns(leaf):
             raise invalid("an array or a number", shown(leaf))
-        if isinstance(leaf, np.ma.MaskedArray):  # what is under the mask would count
+        if isinstance(leaf, np.ma.MaskedArray):  # masked elements would be combined too
             raise invalid("an array without a mask", type(leaf).__name__)
         try:
             array = np.asarray(leaf, self.dtype(leaf))
@@ -58,19 +58,19 @@ class NumpyBackend(Backend):
                 raise TypeError
             return array
         except OverflowError:
-            expected = "a Python integer of 32 bits (a wider one as an array, which has a dtype)"
+            expected = "a Python integer of 32 bits (pass a wider one as an array)"
             raise invalid(expected, shown(leaf)) from None
         except MemoryError:
             raise
-        except Exception:  # of what has a shape and a dtype, but no elements that NumPy can read
+        except Exception:  # an object with a shape and a dtype that NumPy cannot convert
             raise invalid("an array or a number", type(leaf).__name__) from None
 
     def dtype(self, leaf: Leaf) -> np.dtype:
         if type(leaf) is np.ndarray:
             return leaf.dtype
         known = _PYTHON_DTYPES.get(type(leaf))
-        if known is None and not hasattr(leaf, "dtype"):  # a subclass of Python's numbers, as an IntEnum is
-            return next(dtype for kind, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, kind))
+        if known is None and not hasattr(leaf, "dtype"):  # a subclass of a Python number, such as IntEnum
+            return next(dtype for number, dtype in _PYTHON_DTYPES.items() if isinstance(leaf, number))
         return known or np.dtype(leaf.dtype)
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class NumpyBackend(Backend):
     def _rounded(self, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
         try:
             return array.astype(dtype, copy=False)
-        except TypeError:  # ml_dtypes has no cast between some narrow dtypes, all of which float32 holds
+        except TypeError:  # ml_dtypes cannot cast between some narrow dtypes; float32 represents all of them exactly
             return array.astype(np.float32).astype(dtype)
 
     @_SILENT
@@ -131,8 +131,9 @@ class NumpyBackend(Backend):
 
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
         native = self.dtype(array).newbyteorder("=")
-        whole = np.ascontiguousarray(array, native).reshape(np.shape(array))
-        return whole.view(dtype) if whole.dtype.itemsize == np.dtype(dtype).itemsize else whole[..., None].view(dtype)
+        packed = np.ascontiguousarray(array, native).reshape(np.shape(array))
+        same_width = packed.dtype.itemsize == np.dtype(dtype).itemsize
+        return packed.view(dtype) if same_width else packed[..., None].view(dtype)
 
     def shift_left(self, a: Array, amount: Array | int) -> Array:
         return np.left_shift(a, np.asarray(amount, np.int32))
@@ -147,7 +148,7 @@ class NumpyBackend(Backend):
         return np.where(a != a, a, np.where(a > b, a, b))
 
     def fused(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        # In blocks, whose intermediate results stay in the processor's cache.
+        # Intermediate results of a block stay in the CPU cache.
         shape = np.broadcast_shapes(*map(np.shape, arrays))
         if (size := math.prod(shape)) <= _BLOCK:
             return tuple(kernel(self, *static, *arrays))
@@ -203,7 +204,7 @@ class NumpyBackend(Backend):
         return np.concatenate(list(arrays), axis)
 
     def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        # Copies: a part that is kept would keep all others.
+        # A view that outlives this call would keep the full buffer alive.
         return [part.copy() for part in super().unpack(array, shapes)]
 
     def take(self, array: Array, positions: Array) -> Array:
@@ -220,7 +221,7 @@ def _is_length(n: Any) -> bool:
 
 
 def _of_parts(function: Any, array: Array, scalar: Array) -> Array:
-    # A complex times a real, part by part: a full complex product would turn inf + 0j into NaN.
+    # Complex by real, each part on its own: a complex product would turn inf + 0j into NaN.
     out = np.empty_like(array)
     out.real, out.imag = function(array.real, scalar), function(array.imag, scalar)
     return out

@@ -1,7 +1,7 @@
-"""The primitives and the collectives that an algorithm may use.
+"""The array primitives and the collectives that algorithms are written in.
 
-Where ``+``, ``>=``, ``&`` and their like mean the same on the arrays of all frameworks, the operators are used as they
-are. What stands here differs between frameworks, in meaning or in bits.
+Operators such as ``+``, ``>=`` and ``&`` that mean the same in all frameworks are used directly. What frameworks do
+differently, in meaning or in bits, is a primitive here.
 """
 
 from __future__ import annotations
@@ -18,99 +18,103 @@ from gradcombine.errors import GradCombineError
 from gradcombine.types import Array, Leaf, Tree
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
-"""A function of module level: ``kernel(backend, *static, *arrays)``."""
+"""A module-level function: ``kernel(backend, *static, *arrays)``."""
 
 
 class Split(NamedTuple):
-    """One container, taken apart one level deep."""
+    """A container flattened one level deep."""
 
     names: tuple[Any, ...]
-    """The keys of a dict, the positions of a list, the fields of a NamedTuple."""
+    """Keys of a dict, indices of a list or fields of a NamedTuple."""
     children: tuple[Tree, ...]
     rebuild: Callable[[Sequence[Tree]], Tree]
     static: Any = None
-    """Static data that must be equal as well for two containers to match."""
+    """Static data that must also be equal for two containers to match."""
     form: str = "{}"
-    """How a path spells a name, for instance ``"[{!r}]"``."""
+    """Format of a name in a pytree path, for instance ``"[{!r}]"``."""
 
 
 class RowSlices(NamedTuple):
-    """An array of which only some rows are held."""
+    """A row-sparse array: all rows that are not listed are zero."""
 
     indices: Array
-    """Integers of shape (n,). Rows may occur several times."""
+    """Row indices: integers of shape (n,), possibly with duplicates."""
     values: Array
-    """Of shape (n, ...): one row for each index."""
+    """One row for each index: shape (n, ...)."""
     rows: int | None
-    """The number of rows of the whole array; None where it is not known while tracing."""
+    """Number of rows of the dense array, or None if it is unknown while tracing."""
 
 
 class Backend(ABC):
-    """One framework. What is not abstract has a default, written over the rest."""
+    """The primitives of one framework. Defaults are written in terms of the abstract methods."""
 
     name: str
     differentiates: bool
-    """Whether the framework takes derivatives."""
+    """Whether the framework has automatic differentiation."""
 
     @abstractmethod
     def owns(self, leaf: Leaf) -> bool:
         """Whether ``leaf`` is an array, variable, traced value or shape/dtype spec of this framework."""
 
     def split(self, node: Tree) -> Split | None:
-        """Takes apart a container type that is registered with this framework; None for anything else."""
+        """Flattens a container type registered with this framework by one level; returns None for other nodes."""
         return None
 
     @abstractmethod
     def asarray(self, leaf: Leaf) -> Array:
-        """The leaf as an array, its dtype kept."""
+        """Converts a leaf to an array of the same dtype."""
 
     @abstractmethod
     def dtype(self, leaf: Leaf) -> np.dtype:
-        """The NumPy dtype (ml_dtypes for bfloat16 and float8) of an array or spec, of this framework or NumPy's."""
+        """The NumPy dtype (of ml_dtypes for bfloat16 and float8) of an array or spec of this framework or of NumPy."""
 
     @abstractmethod
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
-        """The static shape of an array or spec, of this framework or NumPy's."""
+        """The static shape of an array or spec of this framework or of NumPy."""
 
     @abstractmethod
     def concrete(self, array: Array) -> np.ndarray | None:
-        """The value, or None while tracing."""
+        """The value as a NumPy array, or None for a tracer or symbolic tensor."""
 
     def absent(self, leaf: Leaf) -> bool:
-        """Whether a leaf of this framework stands for "no gradient", as None does everywhere."""
+        """Whether a leaf is this framework's marker of "no gradient", besides None."""
         return False
 
     def make_absent(self, shape: tuple[int, ...]) -> Leaf:
-        """The leaf that `absent` recognises, for a parameter of this shape."""
+        """The marker of "no gradient" (see `absent`) for a parameter of this shape."""
         return None
 
     @abstractmethod
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Leaf] = ()) -> Array:
-        """A filled array. It varies over the axes that all of ``like`` do; placed as the one of its shape, if alone."""
+        """Creates an array filled with ``fill``.
+
+        It varies over the manual mesh axes that every leaf in ``like`` varies over. If ``like`` is a single leaf of the
+        same shape, the array also gets its sharding.
+        """
 
     @abstractmethod
     def cast(self, array: Array, dtype: np.dtype) -> Array:
-        """The values in another dtype, rounded to nearest even."""
+        """Casts to another dtype, rounding to nearest even."""
 
     @abstractmethod
     def add(self, a: Array, b: Array) -> Array:
-        """a + b, silent on overflow."""
+        """a + b, without overflow warnings."""
 
     @abstractmethod
     def total(self, array: Array) -> Array:
-        """The sum of all elements, a scalar; in an order that the framework chooses."""
+        """The scalar sum of all elements; the order of additions is up to the framework."""
 
     @abstractmethod
     def largest(self, array: Array) -> Array:
-        """The largest of int32 elements along the last axis, which stays, of length 1."""
+        """The maximum of int32 elements along the last axis, with keepdims."""
 
     @abstractmethod
     def product(self, a: Array, b: Array) -> Array:
-        """a * b elementwise, silent on overflow; may be fused with a following addition."""
+        """Elementwise a * b, without overflow warnings; may be fused with a subsequent addition."""
 
     @abstractmethod
     def scale(self, array: Array, weight: Array) -> Array:
-        """array * weight for a scalar of the array's real dtype; rounded once, never fused into an addition."""
+        """array * weight for a scalar of the array's real dtype, rounded once: never fused into an addition."""
 
     @abstractmethod
     def divide(self, array: Array, divisor: Array) -> Array:
@@ -118,79 +122,83 @@ class Backend(ABC):
 
     @abstractmethod
     def sqrt(self, array: Array) -> Array:
-        """The square root of floats, correctly rounded on CPU; NaN of negative ones."""
+        """The square root of floats, correctly rounded on CPU; NaN for negative elements."""
 
     @abstractmethod
     def where(self, condition: Array, a: Array, b: Array) -> Array:
-        """a where the boolean condition holds, else b."""
+        """Selects from a where the boolean condition is true, else from b."""
 
     @abstractmethod
     def bitcast(self, array: Array, dtype: np.dtype) -> Array:
-        """Reinterprets the bits as another dtype of equal width, or of a smaller one: then with one more axis or two.
+        """Reinterprets the bits as another dtype of the same or a smaller width.
 
-        Complex numbers are read as their parts.
+        A smaller width appends an axis over the pieces of each element; complex input first appends an axis over the
+        real and the imaginary part.
         """
 
     @abstractmethod
     def shift_left(self, a: Array, amount: Array | int) -> Array:
-        """``a << amount`` for int32 and int64, and amounts from 0 to 31 or 63."""
+        """``a << amount`` for int32 (amounts 0 to 31) and int64 (0 to 63)."""
 
     @abstractmethod
     def shift_right(self, a: Array, amount: Array | int) -> Array:
-        """``a >> amount`` for integers of 32 and 64 bits, and amounts from 0 to 31 or 63; a sign bit is repeated."""
+        """``a >> amount`` for 32-bit (amounts 0 to 31) and 64-bit integers (0 to 63); arithmetic if signed."""
 
     def maximum(self, a: Array, b: Array) -> Array:
-        """The larger one. NaN where either is NaN; ``b`` where both are equal."""
+        """The elementwise maximum: NaN if either is NaN, ``b`` if they are equal."""
         return self.where(a != a, a, self.where(b != b, b, self.where(a > b, a, b)))
 
     def fused(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """``kernel(self, *static, *arrays)`` in one pass over memory, as far as the framework can.
+        """Computes ``kernel(self, *static, *arrays)``, in one pass over memory where the framework allows.
 
         Args:
-          kernel: an elementwise function, whose bits do not depend on how it is compiled.
+          kernel: an elementwise function whose bits do not depend on how it is compiled.
           static: hashable arguments.
-          arrays: of one shape, or scalars.
+          arrays: arrays of one shape, and scalars.
         """
         return self.traced_once(kernel, static, arrays)
 
     @abstractmethod
     def fused_totals(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """The sums modulo 2**32 of all elements of each of ``kernel(self, *static, *arrays)``, as scalars.
+        """Sums all elements of each result of ``kernel(self, *static, *arrays)`` modulo 2**32, to scalars.
 
-        In one pass over memory, as far as the framework can, without an array of the results' size.
+        One pass over memory where the framework allows: the results of the kernel are not stored.
 
         Args:
-          kernel: an elementwise function to uint32, of one shape.
+          kernel: an elementwise function with uint32 results, all of one shape.
           static: hashable arguments.
-          arrays: of one shape.
+          arrays: arrays of one shape.
         """
 
     def traced_once(self, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]) -> tuple[Array, ...]:
-        """``kernel(self, *static, *arrays)``, of any kernel; traced once for all arrays of these shapes and dtypes."""
+        """Computes ``kernel(self, *static, *arrays)``; traces once per combination of shapes and dtypes.
+
+        The kernel need not be elementwise.
+        """
         return tuple(kernel(self, *static, *arrays))
 
     def prefers_rows(self, shape: tuple[int, ...], count: int) -> bool:
-        """Whether so many arrays of a shape are better the rows of one: where operations cost more than elements."""
+        """Whether stacking ``count`` arrays of this shape costs less than an operation on each."""
         return False
 
     def prefers_joined(self, array: Array) -> bool:
-        """Whether so small an array is better a part of one with others: where operations cost more than elements."""
+        """Whether the array is so small that concatenating it with others costs less than an operation on each."""
         return False
 
     def joined(self, function: Callable[..., Tree], *arguments: Tree) -> Tree:
-        """``function(*arguments)``, elementwise, of arrays that were joined and whose results are unpacked."""
+        """Calls an elementwise function on concatenated arrays, whose results are split afterwards."""
         return function(*arguments)
 
     def apply_if_rare(
         self, condition: Array, kernel: Kernel, static: tuple[Hashable, ...], arrays: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """``kernel(self, *static, *arrays)`` where the scalar condition holds, else the arrays, which are not copied.
+        """Computes ``kernel(self, *static, *arrays)`` if the condition is true, else returns the arrays uncopied.
 
         Args:
-          condition: known or traced; it seldom holds.
-          kernel: as for `fused`. Its results have the shapes and dtypes of the arrays.
+          condition: boolean scalar, concrete or traced, that is rarely true.
+          kernel: as for `fused`, with results of the arrays' shapes and dtypes.
           static: hashable arguments.
-          arrays: of one shape.
+          arrays: arrays of one shape.
         """
         return self.fused(kernel, static, arrays) if condition else tuple(arrays)
 
@@ -200,116 +208,115 @@ class Backend(ABC):
         surrogate: Callable[..., Sequence[Array]],
         leaves: Sequence[Leaf],
     ) -> list[Array]:
-        """``function(*leaves)``, whose derivative of every order, in forward and reverse mode, is the surrogate's.
+        """Computes ``function(*leaves)`` with the derivatives of ``surrogate``, in both modes and to every order.
 
         Args:
-          function: from leaves to arrays. It closes over no array: it may run again where those are gone.
-          surrogate: likewise, to arrays of the same shapes and dtypes. Nothing of it runs where no derivative is taken.
-          leaves: arrays of any framework and None. Derivatives are with respect to those of this one.
+          function: maps leaves to arrays. It must not close over arrays: it may be traced again in another scope.
+          surrogate: maps leaves to arrays of the same shapes and dtypes. It runs only if a derivative is taken.
+          leaves: arrays of any framework and None. Derivatives are taken with respect to this framework's arrays.
         """
         return list(function(*leaves))
 
     def row_slices(self, leaf: Leaf) -> RowSlices | None:
-        """The parts of a row-sparse array of this framework's own kind; None for anything else."""
+        """The parts of this framework's row-sparse array type; None for any other leaf."""
         return None
 
     @abstractmethod
     def argsort(self, keys: Array) -> Array:
-        """The int32 positions that sort a vector of integers; equal ones stay in their order."""
+        """The int32 permutation that sorts a vector of integers, stably."""
 
     def flat(self, array: Array) -> Array:
-        """All elements along one axis."""
+        """The array flattened to a vector."""
         return array.reshape(-1)
 
     @abstractmethod
     def reshape(self, array: Array, shape: tuple[int, ...]) -> Array:
-        """The elements in another shape, in row-major order; one of its lengths may be -1."""
+        """Reshapes in row-major order; one length may be -1."""
 
     @abstractmethod
     def row_numbers(self, array: Array) -> Array:
-        """For each element, of `flat`, the number of its row along the last axis, int32."""
+        """The int32 row index of each element of `flat`, where a row is a slice along the last axis."""
 
     @abstractmethod
     def cumsum(self, array: Array) -> Array:
-        """The running totals of an int32 vector."""
+        """The cumulative sum of an int32 vector."""
 
     @abstractmethod
     def search_sorted(self, ordered: Array, keys: Array) -> Array:
-        """For each of the int32 keys, how many of an ascending int32 vector are smaller, as int32."""
+        """The int32 leftmost insertion index of each int32 key in an ascending int32 vector."""
 
     def loop(
         self, condition: Callable[..., Array], body: Callable[..., tuple[Array, ...]], *carry: Array
     ) -> tuple[Array, ...]:
-        """The arrays ``carry = body(*carry)`` after all the times that the boolean ``condition(*carry)`` held."""
+        """Runs ``carry = body(*carry)`` while the boolean scalar ``condition(*carry)`` is true; returns ``carry``."""
         while condition(*carry):
             carry = body(*carry)
         return carry
 
     def repeat(
         self,
-        turns: Array,
+        count: Array,
         body: Callable[[Array, list[Array], list[Array]], list[Array]],
         carry: Sequence[Array],
         constants: Sequence[Array],
         most: int,
     ) -> list[Array]:
-        """``carry = body(i, carry, constants)`` for i from 0 to ``turns - 1``; differentiable.
+        """Runs ``carry = body(i, carry, constants)`` for ``i`` in ``range(count)``; differentiable.
 
         Args:
-          turns: int32 scalar, known or traced, from 0 to ``most``.
-          body: a function of the arrays that it is given, and of no others. Its results have the shapes and dtypes of
-            ``carry``.
-          carry: the arrays to begin with.
-          constants: what every turn reads, which is not copied.
-          most: bounds the turns, for a derivative.
+          count: int32 scalar, concrete or traced, from 0 to ``most``.
+          body: returns arrays of the shapes and dtypes of ``carry``. It must not close over arrays.
+          carry: initial arrays.
+          constants: arrays that every iteration reads, which are not copied.
+          most: static upper bound of ``count``, for reverse-mode derivatives.
         """
-        for i in range(int(turns)):
+        for i in range(int(count)):
             carry = body(i, list(carry), list(constants))
         return list(carry)
 
     @abstractmethod
     def stack(self, arrays: Sequence[Array]) -> Array:
-        """The arrays along a new first axis."""
+        """Stacks the arrays along a new first axis."""
 
     @abstractmethod
     def slice_at(self, array: Array, i: Array | int) -> Array:
-        """``array[i]``, for an int32 scalar that is a position of the first axis."""
+        """``array[i]``, for an int32 scalar in bounds of the first axis."""
 
     @abstractmethod
     def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
-        """The array with ``row`` at position ``i`` of the first axis, in place where compiled code owns the array."""
+        """The array with ``array[i]`` replaced by ``row``; in place where compiled code owns the buffer."""
 
     @abstractmethod
     def concat(self, arrays: Sequence[Array], axis: int = 0) -> Array:
-        """The arrays one after another along an axis."""
+        """Concatenates the arrays along an axis."""
 
     def unpack(self, array: Array, shapes: Sequence[tuple[int, ...]]) -> list[Array]:
-        """The consecutive parts of a vector, in these shapes."""
+        """Splits a vector into consecutive parts of these shapes."""
         ends = accumulate(map(math.prod, shapes))
         return [self.reshape(array[end - math.prod(x) : end], x) for x, end in zip(shapes, ends, strict=True)]
 
     @abstractmethod
     def take(self, array: Array, positions: Array) -> Array:
-        """The rows at int32 positions, all of which exist."""
+        """Gathers rows at int32 positions, which must be in bounds."""
 
     @abstractmethod
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
-        """The array with these rows at int32 positions, from 0 on: distinct ones, and ones past the end, left out."""
+        """Overwrites rows at distinct, non-negative int32 positions; drops rows whose position is past the end."""
 
     def check(self, condition: Array, operation: str, expected: str, received: str) -> None:
-        """Raises at run time where ``condition`` is false, also in compiled code that supports it."""
+        """Raises at run time if ``condition`` is false anywhere, in compiled code too where that is supported."""
         if not np.all(condition):
             raise GradCombineError(operation, expected, received)
 
 
 class Collective:
-    """Communication among the replicas that run the same program. Arguments are bundles: one call, one exchange.
+    """Communication among replicas that run the same program. Each method exchanges all of its arrays in one call.
 
-    The methods are those of one replica, `gradcombine.LOCAL`, which gets back what it sends.
+    This base class, `gradcombine.LOCAL`, is a single replica: it returns the arrays as they are.
     """
 
     framework: str | None = None
-    """The framework whose arrays it exchanges; None: any."""
+    """Framework of the arrays that it exchanges; None: any."""
 
     def __repr__(self) -> str:
         return "LOCAL"
@@ -319,32 +326,35 @@ class Collective:
         return 1
 
     def rank(self) -> Array:
-        """This replica's number, from 0."""
+        """The index of this replica, an integer scalar."""
         return np.int32(0)
 
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        """The elementwise sum over replicas, in an order that the framework chooses."""
+        """The elementwise sum over replicas; the order of additions is up to the framework."""
         return list(arrays)
 
     def all_max(self, arrays: Sequence[Array]) -> list[Array]:
-        """The elementwise maximum over replicas, of int8 arrays."""
+        """The elementwise maximum over replicas of int8 arrays."""
         return list(arrays)
 
     def all_gather(self, arrays: Sequence[Array]) -> list[Array]:
-        """The replicas' arrays, stacked by rank along a new first axis."""
+        """The arrays of all replicas, stacked by rank along a new first axis."""
         return [array[None] for array in arrays]
 
     def of_each_rank(self, arrays: Sequence[Array]) -> Iterator[list[Array]]:
-        """The arrays of each replica in turn, after one exchange."""
+        """Yields the arrays of each replica by rank, after a single exchange."""
         gathered = self.all_gather(arrays)
         return ([stack[rank] for stack in gathered] for rank in range(self.size()))
 
     def narrow_ways(self) -> tuple[str, ...]:
-        """How leaves may be sent as codes, in flat arrays: ``"gathered"``, or also in ``"parts"`` by `all_to_all`."""
+        """Exchanges that leaves encoded in a narrow dtype may use.
+
+        ``"gathered"`` is one `all_gather`; ``"parts"`` is `all_to_all`, and an `all_gather` of the reduced parts.
+        """
         return ()
 
     def all_to_all(self, arrays: Sequence[Array]) -> list[Array]:
-        """Of arrays with one row per replica: this replica's rows of all replicas' arrays, by rank."""
+        """Transposes arrays with one row per replica: row ``r`` of a result is this replica's row on rank ``r``."""
         return list(arrays)
 
     def reduce_scatter_map(
@@ -353,16 +363,19 @@ class Collective:
         summed: Sequence[Array],
         common: Sequence[Array],
     ) -> list[Array]:
-        """``function(sums over replicas of summed, common)``; where it can be, computed by each replica for a part.
+        """Computes ``function(all_sum(summed), common)``; where possible, each replica computes only its shard.
 
-        The function is elementwise, and has one result for each array of ``common``, which are the same on all
-        replicas: of its shape. It must not depend on the order of sums, as those of integers do not.
+        Args:
+          function: elementwise. It returns one array per array of ``common``, of the same shape, whose bits do not
+            depend on the order in which ``summed`` was summed (integer sums, for instance).
+          summed: arrays to sum over replicas.
+          common: arrays that are identical on all replicas.
         """
         return function(self.all_sum(summed), common)
 
     def mark_varying(self, arrays: Sequence[Array]) -> list[Array]:
-        """Marks arrays as each replica's own, where the framework keeps account of that."""
+        """Marks arrays as varying over the replicas, if the framework tracks this in types."""
         return list(arrays)
 
     def require_unreduced(self, paths: Sequence[str], leaves: Sequence[Array]) -> None:
-        """Raises where a leaf is known to be combined over the replicas already."""
+        """Raises if the framework knows that a leaf is already reduced over the replicas."""

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Finds the backend of a leaf, and loads a backend only where its framework is loaded already."""
+"""Finds the backend of a leaf. A backend is loaded only if its framework has already been imported."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from gradcombine.types import Array, Leaf
 
 FRAMEWORKS = ("jax", "tensorflow")
 NUMPY_TYPES = (np.ndarray, np.generic, bool, int, float, complex)
-"""Of leaves that go along with the arrays of any framework."""
+"""Leaf types that may be mixed with the arrays of any framework."""
 _PLAIN = np.dtype(np.bool_)
 _INT32 = np.dtype(np.int32)
 
 
 @cache
 def load(name: str) -> Backend:
-    """The backend called ``"numpy"``, ``"jax"`` or ``"tensorflow"``; imports its framework."""
+    """Loads the backend ``"numpy"``, ``"jax"`` or ``"tensorflow"``; imports its framework."""
     with importing(name):
         return importlib.import_module(f"gradcombine.backends.{name}_backend").BACKEND
 
 
 def load_collective(name: str) -> Callable[..., Collective]:
-    """The factory of collectives of ``"jax"``, from axis names, or of ``"tensorflow"``; imports the framework."""
+    """Loads the class of collectives of ``"jax"`` (takes axis names) or ``"tensorflow"``; imports the framework."""
     with importing(f"the replicas of {name}"):
         return importlib.import_module(f"gradcombine.backends.{name}_collective").COLLECTIVE
 
@@ -46,7 +46,7 @@ def loaded() -> list[Backend]:
 
 
 def _imported(name: str) -> bool:
-    # A framework in the middle of its own import is in sys.modules too, but owns no arrays yet.
+    # A framework whose import is still running is in sys.modules too, but no array of it exists yet.
     spec = getattr(sys.modules.get(name), "__spec__", None)
     return spec is not None and not getattr(spec, "_initializing", False)
 
@@ -54,14 +54,17 @@ def _imported(name: str) -> bool:
 LEAF_TYPES: dict[type, Backend | None] = dict.fromkeys(
     {np.ndarray, bool, int, float, complex, *np.sctypeDict.values()} - {np.void}
 )
-"""Types whose every instance is a leaf: None for those of NumPy and Python; a framework's, as they are met."""
+"""Types whose instances are always leaves.
+
+NumPy and Python types map to None, the array types of a framework to its backend: `owner` adds them on first use.
+"""
 
 
 def owner(leaf: Leaf) -> Backend | None:
-    """The backend of one leaf; None for what belongs to no framework."""
+    """The backend of a leaf, or None if no framework knows its type."""
     if (known := LEAF_TYPES.get(type(leaf))) is not None:
         return known
-    # JAX's float0, which stands for "no gradient", is a structured dtype of NumPy's own arrays.
+    # JAX's float0 ("no gradient") is a structured dtype in a NumPy array.
     if isinstance(leaf, NUMPY_TYPES) and not getattr(leaf, "dtype", _PLAIN).names:
         return load("numpy")
     for backend in loaded():
@@ -74,35 +77,35 @@ def owner(leaf: Leaf) -> Backend | None:
 
 
 def is_absent(leaf: Leaf) -> bool:
-    """Whether a leaf stands for "no gradient": None, or what its framework has for it."""
+    """Whether a leaf is None or its framework's marker of "no gradient"."""
     backend = None if leaf is None else owner(leaf)
     return leaf is None or (backend is not None and backend.absent(leaf))
 
 
 def resolve(leaves: Iterable[Leaf]) -> Backend:
-    """The one backend of all leaves; NumPy arrays and Python numbers go along with either framework.
+    """The common backend of all leaves; NumPy arrays and Python numbers mix with either framework.
 
     Raises:
       GradCombineError: for arrays of two frameworks.
     """
-    found = load("numpy")
+    common = load("numpy")
     for leaf in leaves:
         backend = LEAF_TYPES.get(type(leaf))
         if backend is None:
-            # As in `owner`, which would be half of the calls of a small update.
+            # Repeats a check of `owner`: calling it would be half of all calls in a small update.
             if leaf is None or (isinstance(leaf, NUMPY_TYPES) and not getattr(leaf, "dtype", _PLAIN).names):
                 continue
             backend = owner(leaf)
-        if backend is None or backend is found or backend.name == "numpy":
+        if backend is None or backend is common or backend.name == "numpy":
             continue
-        if found.name != "numpy":
-            raise invalid("arrays of one framework", f"arrays of {found.name} and of {backend.name}")
-        found = backend
-    return found
+        if common.name != "numpy":
+            raise invalid("arrays of one framework", f"arrays of {common.name} and of {backend.name}")
+        common = backend
+    return common
 
 
 def described(leaf: Leaf) -> Backend:
-    """The backend of an array or spec that `gradcombine.tree.flatten` has let through."""
+    """The backend of an array or spec; raises if it has none."""
     backend = owner(leaf)
     if backend is None:
         raise invalid("an array or a number", shown(leaf))
@@ -120,7 +123,7 @@ def shape_of(array: Array) -> tuple[int, ...]:
 
 
 def placeholder(leaf: Leaf) -> Leaf:
-    """A leaf as `init` may be given it: of zeros that take no memory, in the leaf's shape and dtype."""
+    """Zeros of a leaf's shape and dtype that occupy no memory, as an argument of ``init``."""
     if is_absent(leaf):
         return leaf
     backend = described(leaf)
@@ -129,24 +132,24 @@ def placeholder(leaf: Leaf) -> Leaf:
 
 
 def holds_values(leaf: Leaf) -> bool:
-    """Whether a leaf has values of its dtype: a spec has none, and a Python integer may be too wide for its own."""
+    """Whether a leaf holds values of its dtype: false for specs and for Python integers that do not fit int32."""
     if isinstance(leaf, int):
         return leaf.bit_length() < 32
     return hasattr(leaf, "__add__")  # a framework's array, or a number
 
 
 def is_array_of(leaf: Leaf, dtype: np.dtype, shape: tuple[int, ...] | None = None) -> bool:
-    """Whether a leaf holds values of a dtype, in any byte order, in a shape if one is given."""
+    """Whether a leaf holds values of this dtype, in any byte order, and (unless None) has this shape."""
     backend = owner(leaf)
     if backend is None or not holds_values(leaf):
         return False
-    own = backend.dtype(leaf)
-    # Names take NumPy microseconds, and each call of a reduction asks for each leaf.
-    return (own == dtype or own.name == dtype.name) and (shape is None or backend.shape(leaf) == shape)
+    actual = backend.dtype(leaf)
+    # NumPy takes microseconds to make a dtype's name, and every call of a reduction checks every leaf.
+    return (actual == dtype or actual.name == dtype.name) and (shape is None or backend.shape(leaf) == shape)
 
 
 def in_words(leaf: Leaf) -> str:
-    """A leaf as messages name it: an array by its shape and dtype."""
+    """Describes a leaf in a message: an array by its dtype and shape."""
     backend = owner(leaf)
     if backend is None or not holds_values(leaf):
         return shown(leaf)
@@ -154,14 +157,14 @@ def in_words(leaf: Leaf) -> str:
 
 
 def require_count(leaf: Leaf, path: str) -> None:
-    """Refuses what is not an int32 scalar, as states count in."""
+    """Raises unless a leaf is an int32 scalar, the type of the counters in states."""
     if not is_array_of(leaf, _INT32, ()):
         raise invalid("int32 of shape ()", in_words(leaf), path)
 
 
 def require_scalar(expected: str, leaf: Leaf, kinds: str, path: str = "") -> None:
-    """Refuses what is not a scalar array or number of one of these NumPy kinds of dtype."""
+    """Raises unless a leaf is a number or scalar array whose ``dtype.kind`` is in ``kinds``."""
     backend = owner(leaf)
-    whole = backend is not None and holds_values(leaf) and backend.shape(leaf) == ()
-    if backend is None or not whole or np.dtype(backend.dtype(leaf)).kind not in kinds:
+    is_scalar = backend is not None and holds_values(leaf) and backend.shape(leaf) == ()
+    if backend is None or not is_scalar or np.dtype(backend.dtype(leaf)).kind not in kinds:
         raise invalid(expected, in_words(leaf), path)

@@ -1,5 +1,5 @@
 # pyright: standard
-"""TensorFlow: eager, tf.function, XLA, and the replicas of tf.distribute."""
+"""The TensorFlow backend: eager, under tf.function and under XLA."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ class TensorflowBackend(Backend):
             return NUMPY.dtype(leaf)
         try:
             return np.dtype(leaf.dtype.as_numpy_dtype)
-        except KeyError:  # of handles
-            raise invalid("a dtype of numbers", leaf.dtype.name) from None
+        except KeyError:  # resource and variant handles have no NumPy dtype
+            raise invalid("a numeric dtype", leaf.dtype.name) from None
 
     def shape(self, leaf: Leaf) -> tuple[int, ...]:
         if not self.owns(leaf):
             return NUMPY.shape(leaf)
         if not leaf.shape.is_fully_defined():
-            expected = "a shape that is known while tracing (tf.ensure_shape states it, and checks it)"
+            expected = "a shape that is known while tracing (tf.ensure_shape sets and checks it)"
             raise invalid(expected, leaf.shape)
         return tuple(leaf.shape)
 
@@ -71,16 +71,16 @@ class TensorflowBackend(Backend):
         if isinstance(array, (tf.Tensor, tf.Variable)):
             if tf.executing_eagerly() and hasattr(array, "numpy"):
                 return array.numpy()
-            # In a graph, a scalar that is a constant, or folded from constants.
+            # In a graph, only scalars that fold to a constant.
             return tf.get_static_value(array) if isinstance(array, tf.Tensor) and array.shape.rank == 0 else None
         return np.asarray(array)
 
     def full(self, shape: tuple[int, ...], fill: float, dtype: np.dtype, like: Sequence[Leaf] = ()) -> Array:
         if dtype not in _COMPUTED:
             raise _no_kernels(dtype)
-        filling = tf.constant(np.asarray(fill, dtype))
+        value = tf.constant(np.asarray(fill, dtype))
         try:
-            return tf.fill(shape, filling) if shape else filling
+            return tf.fill(shape, value) if shape else value
         except ValueError:
             raise invalid("a shape that an array can have", shape) from None
 
@@ -90,7 +90,7 @@ class TensorflowBackend(Backend):
         return tf.cast(array, tf.as_dtype(dtype))
 
     def add(self, a: Array, b: Array) -> Array:
-        if a.dtype.name in _CAST:  # of a state that began with arrays of NumPy
+        if a.dtype.name in _CAST:  # possible for a state that was started with NumPy arrays
             raise _no_kernels(a.dtype.name)
         return _in_order(tf.add(a, b))
 
@@ -103,8 +103,8 @@ class TensorflowBackend(Backend):
         product = tf.multiply(array, weight)
         if not array.dtype.is_floating or _UNGUARDED.now:
             return product
-        # Under jit_compile a product and the addition after it are contracted into one fused multiply-add; a select
-        # between them keeps the product's own rounding.
+        # Under jit_compile, XLA contracts a product and a subsequent addition into a fused multiply-add. A select in
+        # between keeps the rounding of the product.
         return tf.where(tf.math.is_nan(product), product + tf.ones((), product.dtype), product)
 
     def divide(self, array: Array, divisor: Array) -> Array:
@@ -112,18 +112,18 @@ class TensorflowBackend(Backend):
             return tf.complex(self.divide(tf.math.real(array), divisor), self.divide(tf.math.imag(array), divisor))
         if _UNGUARDED.now:
             return tf.divide(array, divisor)
-        # XLA turns a constant scalar divisor into a multiplication by its reciprocal, which rounds twice.
+        # XLA turns division by a constant scalar into multiplication by its reciprocal, which rounds twice.
         return tf.divide(array, tf.where(tf.math.is_nan(array), tf.ones((), array.dtype), divisor))
 
     def where(self, condition: Array, a: Array, b: Array) -> Array:
         if tf.executing_eagerly() and self.shape(condition) == ():
             known = self.concrete(condition)
-            # Spares two passes; and DTensor has no select by a scalar between sharded tensors.
+            # Saves two passes over memory; and DTensor cannot select between sharded tensors by a scalar.
             chosen = tf.convert_to_tensor(a if known else b)
             shape = tf.broadcast_static_shape(tf.convert_to_tensor(a).shape, tf.convert_to_tensor(b).shape)
             return chosen if chosen.shape == shape else tf.broadcast_to(chosen, shape)
         if isinstance(condition, bool) and not tf.inside_function():
-            # There a == b is no tensor, but whether both are one object.
+            # In a TensorFlow 1 graph, a == b compares the identity of two tensors.
             received = "a tf.Graph of TensorFlow 1, whose tensors are compared by identity"
             raise invalid("eager execution or a tf.function", received)
         return tf.where(condition, a, b)
@@ -142,7 +142,7 @@ class TensorflowBackend(Backend):
         return tf.bitwise.right_shift(a, tf.convert_to_tensor(amount, a.dtype))
 
     def maximum(self, a: Array, b: Array) -> Array:
-        # XLA on CPU drops a NaN in its own maximum, so the comparison is spelled out.
+        # Written as selects, because the maximum of XLA on CPU drops NaNs.
         larger = tf.where(a > b, a, b)
         if not larger.dtype.is_floating:
             return larger
@@ -156,7 +156,7 @@ class TensorflowBackend(Backend):
         if math.prod(shape) < _WORTH_COMPILING or sharded or not compiles():
             inline = tf.executing_eagerly() or len(arrays) < _WORTH_A_FUNCTION
             return tuple(kernel(self, *static, *arrays)) if inline else self.traced_once(kernel, static, arrays)
-        # One compilation for all shapes of a size.
+        # Flattened, so that all shapes of the same size share a compilation.
         flat = (tf.reshape(array, [-1]) if array.shape.rank else array for array in arrays)
         return tuple(tf.reshape(result, shape) for result in function(self, kernel, static, True)(*flat))
 
@@ -176,7 +176,7 @@ class TensorflowBackend(Backend):
     def prefers_joined(self, array: Array) -> bool:
         if not self.owns(array) or math.prod(self.shape(array)) >= _WORTH_COMPILING:
             return False
-        return not (tf.executing_eagerly() and "CUSTOM" in array.device)  # DTensor would gather what is sharded
+        return not (tf.executing_eagerly() and "CUSTOM" in array.device)  # DTensor would gather a sharded array
 
     def joined(self, function: Callable[..., Tree], *arguments: Tree) -> Tree:
         before, _LOOPED.now = _LOOPED.now, not (tf.executing_eagerly() or in_plain_graph())
@@ -192,11 +192,11 @@ class TensorflowBackend(Backend):
         if known is not None:
             return super().apply_if_rare(known, kernel, static, arrays)
 
-        def turn(_: Array, *carried: Array) -> tuple[Array, ...]:
+        def body(_: Array, *carried: Array) -> tuple[Array, ...]:
             return tf.constant(False), *self.fused(kernel, static, carried)
 
-        # Under jit_compile a conditional would copy all of the arrays; a loop of no turns leaves them where they are.
-        return tf.while_loop(lambda due, *_: due, turn, (condition, *arrays))[1:]
+        # Under jit_compile a conditional would copy all arrays; a loop of zero iterations leaves them in place.
+        return tf.while_loop(lambda due, *_: due, body, (condition, *arrays))[1:]
 
     def custom_derivative(
         self,
@@ -204,17 +204,17 @@ class TensorflowBackend(Backend):
         surrogate: Callable[..., Sequence[Array]],
         leaves: Sequence[Leaf],
     ) -> list[Array]:
-        moving = [i for i, leaf in enumerate(leaves) if isinstance(leaf, (tf.Tensor, tf.Variable)) and _smooth(leaf)]
-        if not moving:
+        differentiable = [i for i, x in enumerate(leaves) if isinstance(x, (tf.Tensor, tf.Variable)) and _inexact(x)]
+        if not differentiable:
             return super().custom_derivative(function, surrogate, leaves)
-        inputs = [tf.convert_to_tensor(leaves[i]) for i in moving]
+        inputs = [tf.convert_to_tensor(leaves[i]) for i in differentiable]
 
         def replaced(arrays: Sequence[Array]) -> list[Any]:
-            given = dict(zip(moving, arrays, strict=True))
-            return [given.get(i, leaf) for i, leaf in enumerate(leaves)]
+            new = dict(zip(differentiable, arrays, strict=True))
+            return [new.get(i, leaf) for i, leaf in enumerate(leaves)]
 
         def value(arrays: Sequence[Array]) -> list[Array]:
-            # What becomes of these arrays is nothing for a tape to remember.
+            # Without stop_gradient, an outer tape would record the function.
             return list(function(*replaced([tf.stop_gradient(x) for x in arrays])))
 
         @tf.custom_gradient
@@ -223,7 +223,7 @@ class TensorflowBackend(Backend):
                 with tf.GradientTape() as tape:
                     tape.watch(arrays)
                     results = surrogate(*replaced(arrays))
-                pairs = [(x, dx) for x, dx in zip(results, upstream, strict=True) if _smooth(x)]
+                pairs = [(x, dx) for x, dx in zip(results, upstream, strict=True) if _inexact(x)]
                 return tape.gradient([x for x, _ in pairs], list(arrays), [dx for _, dx in pairs])
 
             return value(arrays), gradient
@@ -232,9 +232,10 @@ class TensorflowBackend(Backend):
             return list(call(*inputs))
         if not tf.executing_eagerly():
             expected = "a tf.autodiff.ForwardAccumulator around the tf.function"
-            raise invalid(expected, "one inside of it, to which custom gradients are unknown")
-        # It finds no derivative through a tape within a custom gradient, but through the surrogate itself.
-        return [_joined(x, other) for x, other in zip(value(inputs), surrogate(*replaced(inputs)), strict=True)]
+            raise invalid(expected, "one inside of it, which ignores custom gradients")
+        # A ForwardAccumulator cannot differentiate through the tape in a custom gradient: run the surrogate itself.
+        pairs = zip(value(inputs), surrogate(*replaced(inputs)), strict=True)
+        return [_with_derivative(x, differentiated) for x, differentiated in pairs]
 
     def row_slices(self, leaf: Leaf) -> RowSlices | None:
         if not isinstance(leaf, tf.IndexedSlices):
@@ -255,24 +256,24 @@ class TensorflowBackend(Backend):
 
     def repeat(
         self,
-        turns: Array,
+        count: Array,
         body: Callable[[Array, list[Array], list[Array]], list[Array]],
         carry: Sequence[Array],
         constants: Sequence[Array],
         most: int,
     ) -> list[Array]:
-        known = self.concrete(turns)
+        known = self.concrete(count)
         if known is not None:
             return super().repeat(known, body, carry, constants, most)
 
-        def turn(i: Array, *carried: Array) -> tuple[Array, ...]:
+        def step(i: Array, *carried: Array) -> tuple[Array, ...]:
             return i + 1, *body(i, list(carried), list(constants))
 
         start = (tf.constant(0), *map(tf.convert_to_tensor, carry))
-        return list(tf.while_loop(lambda i, *_: i < turns, turn, start, maximum_iterations=most)[1:])
+        return list(tf.while_loop(lambda i, *_: i < count, step, start, maximum_iterations=most)[1:])
 
     def update_at(self, array: Array, i: Array | int, row: Array) -> Array:
-        if array.shape.num_elements() == 0:  # which TensorFlow refuses to write to
+        if array.shape.num_elements() == 0:  # TensorFlow cannot scatter into an empty tensor
             return array
         return tf.tensor_scatter_nd_update(array, tf.reshape(i, [1, 1]), tf.convert_to_tensor(row)[tf.newaxis])
 
@@ -286,7 +287,7 @@ class TensorflowBackend(Backend):
     def put(self, array: Array, positions: Array, rows: Array) -> Array:
         if array.shape.num_elements() == 0:
             return array
-        # On CPU a position past the end is an error, so there is one more row for all of them.
+        # On CPU a position past the end is an error: such rows go to an extra last row, which is then removed.
         longer = tf.concat([array, tf.zeros_like(array[:1])], axis=0)
         inside = tf.minimum(positions, array.shape[0])
         return tf.tensor_scatter_nd_update(longer, inside[:, tf.newaxis], rows)[:-1]
@@ -303,10 +304,10 @@ _COMPUTED = frozenset(map(np.dtype, "?bhiqBHIQefdFD")) | {np.dtype(ml_dtypes.bfl
 """The dtypes that TensorFlow has kernels for."""
 
 _CAST = frozenset({"float8_e4m3fn", "float8_e5m2"})
-"""Dtypes that TensorFlow casts, and does nothing else with."""
+"""Dtypes that TensorFlow can cast, but not compute with."""
 
 _STORED = frozenset(dtype.name for dtype in NARROW - _COMPUTED) - _CAST
-"""Dtypes that TensorFlow holds, and nothing more."""
+"""Dtypes that TensorFlow can store, but neither cast nor compute with."""
 
 
 def _no_kernels(dtype: DType) -> GradCombineError:
@@ -314,13 +315,13 @@ def _no_kernels(dtype: DType) -> GradCombineError:
 
 
 _WORTH_COMPILING = 1 << 14
-"""Elements of an array; a compilation takes some tenths of a second."""
+"""Fewest elements of an array for which a kernel is compiled, which takes tenths of a second."""
 
 _WORTH_A_FUNCTION = 32
-"""Arrays of a kernel; traced once it is one operation wherever it is called."""
+"""Fewest arguments of a kernel that is traced once as a function, which makes each call a single operation."""
 
 _WORTH_STACKING = 1 << 8
-"""Elements of an array up to which an operation costs more than the elements that are copied."""
+"""Most elements of an array whose copy costs less than one more operation."""
 
 
 class _Flag(threading.local):
@@ -332,11 +333,10 @@ _UNGUARDED, _LOOPED = _Flag(), _Flag()
 
 @contextmanager
 def unguarded() -> Iterator[None]:
-    """Leaves out what keeps XLA from changing bits, in what this thread traces inside of a with statement.
+    """Omits, in this thread, the selects that keep XLA from changing bits. They cost memory passes and tracing time.
 
-    That is sound, also where XLA compiles the graph later, for products that are added inside of a conditional but made
-    outside, and for divisors that no compiler knows, as those in variables. It spares passes over memory, and most of
-    what there is to trace.
+    This is safe even if XLA compiles the graph later, as long as products are added inside a conditional but computed
+    outside of it, and divisors are unknown to the compiler (held in variables, for instance).
     """
     before, _UNGUARDED.now = _UNGUARDED.now, True
     try:
@@ -346,29 +346,29 @@ def unguarded() -> Iterator[None]:
 
 
 def in_plain_graph() -> bool:
-    """Whether this is being traced for TensorFlow's own executor: not eager, and not for XLA."""
+    """Whether a graph is being traced for TensorFlow's executor: neither eager nor for XLA."""
     return not tf.executing_eagerly() and tf.__internal__.get_enclosing_xla_context() is None
 
 
 def _in_order(result: Array) -> Array:
-    """Keeps Grappler from reordering operations of one kind in a graph.
+    """Keeps Grappler from reordering additions and products in a graph.
 
-    It rewrites a tree or chain of additions into one AddN, which adds in another order, and moves constants through a
-    chain of products; but not across an operation of another kind, and this one passes its buffer on.
+    Grappler rewrites additions into one AddN, which adds in another order, and moves constants through a chain of
+    products; but not across an operation of another type. EnsureShape is one that forwards its buffer.
     """
     return result if tf.executing_eagerly() else tf.ensure_shape(result, result.shape)
 
 
-def _joined(value: Array, surrogate: Array) -> Array:
-    """The value, with the derivative of the surrogate."""
-    if not _smooth(value):
+def _with_derivative(value: Array, surrogate: Array) -> Array:
+    """Returns ``value`` with the derivative of ``surrogate``."""
+    if not _inexact(value):
         return value
     return tf.custom_gradient(lambda _: (tf.identity(value), lambda upstream: upstream))(surrogate)
 
 
 def _in_forward_mode(arrays: Sequence[Array]) -> bool:
-    """Whether a ForwardAccumulator follows one of the arrays: then it asks at once for a derivative that is refused."""
-    try:
+    """Whether a ForwardAccumulator watches one of the arrays."""
+    try:  # it would differentiate PreventGradient at once, which raises
         for x in arrays:
             tf.raw_ops.PreventGradient(input=x, message="")
     except LookupError:
@@ -376,7 +376,7 @@ def _in_forward_mode(arrays: Sequence[Array]) -> bool:
     return False
 
 
-def _smooth(array: Array) -> bool:
+def _inexact(array: Array) -> bool:
     return array.dtype.is_floating or array.dtype.is_complex
 
 

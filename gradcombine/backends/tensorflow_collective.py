@@ -14,7 +14,7 @@ from gradcombine.types import Array
 
 
 class TfReplicas(Collective):
-    """The replicas of the tf.distribute strategy in scope; one replica where there is none."""
+    """The replicas of the tf.distribute strategy in scope; a single replica outside of a strategy."""
 
     framework = "tensorflow"
 
@@ -36,18 +36,17 @@ class TfReplicas(Collective):
         return tf.convert_to_tensor(self._context().replica_id_in_sync_group)
 
     def all_sum(self, arrays: Sequence[Array]) -> list[Array]:
-        # tf.distribute refuses a bundle of several dtypes, or of int32 tensors some of which it has put on the host: so
-        # one exchange for the arrays of each floating dtype, and one for each integer array.
+        # tf.distribute rejects bundles of mixed dtypes, and of int32 tensors if it placed some of them on the host: one
+        # all-reduce per floating dtype, and one per integer array.
         context, arrays = self._context(), list(arrays)
         if context.num_replicas_in_sync == 1:  # MirroredStrategy's all-reduce fails on one device
             return arrays
         local = context.strategy.extended.worker_devices
         if len(local) == 1 and not tf.executing_eagerly():
-            # In a conditional tensors have no device, and an exchange between processes asks for one.
+            # Tensors in a conditional have no device, but an all-reduce between processes requires one.
             with tf.device(local[0]):
                 arrays = [array if array.device else tf.identity(array) for array in arrays]
-        # A tf.DType equals the integer that numbers it (tf.float32 == 1), so a position and a DType are no keys of one
-        # dict.
+        # Keyed by the name, as a tf.DType equals its enum value (tf.float32 == 1).
         bundles: dict[tuple[str, int | None], list[int]] = {}
         for i, array in enumerate(arrays):
             bundles.setdefault((array.dtype.name, i if array.dtype.is_integer else None), []).append(i)
@@ -58,7 +57,7 @@ class TfReplicas(Collective):
         return [sums[i] for i in range(len(arrays))]
 
     def all_max(self, arrays: Sequence[Array]) -> list[Array]:
-        # Replicas of tf.distribute have no maximum.
+        # tf.distribute has no max all-reduce.
         if self._context().num_replicas_in_sync == 1 or not arrays:
             return list(arrays)
         return [tf.reduce_max(gathered, axis=0) for gathered in self.all_gather(arrays)]
@@ -68,14 +67,14 @@ class TfReplicas(Collective):
             return []
         context = self._context()
         n = context.num_replicas_in_sync
-        # There is no gather of narrow integers: those of one type are one array of int32.
+        # tf.distribute cannot gather 8- and 16-bit integers: pack those of one dtype into one int32 array.
         narrow: dict[str, list[int]] = {}
         for i, array in enumerate(arrays):
             if array.dtype.is_integer and array.dtype.size < 4:
                 narrow.setdefault(array.dtype.name, []).append(i)
         packed = {i for chosen in narrow.values() for i in chosen}
         alone = [i for i in range(len(arrays)) if i not in packed]
-        sent = [_words([arrays[i] for i in chosen]) for chosen in narrow.values()] + [arrays[i] for i in alone]
+        sent = [_as_int32([arrays[i] for i in chosen]) for chosen in narrow.values()] + [arrays[i] for i in alone]
         gathered = context.all_gather([array[tf.newaxis] for array in sent], axis=0)
         results = dict(zip(alone, gathered[len(narrow) :], strict=True))
         for chosen, words in zip(narrow.values(), gathered, strict=False):
@@ -83,11 +82,11 @@ class TfReplicas(Collective):
             flat = tf.reshape(tf.bitcast(words, arrays[chosen[0]].dtype), [n, -1])
             parts = tf.split(flat[:, : sum(sizes)], sizes, axis=1)
             results |= {i: tf.reshape(part, (n, *arrays[i].shape)) for i, part in zip(chosen, parts, strict=True)}
-        # Between processes the shapes get lost in a graph.
+        # In a graph, a gather between processes loses the static shapes.
         return [tf.ensure_shape(results[i], (n, *array.shape)) for i, array in enumerate(arrays)]
 
     def of_each_rank(self, arrays: Sequence[Array]) -> Iterator[list[Array]]:
-        # One operation for each array; to trace a slice takes four.
+        # tf.unstack traces one operation per array; slicing traces four per replica.
         columns = [tf.unstack(gathered) for gathered in self.all_gather(arrays)]
         return ([column[rank] for column in columns] for rank in range(self.size()))
 
@@ -101,12 +100,12 @@ class TfReplicas(Collective):
         self._context()
 
 
-def _words(arrays: Sequence[Array]) -> Array:
-    """The elements of arrays of one narrow integer type, filled up with zeros, as int32."""
+def _as_int32(arrays: Sequence[Array]) -> Array:
+    """Packs arrays of one narrow integer dtype into an int32 vector, padded with zeros."""
     flat, dtype = tf.concat([tf.reshape(array, [-1]) for array in arrays], 0), arrays[0].dtype
-    a_word = 4 // dtype.size
-    flat = tf.concat([flat, tf.zeros([-flat.shape.num_elements() % a_word], dtype)], 0)
-    return tf.bitcast(tf.reshape(flat, [-1, a_word]), tf.int32)
+    per_word = 4 // dtype.size
+    flat = tf.concat([flat, tf.zeros([-flat.shape.num_elements() % per_word], dtype)], 0)
+    return tf.bitcast(tf.reshape(flat, [-1, per_word]), tf.int32)
 
 
 COLLECTIVE = TfReplicas

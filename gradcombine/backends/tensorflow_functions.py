@@ -1,5 +1,5 @@
 # pyright: standard
-"""Kernels as functions of TensorFlow: traced once, compiled by XLA, or run in a loop."""
+"""Kernels as tf.functions: traced once, compiled by XLA, or run in a loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradcombine.types import Array
 
 @cache
 def function(backend: Backend, kernel: Kernel, static: tuple[Hashable, ...], xla: bool) -> Any:
-    """``kernel(backend, *static, *arrays)`` of the arrays, traced once for all of their shapes and dtypes."""
+    """A tf.function of ``*arrays`` that computes ``kernel(backend, *static, *arrays)``."""
 
     def call(*arrays: Array) -> tuple[Array, ...]:
         return tuple(kernel(backend, *static, *arrays))
@@ -26,48 +26,48 @@ def function(backend: Backend, kernel: Kernel, static: tuple[Hashable, ...], xla
 
 
 def in_loop(function: Any, arrays: Sequence[Array]) -> tuple[Array, ...]:
-    """``function(*arrays)``, elementwise, of vectors and scalars, by halves.
+    """Applies an elementwise function to vectors and scalars in two halves, in a loop.
 
-    XLA writes what it fuses with a slice once for every slice that is taken of it. With a loop it fuses nothing.
+    If the result of the function is sliced, XLA fuses a copy of the function into every slice; it does not fuse loops.
     """
     (size,) = max((array.shape for array in arrays), key=len)
     halves = [tf.reshape(tf.pad(x, [[0, size % 2]]), [2, -1]) if x.shape.rank else x for x in arrays]
 
-    def turn(i: Array, results: tuple[tf.TensorArray, ...]) -> tuple[Array, tuple[tf.TensorArray, ...]]:
+    def body(i: Array, results: tuple[tf.TensorArray, ...]) -> tuple[Array, tuple[tf.TensorArray, ...]]:
         half = function(*(x[i] if x.shape.rank else x for x in halves))
         return i + 1, tuple(result.write(i, x) for result, x in zip(results, half, strict=True))
 
-    made = function.get_concrete_function(*(x[0] if x.shape.rank else x for x in halves)).structured_outputs
-    results = tuple(tf.TensorArray(x.dtype, 2, element_shape=x.shape) for x in made)
-    _, results = tf.while_loop(lambda i, _: i < 2, turn, (tf.constant(0), results))
+    outputs = function.get_concrete_function(*(x[0] if x.shape.rank else x for x in halves)).structured_outputs
+    results = tuple(tf.TensorArray(x.dtype, 2, element_shape=x.shape) for x in outputs)
+    _, results = tf.while_loop(lambda i, _: i < 2, body, (tf.constant(0), results))
     return tuple(tf.reshape(result.stack(), [-1])[:size] for result in results)
 
 
 @cache
 def totals(backend: Backend, kernel: Kernel, static: tuple[Hashable, ...]) -> Any:
-    """The sums of the results of the kernel's function, compiled."""
-    together: Any = None
+    """A function, compiled by XLA, of ``*arrays`` that sums each result of the kernel."""
+    variadic_reduce: Any = None
     with suppress(ImportError):  # it has no public name
-        together = importlib.import_module("tensorflow.compiler.tf2xla.ops.gen_xla_ops").xla_variadic_reduce_v2
+        variadic_reduce = importlib.import_module("tensorflow.compiler.tf2xla.ops.gen_xla_ops").xla_variadic_reduce_v2
 
     def call(*arrays: Array) -> tuple[Array, ...]:
         terms = kernel(backend, *static, *arrays)
-        if together is None:
+        if variadic_reduce is None:
             return tuple(map(tf.reduce_sum, terms))
-        # Reduced together, they are summed in one pass; and on CPU XLA cuts a reduction of one array alone into
-        # windows, which takes ten times as long.
+        # A variadic reduction is one pass. And on CPU, XLA splits the reduction of a single array into windows, which
+        # takes ten times as long.
         scalars = [tf.TensorSpec((), term.dtype) for term in terms]
         add = tf.function(lambda a, b: [x + y for x, y in zip(a, b, strict=True)], autograph=False)
         zeros = [tf.zeros((), term.dtype) for term in terms]
         reducer = add.get_concrete_function(scalars, scalars)
-        return tuple(together(list(terms), zeros, list(range(terms[0].shape.rank)), reducer))
+        return tuple(variadic_reduce(list(terms), zeros, list(range(terms[0].shape.rank)), reducer))
 
     return tf.function(call, autograph=False, jit_compile=True)
 
 
 @cache
 def compiles() -> bool:
-    """Whether this TensorFlow has XLA for the processor."""
+    """Whether this TensorFlow can compile for the CPU with XLA."""
     with tf.init_scope():
         try:
             tf.function(tf.negative, autograph=False, jit_compile=True)(tf.constant(1))
