@@ -1,4 +1,4 @@
-"""File formats of named arrays: written whole, read piece by piece, and trusted in nothing that can be checked."""
+"""File formats of named arrays. Readers load arrays lazily, and treat every file as untrusted."""
 
 from gradcombine.formats.entry import Entry, from_array, from_blocks, from_pieces, unread
 

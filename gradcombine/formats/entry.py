@@ -1,4 +1,4 @@
-"""One array of a file, read when it is asked for."""
+"""A lazily read array of a file."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import numpy as np
 from gradcombine.errors import GradCombineError, first_line, invalid
 
 PIECE = 1 << 20
-"""How many elements are read at a time."""
+"""Number of elements that are read at a time."""
 
 
 class Entry(NamedTuple):
-    """An array that has a name in a file.
+    """A named array in a file.
 
     Attributes:
       name: its path, with slashes.
-      shape: known without reading it.
-      dtype: its NumPy or ml_dtypes one, in native byte order.
+      shape: as the file declares it.
+      dtype: a NumPy or ml_dtypes dtype in native byte order.
       read: yields the elements in C order, as one-dimensional arrays of any length and byte order.
-      unread: why the array cannot be read; empty for one that can.
+      unread: the reason why the array cannot be read; empty if it can.
     """
 
     name: str
@@ -36,32 +36,32 @@ class Entry(NamedTuple):
         return math.prod(self.shape)
 
     def pieces(self) -> Iterator[np.ndarray]:
-        """The elements in C order, as one-dimensional arrays of the entry's dtype; as many as the shape holds.
+        """Yields the elements in C order, as one-dimensional arrays of the entry's dtype.
 
         Raises:
-          GradCombineError: for an array that cannot be read, and for damaged contents.
+          GradCombineError: for an unreadable array, damaged contents, and more or fewer elements than the shape has.
         """
-        self._require_numbers()
-        missing = self.size
+        self._require_readable()
+        remaining = self.size
         try:
             for piece in self.read():
-                missing -= piece.size
-                if missing < 0:
+                remaining -= piece.size
+                if remaining < 0:
                     break
                 if piece.dtype.newbyteorder("=") != self.dtype:
-                    raise TypeError(f"{piece.dtype} where {self.dtype} was announced")
+                    raise TypeError(f"{piece.dtype} instead of the declared {self.dtype}")
                 yield piece.astype(self.dtype, copy=False)
         except (GradCombineError, MemoryError):
             raise
         except Exception as error:
-            # Damage shows as an error of each format's own classes, from zlib.error to tf.errors.DataLossError.
+            # Each format raises errors of its own for damage, from zlib.error to tf.errors.DataLossError.
             raise invalid("a leaf that can be read", first_line(error), self.name) from error
-        if missing:
-            raise invalid(f"{self.size} elements", "fewer" if missing > 0 else "more", self.name)
+        if remaining:
+            raise invalid(f"{self.size} elements", "fewer" if remaining > 0 else "more", self.name)
 
     def whole(self) -> np.ndarray:
-        """The array in memory. Errors as for `pieces`."""
-        self._require_numbers()
+        """Reads the array into memory. Raises as `pieces` does."""
+        self._require_readable()
         array = np.empty(self.size, self.dtype)
         filled = 0
         for piece in self.pieces():
@@ -69,26 +69,26 @@ class Entry(NamedTuple):
             filled += piece.size
         return array.reshape(self.shape)
 
-    def _require_numbers(self) -> None:
+    def _require_readable(self) -> None:
         if self.unread:
             raise invalid("an array of numbers", self.unread, self.name)
 
 
 def from_pieces(name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[], Iterator[np.ndarray]]) -> Entry:
-    """An entry of a format that is read as a stream."""
+    """An entry whose elements are read as a stream."""
     return Entry(name, shape, dtype.newbyteorder("="), read)
 
 
 def from_array(name: str, shape: tuple[int, ...], dtype: np.dtype, load: Callable[[], np.ndarray]) -> Entry:
-    """An entry of a format that reads an array as a whole."""
+    """An entry whose array is read at once."""
     return from_pieces(name, shape, dtype, lambda: iter([load().reshape(-1)]))
 
 
 def from_blocks(name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callable[[Any], np.ndarray]) -> Entry:
-    """An entry of a format that can read a part of an array: ``read(index)``."""
+    """An entry whose blocks are read separately, as ``read(index)``."""
 
     def blocks() -> Iterator[np.ndarray]:
-        # The first axis after which a block is no longer than a piece is cut; those before it are walked through.
+        # Iterate over the leading axes one index at a time, and slice the first axis whose rows fit into a piece.
         axis = next((i for i in range(len(shape)) if math.prod(shape[i + 1 :]) <= PIECE), 0)
         rows = max(1, PIECE // max(1, math.prod(shape[axis + 1 :])))
         for index in np.ndindex(shape[:axis]):
@@ -99,10 +99,10 @@ def from_blocks(name: str, shape: tuple[int, ...], dtype: np.dtype, read: Callab
 
 
 def unread(name: str, reason: str, shape: tuple[int, ...] = ()) -> Entry:
-    """An entry that is there, but cannot be read: what holds no numbers, or numbers that nothing here knows."""
+    """An entry that cannot be read: its elements are not numbers, or of an unknown dtype."""
     return Entry(name, shape, np.dtype(object), lambda: iter(()), reason)
 
 
 def holds_numbers(dtype: np.dtype) -> bool:
-    """Whether the elements are booleans, integers, floats or complex numbers, of NumPy or of ml_dtypes."""
+    """Whether a dtype is a boolean, integer, float or complex dtype of NumPy or ml_dtypes."""
     return dtype.kind in "biufc" or dtype.type.__module__ == "ml_dtypes"

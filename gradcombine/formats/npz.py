@@ -28,13 +28,13 @@ _SUFFIX = ".npy"
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 _HEADERS = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}
 _UNPARSED = (ValueError, TypeError, SyntaxError, TokenError, RecursionError, MemoryError)
-"""Raised for a header: Python's parser runs out of its stack, or says so as MemoryError, where one is nested."""
-_MOST_DEFLATED = 1032
-"""The most that deflate can shrink by: what claims more is no archive, and is not unpacked."""
+"""Errors that malformed headers raise; deep nesting makes Python's parser raise RecursionError or MemoryError."""
+_MAX_DEFLATE_RATIO = 1032
+"""Highest compression ratio of deflate. An entry that claims more is malicious or damaged."""
 
 
 def write(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays to a file that is open and empty. The same arrays give the same bytes."""
+    """Writes arrays to an empty file that is open for writing. Equal arrays give equal bytes."""
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         for name, array in arrays.items():
             with archive.open(zipfile.ZipInfo(name + _SUFFIX, _EPOCH), "w", force_zip64=True) as member:
@@ -42,17 +42,17 @@ def write(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read(path: Path, compressed: bool = True) -> dict[str, Entry]:
-    """The arrays of an .npz file, by name. All that is read before they are asked for is their headers.
+    """Reads the headers of an .npz file; returns its arrays by name, read on access.
 
-    NumPy writes bfloat16 as unnamed words of two bytes, and those are read as bfloat16.
+    NumPy saves bfloat16 as dtype "V2", which is read as bfloat16.
 
     Args:
-      path: of the file. It stays open as long as an entry of it lives.
-      compressed: whether entries may be; one that is not is no larger than its part of the file.
+      path: of the file, which stays open as long as one of its entries is alive.
+      compressed: whether compressed entries are accepted. Uncompressed ones cannot be larger than the file.
 
     Raises:
-      GradCombineError: for entries that overlap, share a name, or are not what their headers say.
-      OSError: for a path that is not there.
+      GradCombineError: for entries that overlap, share a name, or contradict their headers.
+      OSError: if the file cannot be opened.
       Exception: of many classes, for other damage.
     """
     size = path.stat().st_size
@@ -60,7 +60,7 @@ def read(path: Path, compressed: bool = True) -> dict[str, Entry]:
         file = opened.enter_context(path.open("rb"))
         archive = zipfile.ZipFile(file)
         opened.pop_all()
-    # Before the file's own finalizer, which warns: in a cycle, as of a traceback, their order is not fixed.
+    # Close the file before its finalizer warns that it is open; in a reference cycle their order is arbitrary.
     weakref.finalize(archive, file.close)
     members = [member for member in archive.infolist() if not member.is_dir()]
     if sum(member.compress_size for member in members) > size:
@@ -70,7 +70,7 @@ def read(path: Path, compressed: bool = True) -> dict[str, Entry]:
         _require_plausible(member, compressed)
         name = member.filename.removesuffix(_SUFFIX)
         if name in entries:
-            raise invalid("entries whose names differ", f"{path.name} with two", name)
+            raise invalid("unique names of entries", f"a duplicate in {path.name}", name)
         entries[name] = _entry(archive, member, name)
     return entries
 
@@ -81,10 +81,10 @@ def _require_plausible(member: zipfile.ZipInfo, compressed: bool) -> None:
         raise invalid("entries that are not compressed", member.filename)
     if not stored and member.compress_type != zipfile.ZIP_DEFLATED:
         raise invalid("entries that are stored or deflated", member.filename)
-    most = member.compress_size * (1 if stored else _MOST_DEFLATED)
-    if member.file_size > most:
-        received = f"{member.file_size} in {member.compress_size} bytes of the file"
-        raise invalid(f"an entry of no more than {most} bytes", received, member.filename)
+    largest = member.compress_size * (1 if stored else _MAX_DEFLATE_RATIO)
+    if member.file_size > largest:
+        received = f"{member.file_size}, stored in {member.compress_size} bytes"
+        raise invalid(f"an entry of no more than {largest} bytes", received, member.filename)
 
 
 def _entry(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Entry:
@@ -97,11 +97,11 @@ def _entry(archive: zipfile.ZipFile, member: zipfile.ZipInfo, name: str) -> Entr
         try:
             shape, fortran, dtype = _HEADERS[version](stream)
         except _UNPARSED as error:
-            # NumPy writes what it cannot read: 8-bit floats of ml_dtypes as "<f1".
+            # NumPy saves the 8-bit floats of ml_dtypes as "<f1", a dtype that it cannot read.
             if "dtype" in str(error):
                 return entry.unread(name, str(error))
             expected = "an .npy header: a dict of descr, fortran_order and shape"
-            raise invalid(expected, "another text, or a nested one", name) from error
+            raise invalid(expected, "malformed or deeply nested text", name) from error
         start = stream.tell()
     if dtype.hasobject:
         return entry.unread(name, "Python objects", shape)
@@ -129,6 +129,6 @@ def _pieces(
         if fortran and len(shape) > 1:
             yield np.frombuffer(stream.read(), dtype).reshape(shape, order="F").reshape(-1)
             return
-        # Up to the empty read: the entry's checksum is compared there.
+        # zipfile verifies the checksum on the read at the end of the entry.
         while data := stream.read(entry.PIECE * dtype.itemsize):
             yield np.frombuffer(data, dtype)

@@ -1,4 +1,4 @@
-"""The .safetensors format: the length of a header, the header in JSON, and the arrays one after another.
+"""The .safetensors format: the length of the header, a JSON header, and the concatenated arrays.
 
 References: `safetensors <https://huggingface.co/docs/safetensors/index>`_.
 """
@@ -33,27 +33,27 @@ DTYPES = {
     "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
     "C64": np.dtype("<c8"),
 }
-"""Names of dtypes in the format."""
+"""NumPy dtypes by their names in the format."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-_MOST_IN_HEADER = 100_000_000
-"""The format's own limit, in bytes."""
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit that the format sets."""
 
 
 class Contents(NamedTuple):
-    """The arrays of a file by name, and the texts that its header holds beside them."""
+    """The arrays of a file by name, and the text metadata of its header."""
 
     entries: dict[str, Entry]
     texts: dict[str, str]
 
 
 def write(file: IO[bytes], arrays: Mapping[str, np.ndarray], texts: Mapping[str, str]) -> None:
-    """Writes arrays and texts to a file that is open and empty. The same contents give the same bytes."""
-    # The library's own writers copy all arrays, or hide the OSError of a full disk in a class of theirs.
+    """Writes arrays and text metadata to an empty file that is open for writing. Equal contents give equal bytes."""
+    # Not with the safetensors package: it copies all arrays, or hides the OSError of a full disk in its own class.
     fields: dict[str, Any] = {"__metadata__": dict(texts)}
     end = 0
-    # The widest first, so that each is aligned to its elements.
+    # Widest dtype first, which aligns every array to its element size.
     ordered = sorted(arrays.items(), key=lambda item: -item[1].itemsize)
     for name, array in ordered:
         offsets = [end, end + array.nbytes]
@@ -67,32 +67,32 @@ def write(file: IO[bytes], arrays: Mapping[str, np.ndarray], texts: Mapping[str,
 
 
 def read(path: Path) -> Contents:
-    """The arrays of a .safetensors file; all that is read before they are asked for is the header.
+    """Reads the header of a .safetensors file; its arrays are read on access.
 
     Raises:
-      GradCombineError: for a damaged header, and for arrays that are not exactly the rest of the file.
-      OSError: for a path that is not there.
-      Exception: of some other classes, for a header that is not JSON of the right form.
+      GradCombineError: for a damaged header, and unless the arrays fill the rest of the file exactly.
+      OSError: if the file cannot be opened.
+      Exception: of several other classes, for a malformed header.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if not 0 < length <= min(size - 8, _MOST_IN_HEADER):
+        if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
             raise invalid(f"a header of up to {size - 8} bytes in {path.name}", length)
         fields = parsed(path.name, file.read(length))
     texts = fields.pop("__metadata__", {})
     end, entries = 0, {}
     described = [(*_described(name, array), name) for name, array in fields.items()]
-    for begin, after, shape, kind, name in sorted(described):
-        dtype = DTYPES.get(kind)
-        if begin != end or after < begin:
-            raise invalid(f"bytes that begin at {end}", f"{begin} to {after}", name)
-        end = after
+    for start, stop, shape, dtype_name, name in sorted(described):
+        dtype = DTYPES.get(dtype_name)
+        if start != end or stop < start:
+            raise invalid(f"bytes that begin at {end}", f"{start} to {stop}", name)
+        end = stop
         if dtype is None:
-            entries[name] = entry.unread(name, f"elements of dtype {kind}", shape)
+            entries[name] = entry.unread(name, f"elements of dtype {dtype_name}", shape)
             continue
-        require_equal(f"the bytes of {dtype}{shape}, {{}}", math.prod(shape) * dtype.itemsize, after - begin, name)
-        contents = partial(_pieces, path, 8 + length + begin, after - begin, dtype)
+        require_equal(f"the bytes of {dtype}{shape}, {{}}", math.prod(shape) * dtype.itemsize, stop - start, name)
+        contents = partial(_pieces, path, 8 + length + start, stop - start, dtype)
         entries[name] = entry.from_pieces(name, shape, dtype, contents)
     require_equal(f"a file of {{}} bytes in {path.name}", 8 + length + end, size)
     return Contents({name: entries[name] for name in fields}, texts)
@@ -107,12 +107,12 @@ def _pieces(path: Path, start: int, nbytes: int, dtype: np.dtype) -> Iterator[np
 
 
 def _described(name: str, array: Array) -> tuple[int, int, tuple[int, ...], str]:
-    """Where an array begins and ends, its shape and its dtype's name, as the header has them."""
+    """Start, stop, shape and dtype name of an array, as the header declares them."""
     try:
-        begin, after = map(_natural, array["data_offsets"])
-        return begin, after, tuple(map(_natural, array["shape"])), str(array["dtype"])
+        start, stop = map(_natural, array["data_offsets"])
+        return start, stop, tuple(map(_natural, array["shape"])), str(array["dtype"])
     except (TypeError, KeyError, ValueError) as error:
-        expected = "a dtype, a shape and two data_offsets of numbers from 0 on"
+        expected = "a dtype, a shape and two data_offsets, all integers 0 or greater"
         raise invalid(expected, "other fields", name) from error
 
 
@@ -123,21 +123,21 @@ def _natural(number: Any) -> int:
 
 
 def parsed(name: str, content: bytes) -> dict[str, Any]:
-    """A file's object in JSON, whose names differ."""
+    """Parses a file's JSON object; raises for duplicate keys."""
     try:
-        found: Any = json.loads(content.decode(), object_pairs_hook=distinct)
+        value: Any = json.loads(content.decode(), object_pairs_hook=distinct)
     except GradCombineError:
         raise
     except (ValueError, RecursionError) as error:
-        raise invalid(f"JSON in {name}", "another text, or one nested without end") from error
-    if not isinstance(found, dict):
-        raise invalid(f"an object of JSON in {name}", type(cast(object, found)).__name__)
-    return cast(dict[str, Any], found)
+        raise invalid(f"JSON in {name}", "other or too deeply nested text") from error
+    if not isinstance(value, dict):
+        raise invalid(f"a JSON object in {name}", type(cast(object, value)).__name__)
+    return cast(dict[str, Any], value)
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object in JSON, for ``object_pairs_hook``: its names must differ, of which json keeps the last."""
-    for name, times in Counter(name for name, _ in pairs).items():
-        if times > 1:
-            raise invalid("names that differ in an object of JSON", f"{times} that do not", name)
+    """An ``object_pairs_hook`` for ``json`` that rejects duplicate keys, of which ``json`` keeps the last."""
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:
+            raise invalid("unique keys in a JSON object", f"{count} equal ones", name)
     return dict(pairs)

@@ -1,1 +1,1 @@
-"""Reports as sections of text, tables and charts: on a terminal, in an HTML page."""
+"""Reports in sections of text, tables and charts, shown on a terminal or as an HTML page."""

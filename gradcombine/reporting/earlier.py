@@ -1,4 +1,4 @@
-"""Earlier reports, from the files that ``--json`` wrote: baselines of later ones."""
+"""Baselines: earlier reports, as ``--json`` wrote them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 def read_earlier(path: Path, version: int, read: Callable[[Any], T]) -> T:
-    """Reads an earlier report of this version; ``read`` takes what is needed from its content.
+    """Returns ``read(content)`` for the parsed JSON of an earlier report.
 
     Raises:
-      GradCombineError: a file that cannot be read, or of another form (where ``read`` raises a KeyError or the like) or
-        version.
+      GradCombineError: for a file that cannot be read, another version, and content for which ``read`` raises a
+        KeyError or a similar error.
     """
-    expected = "a baseline that --json has written"
+    expected = "a baseline written by --json"
     file = require_file(expected, path)
     try:
         content: Any = json.loads(file.read_text(), object_pairs_hook=distinct)

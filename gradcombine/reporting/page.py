@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing beside it, to be attached to a pull request."""
+"""Writes a report as one self-contained HTML file, for instance to attach to a pull request."""
 
 from __future__ import annotations
 
@@ -29,17 +29,25 @@ from gradcombine.reporting.sections import (
 )
 
 FOLDED = 20
-"""Longer tables are folded away, unless one of their rows failed."""
+"""Longer tables are folded, unless one of their rows fails."""
 
 LABEL = 0.07
-"""Of a timeline's width: the room that a label takes on a phone."""
+"""Width of a label on a phone, as a fraction of the timeline."""
 
 BLUE = "#3b6ea5"
 _LINES = ("-", "--", ":")
 
 
 def write(path: Path, title: str, verdict: str, passes: bool | None, sections: Sequence[Section]) -> None:
-    """Writes the page: its headline, the verdict in a sentence, whether that is good (None: not known), sections."""
+    """Writes the page.
+
+    Args:
+      path: of the file.
+      title: headline.
+      verdict: a sentence.
+      passes: whether the verdict is good; None if it is unknown.
+      sections: in order.
+    """
     verdict, sections = legible(verdict), list(map(legible_section, sections))
     templates = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
@@ -69,7 +77,7 @@ def write(path: Path, title: str, verdict: str, passes: bool | None, sections: S
 
 
 def _outlines(chart: Timeline) -> dict[str, str]:
-    """The outline of each lane as an SVG path in a square of 1,000."""
+    """The outline of each lane as an SVG path in a 1000 x 1000 square."""
     outlines = dict[str, str]()
     for name, heights in chart.lanes.items():
         steps, last = list[str](), -1
@@ -82,32 +90,32 @@ def _outlines(chart: Timeline) -> dict[str, str]:
     return outlines
 
 
-def _labelled(places: Sequence[float]) -> list[int]:
-    """Indices of the places, from left to right, that have room for a label."""
+def _labelled(positions: Sequence[float]) -> list[int]:
+    """Indices of the positions, from left to right, that have room for a label."""
     chosen, last = list[int](), -1.0
-    for i, place in enumerate(places):
-        if place - last >= LABEL:
+    for i, position in enumerate(positions):
+        if position - last >= LABEL:
             chosen.append(i)
-            last = place
+            last = position
     return chosen
 
 
 def _named(bands: Sequence[Band]) -> set[int]:
-    """The bands that have room for their label, among those of their depth."""
+    """Indices of the bands that have room for a label among the bands of their depth."""
     depths = ([i for i, band in enumerate(bands) if band.depth == depth] for depth in {x.depth for x in bands})
     rows = ((row, _labelled([bands[i].start for i in row])) for row in depths)
     return {row[i] for row, chosen in rows for i in chosen if bands[row[i]].start <= 1 - LABEL}
 
 
 class _Drawing(NamedTuple):
-    """A chart as SVG in base64, and what it shows in words."""
+    """A chart as a base64-encoded SVG, with its alternative text."""
 
     svg: str
     alt: str
 
 
 def _draw(chart: Histogram | HeatMap | Curves) -> str:
-    """Draws a chart as SVG: equal charts give equal bytes."""
+    """Draws a chart as a base64-encoded SVG. Equal charts give equal bytes."""
     match chart:
         case Histogram():
             figure = _histogram(chart)
@@ -121,7 +129,7 @@ def _draw(chart: Histogram | HeatMap | Curves) -> str:
 
 
 def _plot(width: float, height: float) -> tuple[Figure, Any]:
-    """An empty plot of this size in inches, and its axes; no window and no global state is involved."""
+    # Not with pyplot, which has global state and may open windows.
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
@@ -170,5 +178,5 @@ def _curves(chart: Curves) -> Figure:
 
 
 def _short(name: str) -> str:
-    """The end of a name, without the marks of a formula."""
+    """The end of a name, with ``$`` escaped for matplotlib."""
     return (name if len(name) <= 60 else f"...{name[-57:]}").replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Sections of a report: text, tables and charts, printed to a terminal; `page` renders them as HTML."""
+"""Sections of a report, and their output on a terminal; `page` renders them as HTML."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gradcombine.errors import legible
 
 
 class Cells(NamedTuple):
-    """One row of a table.
+    """A row of a table.
 
     Attributes:
-      link: to which section of a page the row leads.
+      link: anchor of the section that the row links to on a page.
     """
 
     cells: Sequence[str]
@@ -26,10 +26,10 @@ class Cells(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """How many elements of a leaf are how far apart.
+    """A histogram of the elementwise differences of a leaf.
 
     Attributes:
-      counts: from the label of each bar to its height.
+      counts: height of each bar by its label.
     """
 
     title: str
@@ -38,11 +38,11 @@ class Histogram(NamedTuple):
 
 
 class HeatMap(NamedTuple):
-    """A number for each leaf and step.
+    """A heat map over leaves and steps.
 
     Attributes:
-      values: by leaf, one for each step; NaN if the step lacks the leaf.
-      ticks: the legend of the colours, from 0 to the largest tick.
+      values: by leaf, one number per step; NaN if the step lacks the leaf.
+      ticks: labels of the colour bar, from 0 to the largest tick.
     """
 
     steps: Sequence[str]
@@ -52,10 +52,10 @@ class HeatMap(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """Curves over the same windows.
+    """Curves over accumulation windows.
 
     Attributes:
-      linear: on a logarithmic axis, the number up to which it is linear; None for a linear axis.
+      linear: the value up to which the symmetric logarithmic axis is linear; None for a linear axis.
     """
 
     curves: Mapping[str, Sequence[float]]
@@ -65,13 +65,13 @@ class Curves(NamedTuple):
 
 
 class Band(NamedTuple):
-    """A part of a timeline that is repeated.
+    """A loop in a timeline.
 
     Attributes:
-      start, width: parts of the timeline.
-      depth: how many bands are around it.
-      label: how often.
-      words: what it is.
+      start, width: as fractions of the timeline.
+      depth: number of enclosing bands.
+      label: number of iterations.
+      words: description.
     """
 
     start: float
@@ -82,7 +82,12 @@ class Band(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A place of a timeline, its label, and what is there."""
+    """A labelled event in a timeline.
+
+    Attributes:
+      at: its position, as a fraction of the timeline.
+      words: description.
+    """
 
     at: float
     label: str
@@ -90,13 +95,13 @@ class Mark(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """A timeline: events one after another.
+    """A timeline of successive events.
 
     Attributes:
-      lanes: by name, heights from 0 to 1 of equally wide parts.
-      marks: in the last lane, from left to right.
-      length: of all, in words.
-      note: how to read it.
+      lanes: by name, heights from 0 to 1 of intervals of equal width.
+      marks: drawn in the last lane, from left to right.
+      length: the total length, in words.
+      note: explains how to read it.
     """
 
     lanes: Mapping[str, Sequence[float]]
@@ -111,14 +116,14 @@ Chart: TypeAlias = Histogram | HeatMap | Curves | Timeline
 
 
 class Section(NamedTuple):
-    """A part of a report: a note, charts, a table.
+    """A section of a report.
 
     Attributes:
       charts: shown on a page only.
-      folded: whether the table is closed until it is clicked; a screen tells its number of rows.
-      whole: whether a screen shows all rows of the table.
-      anchor: the name that links have.
-      text: an explanation in Markdown; shown on a page only.
+      folded: whether a page shows the table only after a click, and a terminal only its number of rows.
+      whole: whether a terminal shows all rows of the table.
+      anchor: target of links to the section.
+      text: an explanation in Markdown, shown on a page only.
     """
 
     title: str
@@ -132,24 +137,24 @@ class Section(NamedTuple):
     text: str = ""
 
     def used(self, shown: int | None = None) -> list[int]:
-        """The columns that are not empty in the first rows, and the first one."""
+        """Indices of the first column and of all columns that are not empty in the first ``shown`` rows."""
         return [i for i in range(len(self.columns)) if i == 0 or any(row.cells[i] for row in self.rows[:shown])]
 
 
 SHOWN = 12
-"""How many rows of a long table are shown."""
+"""Number of rows of a long table that a terminal shows."""
 
 LONGEST = 400
-"""Characters of a cell; of a longer one the middle is left out."""
+"""Most characters of a cell; the middle of a longer one is elided."""
 
 
 def legible_lines(text: str) -> str:
-    """`gradcombine.errors.legible` of each line."""
+    """Applies `gradcombine.errors.legible` to each line."""
     return "\n".join(map(legible, text.split("\n")))
 
 
 def legible_section(section: Section) -> Section:
-    """The section, with names from files and programs as they may be shown: see `gradcombine.errors.legible`."""
+    """Makes the texts of a section safe to print: see `gradcombine.errors.legible`."""
 
     def chart(each: Chart) -> Chart:
         match each:
@@ -175,10 +180,13 @@ def legible_section(section: Section) -> Section:
 
 
 def show(console: Console, verdict: str, passes: bool | None, sections: Sequence[Section]) -> None:
-    """Prints the first rows of each section's table, between the verdict and the verdict once more.
+    """Prints the sections, with the verdict before and after them.
 
     Args:
-      passes: whether the answer is a good one, in green, or red; None, in yellow: it is not known.
+      console: to print to.
+      verdict: a sentence.
+      passes: colours the verdict green (True), red (False) or yellow (None: unknown).
+      sections: in order. Long tables are cut after `SHOWN` rows.
     """
     answer = Text(legible(verdict), {True: "green", False: "bold red", None: "bold yellow"}[passes])
     sections = list(map(legible_section, sections))
@@ -199,15 +207,15 @@ def show(console: Console, verdict: str, passes: bool | None, sections: Sequence
         console.print()
     folded = [f"{x.title} ({len(x.rows):,})" for x in sections if x.folded and x.rows]
     if folded:
-        console.print(Text(f"Rows that only --html and --json have: {', '.join(folded)}\n", "dim"))
+        console.print(Text(f"Rows shown only by --html and --json: {', '.join(folded)}\n", "dim"))
     console.print(answer)
 
 
 def _table(section: Section, shown: int, width: int) -> Table | None:
-    """The rows as a table; None where a word of one has no room in its column."""
+    """The rows as a table; None if it would have to break a word."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     rows = section.rows[:shown]
-    used = section.used(shown)  # two spaces are between them
+    used = section.used(shown)  # columns are separated by two spaces
     widths = _widths([[section.columns[i], *(row.cells[i] for row in rows)] for i in used], width - 2 * len(used) + 1)
     if widths is None:
         return None
@@ -220,7 +228,7 @@ def _table(section: Section, shown: int, width: int) -> Table | None:
 
 
 def _lines(section: Section, shown: int, width: int) -> Text:
-    """The rows one below the other: the first cell, and the others with the names of their columns."""
+    """The rows as text: the first cell, and below it the other cells, each after the name of its column."""
     lines, used = list[tuple[str, str]](), section.used(shown)
     for row in section.rows[:shown]:
         style = "" if row.passes else "red"
@@ -231,7 +239,7 @@ def _lines(section: Section, shown: int, width: int) -> Text:
 
 
 def _joined(cells: Sequence[str], width: int) -> list[str]:
-    """Lines of cells with commas between; none is broken."""
+    """Joins cells with commas into lines of at most ``width`` characters, without breaking a cell."""
     lines = [""]
     for cell in cells:
         if lines[-1] and len(lines[-1]) + len(cell) + 2 > width:
@@ -241,7 +249,7 @@ def _joined(cells: Sequence[str], width: int) -> list[str]:
 
 
 def _widths(columns: Sequence[Sequence[str]], room: int) -> list[int] | None:
-    """Widths at which no word is broken; None if there is no room for that."""
+    """Widths of the columns that break no word; None if ``room`` is too small for that."""
     least = [max((len(word) for text in texts for word in text.split()), default=0) for texts in columns]
     if sum(least) > room:
         return None

@@ -1,4 +1,4 @@
-"""Words of sentences that reports share."""
+"""Phrases that reports share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def listed(names: Sequence[str], most: int = 8) -> str:
-    """The first names with commas between, and how many more there are.
+    """Joins the first names with commas, and counts the rest.
 
     >>> listed(["a", "b", "c"], 2)
     'a, b and 1 more'

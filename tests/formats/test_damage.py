@@ -129,7 +129,7 @@ def test_headers_that_do_not_fit_are_refused(member: bytes, method: int, tmp_pat
 def test_a_header_that_is_none_is_refused_in_our_words(shape: str, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("x.npy", shaped(shape))
-    with pytest.raises(GradCombineError, match=r"leaf x: expected an \.npy header: a dict .*received another text"):
+    with pytest.raises(GradCombineError, match=r"leaf x: expected an \.npy header: .*received malformed or deeply"):
         open_dump(tmp_path / "a.npz")
 
 
@@ -181,10 +181,10 @@ HEADERS: dict[str, tuple[Any, str]] = {
     "a rest": ({"x": tensor(shape=[2], data_offsets=[0, 8])}, "a file of 77 bytes"),
     "no offsets": ({"x": {"dtype": "F32", "shape": [3]}}, FIELDS),
     "a number": ({"x": 1}, FIELDS),
-    "a list": ([1, 2], "expected an object of JSON in a.safetensors"),
+    "a list": ([1, 2], "expected a JSON object in a.safetensors"),
     "a name twice": (
         f'{{"x": {json.dumps(tensor())}, "x": {json.dumps(tensor())}}}',
-        "leaf x: expected names that differ",
+        "leaf x: expected unique keys in a JSON object",
     ),
     "no JSON": ("{", JSON),
     "deep lists": ("[" * 100_000, JSON),

@@ -205,7 +205,7 @@ def test_exit_statuses(here: Path, arguments: tuple[str, ...], status: int) -> N
         (("steps:clean", "--json", "no/such/folder.json"), "a path in an existing folder"),
         (("steps:clean", "--json", "."), "a path in an existing folder"),
         (("steps:clean", "--html", "no/such/page.html"), "a path in an existing folder for --html"),
-        (("steps:clean", "--baseline", "steps.py"), "a baseline that --json has written"),
+        (("steps:clean", "--baseline", "steps.py"), "a baseline written by --json"),
         (("steps:clean", "--baseline", "missing.json"), "missing.json"),
         (("steps:fails", "--baseline", "list.json"), "list.json: TypeError"),
         (("steps:fails", "--baseline", "part.json"), "KeyError: 'moved'"),

@@ -171,7 +171,7 @@ def test_what_cannot_be_compared_does_not_pass(here: Path) -> None:
         ("right_case", ("--microbatches", "9"), "at least as many examples as parts"),
         ("right_case", ("--microbatches", "two"), "--microbatches as whole numbers"),
         ("right_case", ("--returns", "updates"), "returns to be 'gradients' or 'params'"),
-        ("right_case", ("--baseline", "none.json"), "a baseline that --json has written"),
+        ("right_case", ("--baseline", "none.json"), "a baseline written by --json"),
         ("right_case", ("--json", "no/such/file.json"), "a path in an existing folder for --json"),
         ("unseeded_case", (), "seed random numbers in each call.*received .?other results for one batch"),
         ("counting_case", (), "pass in what a call keeps.*received .?other results for one batch"),
