@@ -206,9 +206,9 @@ class JaxAxis(Collective):
         for path, leaf in zip(paths, leaves, strict=True):
             if not set(self.names) <= varying(leaf):
                 expected = (
-                    f"a value of each replica's own over {self!r} (under check_vma, shard_map has already summed the "
-                    "gradient of a replicated parameter: apply jax.lax.pcast(params, axis, to='varying') before "
-                    "differentiating, or to a value that is this replica's contribution)"
+                    f"a value that varies over {self!r} (under check_vma, shard_map has already summed the gradient of "
+                    "a replicated parameter: apply jax.lax.pcast(params, axis, to='varying') before differentiating, "
+                    "or to a value that is this replica's contribution)"
                 )
                 raise invalid(expected, "one that is the same on all replicas", path)
 

@@ -1,7 +1,4 @@
-"""Variables with a component on every replica, as pure functions.
-
-The model of tf.VariableAggregation x tf.VariableSynchronization.
-"""
+"""A model of tf.VariableAggregation and tf.VariableSynchronization: replicated variables as pure functions."""
 
 from __future__ import annotations
 

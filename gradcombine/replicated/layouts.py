@@ -1,4 +1,4 @@
-"""Where the components of a variable are: one on each replica of a program, or all along a leading axis."""
+"""Storage of a variable's components: one per replica of the program, or all stacked along a leading axis."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BOOL = np.dtype(np.bool_)
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the components of a variable lie: one on each replica that runs the program.
+    """One component on each replica that runs the program. `Stacked` overrides the methods.
 
-    Every function is called on all replicas, in step. `Stacked` overrides them.
+    Every method is collective: all replicas have to call it.
     """
 
     over: Collective
@@ -36,41 +36,41 @@ class Layout:
         return self.over.size()
 
     def rank(self, backend: Backend, like: Array) -> Array:
-        """The number of the replica that holds a component, int32, of a shape that broadcasts against ``like``."""
+        """The int32 rank of the replica that holds each component, broadcastable to ``like``."""
         return self.over.rank()
 
     def shape(self, backend: Backend, component: Array, path: str) -> tuple[int, ...]:
-        """The shape of one value, from what holds the components."""
+        """The shape of a single component."""
         return backend.shape(component)
 
     def broadcast(self, backend: Backend, value: Array) -> Array:
-        """One value as the component of every replica."""
+        """Makes a value the component of every replica."""
         return value
 
     def one(self, component: Array) -> Array:
-        """One value, from components that are all equal."""
+        """The common value of components that are all equal."""
         return component
 
     def mark_varying(self, components: Sequence[Leaf]) -> list[Leaf]:
-        """The components, None among them, marked as each replica's own where the framework keeps account of that."""
+        """Marks the components as varying over the replicas, if the framework tracks this; None stays None."""
         try:
             marked = iter(self.over.mark_varying([x for x in components if not is_absent(x)]))
-        except GradCombineError:  # Outside of the axis, where a state may be made, there is nothing to keep account of.
+        except GradCombineError:  # a state may also be created outside of the axis, where nothing is tracked
             return list(components)
         return [x if is_absent(x) else next(marked) for x in components]
 
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
-        """The components combined: one value."""
+        """Combines the components into one value."""
         return self.all_reduce(reduction, components)
 
     def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
-        """The replicas' values combined: one component per replica."""
+        """Combines the replicas' values; the result is a component on every replica."""
         return all_reduce(reduction, values, over=self.over, order=self.order)
 
 
 @dataclass(frozen=True)
 class Stacked(Layout):
-    """All components of ``replicas`` replicas of one program, along a new first axis."""
+    """The components of all replicas in one program, stacked along a new first axis."""
 
     replicas: int
 
@@ -100,10 +100,10 @@ class Stacked(Layout):
     def reduce(self, reduction: Reduction, components: Tree) -> Tree:
         leaves, structure = tree.flatten(components)
 
-        def of(rank: int) -> Tree:
+        def component(rank: int) -> Tree:
             return tree.unflatten(structure, [leaf if is_absent(leaf) else leaf[rank] for leaf in leaves])
 
-        return combine(reduction, [of(rank) for rank in range(self.replicas)], order=self.order)
+        return combine(reduction, [component(rank) for rank in range(self.replicas)], order=self.order)
 
     def all_reduce(self, reduction: Reduction, values: Tree) -> Tree:
         leaves, structure = tree.flatten(self.reduce(reduction, values))
@@ -113,13 +113,13 @@ class Stacked(Layout):
 
 @operation("replicated.stacked")
 def stacked(replicas: int) -> Stacked:
-    """All replicas of a variable in one program: components along a new first axis, in place of a collective.
+    """Keeps the components of all replicas in one program, along a new first axis; used in place of a collective.
 
-    For NumPy, which has no replicas of its own; for looking at the components from outside, as TensorFlow's
-    cross-replica context does; and for arrays whose first axis is sharded over devices.
+    For NumPy, which has no replicas; for access to all components, as in TensorFlow's cross-replica context; and for
+    arrays whose first axis is sharded over devices.
 
     Args:
-      replicas: their number, 1 or more.
+      replicas: number of replicas, 1 or more.
 
     >>> from gradcombine import replicated
     >>> replicated.stacked(4)
@@ -129,7 +129,7 @@ def stacked(replicas: int) -> Stacked:
 
 
 def layout(over: Collective | Stacked, order: Order) -> Layout:
-    """The layout that ``over`` names."""
+    """The layout for the ``over`` argument of `replicated.variable`."""
     if isinstance(over, Stacked):
         return replace(over, order=order)
     expected = "a collective, LOCAL, jax_axis(name) or tf_replicas(), or replicated.stacked(n)"

@@ -1,4 +1,4 @@
-"""How the replicas' values become one, and when: tf.VariableAggregation and tf.VariableSynchronization."""
+"""How and when the replicas' values are combined: tf.VariableAggregation and tf.VariableSynchronization."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradcombine.reductions.algebra import Reduction
 
 
 class Aggregation(Enum):
-    """How the values that replicas write become one; the names of tf.VariableAggregation."""
+    """How the values written by the replicas are combined. Member names are those of tf.VariableAggregation."""
 
     NONE = "none"
     SUM = "sum"
@@ -22,7 +22,7 @@ class Aggregation(Enum):
 
 
 class Synchronization(Enum):
-    """When the replicas' values become one; the names of tf.VariableSynchronization."""
+    """When the replicas' values are combined. Member names are those of tf.VariableSynchronization."""
 
     AUTO = "auto"
     NONE = "none"
@@ -38,12 +38,12 @@ _REDUCTIONS: dict[Aggregation, Callable[[], Reduction]] = {
 
 
 class Policy(NamedTuple):
-    """One combination of the two.
+    """An aggregation and a synchronization.
 
     Attributes:
-      aggregation: as asked for.
-      synchronization: ON_WRITE or ON_READ; NONE where there is one copy only.
-      reduction: the aggregation as a reduction; None for NONE.
+      aggregation: as requested.
+      synchronization: ON_WRITE or ON_READ; NONE only for a single copy.
+      reduction: that implements the aggregation; None for NONE.
     """
 
     aggregation: Aggregation
@@ -56,46 +56,47 @@ class Policy(NamedTuple):
 
     @property
     def shares(self) -> bool:
-        """Whether the components are parts that the value is the sum of."""
+        """Whether the value of the variable is the sum of its components."""
         return self.on_read and self.aggregation is Aggregation.SUM
 
     def require_one_value(self) -> Reduction:
-        """Refuses to make one value of components where none is defined; returns what makes it."""
+        """The reduction that combines the components; raises for aggregation NONE."""
         if self.reduction is None:
             expected = (
-                "aggregation sum, mean or only_first_replica, which say what the one value of the components is "
-                "(in replica context, each replica reads and writes its own)"
+                "aggregation sum, mean or only_first_replica, which define a single value of the components "
+                "(in replica context, each replica reads and writes its own component)"
             )
             raise invalid(expected, str(self))
         return self.reduction
 
     def require_aggregation(self, size: Callable[[], int]) -> None:
-        """Refuses a write of several replicas' values to components that have to stay equal.
+        """Raises if different values of several replicas would be written to components that have to stay equal.
 
-        ``size``, the number of replicas, is asked for where it matters alone: writes of ON_READ need no replicas.
+        Args:
+          size: returns the number of replicas. Called only if it matters: writes with ON_READ need no replicas.
         """
         if not self.on_read and self.reduction is None and (replicas := size()) > 1:
             expected = (
-                "aggregation sum, mean or only_first_replica, which make one value of the replicas' values, or "
-                "synchronization on_read, which keeps them apart, or cross.assign and its like for one value for all"
+                "aggregation sum, mean or only_first_replica, which combine the replicas' values, or synchronization "
+                "on_read, which keeps them separate, or cross.assign (_add, _sub) of one value for all replicas"
             )
             raise invalid(expected, f"{self}, on {replicas} replicas")
 
     def require_equal_addends(self) -> None:
-        """Refuses one addend for all components where the value is their sum."""
+        """Raises if the value is the sum of the components, to all of which the same number would be added."""
         if self.shares:
             expected = (
-                "cross.assign of the new sum, or a write of each replica's own in replica context (the same addend on "
-                "every component would count it once a replica)"
+                "cross.assign of the new sum, or a write by each replica in replica context (a value added to every "
+                "component would count once per replica)"
             )
             raise invalid(expected, str(self))
 
     def require_contribution(self, size: Callable[[], int], path: str) -> None:
-        """Refuses a Python number where the replicas' values are summed."""
+        """Raises for a Python number if the replicas' values are summed."""
         if self.aggregation is Aggregation.SUM and size() > 1:
             expected = (
-                "an array of this replica's own (a Python number says the same on every replica: give it to "
-                "cross.assign and its like, or choose aggregation mean or only_first_replica)"
+                "an array with this replica's value (a Python number is the same on every replica: pass it to "
+                "cross.assign (_add, _sub), or choose aggregation mean or only_first_replica)"
             )
             raise invalid(expected, f"a Python number, for {self}", path)
 
@@ -107,14 +108,14 @@ E = TypeVar("E", Aggregation, Synchronization)
 
 
 def decide(aggregation: object, synchronization: object, over: object) -> Policy:
-    """The policy that two settings ask for on these replicas. AUTO is ON_WRITE, as under every strategy of TensorFlow.
+    """Resolves the user's settings to a policy. AUTO becomes ON_WRITE, as in every strategy of TensorFlow.
 
     Raises:
-      GradCombineError: for unknown names, and for synchronization NONE where there may be several copies.
+      GradCombineError: for unknown names, and for synchronization NONE unless ``over`` is LOCAL.
     """
     how, when = _member(Aggregation, aggregation), _member(Synchronization, synchronization)
     if when is Synchronization.NONE and over is not LOCAL:
-        expected = "synchronization on_write or on_read (none is for a variable of which there is one copy, over=LOCAL)"
+        expected = "synchronization on_write or on_read (none is for a variable with a single copy, over=LOCAL)"
         raise invalid(expected, f"none over {over!r}")
     if when is Synchronization.AUTO:
         when = Synchronization.ON_WRITE
@@ -122,11 +123,11 @@ def decide(aggregation: object, synchronization: object, over: object) -> Policy
 
 
 def _member(kind: type[E], setting: object) -> E:
-    # TensorFlow's members are known by their names, so that TensorFlow need not be there. Both enums have a NONE: the
-    # class's name tells VariableAggregation and VariableAggregationV2 from VariableSynchronization.
+    # TensorFlow's members are recognized by name, without importing it. Both enums have a NONE: only the class name
+    # distinguishes VariableAggregation and VariableAggregationV2 from VariableSynchronization.
     name = setting if isinstance(setting, str) else getattr(setting, "name", None)
-    right = isinstance(setting, str) or kind.__name__ in type(setting).__name__
-    if not right or not isinstance(name, str) or name.upper() not in kind.__members__:
+    is_kind = isinstance(setting, str) or kind.__name__ in type(setting).__name__
+    if not is_kind or not isinstance(name, str) or name.upper() not in kind.__members__:
         names = ", ".join(member.value for member in kind)
         expected = f"one {kind.__name__.lower()} of {names}, or the tf.Variable{kind.__name__} of that name"
         raise invalid(expected, shown(setting))

@@ -1,4 +1,4 @@
-"""A variable that every replica has a component of, as pure functions."""
+"""Variables with a component on every replica, as pure functions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from gradcombine.types import Array, Leaf, Order, Tree
 
 
 class CrossReplica(NamedTuple):
-    """Operations in cross-replica context, on all components at once. A value is one for all replicas.
+    """Functions of cross-replica context, on all components at once. Values are the same for all replicas.
 
     Attributes:
-      assign: ``assign(state, value) -> state``: a read gives ``value``.
-      assign_add: ``assign_add(state, value) -> state``: every component grows by ``value``.
-      assign_sub: ``assign_sub(state, value) -> state``: every component shrinks by ``value``.
-      read: ``read(state) -> value``, the variable's one value.
+      assign: ``assign(state, value) -> state``: ``cross.read`` then returns ``value``.
+      assign_add: ``assign_add(state, value) -> state``: adds ``value`` to every component.
+      assign_sub: ``assign_sub(state, value) -> state``: subtracts ``value`` from every component.
+      read: ``read(state) -> value``: the components combined.
     """
 
     assign: Callable[[ReplicatedState, Tree], ReplicatedState]
@@ -46,16 +46,16 @@ class CrossReplica(NamedTuple):
 class ReplicatedVariable(NamedTuple):
     """A variable under tf.distribute, as pure functions of a `ReplicatedState`.
 
-    The functions here are those of replica context: each replica gives a value of its own. Over `stacked`, a value has
-    the replicas along its first axis. A Python number says the same on every replica. None writes nothing.
+    The functions are those of replica context: each replica passes its value. Over `stacked`, a value has the replicas
+    along its first axis. A Python number is the same on every replica. None writes nothing.
 
     Attributes:
-      aggregation, synchronization: as decided; AUTO has become ON_WRITE.
+      aggregation, synchronization: as resolved: AUTO has become ON_WRITE.
       init: ``init(value) -> state``; ``value`` is the same on every replica.
-      assign: ``assign(state, value) -> state``. ON_WRITE: every component becomes the values' aggregation. ON_READ:
-        this replica's becomes its own value.
-      assign_add, assign_sub: likewise, added or subtracted.
-      read: ``read(state) -> value``, this replica's component.
+      assign: ``assign(state, value) -> state``. ON_WRITE: aggregates the values and writes the result to every
+        component. ON_READ: writes this replica's value to its component.
+      assign_add, assign_sub: like ``assign``, but add to or subtract from the component.
+      read: ``read(state) -> value``: this replica's component.
       cross: the functions of cross-replica context.
     """
 
@@ -77,47 +77,47 @@ def variable(
     over: Collective | Stacked,
     order: Order = "sequential",
 ) -> ReplicatedVariable:
-    """A variable, or a tree of variables, of which every replica has a component.
+    """Creates a variable, or a tree of variables, with a component on every replica.
 
     Args:
-      aggregation: how the replicas' values become one: ``"none"``, ``"sum"``, ``"mean"``, ``"only_first_replica"``, or
-        a tf.VariableAggregation.
-      synchronization: when they become one: ``"auto"``, ``"none"``, ``"on_write"``, ``"on_read"``, or a
-        tf.VariableSynchronization. AUTO is ON_WRITE. NONE is for one copy, over `LOCAL`.
-      over: the replicas. A collective: the functions run on each replica, on its own component. `stacked`: one program
+      aggregation: how the replicas' values are combined: ``"none"``, ``"sum"``, ``"mean"``, ``"only_first_replica"``,
+        or a tf.VariableAggregation.
+      synchronization: when they are combined: ``"auto"``, ``"none"``, ``"on_write"``, ``"on_read"``, or a
+        tf.VariableSynchronization. AUTO is ON_WRITE. NONE is for a single copy, over `LOCAL`.
+      over: the replicas. A collective: the functions run on each replica, on its component. `stacked`: one program
         holds all components, along a first axis.
       order: of the aggregation, as for `gradcombine.all_reduce`.
 
     Returns:
-      Pure functions of a `ReplicatedState`. In replica context, where each replica gives a value of its own (over
-      `stacked` along the first axis): ``init(value)``, ``assign(state, value)``, ``assign_add``, ``assign_sub`` and
+      Pure functions of a `ReplicatedState`. In replica context, where each replica passes its value (over `stacked`
+      along the first axis): ``init(value)``, ``assign(state, value)``, ``assign_add``, ``assign_sub`` and
       ``read(state)``, this replica's component. In cross-replica context, on all components at once: ``cross.assign``,
-      ``cross.assign_add``, ``cross.assign_sub`` and ``cross.read``, the variable's one value. Values
-      have the variables' structure, shapes and dtypes; nothing is cast or broadcast but a Python number.
+      ``cross.assign_add``, ``cross.assign_sub`` and ``cross.read``, the components combined. Values have the structure,
+      shapes and dtypes of the variables; only Python numbers are cast or broadcast.
 
     Raises:
-      GradCombineError: for unknown names and for NONE over several copies. The functions raise it for a value of
-        another structure, shape or dtype, and where the combination gives the call no meaning: a write in replica
-        context with ON_WRITE and aggregation NONE; a Python number with ON_WRITE and SUM; a cross-replica read or write
-        with ON_READ and NONE; a cross-replica assign_add or assign_sub with ON_READ and SUM; MEAN of integers.
+      GradCombineError: for unknown names and for NONE with several copies. The functions raise it for a value of
+        another structure, shape or dtype, and for calls that are not defined: a write in replica context with ON_WRITE
+        and aggregation NONE; a Python number with ON_WRITE and SUM; a cross-replica read or write with ON_READ and
+        NONE; a cross-replica assign_add or assign_sub with ON_READ and SUM; MEAN of integers.
 
-    Bits: as `gradcombine.all_reduce` and `gradcombine.combine` promise for the order. With ON_READ and SUM,
-    ``cross.assign`` gives each replica a share: integers so that the sum is exactly the value; floats divided by the
-    number of replicas, as TensorFlow does, so that the sum may round differently unless that is a power of two.
+    Bits: as `gradcombine.all_reduce` and `gradcombine.combine` guarantee for the order. With ON_READ and SUM,
+    ``cross.assign`` splits the value over the replicas: integers so that their sum is exactly the value; floats by
+    dividing by the number of replicas, as TensorFlow does, so that the sum is exact only for a power of two.
 
     References: `tf.VariableAggregation <https://www.tensorflow.org/api_docs/python/tf/VariableAggregation>`_,
     `tf.VariableSynchronization <https://www.tensorflow.org/api_docs/python/tf/VariableSynchronization>`_.
 
     >>> import numpy as np
     >>> from gradcombine import replicated
-    >>> seen = replicated.variable("sum", "on_read", over=replicated.stacked(2))
-    >>> state = seen.assign_add(seen.init({"tokens": np.int32(0)}), {"tokens": np.int32([3, 7])})
+    >>> counter = replicated.variable("sum", "on_read", over=replicated.stacked(2))
+    >>> state = counter.assign_add(counter.init({"tokens": np.int32(0)}), {"tokens": np.int32([3, 7])})
     >>> state.value
     {'tokens': array([3, 7], dtype=int32)}
-    >>> seen.cross.read(state)
+    >>> counter.cross.read(state)
     {'tokens': array(10, dtype=int32)}
 
-    Per-replica code, here under jax.vmap:
+    In replica context, here under jax.vmap:
 
     >>> import jax, gradcombine as gc
     >>> mean = replicated.variable("mean", "on_write", over=gc.jax_axis("data"))
@@ -127,9 +127,8 @@ def variable(
     [12.5, 12.5]
     """
     check(order=order)
-    place = layout(over, order)
     policy = decide(aggregation, synchronization, over)
-    contexts = _Contexts(policy, place)
+    contexts = _Contexts(policy, layout(over, order))
     return ReplicatedVariable(
         policy.aggregation,
         policy.synchronization,
@@ -149,7 +148,7 @@ def variable(
 
 @dataclass(frozen=True)
 class _Contexts:
-    """The functions of one policy, over one layout, in replica context and in cross-replica context."""
+    """The functions of replica context and cross-replica context, for one policy and layout."""
 
     policy: Policy
     layout: Layout
@@ -159,10 +158,11 @@ class _Contexts:
         leaves, structure = tree.flatten(value)
         backend = resolve(leaves)
         arrays = [x if is_absent(x) else backend.asarray(x) for x in leaves]
-        kinds = [None if is_absent(x) else np.empty((), backend.dtype(x)) for x in arrays]
         if self.policy.reduction is not None:
+            # Raises for dtypes that the aggregation does not support, for instance MEAN of integers.
+            scalars = [None if is_absent(x) else np.empty((), backend.dtype(x)) for x in arrays]
             try:
-                self.policy.reduction.init(tree.unflatten(structure, kinds))
+                self.policy.reduction.init(tree.unflatten(structure, scalars))
             except GradCombineError as error:
                 expected = f"{error.expected}, for {self.policy}"
                 raise invalid(expected, error.received, error.path) from None
@@ -191,7 +191,7 @@ class _Contexts:
         return into.rebuild([x if is_absent(x) else backend.cast(x, into.backend.dtype(c)) for x, c in pairs])
 
     def write(self, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
-        """A write in replica context: each replica's own value."""
+        """A write in replica context, where each replica passes its value."""
 
         def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
             into = opened(state, value)
@@ -205,7 +205,7 @@ class _Contexts:
         return assign
 
     def cross_write(self, write: Write) -> Callable[[ReplicatedState, Tree], ReplicatedState]:
-        """A write in cross-replica context: one value for all replicas."""
+        """A write in cross-replica context, with one value for all replicas."""
 
         def assign(state: ReplicatedState, value: Tree) -> ReplicatedState:
             if write is not replace:
@@ -224,7 +224,7 @@ class _Contexts:
         return assign
 
     def _combined(self, into: Opened, items: list[Written], values: list[Array | None]) -> list[Array | None]:
-        """One value for every replica. A Python number is one already."""
+        """Aggregates the replicas' values. A Python number is the same on all replicas, and stays as it is."""
         for item, path in zip(items, into.paths(), strict=True):
             if item.number:
                 self.policy.require_contribution(self.layout.size, path)
@@ -235,7 +235,7 @@ class _Contexts:
         return [x if is_absent(y) else y for x, y in zip(values, combined, strict=True)]
 
     def _component(self, backend: Backend, value: Array) -> Array:
-        """One replica's component of a value for all: the value, or a part of it, so that the sum is the value."""
+        """The component to write for a cross-replica value: the value, or a share of it if components are summed."""
         value = self.layout.broadcast(backend, value)
         if not self.policy.shares:
             return value
@@ -248,29 +248,28 @@ class _Contexts:
         return backend.where(self.layout.rank(backend, value) < rest, share + 1, share)
 
 
-# A Python number may be written to a variable of its own kind or of one that contains it.
+# The kinds of variables that a Python number may be written to.
 _KINDS = {bool: ("bool",), int: ("integer", "float", "complex"), float: ("float", "complex"), complex: ("complex",)}
 
 Write: TypeAlias = Callable[[Backend, Array, Array], Array]
-"""``write(backend, component, value)``: the new component."""
-
+"""``write(backend, component, value)`` returns the new component."""
 
 Shapes: TypeAlias = Callable[[Array, str], tuple[int, ...]]
-"""``shape(component, path)``: of an array that may be written to a component."""
+"""``shape(component, path)`` returns the shape of an array that may be written to the component."""
 
 
 class ReplicatedState(NamedTuple):
     """The components of a variable, or of a tree of variables.
 
     Attributes:
-      value: the tree of components: this replica's, or, over `stacked`, those of all replicas along a first axis.
+      value: tree of components: this replica's, or over `stacked` those of all replicas along a first axis.
     """
 
     value: Tree
 
 
 class Opened(NamedTuple):
-    """A state, taken apart."""
+    """A flattened state."""
 
     backend: Backend
     structure: tree.Structure
@@ -284,29 +283,29 @@ class Opened(NamedTuple):
 
 
 class Written(NamedTuple):
-    """A write to one variable of the tree.
+    """A value to write to one variable of the tree.
 
     Attributes:
-      array: of the variable's dtype, of the component's shape or of one value's; None: nothing is written.
-      number: whether it was a Python number, which says the same on every replica.
+      array: of the variable's dtype, or None to write nothing.
+      number: whether the user passed a Python number, which is the same on every replica.
     """
 
     array: Array | None
     number: bool = False
 
 
-def opened(state: ReplicatedState, also: Tree = None) -> Opened:
-    """The components, as arrays of the framework that they and ``also`` belong to."""
+def opened(state: ReplicatedState, value: Tree = None) -> Opened:
+    """Flattens a state, with components as arrays of the common framework of the state and ``value``."""
     leaves, structure = tree.flatten(require_type("a ReplicatedState", state, ReplicatedState).value)
-    backend = resolve([*leaves, *tree.flatten(also)[0]])
+    backend = resolve([*leaves, *tree.flatten(value)[0]])
     return Opened(backend, structure, [x if is_absent(x) else backend.asarray(x) for x in leaves])
 
 
 def written(into: Opened, value: Tree, layout: Layout, shape: Shapes) -> list[Written]:
-    """The write of ``value`` to each variable.
+    """Converts and checks ``value`` for a write to each variable.
 
     Raises:
-      GradCombineError: for another structure, another shape or another dtype than the variables'.
+      GradCombineError: unless the structure, shapes and dtypes are those of the variables.
     """
     values = tree.flatten_as(into.structure, value)
     rows = zip(into.leaves, values, into.paths(), strict=True)
@@ -317,7 +316,7 @@ def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout,
     if is_absent(x):
         return Written(None)
     if is_absent(component):
-        raise invalid("nothing, as where the state was made", "an array", path)
+        raise invalid("None, as in the value passed to init", "an array", path)
     dtype, one = backend.dtype(component), layout.shape(backend, component, path)
     with within(path):
         if type(x) in _KINDS:
@@ -333,7 +332,7 @@ def _leaf(backend: Backend, component: Leaf, x: Leaf, path: str, layout: Layout,
 
 
 def _number(backend: Backend, x: complex, dtype: np.dtype) -> Array:
-    expected = f"a number that a variable of {dtype} holds"
+    expected = f"a number that a variable of {dtype} can hold"
     if dtypes.kind(dtype) not in _KINDS[type(x)]:
         raise invalid(expected, shown(x))
     with translate_errors(expected, OverflowError, received=lambda: shown(x)), np.errstate(all="ignore"):
@@ -341,25 +340,22 @@ def _number(backend: Backend, x: complex, dtype: np.dtype) -> Array:
 
 
 def replace(backend: Backend, component: Array, value: Array) -> Array:
-    """value"""
     return value
 
 
 def add(backend: Backend, component: Array, value: Array) -> Array:
-    """component + value"""
     return backend.add(component, value)
 
 
 def subtract(backend: Backend, component: Array, value: Array) -> Array:
-    """component - value"""
-    with np.errstate(all="ignore"):  # as `Backend.add`
+    with np.errstate(all="ignore"):  # as in `Backend.add`
         return component - value
 
 
 def applied(
     policy: Policy, layout: Layout, write: Write, into: Opened, values: Sequence[Array | None]
 ) -> ReplicatedState:
-    """The state after a write to every component; where the value is None, nothing is written."""
+    """Writes a value to every component; None leaves the component unchanged."""
     backend = resolve([*into.leaves, *values])
 
     def leaf(component: Leaf, value: Array | None, path: str) -> Leaf:

@@ -1,7 +1,7 @@
-"""Narrow exchanges between replicas: sums encoded in few bits, added in float32, and gathered as narrow again.
+"""Low-precision all-reduce: replicas send narrow encodings, add them in float32, and gather narrow sums.
 
-``reductions.mean(wire=wires.cast("bfloat16"))`` sends half of the bytes over replicas, wherever that reduction runs. A
-narrow all-reduce rounds at each of its N - 1 hops; here every sum is rounded twice, whatever N is.
+``reductions.mean(wire=wires.cast("bfloat16"))`` halves the bytes sent between replicas. An all-reduce in a narrow dtype
+rounds at each of its N - 1 hops; this one rounds at most twice, for any N.
 """
 
 from gradcombine.wires.exchange import bytes_sent

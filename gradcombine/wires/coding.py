@@ -1,4 +1,4 @@
-"""Encodes float32 in few bits, and decodes them: integer arithmetic on the bits, the same in every framework."""
+"""Encodes float32 in few bits and decodes it, with integer arithmetic on the bits: identical in every framework."""
 
 from __future__ import annotations
 
@@ -14,25 +14,28 @@ _BYTE = np.dtype(np.uint8)
 _BIAS = 127
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000
 _HIDDEN = 0x800000
+"""The implicit leading bit of a float32 significand."""
+
 _NO_SALT = np.int32(0)
 _NOT_FINITE = 255
-"""The scale of a block of integers in which 1 stands for infinity, -0 for NaN and 0 for what is finite."""
+"""Scale of a block of integers with non-finite elements: 1 encodes infinity, -0 NaN, and 0 any finite element."""
 
 _MULTIPLIERS = np.uint32(0x9E3779B1), np.uint32(0x85EBCA6B)
-"""Odd; of a hash."""
+"""Odd multipliers of the hash in `_random`."""
 
 
 def encode(backend: Backend, wire: Wire, x: Array, salt: Array = _NO_SALT) -> tuple[Array, ...]:
-    """The codes of float32 elements, and the scales of their blocks where the wire has them.
+    """Encodes float32 elements.
 
     Args:
       backend: of the array.
-      wire: how.
-      x: float32 of shape (rows, columns), columns a multiple of the wire's block.
-      salt: an int32 scalar, which stochastic rounding hashes with the seed.
+      wire: the encoding.
+      x: float32 of shape (rows, columns), where columns is a multiple of the wire's block.
+      salt: int32 scalar that stochastic rounding hashes with the seed.
 
     Returns:
-      uint16 or uint8 of shape (rows, columns), two codes of 4 bits in a byte; uint8 of shape (rows, blocks).
+      Codes: uint16 or uint8 of shape (rows, columns), or two 4-bit codes per byte. For a wire with scales, also these:
+      uint8 of shape (rows, blocks).
     """
     rows, columns = backend.shape(x)
     size = wire.size or columns
@@ -42,7 +45,7 @@ def encode(backend: Backend, wire: Wire, x: Array, salt: Array = _NO_SALT) -> tu
     is_finite = magnitude < _INFINITY
     finite = backend.where(is_finite, magnitude, 0)
     exponent = backend.shift_right(finite, 23)
-    # Subnormal numbers, which frameworks may take for zeros anyway, become zeros.
+    # Subnormal numbers, which frameworks may flush to zero anyway, become zeros.
     digits = backend.where(exponent > 0, finite & (_HIDDEN - 1) | _HIDDEN, 0)
     scale = _scale(backend, wire, finite) if wire.size else 0
     biased = exponent + (_bias(wire) - _BIAS) - scale
@@ -54,19 +57,19 @@ def encode(backend: Backend, wire: Wire, x: Array, salt: Array = _NO_SALT) -> tu
         infinity = ((1 << wire.exponent) - 1) << wire.significand
         code = backend.where(is_finite, code, backend.where(magnitude > _INFINITY, infinity + (code * 0 + 1), infinity))
     else:
-        beside = backend.largest(backend.cast(~is_finite, INT32)) > 0
-        scale = backend.where(beside, _NOT_FINITE - _BIAS, scale)
-        code = backend.where(beside, backend.cast(magnitude == _INFINITY, INT32), code)
-        sign = backend.where(beside & is_finite, 0, backend.where(magnitude > _INFINITY, 1, sign))
+        has_special = backend.largest(backend.cast(~is_finite, INT32)) > 0
+        scale = backend.where(has_special, _NOT_FINITE - _BIAS, scale)
+        code = backend.where(has_special, backend.cast(magnitude == _INFINITY, INT32), code)
+        sign = backend.where(has_special & is_finite, 0, backend.where(magnitude > _INFINITY, 1, sign))
     code = code | backend.shift_left(sign, wire.bits - 1)
-    if wire.bits == 4:  # the halves of a block, one in the lower bits
+    if wire.bits == 4:  # pack the first half of a block into the low bits, the second into the high bits
         code = code[..., : size // 2] | backend.shift_left(code[..., size // 2 :], 4)
     codes = backend.reshape(backend.cast(code, np.dtype(np.uint16) if wire.bits == 16 else _BYTE), (rows, -1))
     return (codes, backend.cast(backend.asarray(scale + _BIAS)[..., 0], _BYTE)) if wire.size else (codes,)
 
 
 def decode(backend: Backend, wire: Wire, codes: Array, scales: Array | None = None) -> Array:
-    """The float32 elements of codes that `encode` made, of shape (rows, columns)."""
+    """Decodes the output of `encode` to float32 elements of shape (rows, columns)."""
     rows, width = backend.shape(codes)
     columns = width * 2 if wire.bits == 4 else width
     size = wire.size or columns
@@ -95,34 +98,39 @@ def decode(backend: Backend, wire: Wire, codes: Array, scales: Array | None = No
 
 
 def _bias(wire: Wire) -> int:
-    """Of exponents; integers are numbers without a leading one, times 2**0."""
+    """The exponent bias; for integers, the one that makes an element of scale 1 an integer."""
     return (1 << (wire.exponent - 1)) - 1 if wire.exponent else 1 - wire.significand
 
 
 def _lowest(wire: Wire) -> int:
-    """The exponent of the least number that a wire can send, of scale 1."""
+    """The exponent of the smallest positive number of scale 1."""
     return 1 - _bias(wire) - wire.significand
 
 
 def _scale(backend: Backend, wire: Wire, finite: Array) -> Array:
-    """For each block, the exponent of the power of two that its numbers are divided by."""
+    """The exponent of each block's scale, the power of two that its elements are divided by."""
     top = backend.largest(finite)
-    # Of floats, one power of two below the largest: rounding up reaches no infinity.
+    # Floats stay one power of two below the largest exponent, so that rounding up cannot reach infinity.
     highest = _bias(wire) - 1 if wire.exponent else wire.significand - 1
     scale = backend.shift_right(top, 23) - (_BIAS + highest)
     if not wire.exponent:
-        most = ((1 << wire.significand) - 1) << (24 - wire.significand)
-        scale = scale + backend.cast((top & (_HIDDEN - 1) | _HIDDEN) > most, INT32)
-    # From here on no number that can be sent is subnormal in float32.
+        # The largest integer, aligned to the significand of float32: a larger one needs the next scale.
+        limit = ((1 << wire.significand) - 1) << (24 - wire.significand)
+        scale = scale + backend.cast((top & (_HIDDEN - 1) | _HIDDEN) > limit, INT32)
+    # With smaller scales some decoded elements would be subnormal in float32.
     return backend.maximum(scale, 1 - _BIAS - _lowest(wire))
 
 
 def _rounded(backend: Backend, digits: Array, shift: Array, random: Array | None) -> Array:
-    """``digits / 2**shift`` as an integer, rounded; digits below 2**24, shifts of 13 and more."""
-    # A sum must not overflow: digits that are shifted further are cut off first, by at most 2**-30 of the result.
-    beyond = backend.maximum(shift - 30, 0)
-    digits = backend.shift_right(digits, 24 - backend.maximum(24 - beyond, 0))
-    shift = shift - beyond
+    """Rounds ``digits / 2**shift`` to an integer, for digits below 2**24 and shifts of at least 13.
+
+    Stochastically with ``random`` bits, or to nearest even with None.
+    """
+    # The sums below must not overflow int32: shift by what exceeds 30 first, which changes the quotient by less than
+    # 2**-30.
+    excess = backend.maximum(shift - 30, 0)
+    digits = backend.shift_right(digits, 24 - backend.maximum(24 - excess, 0))
+    shift = shift - excess
     if random is not None:
         return backend.shift_right(digits + (random & (backend.shift_left(shift * 0 + 1, shift) - 1)), shift)
     odd = backend.shift_right(digits, shift) & 1
@@ -130,15 +138,15 @@ def _rounded(backend: Backend, digits: Array, shift: Array, random: Array | None
 
 
 def _times_power(backend: Backend, digits: Array, exponent: Array) -> Array:
-    """The bits of ``digits * 2**exponent``, a product without rounding."""
+    """The float32 bits of ``digits * 2**exponent``, which is exact."""
     power = backend.bitcast(backend.shift_left(exponent + _BIAS, 23), FLOAT32)
     return backend.bitcast(backend.product(backend.cast(digits, FLOAT32), power), INT32)
 
 
 def _random(backend: Backend, wire: Wire, bits: Array, salt: Array) -> Array:
-    """Random bits from the elements' bits and places, the seed and the salt."""
-    places = backend.reshape(backend.row_numbers(backend.reshape(bits, (-1, 1))), backend.shape(bits))
-    words = backend.product(backend.cast(places, WORD), _MULTIPLIERS[0]) ^ backend.bitcast(bits ^ wire.seed, WORD)
+    """Pseudorandom int32: a hash of each element's bits and index, the seed and the salt."""
+    indices = backend.reshape(backend.row_numbers(backend.reshape(bits, (-1, 1))), backend.shape(bits))
+    words = backend.product(backend.cast(indices, WORD), _MULTIPLIERS[0]) ^ backend.bitcast(bits ^ wire.seed, WORD)
     words = words ^ backend.product(backend.cast(salt, WORD), _MULTIPLIERS[1])
     for multiplier in _MULTIPLIERS:
         words = backend.product(words ^ backend.shift_right(words, 16), multiplier)

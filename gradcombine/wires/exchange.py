@@ -1,4 +1,4 @@
-"""Sums over replicas through a wire, each leaf in the way that moves the fewest bytes."""
+"""All-reduces through a wire: each leaf by the exchange that sends the fewest bytes."""
 
 from __future__ import annotations
 
@@ -15,27 +15,29 @@ from gradcombine.wires.coding import FLOAT32, decode, encode
 from gradcombine.wires.wire import Wire, require_wire
 
 PARTS, GATHERED, WIDE = "parts", "gathered", "wide"
-"""The ways, that of the most roundings first.
+"""The exchanges of a leaf, that with the most roundings first.
 
-In parts: replica r gets the r-th part of the leaf from all, adds it up, and all gather the sums. Gathered: each gets
-the leaf from all, and adds up all of it. Wide: the framework's all-reduce of the accumulators.
+Parts: an all-to-all sends the r-th part of the leaf to replica r, which sums it; an all-gather distributes the sums.
+Gathered: every replica gathers the leaf of all replicas and sums it. Wide: the framework's all-reduce of accumulators.
 """
 
 
 @operation("bytes_sent")
 def bytes_sent(wire: Wire, elements: int, replicas: int, itemsize: int = 4) -> dict[str, int]:
-    """Bytes that each replica sends for a leaf, in each way; it is sent in the cheapest one, of fewest roundings.
+    """Bytes that each replica sends for a leaf, by type of exchange.
+
+    The cheapest exchange is used; among equal ones, that with the fewest roundings.
 
     Args:
       wire: `cast` or `blocks`.
-      elements: of the leaf.
-      replicas: their number.
-      itemsize: bytes of an element of the accumulators.
+      elements: number of elements of the leaf.
+      replicas: number of replicas N.
+      itemsize: bytes per element of the accumulators.
 
     Returns:
       ``"wide"``: an all-reduce of the accumulators, 2 (N - 1) / N of their bytes. ``"gathered"``: N - 1 times the
-      narrow leaf; rounded once. ``"parts"``: 2 (N - 1) / N of the narrow leaf, each part filled up to whole blocks;
-      rounded twice. Replicas of TensorFlow have no all-to-all, and so no parts.
+      encoded leaf; rounds once. ``"parts"``: 2 (N - 1) / N of the encoded leaf, with each part padded to full blocks;
+      rounds twice. Not available on TensorFlow replicas, which have no all-to-all.
 
     >>> import gradcombine as gc
     >>> gc.wires.bytes_sent(gc.wires.cast("bfloat16"), elements=1024, replicas=8)
@@ -52,8 +54,8 @@ def bytes_sent(wire: Wire, elements: int, replicas: int, itemsize: int = 4) -> d
     }
 
 
-def way(wire: Wire, collective: Collective, path: str, array: Array) -> str:
-    """The way that an array is sent in."""
+def method(wire: Wire, collective: Collective, path: str, array: Array) -> str:
+    """The exchange that an array is sent by: WIDE, GATHERED or PARTS."""
     shape, possible = shape_of(array), [WIDE, *collective.narrow_ways()]
     if wire.keeps(path, shape):
         return WIDE
@@ -70,35 +72,46 @@ def all_sum(
     others: Sequence[Array],
     errors: list[Array] | None = None,
 ) -> list[Array]:
-    """The sums over replicas of float arrays through the wire, and then those of the others, which stay wide.
+    """Sums ``arrays`` over replicas through the wire, and ``others`` by a plain all-reduce.
 
-    Through the wire they are added in float32 in the canonical tree over ranks, once, and every replica decodes the
-    same codes. To ``errors`` is appended what this replica rounds off, of each array that the wire does not keep wide.
+    Decoded arrays are added in float32 in the canonical tree over ranks, and all replicas decode the same codes.
+
+    Args:
+      backend: of the arrays.
+      collective: over the replicas.
+      wire: the encoding.
+      paths: of ``arrays``.
+      arrays: float arrays.
+      others: further arrays.
+      errors: appended to, if not None: this replica's rounding errors, for each array that the wire does not keep wide.
+
+    Returns:
+      The sums of ``arrays``, then those of ``others``.
     """
     n = collective.size()
-    ways = [way(wire, collective, path, x) for path, x in zip(paths, arrays, strict=True)]
-    narrow = [(x, to) for x, to in zip(arrays, ways, strict=True) if to != WIDE]
-    in_parts = [in_rows(backend, x, n) for x, to in narrow if to == PARTS]
-    first, second = (None, None) if errors is None else (list[Array](), list[Array]())
-    mine = iter(sum_parts(backend, collective, wire, in_parts, first))
-    rows = [next(mine) if to == PARTS else in_rows(backend, x, 1) for x, to in narrow]
-    received = iter(gather_rows(backend, collective, wire, rows, 1, second))
-    wide = iter(collective.all_sum([*(x for x, to in zip(arrays, ways, strict=True) if to == WIDE), *others]))
+    methods = [method(wire, collective, path, x) for path, x in zip(paths, arrays, strict=True)]
+    narrow = [(x, by) for x, by in zip(arrays, methods, strict=True) if by != WIDE]
+    parts = [in_rows(backend, x, n) for x, by in narrow if by == PARTS]
+    errors_of_parts, errors_of_rows = (None, None) if errors is None else (list[Array](), list[Array]())
+    part_sums = iter(sum_parts(backend, collective, wire, parts, errors_of_parts))
+    rows = [next(part_sums) if by == PARTS else in_rows(backend, x, 1) for x, by in narrow]
+    received = iter(gather_rows(backend, collective, wire, rows, 1, errors_of_rows))
+    wide = iter(collective.all_sum([*(x for x, by in zip(arrays, methods, strict=True) if by == WIDE), *others]))
 
-    def arrived(x: Array, to: str) -> Array:
-        return _like(backend, x, next(received) if to == PARTS else added(backend, next(received)))
+    def narrow_sum(x: Array, by: str) -> Array:
+        return _like(backend, x, next(received) if by == PARTS else row_sum(backend, next(received)))
 
-    sums = [next(wide) if to == WIDE else arrived(x, to) for x, to in zip(arrays, ways, strict=True)]
-    if errors is not None and first is not None and second is not None:
-        of_parts, of_rows = iter(first), iter(second)
-        for path, x, to in zip(paths, arrays, ways, strict=True):
-            if to != WIDE:
-                lost = next(of_rows)
-                if to == PARTS:  # the error of the sum is kept where it was made
+    sums = [next(wide) if by == WIDE else narrow_sum(x, by) for x, by in zip(arrays, methods, strict=True)]
+    if errors is not None and errors_of_parts is not None and errors_of_rows is not None:
+        of_parts, of_rows = iter(errors_of_parts), iter(errors_of_rows)
+        for path, x, by in zip(paths, arrays, methods, strict=True):
+            if by != WIDE:
+                error = next(of_rows)
+                if by == PARTS:  # the replica that summed a part also keeps the error of encoding the sum
                     ranks = np.arange(n, dtype=np.int32).reshape(n, 1)
-                    own = backend.asarray(ranks) == collective.rank()
-                    lost = backend.add(next(of_parts), backend.where(own, lost, backend.full((), -0.0, FLOAT32)))
-                errors.append(backend.reshape(backend.flat(lost)[: math.prod(shape_of(x))], shape_of(x)))
+                    is_mine = backend.asarray(ranks) == collective.rank()
+                    error = backend.add(next(of_parts), backend.where(is_mine, error, backend.full((), -0.0, FLOAT32)))
+                errors.append(backend.reshape(backend.flat(error)[: math.prod(shape_of(x))], shape_of(x)))
             elif not wire.keeps(path, shape_of(x)):
                 errors.append(backend.full(shape_of(x), -0.0, FLOAT32, [x]))
     return [*sums, *wide]
@@ -107,12 +120,12 @@ def all_sum(
 def sum_parts(
     backend: Backend, collective: Collective, wire: Wire, arrays: Sequence[Array], errors: list[Array] | None = None
 ) -> list[Array]:
-    """This replica's row of the sum of the replicas' arrays, of shape (1, columns); arrays have one row per replica."""
+    """Reduce-scatters arrays with one row per replica: returns this replica's row of each sum, shape (1, columns)."""
     sent = [_encoded(backend, collective, wire, x, 0) for x in arrays]
-    _keep(backend, wire, arrays, sent, errors)
+    _append_errors(backend, wire, arrays, sent, errors)
     received = iter(collective.all_to_all([x for codes in sent for x in codes]) if sent else [])
     return [
-        added(backend, _decoded(backend, wire, x, [next(received) for _ in codes]))
+        row_sum(backend, _decoded(backend, wire, x, [next(received) for _ in codes]))
         for x, codes in zip(arrays, sent, strict=True)
     ]
 
@@ -125,26 +138,26 @@ def gather_rows(
     salt: int = 0,
     errors: list[Array] | None = None,
 ) -> list[Array]:
-    """The rows of all replicas, of shape (replicas, columns), as they arrive; each has one, of shape (1, columns)."""
+    """All-gathers rows of shape (1, columns); returns them decoded, of shape (replicas, columns)."""
     sent = [_encoded(backend, collective, wire, x, salt) for x in rows]
-    _keep(backend, wire, rows, sent, errors)
+    _append_errors(backend, wire, rows, sent, errors)
     gathered = iter(collective.all_gather([x[0] for codes in sent for x in codes]))
     return [_decoded(backend, wire, x, [next(gathered) for _ in codes]) for x, codes in zip(rows, sent, strict=True)]
 
 
-def _keep(
+def _append_errors(
     backend: Backend, wire: Wire, rows: Sequence[Array], sent: Sequence[Sequence[Array]], errors: list[Array] | None
 ) -> None:
-    """Appends what rounding takes away, without rounding; where it is 0 or not finite, -0, with which sums begin."""
+    """Appends the errors of encoding, which are exact; -0 (neutral in sums) where they are 0 or not finite."""
     if errors is not None:
         for x, codes in zip(rows, sent, strict=True):
-            lost = -backend.add(_decoded(backend, wire, x, codes), -x)
-            is_finite = backend.add(lost, -lost) == 0
-            errors.append(backend.where(is_finite, lost, backend.full((), -0.0, FLOAT32)))
+            error = -backend.add(_decoded(backend, wire, x, codes), -x)
+            is_finite = backend.add(error, -error) == 0
+            errors.append(backend.where(is_finite, error, backend.full((), -0.0, FLOAT32)))
 
 
 def _encoded(backend: Backend, collective: Collective, wire: Wire, rows: Array, salt: int) -> tuple[Array, ...]:
-    """The codes of rows, which are filled up with zeros to whole blocks."""
+    """Encodes rows, padded with zeros to full blocks."""
     n, columns = backend.shape(rows)
     if missing := -columns % wire.block:
         rows = backend.concat([rows, backend.full((n, missing), 0, FLOAT32, [rows])], axis=1)
@@ -158,7 +171,7 @@ def _decoded(backend: Backend, wire: Wire, like: Array, codes: Sequence[Array]) 
 def all_gather(
     backend: Backend, collective: Collective, wire: Wire, paths: Sequence[str | None], arrays: Sequence[Array]
 ) -> Iterator[list[Array]]:
-    """The arrays of each replica in turn: as they arrive through the wire, where they have a path."""
+    """Yields the arrays of each replica by rank. Arrays with a path (not None) are sent through the wire."""
     kept = [
         path is None or 0 in shape_of(x) or wire.keeps(path, shape_of(x)) for path, x in zip(paths, arrays, strict=True)
     ]
@@ -173,8 +186,8 @@ def all_gather(
         ]
 
 
-def added(backend: Backend, rows: Array) -> Array:
-    """The sum of the rows in the canonical tree, of shape (1, columns)."""
+def row_sum(backend: Backend, rows: Array) -> Array:
+    """Sums the rows in the canonical tree; the result has shape (1, columns)."""
     while (n := backend.shape(rows)[0]) > 1:
         pairs = backend.add(rows[0 : n - n % 2 : 2], rows[1::2])
         rows = backend.concat([pairs, rows[n - 1 :]]) if n % 2 else pairs
@@ -182,7 +195,7 @@ def added(backend: Backend, rows: Array) -> Array:
 
 
 def in_rows(backend: Backend, x: Array, rows: int) -> Array:
-    """The elements in float32, in rows; the last ones are filled up with zeros."""
+    """Reshapes an array into this many rows of float32, padded with zeros."""
     flat, size = backend.flat(backend.cast(x, FLOAT32)), math.prod(shape_of(x))
     if missing := -size % rows:
         flat = backend.concat([flat, backend.full((missing,), 0, FLOAT32, [flat])])
@@ -190,6 +203,6 @@ def in_rows(backend: Backend, x: Array, rows: int) -> Array:
 
 
 def _like(backend: Backend, x: Array, rows: Array) -> Array:
-    """The first elements in the shape and dtype of an array."""
+    """Reverts `in_rows`: the first elements of ``rows`` in the shape and dtype of ``x``."""
     shape = shape_of(x)
     return backend.cast(backend.reshape(backend.flat(rows)[: math.prod(shape)], shape), dtype_of(x))

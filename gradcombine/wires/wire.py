@@ -1,4 +1,4 @@
-"""The settings of a wire: how many bits an element is sent in, how it is rounded, and which leaves stay wide."""
+"""Wire settings: the bits of an element, its rounding, and the leaves that are sent unencoded."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ Rule: TypeAlias = Callable[[str, tuple[int, ...]], bool]
 Wide: TypeAlias = bool | Rule | None
 
 LANES = 128
-"""Elements that share a scale, unless asked otherwise: the last axis of a TPU's tiles."""
+"""Default number of elements that share a scale: the last axis of a TPU tile."""
 
 _BITS = {"bfloat16": (8, 7), "float16": (5, 10), "float8_e4m3": (4, 3), "float8_e5m2": (5, 2)}
-"""Of the exponent and of the significand."""
+"""Bits of the exponent and of the significand, by dtype."""
 
 _SENSITIVE = re.compile(r"norm|bias|router|\b(scale|gate)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Wire:
-    """How replicas send what they sum: made by `cast` and `blocks`, and given to a reduction as ``wire``.
+    """The encoding of leaves that replicas sum. Created by `cast` and `blocks`; the ``wire`` argument of a reduction.
 
     Attributes:
-      name: the call that makes it, as state files and errors spell it.
-      exponent: bits of each element's exponent; 0: integers times the scale of their block.
-      significand: bits of the significand, a leading one left out; of integers all but the sign.
-      size: how many elements share a scale, a power of two; 0: there are no scales.
+      name: the call that creates it, as spelled in state files and errors.
+      exponent: bits of an element's exponent; 0: elements are integers, times the scale of their block.
+      significand: bits of the significand without the implicit one; for integers, all bits but the sign.
+      size: number of elements that share a scale, a power of two; 0: no scales.
       rounding: ``"nearest"`` (ties to even) or ``"stochastic"``.
       seed: of stochastic rounding.
-      wide: the leaves that are sent as they are, by path and shape; None: none.
+      wide: predicate of path and shape for leaves that are sent unencoded; None: no leaf.
     """
 
     name: str
@@ -51,43 +51,42 @@ class Wire:
 
     @property
     def bits(self) -> int:
-        """Bits of an element, its share of a scale left out."""
+        """Bits of an element, without the scale."""
         return 1 + self.exponent + self.significand
 
     @property
     def block(self) -> int:
-        """The multiple that numbers of elements are filled up to."""
+        """Number of elements is padded to a multiple of this."""
         return max(self.size, 1)
 
     def nbytes(self, elements: int) -> int:
-        """Bytes of so many elements, filled up to whole blocks."""
+        """Bytes of the encoding of ``elements`` elements, padded to full blocks."""
         blocks = -(-elements // self.block)
         return blocks * self.block * self.bits // 8 + blocks * (self.size > 0)
 
     def keeps(self, path: str, shape: tuple[int, ...]) -> bool:
-        """Whether a leaf is sent as it is."""
+        """Whether a leaf is sent unencoded."""
         return self.wide is not None and bool(self.wide(path, shape))
 
 
 @operation("cast")
 def cast(dtype: CastDtype, rounding: Rounding = "nearest", *, wide: Wide = None, seed: int = 0) -> Wire:
-    """Sends floats of 16 or 8 bits.
+    """A wire that sends 16-bit or 8-bit floats.
 
-    ``"bfloat16"`` has the range of float32. The others have less: of each 128 elements the largest one is moved by a
-    power of two to the top of it, and what is smaller than the smallest number there becomes 0.
+    ``"bfloat16"`` has the range of float32. The other dtypes have a smaller range: each block of 128 elements is scaled
+    by a power of two that moves its largest element to the top of the range, and elements below the range become 0.
 
     Args:
-      dtype: of what is sent; the names are those of ml_dtypes, ``"float8_e4m3"`` is the one with infinities.
-      rounding: ``"nearest"``, ties to even; ``"stochastic"``: up with the probability that makes the expectation exact.
-        The random bits are a hash of the element's bits, its place, the replica's rank and ``seed``: the same data
-        rounds to the same bits again, in every framework.
-      wide: leaves that are sent as they are: a function of path and shape, False for none, True for those that few bits
-        harm most, and that cost few bytes: scalars and vectors, and by a word of their path norms, biases, scales,
-        routers and gates. None: True for types of 8 bits, False for others.
-      seed: an integer of 32 bits, of stochastic rounding.
+      dtype: of the elements sent, by its name in ml_dtypes; ``"float8_e4m3"`` is the variant with infinities.
+      rounding: ``"nearest"`` (ties to even) or ``"stochastic"`` (unbiased). The random bits are a hash of the element's
+        bits, its index, the replica's rank and ``seed``: equal data is rounded to equal bits, in every framework.
+      wide: leaves that are sent unencoded: a function of path and shape, True or False (none). True selects leaves that
+        are sensitive to precision and small: scalars, vectors, and leaves whose path names a norm, bias, scale, router
+        or gate. None: True for 8-bit dtypes, False for others.
+      seed: 32-bit integer, of stochastic rounding.
 
     Returns:
-      A wire for float leaves. NaN and infinity arrive as such on all replicas; numbers below 2**-126 arrive as 0.
+      A wire for float leaves. NaN and infinity are preserved on all replicas; magnitudes below 2**-126 become 0.
 
     >>> import gradcombine as gc
     >>> gc.reductions.mean(wire=gc.wires.cast("bfloat16"))
@@ -96,26 +95,26 @@ def cast(dtype: CastDtype, rounding: Rounding = "nearest", *, wide: Wide = None,
     require_one_of(f"a dtype of {list(_BITS)}", dtype, list(_BITS))
     exponent, significand = _BITS[dtype]
     size = 0 if dtype == "bfloat16" else LANES
-    return _made("cast", f"{dtype!r}", exponent, significand, size, rounding, wide, seed)
+    return _wire("cast", f"{dtype!r}", exponent, significand, size, rounding, wide, seed)
 
 
 @operation("blocks")
 def blocks(
     bits: int = 8, size: int = LANES, rounding: Rounding = "nearest", *, wide: Wide = None, seed: int = 0
 ) -> Wire:
-    """Sends integers of 8 or 4 bits, times a power of two that each block of elements shares.
+    """A wire that sends 8-bit or 4-bit integers, with a power of two as the scale of each block of elements.
 
-    The power of two is the least with which the largest element of the block fits. One byte a block says which.
+    The scale, one byte per block, is the smallest power of two for which the largest element of the block fits.
 
     Args:
-      bits: 8 or 4, of which one is the sign.
-      size: elements of a block, a power of two from 8 to 4096. Leaves are filled up with zeros to a multiple of it on
-        each replica; where that, or their size, makes another way cheaper, they take that (see `bytes_sent`).
-      rounding, wide, seed: as for `cast`; by default sensitive leaves stay wide.
+      bits: 8 or 4, including the sign.
+      size: number of elements of a block, a power of two from 8 to 4096. Leaves are padded with zeros to a multiple of
+        it on each replica; if another exchange is cheaper for a leaf, it is used instead (see `bytes_sent`).
+      rounding, wide, seed: as for `cast`; by default sensitive leaves are sent unencoded.
 
     Returns:
-      A wire for float leaves. NaN and infinity arrive as such on all replicas; the finite elements of their block, and
-      numbers below 2**-126, arrive as 0.
+      A wire for float leaves. NaN and infinity are preserved on all replicas, but the finite elements of their block
+      become 0, as do magnitudes below 2**-126.
 
     References: Rouhani et al., `Microscaling Data Formats for Deep Learning <https://arxiv.org/abs/2310.10537>`_, 2023.
 
@@ -128,15 +127,15 @@ def blocks(
     size = require_integer("a size that is a power of two from 8 to 4096", size, 8, 4096)
     if size & (size - 1):
         raise invalid("a size that is a power of two from 8 to 4096", size)
-    return _made("blocks", f"{int(bits)}, size={size}", 0, int(bits) - 1, size, rounding, wide, seed)
+    return _wire("blocks", f"{int(bits)}, size={size}", 0, int(bits) - 1, size, rounding, wide, seed)
 
 
 LONGEST = 200
-"""Characters of the name of a wire."""
+"""Most characters of the name of a wire."""
 
 
 def named(name: Any) -> Wire:
-    """The wire of a `Wire.name`, which may come from a file; not of one whose ``wide`` is a function.
+    """Creates the wire with this `Wire.name`, for instance from a file. The name must not have a function as ``wide``.
 
     >>> named("wires.blocks(4, size=32)")
     wires.blocks(4, size=32)
@@ -148,16 +147,16 @@ def named(name: Any) -> Wire:
                 return (cast if kind == "cast" else blocks)(*map(ast.literal_eval, args), **settings)
             case _:
                 raise ValueError(name)
-    except Exception:  # of a text that is no Python, or names no settings
+    except Exception:  # not a call of cast or blocks, or invalid arguments
         raise invalid("the name of a wire, without a function as wide", shown(name)) from None
 
 
 def is_sensitive(path: str, shape: tuple[int, ...]) -> bool:
-    """Whether a leaf is one of those that few bits harm most, and that cost few bytes: the rule of ``wide=True``.
+    """Whether a leaf is sensitive to low precision, and small: the rule of ``wide=True``.
 
-    Scalars and vectors (biases, scales of norms), and by a word of their path norms, biases, scales, routers and gates
-    of any shape, as layers that are stacked for a scan have them. An FP8 exchange that left 0.29 % of the elements
-    wide lost 2.13 % of the loss in place of 10.87 % (LoongForge, issue 231).
+    True for scalars and vectors (biases, scales of norms), and for leaves of any shape whose path names a norm, bias,
+    scale, router or gate (layers may be stacked for a scan). In an FP8 exchange, sending these 0.29 % of the elements
+    unencoded reduced the error of the loss from 10.87 % to 2.13 % (LoongForge, issue 231).
 
     >>> is_sensitive("['mlp']['kernel']", (64, 256)), is_sensitive("['moe']['router']['kernel']", (64, 8))
     (False, True)
@@ -166,11 +165,11 @@ def is_sensitive(path: str, shape: tuple[int, ...]) -> bool:
 
 
 def require_wire(wire: Any) -> Wire:
-    """Raises for what is no wire."""
+    """Returns ``wire``; raises if it is not a Wire."""
     return require_type('a wire, for instance wires.cast("bfloat16")', wire, Wire)
 
 
-def _made(
+def _wire(
     call: str, form: str, exponent: int, significand: int, size: int, rounding: Rounding, wide: Wide, seed: int
 ) -> Wire:
     require_one_of(f"a rounding of {list(get_args(Rounding))}", rounding, get_args(Rounding))

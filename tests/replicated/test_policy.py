@@ -54,7 +54,7 @@ def test_names_are_those_of_tensorflow() -> None:
         ("sum", Aggregation.NONE, "expected one synchronization"),
         (None, "auto", "received None"),
         (1, "auto", "received 1"),
-        ("sum", "none", r"none is for a variable of which there is one copy, over=LOCAL"),
+        ("sum", "none", r"none is for a variable with a single copy, over=LOCAL"),
     ],
 )
 def test_refused(aggregation: Any, synchronization: Any, message: str) -> None:

@@ -144,5 +144,5 @@ def test_gradients_that_shard_map_has_summed_already_are_refused() -> None:
         in_specs=(P(), P("d")),
         out_specs=P(),
     )
-    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected a value of each replica's own"):
+    with pytest.raises(gc.GradCombineError, match=r"leaf \['w'\]: expected a value that varies"):
         jax.jit(mapped)(PARAMS, X[:, 0])
